@@ -1,0 +1,106 @@
+"""Measures everything, or the parts that are named, and prints a table.
+
+python -m benchmarks [--only wrapper graphed guard decoder piecewise capture] [--turns N] [--json FILE]
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from . import capture, decoder, front, guard, piecewise, wrapper
+from .timing import Effort, Row
+
+
+class _Part(NamedTuple):
+    title: str
+    rows: Callable[[Effort], list[Row]]
+
+
+_PARTS = {
+    "wrapper": _Part(wrapper.TITLE, wrapper.rows),
+    "graphed": _Part(front.TITLE, front.rows),
+    "guard": _Part(guard.TITLE, guard.rows),
+    "decoder": _Part(decoder.TITLE, decoder.rows),
+    "piecewise": _Part(piecewise.TITLE, piecewise.rows),
+    "capture": _Part(capture.TITLE, capture.rows),
+}
+
+
+def main() -> None:
+    """Measure, print, and write the file that was asked for."""
+    options = _options()
+    effort = Effort(turns=options.turns)
+    where = _where()
+    print("  ".join(f"{name}: {value}" for name, value in where.items()))
+    print(f"medians of {effort.turns} turns taken by both sides alternately, captures of {effort.captures}")
+    measured: dict[str, list[Row]] = {}
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        for name in options.only:
+            measured[name] = _PARTS[name].rows(effort)
+            print(f"\n{_PARTS[name].title}\n{_table(measured[name])}", flush=True)
+    if options.json is not None:
+        content = {"where": where, "parts": {name: list(map(_plain, rows)) for name, rows in measured.items()}}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios measured in one run.")
+    parser.add_argument("--only", nargs="+", choices=list(_PARTS), default=list(_PARTS), metavar="PART")
+    parser.add_argument("--turns", type=int, default=Effort.turns, help="turns of each side (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    return parser.parse_args()
+
+
+def _where() -> dict[str, str]:
+    return {
+        "device": _processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "threads": "1",
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return told.stdout.strip()
+
+
+def _table(rows: list[Row]) -> str:
+    width = max(len(line.case) for line in rows)
+    compared = any(line.base_us is not None for line in rows)
+    head = f"{'':{width}}{'us':>12}" + (f"{'compared, us':>14}{'extra, us':>12}{'faster':>9}" if compared else "")
+    return "\n".join([head, *(_line(line, width) for line in rows)])
+
+
+def _line(line: Row, width: int) -> str:
+    text = f"{line.case:{width}}{line.us:12.2f}"
+    if line.base_us is None or line.extra_us is None or line.speedup is None:
+        return text
+    return text + f"{line.base_us:14.2f}{line.extra_us:12.2f}{line.speedup:8.2f}x"
+
+
+def _plain(line: Row) -> dict[str, str | float | None]:
+    return {"case": line.case, "us": line.us, "base_us": line.base_us}
+
+
+if __name__ == "__main__":
+    main()

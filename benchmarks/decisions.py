@@ -1,0 +1,213 @@
+"""What a decision costs: ``decide`` and ``dispatch`` against plain-Python transcriptions of vLLM's two contracts.
+
+    python benchmarks/decisions.py [--repeats N]
+
+The transcriptions follow the published rules (vLLM 0.11.1: the caller pads; 0.33: padding, LoRA counts and allowed
+modes inside) over the same keys. All rows are measured in turns, so that noise hits every one; a row shows the median
+over the turns, in nanoseconds with the loop's own cost taken off, and the ratio to its transcription in the same run.
+"""
+
+import argparse
+import gc
+import platform
+from bisect import bisect_left
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter, perf_counter_ns
+from typing import NamedTuple
+
+from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
+from graphdispatch.modes import CUDAGraphMode as Mode
+from graphdispatch.sizes import ladder, next_size_table
+
+NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
+RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
+MAX_REQS, MAX_TOKENS, COUNTS = 256, 8192, (0, 1, 2, 4, 5)
+SIZES = ladder("vllm", 512)
+CALLS = 20_000
+
+
+class OldDescriptor(NamedTuple):
+    """The key of 0.11.1."""
+
+    num_tokens: int
+    uniform_decode: bool = False
+    has_lora: bool = False
+
+    @property
+    def non_uniform(self) -> "OldDescriptor":
+        """The key of a graph for any batch."""
+        return OldDescriptor(self.num_tokens, has_lora=self.has_lora)
+
+
+class OldContract:
+    """0.11.1: two sets, looked up in turn."""
+
+    def __init__(self) -> None:
+        self.keys = {
+            PIECEWISE: {OldDescriptor(size) for size in SIZES},
+            FULL: {OldDescriptor(size, True) for size in SIZES if size <= MAX_REQS},
+        }
+        self.keys_initialized = True
+
+    def dispatch(
+        self, batch_descriptor: OldDescriptor, use_cascade_attn: bool = False
+    ) -> tuple[Mode, OldDescriptor | None]:
+        """The exact full graph, the general full one, the general piecewise one, nothing."""
+        if not self.keys_initialized:
+            return NONE, None
+        general = batch_descriptor.non_uniform
+        if not use_cascade_attn:
+            if batch_descriptor in self.keys[FULL]:
+                return FULL, batch_descriptor
+            if general in self.keys[FULL]:
+                return FULL, general
+        if general in self.keys[PIECEWISE]:
+            return PIECEWISE, general
+        return NONE, None
+
+
+@dataclass(frozen=True)
+class NewDescriptor:
+    """The key of 0.33."""
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+    num_active_loras: int = 0
+
+
+class NewContract:
+    """0.33: pads by a table, rounds LoRA counts up, and looks in the allowed modes' sets."""
+
+    def __init__(self) -> None:
+        self.mode, self.largest = Mode.FULL_AND_PIECEWISE, SIZES[-1]
+        self.padded = next_size_table(SIZES)
+        self.keys: dict[Mode, set[NewDescriptor]] = {PIECEWISE: set(), FULL: set()}
+        self.keys_initialized = True
+        for size in SIZES:
+            for count in COUNTS:
+                self.keys[PIECEWISE].add(NewDescriptor(size, None, False, count > 0, count))
+                if size <= MAX_REQS:
+                    self.keys[FULL].add(NewDescriptor(size, size, True, count > 0, count))
+
+    def dispatch(
+        self,
+        num_tokens: int,
+        uniform_decode: bool = False,
+        has_lora: bool = False,
+        num_active_loras: int = 0,
+        valid_modes: Set[Mode] | None = None,
+        invalid_modes: Set[Mode] | None = None,
+    ) -> tuple[Mode, NewDescriptor]:
+        """One size is tried: in the full graphs, then in the piecewise ones."""
+        allowed = valid_modes or RUNTIME_MODES
+        if invalid_modes:
+            allowed = allowed - invalid_modes
+        assert allowed, "no mode is allowed"
+        if not self.keys_initialized or self.mode is NONE or num_tokens > self.largest or allowed <= {NONE}:
+            return NONE, NewDescriptor(num_tokens)
+        if has_lora and num_active_loras > 0:
+            num_active_loras = COUNTS[bisect_left(COUNTS, num_active_loras)]
+        wanted = self._padded(num_tokens, uniform_decode and self.mode.separate_routine(), has_lora, num_active_loras)
+        if FULL in allowed and wanted in self.keys[FULL]:
+            return FULL, wanted
+        if PIECEWISE in allowed:
+            general = replace(wanted, num_reqs=None, uniform=False)
+            if general in self.keys[PIECEWISE]:
+                return PIECEWISE, general
+        assert NONE in allowed, "no graph, and eager is not allowed"
+        return NONE, NewDescriptor(num_tokens)
+
+    def _padded(self, num_tokens: int, uniform: bool, has_lora: bool, count: int) -> NewDescriptor:
+        padded = self.padded[num_tokens]
+        return NewDescriptor(padded, padded if uniform else min(padded, MAX_REQS), uniform, has_lora, count)
+
+
+class Row(NamedTuple):
+    """One case: our call, and the transcription's."""
+
+    name: str
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
+
+
+def cases() -> list[Row]:
+    """The batches of a decoding engine: hits, padded hits, adapters, excluded modes, and misses."""
+    plan = CudagraphKeyDispatcher(
+        capture_sizes=SIZES, max_num_reqs=MAX_REQS, max_num_tokens=MAX_TOKENS, variants=(None, *COUNTS)
+    )
+    plan.initialize_cudagraph_keys(Mode.FULL_AND_PIECEWISE)
+    old, new = OldContract(), NewContract()
+    decode, mixed, miss = BatchDescriptor(24, None, True), BatchDescriptor(24), BatchDescriptor(25)
+    old_decode, old_mixed, old_miss = OldDescriptor(24, True), OldDescriptor(24), OldDescriptor(25)
+    no_full = frozenset((NONE, PIECEWISE))
+    return [
+        Row("dispatch, decode", lambda: plan.dispatch(decode), lambda: old.dispatch(old_decode)),
+        Row("dispatch, mixed", lambda: plan.dispatch(mixed), lambda: old.dispatch(old_mixed)),
+        Row("dispatch, miss", lambda: plan.dispatch(miss), lambda: old.dispatch(old_miss)),
+        Row("decide, decode", lambda: plan.decide(20, 20, query_len=1), lambda: new.dispatch(20, True)),
+        Row("decide, mixed", lambda: plan.decide(20, 3), lambda: new.dispatch(20)),
+        Row("decide, 3 adapters", lambda: plan.decide(20, 3, variant=3), lambda: new.dispatch(20, False, True, 3)),
+        Row(
+            "decide, without FULL",
+            lambda: plan.decide(20, 20, query_len=1, allowed_modes=no_full),
+            lambda: new.dispatch(20, True, valid_modes=no_full),
+        ),
+        Row(
+            "decide, FULL excluded",
+            lambda: plan.decide(20, 20, query_len=1, excluded_modes={FULL}),
+            lambda: new.dispatch(20, True, invalid_modes={FULL}),
+        ),
+        Row("decide, above largest", lambda: plan.decide(2000), lambda: new.dispatch(2000)),
+    ]
+
+
+def nanoseconds(call: Callable[[], object]) -> float:
+    """The mean over many calls, made in one loop."""
+    start = perf_counter_ns()
+    for _ in range(CALLS):
+        call()
+    return (perf_counter_ns() - start) / CALLS
+
+
+def rebuild_ms(sizes: range, repeats: int) -> float:
+    """The time in milliseconds to build the table of 8 variants of ``sizes`` in mode FULL."""
+    times = []
+    for _ in range(repeats):
+        plan = CudagraphKeyDispatcher(capture_sizes=sizes, max_num_reqs=sizes[-1], variants=range(8))
+        start = perf_counter()
+        plan.initialize_cudagraph_keys(FULL)
+        times.append(1000 * (perf_counter() - start))
+    return median(times)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--repeats", type=int, default=15)
+    repeats = parser.parse_args().repeats
+    rows = cases()
+    empty: list[float] = []
+    times: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
+    gc.disable()
+    for _ in range(repeats):
+        empty.append(nanoseconds(lambda: None))
+        for row, (ours, theirs) in zip(rows, times, strict=True):
+            ours.append(nanoseconds(row.ours))
+            theirs.append(nanoseconds(row.theirs))
+    gc.enable()
+    print(f"Python {platform.python_version()}, median of {repeats} turns of {CALLS} calls")
+    print(f"{'case':24}{'ours, ns':>10}{'vLLM rules, ns':>16}{'ratio':>8}")
+    for row, (ours, theirs) in zip(rows, times, strict=True):
+        fast, slow = median(ours) - median(empty), median(theirs) - median(empty)
+        print(f"{row.name:24}{fast:10.0f}{slow:16.0f}{slow / fast:8.1f}")
+    for sizes in (range(1, 1001), range(8, 8001, 8)):
+        print(f"table of {len(sizes)} sizes to {sizes[-1]} x 8 variants: {rebuild_ms(sizes, 5):.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What comparing the weights on each call costs, by how many there are."""
+
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import CUDAGraphOptions, Graphed, graphed
+
+from .timing import Effort, Row, row
+
+__all__ = ["TITLE", "rows"]
+
+TITLE = "graphed() call with the weight guard over one without"
+_LAYERS = (0, 10, 100, 1000)
+_SIZE = 8
+
+
+class _Model(nn.Module):
+    """Has layers, and computes next to nothing."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, columns] -> the same."""
+        return x * 2
+
+
+def rows(effort: Effort) -> list[Row]:
+    """A model of up to a thousand linear layers, each with a weight and a bias."""
+    x = torch.randn(_SIZE, 16)
+    found = []
+    for layers in _LAYERS:
+        guarded, free = _settled(layers, guard=True), _settled(layers, guard=False)
+        case = f"{2 * layers:4} parameters in {layers + 2:4} modules"
+        found.append(row(case, lambda step=guarded: step(x), lambda step=free: step(x), effort.turns))  # type: ignore[misc]
+    return found
+
+
+def _settled(layers: int, *, guard: bool) -> Graphed[[Tensor], Tensor]:
+    model = _Model(layers).eval()
+    step = graphed(
+        model, dynamic={"x": 0}, sizes=(_SIZE,), capture_after=1, options=CUDAGraphOptions(guard_weights=guard)
+    )
+    for _ in range(3):
+        step(torch.randn(_SIZE, 16))
+    decision = step.last_decision
+    assert decision is not None
+    assert decision.reason.is_graph
+    return step

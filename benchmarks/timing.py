@@ -1,0 +1,73 @@
+"""Times calls side by side: the sides take turns, so that what disturbs the machine disturbs them alike."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+__all__ = ["Effort", "Row", "interleaved", "row"]
+
+_TURN_SECONDS = 0.001  # a turn of one side lasts about this long, short beside the slices that a system hands out
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure: turns of each side, and captures of each size."""
+
+    turns: int = 101
+    captures: int = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: microseconds of a call, and of what it is compared with (None: of nothing)."""
+
+    case: str
+    us: float
+    base_us: float | None = None
+
+    @property
+    def extra_us(self) -> float | None:
+        """How much more the call takes, in microseconds."""
+        return None if self.base_us is None else self.us - self.base_us
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster the call is than what it is compared with."""
+        return None if self.base_us is None else self.base_us / self.us
+
+
+def interleaved(sides: Sequence[Callable[[], object]], turns: int) -> list[float]:
+    """Seconds of one call of each side: the median over ``turns`` turns, the garbage collector off."""
+    calls = [_calls_in_a_turn(side) for side in sides]
+    times: list[list[float]] = [[] for _ in sides]
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(turns):
+            for side, count, kept in zip(sides, calls, times, strict=True):
+                kept.append(_seconds(side, count) / count)
+    finally:
+        if was_on:
+            gc.enable()
+    return [median(kept) for kept in times]
+
+
+def row(case: str, call: Callable[[], object], base: Callable[[], object], turns: int) -> Row:
+    """The line for a call compared with another one."""
+    seconds, base_seconds = interleaved([call, base], turns)
+    return Row(case, seconds * 1e6, base_seconds * 1e6)
+
+
+def _calls_in_a_turn(side: Callable[[], object]) -> int:
+    once = min(_seconds(side, 1) for _ in range(3))
+    return max(1, int(_TURN_SECONDS / once))
+
+
+def _seconds(side: Callable[[], object], count: int) -> float:
+    side()  # so that no side pays for the caches that another one filled
+    start = perf_counter()
+    for _ in range(count):
+        side()
+    return perf_counter() - start

@@ -1,0 +1,74 @@
+"""The CUDA-graph layer that every inference engine writes for itself: pad, dispatch, replay, slice.
+
+Start with ``graphed``; engines start with ``CUDAGraphWrapper``, ``CUDAGraphManager`` or ``CudagraphDispatcher``.
+Importing the package does not import torch; a name that needs it does so when it is first used. ``__init__.pyi`` says
+the same to type checkers.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "backends": ("available_backends", "get_backend", "register_backend"),
+    "cache.registry": ("CUDAGraphRegistry",),
+    "capture.breaks": ("eager_break", "remove_eager_break"),
+    "capture.context": ("cudagraph_context",),
+    "capture.entry": ("CUDAGraphEntry", "GraphEntry"),
+    "capture.outputs": ("OutputView",),
+    "capture.padding": ("Pad",),
+    "config": ("CUDAGraphConfig", "CUDAGraphOptions"),
+    "descriptors": ("BatchDescriptor", "DispatchKey", "create_dispatch_key", "get_padded_key"),
+    "dispatch.adaptive": ("AdaptiveDispatchPolicy",),
+    "dispatch.composite": ("CompositeDispatcher",),
+    "dispatch.decision": ("Decision",),
+    "dispatch.dispatcher": ("CudagraphDispatcher",),
+    "dispatch.keys": ("CudagraphKeyDispatcher",),
+    "dispatch.lint": ("LintCode", "LintFinding", "lint"),
+    "dispatch.prediction": ("Prewarmer", "SizePredictor"),
+    "dispatch.policies": ("DefaultDispatchPolicy", "DispatchPolicy"),
+    "dispatch.lanes": ("LaneResult",),
+    "dispatch.ranks": ("Agreement", "RankConsensus", "RankVote"),
+    "dispatch.streams": ("StreamDispatcher",),
+    "dispatch.support": ("AttentionSupport", "resolve_cudagraph_mode"),
+    "errors": (
+        "BackendError",
+        "CaptureError",
+        "ConfigError",
+        "ConsensusError",
+        "FallbackError",
+        "GraphDispatchError",
+        "GuardError",
+        "IntegrityError",
+        "ReplayError",
+        "StaleOutputError",
+        "VerificationError",
+    ),
+    "graphed_callable": ("Graphed", "graphed"),
+    "integrations.compile": ("piecewise_backend",),
+    "manager": ("CUDAGraphManager",),
+    "modes": ("CUDAGraphMode", "DispatchMode", "EntryState"),
+    "reasons": ("Reason",),
+    "sizes": ("get_cudagraph_sizes", "ladder"),
+    "stats": ("CUDAGraphStats", "DispatchStats"),
+    "testing.mock": ("MockCUDAGraph",),
+    "wrapper": ("CUDAGraphWrapper",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604 (the names of the table above)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("graphdispatch")
+    if name in _HOME_OF:
+        value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

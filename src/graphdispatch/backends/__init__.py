@@ -1,0 +1,86 @@
+"""Backends by name. Adding one is adding a file and one ``register_backend`` call."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from ..errors import BackendError
+from .base import Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream, Timer
+
+__all__ = [
+    "Backend",
+    "Capture",
+    "Event",
+    "Graph",
+    "MemoryFigures",
+    "Pool",
+    "Stream",
+    "Timer",
+    "available_backends",
+    "get_backend",
+    "register_backend",
+]
+
+_LOCK = threading.Lock()
+_FACTORIES: dict[str, Callable[[], type[Backend]]] = {}
+# One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
+_INSTANCES: dict[tuple[str, int | None], Backend] = {}
+
+
+def register_backend(name: str, factory: Callable[[], type[Backend]]) -> None:
+    """Make a backend known; ``factory`` imports and returns its class when it is first needed.
+
+    Raises ``BackendError`` if the name is taken.
+    """
+    with _LOCK:
+        if name in _FACTORIES:
+            raise BackendError(f"backend {name!r} is registered already; choose another name")
+        _FACTORIES[name] = factory
+
+
+def available_backends() -> tuple[str, ...]:
+    """The names of the backends whose device can be used in this process."""
+    return tuple(name for name, factory in sorted(_FACTORIES.items()) if factory().is_available())
+
+
+def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:
+    """The backend of ``device``; ``auto`` takes CUDA where there is a GPU and the CPU elsewhere.
+
+    The same object is returned for the same device. Raises ``BackendError`` for an unknown or unavailable one.
+    """
+    if name == "auto":
+        kind = device.type if device is not None else None
+        name = kind or ("cuda" if "cuda" in available_backends() else "cpu")
+    if name not in _FACTORIES:
+        known = ", ".join(repr(n) for n in ("auto", *sorted(_FACTORIES)))
+        raise BackendError(f"backend {name!r} is unknown; expected one of {known}, or a name given to register_backend")
+    cls = _FACTORIES[name]()
+    if not cls.is_available():
+        raise BackendError(f"backend {name!r} has no usable device here; use backend='cpu' or 'auto'")
+    if device is None:
+        device = torch.device(cls.device_type)
+    if device.type != cls.device_type:
+        raise BackendError(f"backend {name!r} serves {cls.device_type!r} devices, got device {str(device)!r}")
+    index = device.index if device.index is not None else cls.default_index()
+    with _LOCK:
+        if (name, index) not in _INSTANCES:
+            exact = torch.device(cls.device_type, index) if index is not None else torch.device(cls.device_type)
+            _INSTANCES[name, index] = cls(exact)
+        return _INSTANCES[name, index]
+
+
+def _cpu() -> type[Backend]:
+    from .cpu import CPUBackend
+
+    return CPUBackend
+
+
+def _cuda() -> type[Backend]:
+    from .cuda import CUDABackend
+
+    return CUDABackend
+
+
+register_backend("cpu", _cpu)
+register_backend("cuda", _cuda)

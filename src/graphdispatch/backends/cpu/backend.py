@@ -1,0 +1,164 @@
+"""The CPU backend: capture by recording, streams that are threads, memory figures of the host."""
+
+import os
+from contextlib import AbstractContextManager, ExitStack
+from typing import ClassVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...errors import BackendError, CaptureError
+from ...reasons import Reason
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream, Timer
+from .graph import CPUGraph, CPUPool
+from .recorder import HostReadGuard, Recorder
+from .streams import StreamState
+
+__all__ = ["CPUBackend"]
+
+
+class CPUBackend(Backend):
+    """Graphs on host memory with the semantics of CUDA graphs: fixed addresses, frozen Python, baked scalars,
+    outputs that the next replay overwrites. Recording runs the operators."""
+
+    name: ClassVar[str] = "cpu"
+    device_type: ClassVar[str] = "cpu"
+    capture_executes: ClassVar[bool] = True
+    is_bit_exact: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams = StreamState()
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Always: every torch has a CPU."""
+        return True
+
+    def make_pool(self) -> Pool:
+        """A new, empty pool of arenas."""
+        return CPUPool(self._streams)
+
+    def begin_capture(self, pool: Pool) -> Capture:
+        """Start recording the calling thread's operators; raises ``CaptureError`` inside a capture."""
+        if not isinstance(pool, CPUPool):
+            raise BackendError(f"pool must come from the CPU backend, got {pool!r}; make one with its make_pool()")
+        if self.is_capturing():
+            raise CaptureError("a capture is under way on this thread already; end it first", Reason.INSIDE_CAPTURE)
+        return _CPUCapture(pool)
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread is being recorded by this backend."""
+        return self._streams.here.captures > 0
+
+    def current_stream(self) -> Stream:
+        """The calling thread's current stream; without a choice, the one that runs work at once."""
+        return self._streams.current()
+
+    def make_stream(self) -> Stream:
+        """A new stream with a thread of its own."""
+        return self._streams.make_stream()
+
+    def use_stream(self, stream: Stream) -> AbstractContextManager[Stream]:
+        """Make ``stream`` the calling thread's current stream within a ``with`` block."""
+        return self._streams.use(stream)
+
+    def make_event(self, *, timing: bool = False) -> Event:
+        """A new event."""
+        return self._streams.make_event(timing=timing)
+
+    def make_timer(self) -> Timer:
+        """A new timer of wall time on the current stream."""
+        return self._streams.make_timer()
+
+    def synchronize(self) -> None:
+        """Block until the calling thread's current stream is done."""
+        self._streams.current().synchronize()
+
+    def memory(self) -> MemoryFigures:
+        """The resident memory of this process, and what the system has free and in all (POSIX)."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            resident = int(statm.read().split()[1]) * page
+        free, total = (os.sysconf(name) * page for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        return MemoryFigures(resident, resident, free, total)
+
+    def rng_state(self) -> torch.Tensor:
+        """The state of torch's default CPU generator."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Put the state of the default CPU generator back."""
+        torch.set_rng_state(state)
+
+
+class _CPUCapture(Capture):
+    def __init__(self, pool: CPUPool) -> None:
+        self._pool = pool
+        self._open = False
+        self._is_counted = False
+        CAPTURE_LOCK.acquire()
+        try:
+            self._recorder = Recorder()
+            self._modes = ExitStack()
+            self._modes.enter_context(HostReadGuard(self._recorder))
+            self._modes.enter_context(self._recorder)
+        except BaseException:
+            CAPTURE_LOCK.release()
+            raise
+        self._count()
+        self._open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is under way."""
+        return self._open
+
+    def pause(self) -> Graph:
+        """Bind what was recorded so far; the recorder stays where it is in torch's stack of modes, and looks on."""
+        program = self._recorder.pause()
+        self._uncount()
+        try:
+            with _disable_current_modes():  # whoever watches the callable is still entered, and shall not see this
+                return CPUGraph(program, self._pool)
+        except BaseException:
+            self.abort()
+            raise
+
+    def resume(self) -> None:
+        """Record again."""
+        self._count()
+        self._recorder.resume()
+
+    def end(self) -> Graph:
+        """Stop recording and bind the program to memory."""
+        if not self._open:
+            raise CaptureError("the capture has ended already; begin another with begin_capture()")
+        program = self._recorder.pause()
+        self._close()
+        self.graph = CPUGraph(program, self._pool)
+        return self.graph
+
+    def abort(self) -> None:
+        """Stop recording and forget the program."""
+        if self._open:
+            self._close()
+
+    def _close(self) -> None:
+        self._open = False
+        self._uncount()
+        try:
+            self._modes.close()
+        finally:
+            del self._recorder
+            CAPTURE_LOCK.release()
+
+    def _count(self) -> None:
+        self._is_counted = True
+        self._pool.streams.here.captures += 1
+
+    def _uncount(self) -> None:
+        # Nothing to take back from a capture that is aborted while it is paused.
+        if self._is_counted:
+            self._is_counted = False
+            self._pool.streams.here.captures -= 1

@@ -1,0 +1,219 @@
+"""A recorded program bound to memory, and the pool whose arenas the programs of one pool share."""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
+
+from ...errors import ReplayError
+from ..base import Graph, Pool
+from ..operators import OperatorKind, tensors_in
+from .kernels import in_place_method
+from .planner import place, prune
+from .recorder import Instruction, Recording, Slot, TensorRef
+from .streams import CPUStream, InlineStream, StreamState
+
+__all__ = ["CPUGraph", "CPUPool"]
+
+# What was recorded is what ran below autograd; running it there again saves the way through it.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class CPUPool(Pool):
+    """Arenas of host memory; a graph takes the smallest that holds its intermediates, so that a ladder captured
+    largest first needs one arena in all. Freed with the last graph in it."""
+
+    def __init__(self, streams: StreamState) -> None:
+        super().__init__()
+        self.streams = streams
+        self._here = streams.here
+        self._arenas: list[weakref.ref[torch.Tensor]] = []
+        self._last_stream: InlineStream | CPUStream = streams.default
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas; what graphs hold for themselves (outputs, constants) is in ``CPUGraph.nbytes``."""
+        return sum(arena.nbytes for arena in self._live_arenas())
+
+    def take_arena(self, nbytes: int) -> torch.Tensor:
+        """An arena of at least ``nbytes`` bytes; the caller holds it as long as it uses it."""
+        fitting = [arena for arena in self._live_arenas() if arena.nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda arena: arena.nbytes)
+        arena = torch.empty(nbytes, dtype=torch.uint8)
+        self._arenas = [ref for ref in self._arenas if ref() is not None] + [weakref.ref(arena)]
+        return arena
+
+    def _live_arenas(self) -> list[torch.Tensor]:
+        return [arena for ref in self._arenas if (arena := ref()) is not None]
+
+    def order_after_last_use(self) -> None:
+        """Order the calling thread's current stream after the one that last used the pool."""
+        current = self._here.stream
+        if current is not self._last_stream:
+            current.wait_stream(self._last_stream)
+            self._last_stream = current
+
+    def is_idle(self) -> bool:
+        """Whether no replay is queued on the stream that last used the pool."""
+        return self._last_stream.mark().done.is_set()
+
+    def close(self) -> None:
+        """Nothing to do: arenas go with their last graph."""
+
+
+class CPUGraph(Graph):
+    """A list of bound calls; a replay runs them in order, below autograd."""
+
+    def __init__(self, recording: Recording, pool: CPUPool) -> None:
+        self._pool = pool
+        self._here = pool.streams.here
+        self._default = pool.streams.default
+        binder = _Binder(recording, pool)
+        self._calls: list[Callable[[], Any]] | None = binder.calls
+        self._memory: tuple[torch.Tensor | torch.UntypedStorage, ...] = binder.memory
+        self._nbytes = binder.nbytes
+        self.num_recorded = len(recording.program)
+
+    def replay(self) -> None:
+        """Run the calls on the calling thread's current stream."""
+        if self._calls is None:
+            raise ReplayError("this graph was released; capture it again")
+        self._pool.generation += 1
+        stream = self._here.stream
+        if stream is not self._default:
+            stream.submit(partial(_run, self._calls))
+            return
+        with _below_autograd():
+            for call in self._calls:
+                call()
+
+    def reset(self) -> None:
+        """Let go of the calls and their memory."""
+        self._calls = None
+        self._memory = ()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of outputs and constants, which are the graph's own; the arena is the pool's."""
+        return self._nbytes
+
+    @property
+    def num_replayed(self) -> int:
+        """The number of operators that a replay runs."""
+        return len(self._calls or ())
+
+    def __repr__(self) -> str:
+        state = "released" if self._calls is None else f"{self.num_replayed} of {self.num_recorded} operators"
+        return f"<CPUGraph {state}, {self._nbytes} bytes>"
+
+
+class _Binder:
+    """Turns a recording into bound calls: finds out what is still alive, lays out the rest, builds the tensors."""
+
+    def __init__(self, recording: Recording, pool: CPUPool) -> None:
+        self._storages: dict[Slot, torch.UntypedStorage] = {}
+        self._offsets: dict[Slot, int] = {}
+        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+        slots = {slot for i in recording.program for slot in i.reads | i.writes}
+        for slot in slots:
+            storage = slot.live_storage()
+            if storage is not None:
+                self._storages[slot] = storage
+        literals = {literal.slot for literal in recording.literals}
+        pinned = set(self._storages) - literals
+        once, each = prune(recording.program, recording.literals, pinned)
+        constant = {slot for i in once for slot in i.reads | i.writes}
+        for slot in (constant | literals) - set(self._storages):
+            self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8).untyped_storage()
+        layout = place(each, set(self._storages))
+        arena = pool.take_arena(layout.nbytes) if layout.nbytes else None
+        if arena is not None:
+            self._storages |= dict.fromkeys(layout.offsets, arena.untyped_storage())
+            self._offsets = layout.offsets
+        own = [s for slot, s in self._storages.items() if slot not in self._offsets]
+        self.nbytes = sum(storage.nbytes() for storage in own)
+        with torch.inference_mode(False), torch.no_grad():
+            self._write_literals(recording)
+            for instruction in once:
+                self._bind(instruction)()
+            self.calls = [*self._restores(recording, each), *map(self._bind, each)]
+        self.memory = (*own, *([arena] if arena is not None else ()))
+
+    def _write_literals(self, recording: Recording) -> None:
+        for literal in recording.literals:
+            if literal.slot in self._storages:
+                self._tensor(_whole(literal.value, literal.slot)).copy_(literal.initial)
+
+    def _restores(self, recording: Recording, program: list[Instruction]) -> list[Callable[[], Any]]:
+        written = {slot for instruction in program for slot in instruction.writes}
+        return [
+            partial(self._tensor(_whole(literal.value, literal.slot)).copy_, literal.initial)
+            for literal in recording.literals
+            if literal.slot in written
+        ]
+
+    def _tensor(self, ref: TensorRef) -> torch.Tensor:
+        key = (id(ref.slot), *ref[1:])
+        if key not in self._tensors:
+            offset = self._offsets.get(ref.slot, 0) // ref.dtype.itemsize + ref.offset
+            tensor = torch.empty(0, dtype=ref.dtype).set_(self._storages[ref.slot], offset, ref.size, ref.stride)
+            if ref.conj:
+                tensor = tensor.conj()
+            if ref.neg:
+                tensor = torch._neg_view(tensor)
+            self._tensors[key] = tensor
+        return self._tensors[key]
+
+    def _bind(self, instruction: Instruction) -> Callable[[], Any]:
+        args, kwargs = tree_map(
+            lambda v: self._tensor(v) if isinstance(v, TensorRef) else v,
+            (instruction.args, instruction.kwargs),
+            is_leaf=lambda v: isinstance(v, TensorRef),
+        )
+        outs = tuple(self._tensor(ref) for ref in instruction.outs)
+        func = instruction.func
+        if instruction.kernel is not None:
+            return partial(instruction.kernel.function, *args, **kwargs, **instruction.kernel.out_kwargs(outs))
+        if func.namespace == "c10d":
+            return partial(_run_collective, func, args, kwargs)
+        if outs:
+            return partial(_run_and_copy, func, args, kwargs, outs)
+        method = in_place_method(func, args, kwargs) if instruction.kind is OperatorKind.WRITE else None
+        if method is not None:
+            return partial(method, *args[1:], **kwargs)
+        return partial(getattr(func, "_op", func), *args, **kwargs)
+
+
+def _run(calls: list[Callable[[], Any]]) -> None:
+    with _below_autograd():
+        for call in calls:
+            call()
+
+
+def _whole(value: torch.Tensor, slot: Slot) -> TensorRef:
+    return TensorRef(slot, value.dtype, value.size(), value.stride(), int(value.storage_offset()), False, False)
+
+
+def _run_and_copy(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]
+) -> None:
+    results = list(tensors_in(func(*args, **kwargs)))
+    if func.namespace == "_c10d_functional":
+        results = [torch.ops._c10d_functional.wait_tensor(t) for t in results]
+    # A result that is one of the arguments is no result of its own; the recorder counted none for it.
+    own = {t.untyped_storage()._cdata for t in tensors_in(args, kwargs)}
+    fresh = [t for t in results if t.untyped_storage()._cdata not in own]
+    for out, result in zip(outs, fresh, strict=True):
+        out.copy_(result)
+
+
+def _run_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    result = func(*args, **kwargs)
+    work = result[-1] if isinstance(result, tuple) else result
+    work.wait()

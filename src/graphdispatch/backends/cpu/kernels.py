@@ -1,0 +1,133 @@
+"""Which call replays an operator into memory that exists already, with the same bits.
+
+Most operators have an ``out=`` overload, and most of those a binding in ``torch`` that is called faster than the
+overload itself. Neither is trusted: while recording, each candidate is run once on the real arguments and taken only
+if it reaches exactly that overload and its result is the same bit for bit. What is left is called as recorded and
+its result copied.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ..operators import bits_equal
+
+__all__ = ["Kernel", "choose_kernel", "in_place_method"]
+
+
+class Kernel:
+    """A call that writes an operator's results into tensors given as ``out``.
+
+    ``function(*args, **kwargs, **outs)`` where ``outs`` names the result tensors by ``out_names``; a binding with
+    several results takes them as one tuple named ``out``.
+    """
+
+    __slots__ = ("function", "out_names", "packed")
+
+    def __init__(self, function: Callable[..., Any], out_names: tuple[str, ...], *, packed: bool = False) -> None:
+        self.function = function
+        self.out_names = out_names
+        self.packed = packed
+
+    def out_kwargs(self, outs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        """The keyword arguments that hand ``outs`` to the function."""
+        if self.packed:
+            return {"out": outs[0] if len(outs) == 1 else outs}
+        return dict(zip(self.out_names, outs, strict=True))
+
+
+class _Calls(TorchDispatchMode):
+    """Notes which overloads a call reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[OpOverload] = []
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def choose_kernel(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
+) -> Kernel | None:
+    """The fastest call that writes these very results into given tensors, or None if only copying is right."""
+    overload = _out_overload(func)
+    if overload is None or len(results) != len(overload._schema.returns):
+        return None
+    names = tuple(arg.name for arg in overload._schema.arguments if arg.is_out)
+    plain = Kernel(getattr(overload, "_op", overload), names)
+    if not _agrees(plain, None, args, kwargs, results):
+        return None
+    for binding in _bindings(func):
+        kernel = Kernel(binding, names, packed=True)
+        if _agrees(kernel, overload, args, kwargs, results):
+            return kernel
+    return plain
+
+
+def _agrees(
+    kernel: Kernel,
+    overload: OpOverload | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    results: list[torch.Tensor],
+) -> bool:
+    outs = tuple(torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in results)
+    places = [t.data_ptr() for t in outs]
+    try:
+        with _Calls() as calls:
+            kernel.function(*args, **kwargs, **kernel.out_kwargs(outs))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return False
+    if overload is not None and calls.seen != [overload]:
+        return False
+    return all(
+        new.data_ptr() == place and new.stride() == old.stride() and bits_equal(new, old)
+        for new, old, place in zip(outs, results, places, strict=True)
+    )
+
+
+@cache
+def _out_overload(func: OpOverload) -> OpOverload | None:
+    packet = func.overloadpacket
+    wanted = [(arg.name, str(arg.type)) for arg in func._schema.arguments]
+    for name in packet.overloads():
+        candidate: OpOverload = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        if any(arg.is_out for arg in arguments) and wanted == [
+            (arg.name, str(arg.type)) for arg in arguments if not arg.is_out
+        ]:
+            return candidate
+    return None
+
+
+@cache
+def _bindings(func: OpOverload) -> tuple[Callable[..., Any], ...]:
+    name = func._schema.name.removeprefix("aten::")
+    homes = (torch._C._VariableFunctions, torch._C._nn)
+    return tuple(getattr(home, name) for home in homes if hasattr(home, name))
+
+
+def in_place_method(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """The tensor's own method for an in-place operator, which is called faster, if it reaches that very overload.
+
+    Tried on meta tensors, since an in-place operator cannot be run twice.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    target = args[0] if args else None
+    if not isinstance(target, torch.Tensor) or not name.endswith("_") or not hasattr(target, name):
+        return None
+    meta_args, meta_kwargs = tree_map(lambda v: v.to("meta") if isinstance(v, torch.Tensor) else v, (args, kwargs))
+    try:
+        with _Calls() as reached:
+            getattr(meta_args[0], name)(*meta_args[1:], **meta_kwargs)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    method: Callable[..., Any] = getattr(target, name)
+    return method if reached.seen == [func] else None

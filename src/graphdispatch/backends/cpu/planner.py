@@ -1,0 +1,89 @@
+"""Decides what of a recorded program runs again and where its memory lies, as a pure function over plain data."""
+
+from dataclasses import dataclass
+
+from ..operators import OperatorKind
+from .recorder import Instruction, Literal, Slot
+
+__all__ = ["Layout", "place", "prune"]
+
+_ALIGNMENT = 64  # bytes: what torch's CPU allocator gives, so that kernels take the same vector path as in eager
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the slots of a program lie in one arena of ``nbytes`` bytes, by byte offset."""
+
+    offsets: dict[Slot, int]
+    nbytes: int
+
+
+def prune(
+    program: list[Instruction], literals: list[Literal], pinned: set[Slot]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Split a program into what runs once, at build time (constants), and what runs at each replay.
+
+    ``pinned`` slots are held by somebody else and keep what eager would have left in them. Pure operators whose
+    result nobody needs are dropped.
+    """
+    needed = set(pinned)
+    kept: list[Instruction] = []
+    for instruction in reversed(program):
+        if _has_effect(instruction) or not needed.isdisjoint(instruction.writes):
+            kept.append(instruction)
+            needed |= instruction.reads
+    kept.reverse()
+    overwritten = {slot for i in kept if i.kind is OperatorKind.WRITE for slot in i.writes} | pinned
+    constant = {literal.slot for literal in literals} - overwritten
+    once: list[Instruction] = []
+    each: list[Instruction] = []
+    for instruction in kept:
+        if (
+            instruction.kind is OperatorKind.PURE
+            and not instruction.touches_outside
+            and instruction.reads <= constant
+            and instruction.writes.isdisjoint(overwritten)
+        ):
+            constant |= instruction.writes
+            once.append(instruction)
+        else:
+            each.append(instruction)
+    return once, each
+
+
+def _has_effect(instruction: Instruction) -> bool:
+    if instruction.kind in (OperatorKind.RANDOM, OperatorKind.OPAQUE):
+        return True
+    return instruction.kind is OperatorKind.WRITE and (instruction.writes_outside or not instruction.writes)
+
+
+def place(program: list[Instruction], private: set[Slot]) -> Layout:
+    """Give each slot of ``program`` that is not ``private`` a place that no slot alive at the same time has."""
+    last: dict[Slot, int] = {}
+    for index, instruction in enumerate(program):
+        for slot in instruction.reads | instruction.writes:
+            last[slot] = index
+    offsets: dict[Slot, int] = {}
+    alive: dict[Slot, tuple[int, int]] = {}
+    top = 0
+    for index, instruction in enumerate(program):
+        for slot in sorted(instruction.reads | instruction.writes, key=lambda s: -s.nbytes):
+            if slot in private or slot in offsets:
+                continue
+            size = -(-max(slot.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+            offset = _lowest_gap(sorted(alive.values()), size)
+            offsets[slot] = offset
+            alive[slot] = (offset, offset + size)
+            top = max(top, offset + size)
+        for slot in [s for s in alive if last[s] == index]:
+            del alive[slot]
+    return Layout(offsets, top)
+
+
+def _lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
+    start = 0
+    for begin, end in taken:
+        if begin - start >= size:
+            return start
+        start = max(start, end)
+    return start

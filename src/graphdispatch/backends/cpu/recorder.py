@@ -1,0 +1,234 @@
+"""Records the operators that a callable runs, as a program over memory slots.
+
+A tensor that a recorded operator made is noted by its *slot* (its storage) and how it looks at it, never held, so
+that memory is freed during recording as it is in eager. What is still alive when recording ends belongs to the
+caller (the outputs, anything stashed); the rest is the program's own and is laid out by ``planner``. A tensor that
+no recorded operator made is external: it is held, and replayed against at its own address.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from ...errors import CaptureError
+from ...reasons import Reason
+from ..operators import OperatorKind, forbidden, is_composite, kind_of, tensors_in, user_line, written_tensors
+from .kernels import Kernel, choose_kernel
+
+__all__ = ["HostReadGuard", "Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """The memory of one storage that the recorded operators made."""
+
+    nbytes: int
+    weak: StorageWeakRef
+
+    def live_storage(self) -> torch.UntypedStorage | None:
+        """The storage, if anything outside of the recording still holds it."""
+        if self.weak.expired():
+            return None
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return storage
+
+
+class TensorRef(NamedTuple):
+    """A tensor over a slot: which part of the memory it sees and how."""
+
+    slot: Slot
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+
+@dataclass(eq=False)
+class Instruction:
+    """One operator to run again; tensors over slots stand as ``TensorRef`` in ``args``, ``kwargs`` and ``outs``."""
+
+    func: OpOverload
+    kind: OperatorKind
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[TensorRef, ...]
+    kernel: Kernel | None
+    reads: frozenset[Slot]
+    writes: frozenset[Slot]
+    touches_outside: bool
+    """Whether any argument is external."""
+    writes_outside: bool
+
+
+@dataclass(eq=False)
+class Literal:
+    """A tensor made from Python values inside the callable (``torch.tensor(...)``); held, since torch made it."""
+
+    slot: Slot
+    value: torch.Tensor
+    initial: torch.Tensor
+    """A copy of its value, to be put back before each replay if some operator writes to it."""
+
+
+_HOST_READS = {getattr(torch.Tensor, name): name for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")}
+
+
+class HostReadGuard(TorchFunctionMode):
+    """Refuses the host reads that pass torch's dispatcher by: ``numpy``, ``tolist``, DLPack, ``data_ptr``."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise ``CaptureError`` for a host read, else call on."""
+        name = _HOST_READS.get(func)
+        if name is not None and not self._recorder.is_paused:
+            raise CaptureError(
+                f"Tensor.{name} hands memory to the host while a graph is captured, at {user_line()}; "
+                "keep the value on the device, or move the read out of the call",
+                Reason.CAPTURE_UNSAFE,
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class Recording(NamedTuple):
+    """What was recorded in one stretch."""
+
+    program: list[Instruction]
+    literals: list[Literal]
+
+
+class Recorder(TorchDispatchMode):
+    """Runs every operator of the calling thread and notes it; enter it, and a ``HostReadGuard``, around the callable.
+
+    Between ``pause`` and ``resume`` it stays entered and looks on without noting anything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.resume()
+
+    def pause(self) -> Recording:
+        """End a stretch. What it made is external to the next one: its memory stays where it is."""
+        self.is_paused = True
+        return Recording(self.program, self.literals)
+
+    def resume(self) -> None:
+        """Begin a stretch."""
+        self.is_paused = False
+        self.program: list[Instruction] = []
+        self.literals: list[Literal] = []
+        self._slots: dict[int, Slot] = {}
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator and note it."""
+        if self.is_paused:
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        self._refuse(func, args, kwargs)
+        kind = kind_of(func)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._note_literal(args[0])
+        result = func(*args, **kwargs)
+        if any(t.layout is not torch.strided for t in tensors_in(result)):
+            raise CaptureError(f"{func} makes a tensor without strided layout; at {user_line()}", Reason.CAPTURE_UNSAFE)
+        results = [t for t in tensors_in(result) if self._slot_of(t) is None and not _same_memory(t, args, kwargs)]
+        if kind is OperatorKind.VIEW and not results:
+            return result
+        for tensor in results:
+            self._make_slot(tensor)
+        if kind is not OperatorKind.EMPTY:
+            kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
+            self._note(func, kind, (args, kwargs), results, kernel)
+        return result
+
+    def _refuse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        why = forbidden(func, args, kwargs)
+        for tensor in tensors_in(args, kwargs):
+            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
+            elif tensor.layout is not torch.strided:
+                why = f"is given a tensor of layout {tensor.layout}"
+            elif tensor.device.type != "cpu":
+                why = f"is given a tensor on {tensor.device}"
+        if why is not None:
+            raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
+
+    def _note(
+        self,
+        func: OpOverload,
+        kind: OperatorKind,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        results: list[torch.Tensor],
+        kernel: Kernel | None,
+    ) -> None:
+        args, kwargs = call
+        written = written_tensors(func, args, kwargs) if kind is OperatorKind.WRITE else []
+        used = [self._slot_of(t) for t in tensors_in(args, kwargs)]
+        writes = [self._slot_of(t) for t in written]
+        sym_args, sym_kwargs = tree_map(self._symbol, (args, kwargs))
+        self.program.append(
+            Instruction(
+                func=func,
+                kind=kind,
+                args=sym_args,
+                kwargs=sym_kwargs,
+                outs=tuple(self._symbol(t) for t in results),
+                kernel=kernel,
+                reads=frozenset(s for s in used if s is not None),
+                writes=frozenset(s for s in (*writes, *map(self._slot_of, results)) if s is not None),
+                touches_outside=any(slot is None for slot in used),
+                writes_outside=any(slot is None for slot in writes),
+            )
+        )
+
+    def _note_literal(self, tensor: torch.Tensor) -> None:
+        if self._slot_of(tensor) is None:
+            slot = self._make_slot(tensor)
+            self.literals.append(Literal(slot, tensor, tensor.detach().clone()))
+
+    def _make_slot(self, tensor: torch.Tensor) -> Slot:
+        storage = tensor.untyped_storage()
+        weak = StorageWeakRef(storage)
+        # The weak reference keeps the address of a dead storage from being used again, so the key stays unique.
+        slot = self._slots[weak.cdata] = Slot(storage.nbytes(), weak)
+        return slot
+
+    def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        return self._slots.get(tensor.untyped_storage()._cdata)
+
+    def _symbol(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        slot = self._slot_of(value)
+        if slot is None:
+            return value.detach()
+        return TensorRef(
+            slot,
+            value.dtype,
+            value.size(),
+            value.stride(),
+            int(value.storage_offset()),
+            value.is_conj(),
+            value.is_neg(),
+        )
+
+
+def _same_memory(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    cdata = tensor.untyped_storage()._cdata
+    return any(t.untyped_storage()._cdata == cdata for t in tensors_in(args, kwargs))

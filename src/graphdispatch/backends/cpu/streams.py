@@ -1,0 +1,397 @@
+"""Streams, events and timers of the CPU backend: real threads with FIFO queues, and real marks in their order.
+
+Note [failures on a stream]
+    A piece of work that raises leaves its stream *failed*: the stream keeps the exception and skips the work behind
+    it, since that work was given on the assumption that the first one succeeds. Marks are passed all the same, or
+    whoever waits would hang, but they carry the exception: a stream that waits for such a mark fails too, and a
+    thread that waits for it gets the exception. ``synchronize`` and ``close`` raise what the stream keeps, once,
+    and the stream serves again.
+
+Note [inside a stream's own thread]
+    While a piece of work runs, its stream stands still at that piece. What the work itself gives to its own stream
+    therefore happens here and now: ``submit`` calls, ``record`` marks at once, ``synchronize`` has nothing to wait
+    for, and a mark that is still ahead in the same queue is never waited for. A thread that would block for its own
+    later work gets a ``BackendError``.
+"""
+
+import contextlib
+import contextvars
+import itertools
+import threading
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+
+from ...errors import BackendError, CaptureError
+from ...reasons import Reason
+from ..base import Event, Stream, Timer
+
+__all__ = ["CPUEvent", "CPUStream", "CPUTimer", "InlineStream", "StreamState"]
+
+_Job = Callable[[], None]
+
+
+class _Mark:
+    """One point in a stream's order; reached once, and then done for good."""
+
+    __slots__ = ("done", "error", "owner", "time")
+
+    def __init__(self, owner: "CPUStream | None" = None) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+        self.time = 0.0
+        self.owner = owner
+
+    def reach(self, error: BaseException | None) -> None:
+        """The stream has come here, with or without a failure behind it."""
+        self.time = time.perf_counter()
+        self.error = error
+        self.done.set()
+
+    def join(self) -> None:
+        """Block the calling thread until the mark is reached; raises the failure that it carries."""
+        if not self.done.is_set() and self.owner is not None and self.owner.is_own_thread():
+            raise BackendError(
+                f"work on {self.owner!r} waits for a mark behind itself in the same queue, which can never be reached; "
+                "wait from another thread or stream"
+            )
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class _OrderedStream(Stream):
+    """What both kinds of stream share: marks go into the order of the work, and the order can wait for marks."""
+
+    @abstractmethod
+    def mark(self) -> _Mark:
+        """A mark behind all work given so far."""
+
+    @abstractmethod
+    def after(self, mark: _Mark) -> None:
+        """Let later work begin only after ``mark``."""
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let later work of this stream begin only after all work given to ``other`` so far."""
+        self.after(_checked(other).mark())
+
+
+class InlineStream(_OrderedStream):
+    """The default stream: work runs at once on the calling thread, so that there is never a queue.
+
+    Exceptions leave ``submit`` directly. Waiting for another stream blocks the calling thread.
+    """
+
+    def __init__(self, state: "StreamState") -> None:
+        self._state = state
+
+    def submit(self, work: _Job) -> None:
+        """Run ``work`` now, with this stream current."""
+        with self._state.use(self):
+            work()
+
+    def mark(self) -> _Mark:
+        """A mark that is reached already."""
+        mark = _Mark()
+        mark.reach(None)
+        return mark
+
+    def after(self, mark: _Mark) -> None:
+        """Block until ``mark`` is reached; raises the failure that it carries."""
+        mark.join()
+
+    def synchronize(self) -> None:
+        """Nothing can be outstanding here."""
+
+    def close(self) -> None:
+        """The default stream stays: there is nothing to release."""
+
+    def __repr__(self) -> str:
+        return "<InlineStream default>"
+
+
+class CPUStream(_OrderedStream):
+    """A daemon thread that runs the work it was given one after the other.
+
+    Work runs with this stream current, and with the submitting thread's context variables, gradient and inference
+    mode and CPU autocast. For failures see Note [failures on a stream], for work that uses its own stream
+    Note [inside a stream's own thread]. All methods may be called from any thread. The thread ends with ``close``,
+    or once nobody holds the stream and its queue is empty.
+    """
+
+    def __init__(self, state: "StreamState", name: str) -> None:
+        self.name = name
+        self._state = state
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._error: BaseException | None = None
+        # The thread holds the queue and not the stream, so that a forgotten stream is collected and its thread ends.
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=f"graphdispatch-{name}", daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, self._queue.put, None)
+
+    def is_own_thread(self) -> bool:
+        """Whether the caller is a piece of work of this stream."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, work: _Job) -> None:
+        """Put ``work`` at the end of the queue; from this stream's own work: run it now.
+
+        Raises ``BackendError`` after ``close``, ``CaptureError`` inside a capture.
+        """
+        if self._state.here.captures:
+            raise CaptureError(
+                f"work is given to {self!r} inside a capture, where its thread is not recorded; "
+                "run it on the stream that the capture began on",
+                Reason.CAPTURE_UNSAFE,
+            )
+        if self.is_own_thread():
+            with self._state.use(self):
+                work()
+        else:
+            self._enqueue(partial(self._run, _with_callers_modes(work)))
+
+    def mark(self) -> _Mark:
+        """A mark behind all work given so far."""
+        mark = _Mark(self)
+        if self.is_own_thread():
+            mark.reach(None)
+        else:
+            self._enqueue(lambda: mark.reach(self._error))
+        return mark
+
+    def after(self, mark: _Mark) -> None:
+        """Let later work begin only after ``mark``; does not block the caller, unless it is this stream's work."""
+        if mark.owner is self:
+            return
+        if self.is_own_thread():
+            mark.join()
+        else:
+            self._enqueue(partial(self._hold, mark))
+
+    def synchronize(self) -> None:
+        """Block until all work given so far is done; raises what a piece of it raised, once."""
+        if self.is_own_thread():
+            return
+        mark = _Mark(self)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._queue.put(partial(mark.reach, None))
+        if closed:
+            self._thread.join()
+        else:
+            mark.join()
+        self._raise_kept()
+
+    def close(self) -> None:
+        """Finish the queue and end the thread; idempotent. Raises what a piece of work raised and nobody heard of."""
+        with self._lock:
+            self._closed = True
+            self._stop()
+        if not self.is_own_thread():
+            self._thread.join()
+            self._raise_kept()
+
+    def _enqueue(self, job: _Job) -> None:
+        with self._lock:
+            if self._closed:
+                raise BackendError(f"{self!r} takes no work after close(); make another with make_stream()")
+            self._queue.put(job)
+
+    def _run(self, work: _Job) -> None:
+        if self._error is not None:
+            return
+        try:
+            with self._state.use(self):
+                work()
+        except BaseException as error:  # also SystemExit: a thread that ended here would leave all marks unreached
+            self._error = error
+
+    def _hold(self, mark: _Mark) -> None:
+        mark.done.wait()
+        if self._error is None:
+            self._error = mark.error
+
+    def _raise_kept(self) -> None:
+        with self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __repr__(self) -> str:
+        condition = "closed" if self._closed else "failed" if self._error is not None else "open"
+        return f"<CPUStream {self.name} {condition}>"
+
+
+class _Here(threading.local):
+    """What is current on the calling thread; each thread begins on the default stream."""
+
+    def __init__(self, default: InlineStream) -> None:
+        self.stream: InlineStream | CPUStream = default
+        self.captures = 0
+        """How many captures are under way on the thread."""
+
+
+class StreamState:
+    """The streams of one CPU backend, and which of them is current on each thread.
+
+    A thread that chose none is on ``default``.
+    """
+
+    def __init__(self) -> None:
+        self.default = InlineStream(self)
+        self.here = _Here(self.default)
+        self._numbers = itertools.count(1)
+
+    def current(self) -> InlineStream | CPUStream:
+        """The calling thread's current stream."""
+        return self.here.stream
+
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[Stream]:
+        """Make ``stream`` the calling thread's current stream within a ``with`` block; nests.
+
+        Work that is *submitted* there (replays among it) goes to the stream. Operators that the calling thread runs
+        itself in the block run at once, on that thread, since a CPU operator cannot be queued.
+        """
+        before = self.current()
+        self.here.stream = _checked(stream)
+        try:
+            yield stream
+        finally:
+            self.here.stream = before
+
+    def make_stream(self, name: str | None = None) -> CPUStream:
+        """A new stream; its thread starts now."""
+        return CPUStream(self, name if name is not None else f"stream-{next(self._numbers)}")
+
+    def make_event(self, *, timing: bool = False) -> "CPUEvent":
+        """A new event; ``timing`` allows ``elapsed_ms``."""
+        return CPUEvent(self, timing=timing)
+
+    def make_timer(self) -> "CPUTimer":
+        """A new timer."""
+        return CPUTimer(self)
+
+
+class CPUEvent(Event):
+    """A mark that can be set again; waiting refers to the mark that was set last when the wait was called."""
+
+    def __init__(self, state: StreamState, *, timing: bool = False) -> None:
+        self._state = state
+        self._timing = timing
+        self._mark: _Mark | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark the end of all work given to ``stream`` (default: the current one) so far."""
+        self._mark = self._target(stream).mark()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let later work of ``stream`` (default: the current one) begin only after the mark.
+
+        Blocks the caller only on the default stream, which has no queue.
+        """
+        mark = self._mark
+        if mark is not None:
+            self._target(stream).after(mark)
+
+    def query(self) -> bool:
+        """Whether the mark is reached; an event that was never recorded is done."""
+        mark = self._mark
+        return mark is None or mark.done.is_set()
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the mark is reached; raises the failure that it carries."""
+        mark = self._mark
+        if mark is not None:
+            mark.join()
+
+    def elapsed_ms(self, end: Event) -> float:
+        """Milliseconds of wall-clock time from this mark to ``end``.
+
+        Raises ``BackendError`` unless both were made with ``timing=True`` and are reached.
+        """
+        return (_timestamp(end, "end") - _timestamp(self, "start")) * 1e3
+
+    def _target(self, stream: Stream | None) -> _OrderedStream:
+        return self._state.current() if stream is None else _checked(stream)
+
+
+class CPUTimer(Timer):
+    """Wall-clock time between two points of a stream's order; works on the default stream and on queues."""
+
+    def __init__(self, state: StreamState) -> None:
+        self._start = CPUEvent(state, timing=True)
+        self._end = CPUEvent(state, timing=True)
+        self._started = self._stopped = False
+
+    def start(self) -> None:
+        """Begin, on the current stream."""
+        self._start.record()
+        self._started, self._stopped = True, False
+
+    def stop(self) -> None:
+        """End, on the current stream; raises ``BackendError`` before ``start``."""
+        if not self._started:
+            raise BackendError("timer was stopped before it was started; call start() first")
+        self._end.record()
+        self._stopped = True
+
+    def elapsed_ms(self) -> float | None:
+        """Milliseconds from start to stop, or None while the end is not reached or not set."""
+        if not (self._stopped and self._start.query() and self._end.query()):
+            return None
+        return self._start.elapsed_ms(self._end)
+
+
+def _serve(queue: "SimpleQueue[_Job | None]") -> None:
+    """Run the jobs of a queue until None comes; jobs never raise."""
+    while True:
+        job = queue.get()
+        if job is None:
+            return
+        job()
+        del job  # it holds the stream, which would otherwise live until the next job comes
+
+
+def _with_callers_modes(work: _Job) -> _Job:
+    """``work``, to be called on another thread as if on this one: torch keeps these modes for each thread apart."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu")
+    context = contextvars.copy_context()
+
+    def call() -> None:
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(inference))
+            modes.enter_context(torch.set_grad_enabled(grad))
+            if autocast:
+                modes.enter_context(torch.autocast("cpu", dtype=dtype))
+            context.run(work)
+
+    return call
+
+
+def _checked(stream: Stream) -> InlineStream | CPUStream:
+    if not isinstance(stream, (InlineStream, CPUStream)):
+        raise BackendError(f"stream must come from the CPU backend, got {stream!r}; make one with its make_stream()")
+    return stream
+
+
+def _timestamp(event: Event, name: str) -> float:
+    """Seconds at which ``event`` was reached."""
+    if not isinstance(event, CPUEvent):
+        raise BackendError(f"{name} must be an event of the CPU backend, got {event!r}")
+    if not event._timing:
+        raise BackendError(f"{name} keeps no time; make it with make_event(timing=True)")
+    mark = event._mark
+    if mark is None or not mark.done.is_set():
+        raise BackendError(f"{name} is not reached yet; record it, and ask query() or call synchronize() first")
+    return mark.time

@@ -1,0 +1,157 @@
+"""The CUDA backend of one device."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...errors import BackendError, CaptureError
+from ...reasons import Reason
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, MemoryFigures, Pool, Stream, Timer
+from .errors import diagnose, is_out_of_memory
+from .graph import CUDACapture, raise_classified
+from .pool import CUDAPool
+from .streams import CUDAEvent, CUDAStream, CUDATimer, native
+
+__all__ = ["CUDABackend"]
+
+
+class CUDABackend(Backend):
+    """CUDA graphs on one GPU.
+
+    All captures of a device run on one stream, made on first use. Nothing here touches CUDA before it is needed.
+    """
+
+    name = "cuda"
+    device_type = "cuda"
+    capture_executes = False
+    is_bit_exact = False
+
+    def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            raise BackendError(f"device must have an index, got {device}; write 'cuda:0'")
+        super().__init__(device)
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether torch was built with CUDA and sees a GPU. Never raises."""
+        try:
+            return bool(torch.cuda.is_available())
+        except (RuntimeError, AssertionError, Warning):  # warnings may be errors, and an old driver warns
+            return False
+
+    @classmethod
+    def default_index(cls) -> int | None:
+        """The index of the calling thread's current device."""
+        return int(torch.cuda.current_device())
+
+    def make_pool(self) -> Pool:
+        """A new, empty pool; it takes no memory before the first capture."""
+        return CUDAPool(self.device, self._capture_stream)
+
+    def begin_capture(self, pool: Pool) -> Capture:
+        """Start recording the calling thread's work into ``pool``, in ``thread_local`` mode.
+
+        Blocks while another thread captures. Raises ``CaptureError`` inside a capture, ``BackendError`` for a pool
+        of another device.
+        """
+        if not isinstance(pool, CUDAPool) or pool.device != self.device:
+            raise BackendError(f"pool must come from the backend of {self.device}, got {pool!r}; use its make_pool()")
+        CAPTURE_LOCK.acquire()
+        try:
+            if self.is_capturing():
+                raise CaptureError("a capture is under way on this thread already; end it first", Reason.INSIDE_CAPTURE)
+            capture = CUDACapture(pool, self._capture_stream())
+        except BaseException as error:
+            CAPTURE_LOCK.release()
+            raise_classified(error, self.device)
+        capture.begin()
+        return capture
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured by anyone. Never raises."""
+        try:
+            return bool(torch.cuda.is_current_stream_capturing())
+        except (RuntimeError, AssertionError):  # a build without CUDA
+            return False
+
+    def current_stream(self) -> Stream:
+        """The device's current stream on the calling thread."""
+        return CUDAStream(torch.cuda.current_stream(self.device))
+
+    def make_stream(self) -> Stream:
+        """A new stream of the device."""
+        return CUDAStream(torch.cuda.Stream(self.device))
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[Stream]:
+        """Make ``stream`` current within a ``with`` block."""
+        with torch.cuda.stream(native(stream)):
+            yield stream
+
+    def make_event(self, *, timing: bool = False) -> Event:
+        """A new event; ``timing`` allows ``elapsed_ms``."""
+        return CUDAEvent(self.device, timing=timing)
+
+    def make_timer(self) -> Timer:
+        """A new timer."""
+        return CUDATimer(self.device)
+
+    def synchronize(self) -> None:
+        """Block until all work on the device is done."""
+        torch.cuda.synchronize(self.device)
+
+    def memory(self) -> MemoryFigures:
+        """The device's memory now; free and total as the driver says."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return MemoryFigures(
+            torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device), int(free), int(total)
+        )
+
+    def rng_state(self) -> Any:
+        """The state of the device's default generator, as a tensor on the host."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_rng_state(self, state: Any) -> None:
+        """Put a state from ``rng_state`` back."""
+        torch.cuda.set_rng_state(state, self.device)
+
+    def classify_error(self, error: BaseException) -> Reason:
+        """Why a capture failed, from the error that came up in it."""
+        return error.reason if isinstance(error, CaptureError) else diagnose(error).reason
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the device has no memory left."""
+        return is_out_of_memory(error)
+
+    def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the same memory that does not keep it: for outputs that a graph's pool may use again.
+
+        The memory stays mapped while the pool lives, so that reading it is never a fault, but its content is whatever
+        was last written there. Where that cannot be made, ``tensor`` itself comes back.
+        """
+        storage = tensor.untyped_storage()
+        plain = type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided
+        made = hasattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata")
+        if not (plain and made) or tensor.is_conj() or tensor.is_neg() or storage.data_ptr() == 0:
+            return tensor
+        alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        metadata = {
+            "size": tensor.shape,
+            "stride": tensor.stride(),
+            "dtype": tensor.dtype,
+            "device": tensor.device,
+            "storage_offset": tensor.storage_offset(),
+        }
+        result: torch.Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, alias)
+        return result
+
+    def _capture_stream(self) -> torch.cuda.Stream:
+        with self._lock:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self.device)
+            return self._stream

@@ -1,0 +1,172 @@
+"""What an operator does to memory, read off its schema: which arguments it writes, whether it only makes a view,
+whether a graph can hold it. Shared by every room that watches operators at torch's dispatcher."""
+
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_iter
+
+__all__ = [
+    "OperatorKind",
+    "bits_equal",
+    "forbidden",
+    "is_composite",
+    "kind_of",
+    "tensors_in",
+    "user_line",
+    "written_tensors",
+]
+
+_aten = torch.ops.aten
+
+
+class OperatorKind(Enum):
+    """How a recorder treats an operator."""
+
+    VIEW = "view"
+    """Makes another view of its input's memory: nothing to run again."""
+    EMPTY = "empty"
+    """Only reserves memory."""
+    WRITE = "write"
+    """Writes to at least one argument (in place, ``out=``, collectives)."""
+    RANDOM = "random"
+    """Draws from a random generator: never run twice to compare."""
+    OPAQUE = "opaque"
+    """Makes new tensors in a way that only the operator itself knows (custom operators)."""
+    PURE = "pure"
+    """Makes new tensors from its arguments and does nothing else."""
+
+
+# Operators that write to arguments which their schema does not mark, and which ones (by position).
+# Found in torch's native_functions.yaml; the collectives write to every tensor they are given.
+_UNMARKED_WRITES = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
+_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_RESULT_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@cache
+def kind_of(func: OpOverload) -> OperatorKind:
+    """The kind of an operator, from its schema and tags alone."""
+    schema = func._schema
+    if schema.name in _UNMARKED_WRITES or func.namespace == "c10d":
+        return OperatorKind.WRITE
+    if any(arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments):
+        return OperatorKind.WRITE
+    if schema.name in _EMPTY:
+        return OperatorKind.EMPTY
+    if any(result.alias_info is not None for result in schema.returns):
+        return OperatorKind.VIEW
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return OperatorKind.RANDOM
+    return OperatorKind.PURE if func.namespace == "aten" else OperatorKind.OPAQUE
+
+
+@cache
+def is_composite(func: OpOverload) -> bool:
+    """Whether the operator is made of others on every device.
+
+    Under ``torch.inference_mode`` such operators reach a dispatch mode whole. Their schema does not tell what they do:
+    ``reshape`` may copy, ``batch_norm`` writes to buffers. A mode lets them run through ``func.decompose`` with itself
+    entered again, so that it sees their parts, as it does without inference mode.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "CUDA"))
+
+
+def tensors_in(*trees: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nests of arguments or results."""
+    for leaf in tree_iter(trees):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that the operator writes to."""
+    schema = func._schema
+    if func.namespace == "c10d":
+        return list(tensors_in(args, kwargs))
+    unmarked = _UNMARKED_WRITES.get(schema.name, ())
+    written: list[torch.Tensor] = []
+    for position, arg in enumerate(schema.arguments):
+        if position in unmarked or (arg.alias_info is not None and arg.alias_info.is_write):
+            value = args[position] if position < len(args) else kwargs.get(arg.name)
+            written.extend(tensors_in(value))
+    return written
+
+
+def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why no graph can hold this call, or None. These are the calls that a CUDA stream refuses while it is being
+    captured: reading a value back to the host, results whose shape depends on data, copies between devices."""
+    if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        return _masked_index(func, args)
+    if func._schema.name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+        return None
+    if func is _aten._linalg_check_errors.default:
+        return "reads an error code back to the host (linalg); use the *_ex variant"
+    if func is _aten._local_scalar_dense.default:
+        return "reads a value back to the host (.item(), int(), bool(), if tensor, print); keep it on the device"
+    if any(tag in func.tags for tag in _RESULT_DEPENDS_ON_DATA):
+        return "has a result whose shape or value the host must know; use a form with a fixed shape"
+    devices = {t.device for t in tensors_in(args, kwargs) if t.dim() or t.device.type != "cpu"}
+    if isinstance(kwargs.get("device"), torch.device) and func._schema.name == "aten::_to_copy":
+        devices.add(kwargs["device"])
+    if len({d.type for d in devices}) > 1:
+        return "copies between devices; do it before the call"
+    return None
+
+
+def _masked_index(func: OpOverload, args: tuple[Any, ...]) -> str | None:
+    masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return None
+    # A single value through a mask is masked_fill, whose shape is fixed.
+    accumulate = len(args) > 3 and args[3]
+    if func._schema.name != "aten::index" and args[2].numel() == 1 and not accumulate:
+        return None
+    return "indexes with a boolean mask, whose number of hits the host must know; use torch.where"
+
+
+def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits (so NaN equals the same NaN, 0.0 not -0.0)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype == torch.bool or not (a.dtype.is_floating_point or a.dtype.is_complex):
+        return torch.equal(a, b)
+    a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
+    return torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8),
+        b.contiguous().reshape(-1).view(torch.uint8),
+    )
+
+
+_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE_ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DEMO_ROOT = os.path.join(_PACKAGE_ROOT, "demo") + os.sep
+
+
+def user_line() -> str:
+    """The innermost line of the running call that is neither torch's nor this library's: ``file:line: source``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        inside = path.startswith((_TORCH_ROOT, "<frozen", "<eval_with", "<string")) or (
+            path.startswith(_PACKAGE_ROOT) and not path.startswith(_DEMO_ROOT)
+        )
+        if not inside and f"{os.sep}contextlib.py" not in path:
+            source = linecache.getline(path, frame.f_lineno).strip()
+            return f"{path}:{frame.f_lineno}: {source}"
+        frame = frame.f_back
+    return "unknown line"

@@ -1,0 +1,229 @@
+"""``CUDAGraphRegistry``: graphs by (batch size, sequence length), captured from functions of named tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..backends import get_backend
+from ..capture.calls import CallForm
+from ..capture.entry import CUDAGraphEntry
+from ..capture.family import Family
+from ..capture.guards import same_callable
+from ..capture.job import Outcome
+from ..capture.rules import ArgumentRules
+from ..capture.signature import Refusal
+from ..config import CUDAGraphConfig
+from ..descriptors import BatchDescriptor
+from ..errors import CaptureError, ConfigError
+from ..modes import CUDAGraphMode
+from ..stats import CUDAGraphStats
+from .graphset import GraphSet
+from .store import GraphCache
+
+__all__ = ["CUDAGraphRegistry"]
+
+Shapes = Mapping[str, Sequence[int]]
+Key = tuple[int, int]
+
+
+class CUDAGraphRegistry:
+    """Graphs by (batch size, sequence length); all share one pool, one cache and one set of statistics.
+
+    A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every
+    input's dimension 0 is the batch unless ``dynamic`` (name to dimension) says which inputs have one and where.
+    Thread-safe.
+    """
+
+    def __init__(self, config: CUDAGraphConfig | None = None) -> None:
+        self.config = config or CUDAGraphConfig()
+        self._backend = get_backend(self.config.backend)
+        self._pool = self._backend.make_pool()
+        self._cache = GraphCache(self.config.max_cached_graphs, self.config.memory_budget_bytes)
+        self._sets: dict[Key, GraphSet] = {}
+        self.stats = CUDAGraphStats()
+        """Captures, replays, hits, misses and reasons over all graphs."""
+
+    def capture(
+        self,
+        batch_size: int,
+        seq_len: int,
+        capture_fn: Callable[..., Any],
+        input_shapes: Shapes | None = None,
+        output_shapes: Shapes | None = None,
+        *,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        dynamic: Mapping[str, int] | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        size: int | None = None,
+    ) -> CUDAGraphEntry:
+        """Capture ``capture_fn`` for ``batch_size`` rows, replacing an older graph of the key; returns its entry.
+
+        With ``size`` the graph has that many rows, of which the example fills ``batch_size``, and its key is
+        ``(size, seq_len)``.
+
+        The example it is captured and checked with is ``inputs``, or zeros of ``input_shapes`` (float32 unless
+        ``dtypes`` says otherwise). What the runs write is put back. ``output_shapes`` are checked if given.
+        Raises ``ConfigError`` for arguments that contradict each other, ``CaptureError`` if there can be no graph.
+        """
+        example = self._example(batch_size, input_shapes, inputs, dtypes)
+        size = batch_size if size is None else size
+        outcome = self.run_and_capture(
+            (size, seq_len), capture_fn, example, batch_size, size, dynamic=dynamic, keep_effects=False
+        )
+        if outcome.entry is None:
+            raise CaptureError(
+                f"no graph for batch_size={batch_size}, seq_len={seq_len}: {outcome.detail}", outcome.reason
+            ) from outcome.error
+        try:
+            check_output_shapes(outcome.result, output_shapes)
+        except ConfigError:
+            self.remove(size, seq_len)
+            raise
+        return outcome.entry
+
+    def get(self, batch_size: int, seq_len: int) -> CUDAGraphEntry | None:
+        """The entry of exactly this key, or None."""
+        return self._cache.get(((batch_size, seq_len), batch_size))
+
+    def has(self, batch_size: int, seq_len: int) -> bool:
+        """Whether there is a graph for exactly this key now."""
+        return self.get(batch_size, seq_len) is not None
+
+    def remove(self, batch_size: int, seq_len: int) -> bool:
+        """Release the graph of a key; whether there was one."""
+        entry = self._cache.remove(((batch_size, seq_len), batch_size))
+        self._sets.pop((batch_size, seq_len), None)
+        if entry is not None:
+            entry.release()
+        return entry is not None
+
+    def clear(self) -> None:
+        """Release all graphs. The statistics stay."""
+        self._sets.clear()
+        for entry in self._cache.clear():
+            entry.release()
+        self._pool.close()
+        self._pool = self._backend.make_pool()
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there are now."""
+        return len(self._cache)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held by the pool and the graphs; the static inputs are not among them."""
+        return self._pool.nbytes + self._cache.nbytes
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if the cache's accounting is off."""
+        self._cache.check_integrity()
+
+    def holds_for(self, key: Key, fn: Callable[..., Any]) -> bool:
+        """Whether the graphs of ``key`` were captured from ``fn``, and its weights are as they were then."""
+        graphs = self._sets.get(key)
+        return graphs is not None and same_callable(graphs.fn, fn) and graphs.guard_holds()
+
+    def family_of(self, key: Key) -> tuple[GraphSet, Family] | None:
+        """The graph set and family of ``key``, once a capture was tried."""
+        graphs = self._sets.get(key)
+        return (graphs, graphs.families[key]) if graphs is not None and key in graphs.families else None
+
+    def run_and_capture(
+        self,
+        key: Key,
+        fn: Callable[..., Any],
+        inputs: Mapping[str, torch.Tensor],
+        rows: int,
+        size: int,
+        *,
+        dynamic: Mapping[str, int] | None = None,
+        keep_effects: bool = True,
+    ) -> Outcome:
+        """Run ``fn`` on ``inputs`` of ``rows`` rows and capture it for ``size``; the outcome holds eager's answer.
+
+        For callers that serve a step (``CUDAGraphManager``); ``capture`` is the plain door.
+        """
+        form = CallForm(fn, 0, tuple(inputs))
+        graphs = self._sets.get(key)
+        if graphs is None or not self.holds_for(key, fn):
+            self.remove(*key)
+            graphs = GraphSet(
+                fn, self.config.options, self._cache, backend=self._backend, pool=self._pool, stats=self.stats
+            )
+            self._sets[key] = graphs
+        with torch.no_grad(), graphs.lock:
+            values = form.values((), inputs)
+            family = graphs.families.get(key)
+            leaves = family.caller.flatten(values) if family is not None else None
+            if family is None or leaves is None or family.signature.match(leaves) < 0:
+                rules = ArgumentRules(_batch_dims(inputs, rows, dynamic), {}, frozenset())
+                made = graphs.make_family(key, form, values, rules, size)
+                if isinstance(made, Refusal):
+                    self._sets.pop(key)
+                    return Outcome(None, None, made.reason, made.detail)
+                family, leaves = made
+            assert leaves is not None
+            descriptor = BatchDescriptor(size)
+            return graphs.capture(
+                family, leaves, rows, size, descriptor=descriptor, mode=CUDAGraphMode.FULL, keep_effects=keep_effects
+            )
+
+    def _example(
+        self,
+        batch_size: int,
+        input_shapes: Shapes | None,
+        inputs: Mapping[str, torch.Tensor] | None,
+        dtypes: Mapping[str, torch.dtype] | None,
+    ) -> Mapping[str, torch.Tensor]:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+        if inputs is None:
+            if not input_shapes:
+                raise ConfigError("input_shapes must name the inputs and their shapes, or give inputs= as an example")
+            device = self._backend.device
+            return {
+                name: torch.zeros(tuple(shape), dtype=(dtypes or {}).get(name, torch.float32), device=device)
+                for name, shape in input_shapes.items()
+            }
+        check_input_shapes(inputs, input_shapes)
+        return inputs
+
+
+def check_input_shapes(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None) -> None:
+    """Raise ``ConfigError`` if ``inputs`` are not what ``shapes`` says."""
+    for name, shape in (shapes or {}).items():
+        if name not in inputs:
+            raise ConfigError(f"input_shapes names {name!r}, which inputs does not; inputs are {list(inputs)}")
+        if tuple(inputs[name].shape) != tuple(shape):
+            raise ConfigError(
+                f"input {name!r} must have shape {tuple(shape)} as input_shapes says, got {tuple(inputs[name].shape)}"
+            )
+
+
+def check_output_shapes(outputs: Any, shapes: Shapes | None) -> None:
+    """Raise ``ConfigError`` if ``outputs`` are not what ``shapes`` says: by key for a mapping, else in order."""
+    if not shapes:
+        return
+    named = outputs if isinstance(outputs, Mapping) else dict(zip(shapes, tree_leaves(outputs), strict=False))
+    for name, shape in shapes.items():
+        if not isinstance(named.get(name), torch.Tensor) or tuple(named[name].shape) != tuple(shape):
+            found = tuple(named[name].shape) if isinstance(named.get(name), torch.Tensor) else named.get(name)
+            raise ConfigError(f"output {name!r} must have shape {tuple(shape)} as output_shapes says, got {found}")
+
+
+def _batch_dims(inputs: Mapping[str, torch.Tensor], rows: int, dynamic: Mapping[str, int] | None) -> Mapping[str, int]:
+    if dynamic is not None:
+        for name in dynamic:
+            if name not in inputs:
+                raise ConfigError(f"dynamic names {name!r}, which is no input; inputs are {list(inputs)}")
+        return dynamic
+    for name, tensor in inputs.items():
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            raise ConfigError(
+                f"input {name!r} has shape {tuple(tensor.shape)}, whose dimension 0 is not batch_size={rows}; "
+                "say in dynamic={name: dimension} which inputs have a batch dimension"
+            )
+    return dict.fromkeys(inputs, 0)

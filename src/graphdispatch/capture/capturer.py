@@ -1,0 +1,369 @@
+"""The one capture path: run eagerly, undo, warm up, capture, replay, compare, put back one execution's effects.
+
+    eager run on the real rows (watched)            -> the caller's answer, and everything it writes
+    undo; load the static inputs; warm up (watched) -> everything the padded run writes
+    undo; capture (undo, if recording executes)     -> the graph
+    replay; compare outputs and written state with eager's
+    undo; do eager's writes again; put the generator where eager left it
+
+``verify_entry`` does the same without the capture, for the next, different batch: a value that the capture froze
+agrees with eager the first time only. Whatever fails after the eager run, the caller has eager's answer.
+"""
+
+import logging
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..backends.base import Graph
+from ..errors import CaptureError, GraphDispatchError, ReplayError, VerificationError
+from ..modes import CUDAGraphMode, EntryState
+from ..reasons import Reason
+from .collector import paused_collector
+from .effects import EffectRecorder, Region, redo, undo, written_elsewhere
+from .entry import CUDAGraphEntry, WrittenSpans
+from .job import CaptureJob, EagerRun, Outcome, keep_small, refusal_of, run_eagerly
+from .outputs import OutputRule, Outputs, check_values, learn_output_rule
+from .piecewise import PiecewiseCapture
+from .verify import difference, tolerance_for
+from .watch import CaptureWatch
+
+__all__ = ["capture_entry", "verify_entry", "warm_up"]
+
+_log = logging.getLogger("graphdispatch")
+
+
+def capture_entry(job: CaptureJob) -> Outcome:
+    """Run the call eagerly and capture it; see the module's text. The pool's lock is held throughout.
+
+    Raises what the callable itself raises on the real rows, unchanged. Nothing else is raised but
+    ``KeyboardInterrupt`` and its like, and those only after everything was put back.
+    """
+    with job.pool.lock, job.backend.watched():
+        job.pool.order_after_last_use()
+        eager = run_eagerly(job)
+        if isinstance(eager, CaptureError):
+            return Outcome(None, None, eager.reason, str(eager), eager)
+        attempt = _Attempt(job, eager)
+        refusal = refusal_of(job, eager)
+        if refusal is not None:
+            attempt.restore()
+            return Outcome(eager.result, None, refusal.reason, str(refusal), refusal)
+        try:
+            entry = attempt.capture()
+        except Exception as error:
+            return _failed(job, eager, error, attempt)
+        finally:
+            attempt.restore()
+        return Outcome(eager.result, entry, Reason.CAPTURED_NOW)
+
+
+def verify_entry(job: CaptureJob, entry: CUDAGraphEntry) -> Outcome:
+    """Serve one call eagerly and compare the entry's replay with it; ``entry.state`` says how it went."""
+    with job.pool.lock, job.backend.watched():
+        job.pool.order_after_last_use()
+        eager = run_eagerly(job)
+        if isinstance(eager, CaptureError):
+            entry.state = EntryState.FAILED
+            return Outcome(None, None, eager.reason, str(eager), eager)
+        attempt = _Attempt(job, eager)
+        try:
+            attempt.verify(entry)
+        except Exception as error:
+            entry.state = EntryState.FAILED
+            return _failed(job, eager, error, attempt)
+        finally:
+            attempt.restore()
+        entry.state = EntryState.VERIFIED
+        entry.padding_checked = entry.padding_checked or attempt.checked_padding
+        return Outcome(eager.result, entry, Reason.VERIFIED_NOW)
+
+
+def warm_up(job: CaptureJob) -> None:
+    """Run the call once on the static inputs and put everything back; for warming all sizes before capturing any.
+
+    An error of the callable is left for ``capture_entry`` to report.
+    """
+    with job.pool.lock, job.backend.watched():
+        job.pool.order_after_last_use()
+        before = job.backend.rng_state()
+        effects = EffectRecorder(job.options.state_limit_bytes, strict=True)
+        try:
+            job.inputs.load(job.values, job.rows, job.size)
+            with effects:
+                job.call(job.static_values())
+        except Exception as error:
+            _log.debug("warming up %s failed: %s", job.key, error)
+        finally:
+            undo(effects.regions)
+            job.backend.set_rng_state(before)
+
+
+def _failed(job: CaptureJob, eager: EagerRun, error: Exception, attempt: "_Attempt") -> Outcome:
+    reason = error.reason if isinstance(error, CaptureError) else Reason.CAPTURE_FAILED
+    if isinstance(error, VerificationError):
+        reason = Reason.VERIFICATION_FAILED
+    elif isinstance(error, ReplayError):
+        reason = Reason.REPLAY_FAILED
+    elif job.backend.is_out_of_memory(error):
+        reason = Reason.OUT_OF_MEMORY
+    detail = str(error) if isinstance(error, GraphDispatchError) else f"{type(error).__name__}: {error}"
+    detail = f"{detail} (while {attempt.stage})"
+    _log.debug("no graph for %s: %s", job.key, detail)
+    return Outcome(eager.result, None, reason, detail, error)
+
+
+@dataclass
+class _Attempt:
+    """One capture or verification between the eager run and the restoring of its effects."""
+
+    job: CaptureJob
+    eager: EagerRun
+    stage: str = "undoing the eager run"
+    checked_padding: bool = False
+    """Whether a padded batch was compared whose rows are not all alike; of others a model that mixes rows shows
+    nothing."""
+    _padded: list[Region] = field(default_factory=list)
+    _known: set[int] = field(default_factory=set)
+    _warm: EffectRecorder | None = None
+    _dirty: bool = False
+
+    def restore(self) -> None:
+        """Leave exactly the eager run's effects, or none if the job does not want them, whatever was run since."""
+        if self._dirty or not self.job.keep_effects:
+            self._back_to_start()
+            if self.job.keep_effects:
+                redo(self.eager.effects.regions)
+                self.job.backend.set_rng_state(self.eager.rng_after)
+            if self._warm is not None and any(self._warm.writes_to(v) for v in self.job.inputs.views(self.job.size)):
+                self.job.inputs.soil()
+
+    def capture(self) -> CUDAGraphEntry:
+        """Warm up, capture and verify; returns a complete entry."""
+        job = self.job
+        started = time.perf_counter()
+        for _ in range(job.options.warmup_iterations):
+            self._warm_up()
+        with paused_collector(job.options.gc_disable):
+            graph, outputs, watch = self._record_with_breaks()
+        try:
+            entry = self._complete(graph, outputs, watch)
+            entry.capture_time_ms = (time.perf_counter() - started) * 1e3
+            if job.options.verify:
+                self._compare_replay(entry)
+        except BaseException:
+            graph.reset()
+            raise
+        entry.padding_checked = self.checked_padding or not job.options.verify
+        if not job.options.verify:
+            entry.state = EntryState.VERIFIED
+        return entry
+
+    def verify(self, entry: CUDAGraphEntry) -> None:
+        """Compare the entry's replay on this batch with the eager run."""
+        self._warm_up()
+        check_values(self.eager.result, entry.output)
+        self._compare_replay(entry)
+
+    def _back_to_start(self) -> None:
+        self._dirty = True
+        undo(self._padded)
+        undo(self.eager.effects.regions)
+        self.job.backend.set_rng_state(self.eager.rng_before)
+
+    def _warm_up(self) -> None:
+        self._back_to_start()
+        self.stage = f"warming up with {self.job.size} rows"
+        self.job.inputs.load(self.job.values, self.job.rows, self.job.size)
+        warm = self._warm = EffectRecorder(self.job.options.state_limit_bytes, strict=True)
+        self._padded = warm.regions
+        with warm:
+            output = self.job.call(self.job.static_values())
+        self._known = set(warm.outside) | warm.made_storages()
+        del output
+
+    def _record_with_breaks(self) -> tuple[Graph, Any, CaptureWatch]:
+        """Record; while that fails inside a module and automatic breaks are on, break there and record again."""
+        breaks = self.job.auto_breaks
+        while True:
+            if breaks:
+                self.job.mode = CUDAGraphMode.PIECEWISE
+            try:
+                with breaks.marked() if breaks is not None else nullcontext():
+                    return self._record()
+            except CaptureError as error:
+                if breaks is None or not breaks.add(error):
+                    raise
+
+    def _record(self) -> tuple[Graph, Any, CaptureWatch]:
+        job = self.job
+        self._back_to_start()
+        self.stage = f"capturing {job.size} rows"
+        static = job.static_values()
+        known = self._known | {t.untyped_storage()._cdata for t in static if isinstance(t, torch.Tensor)}
+        watch = CaptureWatch(known)
+        piecewise = PiecewiseCapture(job.backend, job.pool, watch) if job.mode is CUDAGraphMode.PIECEWISE else None
+        try:
+            if piecewise is not None:
+                with piecewise:
+                    output = job.call(static)
+                return piecewise.graph, output, watch
+            with job.backend.begin_capture(job.pool) as capture, watch:
+                output = job.call(static)
+            return capture.graph, output, watch
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{type(error).__name__} after {watch.latest}: {error}", job.backend.classify_error(error)
+            ) from error
+
+    def _complete(self, graph: Graph, output: Any, watch: CaptureWatch) -> CUDAGraphEntry:
+        job = self.job
+        check_values(self.eager.result, output)
+        rule = self._output_rule(output)
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+        views = job.inputs.views(job.size)
+        buffers = {t.untyped_storage()._cdata for t in views}
+        own = [watch.made(t) or t.untyped_storage()._cdata in buffers for t in tensors]
+        assert self._warm is not None
+        mutated = tuple(i for i, view in enumerate(views) if self._warm.writes_to(view))
+        self._check_aliases(mutated)
+        if job.options.weak_ref_output:
+            output = tree_map_only(torch.Tensor, job.backend.weak_reference, output)
+        written = [r.target for r in self._padded if r.target.untyped_storage()._cdata not in buffers]
+        return CUDAGraphEntry(
+            descriptor=job.descriptor,
+            mode=job.mode,
+            key=job.key,
+            size=job.size,
+            graph=graph,
+            pool=job.pool,
+            backend=job.backend,
+            inputs=job.inputs,
+            outputs=Outputs(output, rule, own, job.options.outputs, job.pool),
+            mutated=mutated,
+            written=WrittenSpans(written) if written else None,
+            held=tuple(self._warm.outside.values()),
+            warm_batch=tuple(map(keep_small, job.values)),
+        )
+
+    def _check_aliases(self, mutated: tuple[int, ...]) -> None:
+        """The eager run must write to the memory of exactly those arguments that the graph writes to, and to no
+        argument's memory by another way (a second argument, a cache that the argument is a part of)."""
+        job = self.job
+        arguments = [job.values[spec.position] for spec in job.inputs.specs]
+        eager_writes = tuple(self.eager.written_inputs)
+        storages = [arguments[i].untyped_storage()._cdata for i in mutated]
+        shared = len({t.untyped_storage()._cdata for t in arguments}) < len(arguments)
+        if eager_writes != mutated or (storages and shared):
+            names = [job.inputs.specs[i].name for i in sorted({*eager_writes, *mutated})]
+            raise CaptureError(
+                f"the call writes to memory that arguments share with each other or with its own state: {names}; "
+                "pass copies",
+                Reason.ALIASED_ARGUMENTS,
+            )
+
+    def _output_rule(self, output: Any) -> OutputRule:
+        job = self.job
+        if job.rows != job.size:
+            rule = learn_output_rule(self.eager.result, job.rows, output, job.size)
+        elif job.rule is not None:
+            rule = job.rule
+        elif all(spec.dim is None for spec in job.inputs.specs):
+            rule = _no_rows(output)
+        else:
+            rule = self._probe(output)
+        if job.rule is not None and rule != job.rule:
+            raise CaptureError(
+                f"outputs follow the batch differently than in other sizes: {rule} instead of {job.rule}",
+                Reason.OUTPUT_ROWS_UNKNOWN,
+            )
+        return rule
+
+    def _probe(self, output: Any) -> OutputRule:
+        """Run at another number of rows to see which dimensions follow the batch.
+
+        With real tensors: a run with fake ones would leave fakes in whatever caches the model keeps.
+        """
+        job = self.job
+        rows = job.size - 1 if job.size > 1 else 2
+        self.stage = f"probing the outputs with {rows} rows"
+        self._back_to_start()
+        values = list(job.values)
+        for spec in job.inputs.specs:
+            if spec.dim is not None:
+                real = job.values[spec.position]
+                index = torch.arange(rows, device=real.device) % job.rows
+                values[spec.position] = real.index_select(spec.dim, index)
+        effects = EffectRecorder(job.options.state_limit_bytes, strict=True)
+        try:
+            with effects:
+                probed = job.call(values)
+        except Exception as error:
+            raise CaptureError(
+                f"the call fails for {rows} rows, so that nothing tells which dimensions of its outputs follow the "
+                f"batch: {error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
+                Reason.OUTPUT_ROWS_UNKNOWN,
+            ) from error
+        finally:
+            undo(effects.regions)
+        return learn_output_rule(output, job.size, probed, rows)
+
+    def _compare_replay(self, entry: CUDAGraphEntry) -> None:
+        """Replay on this batch from the same start, and compare outputs and written memory with eager's."""
+        job = self.job
+        self._back_to_start()
+        self.stage = f"comparing the replay of {job.size} rows with eager"
+        entry.inputs.load(job.values, job.rows, job.size)
+        self.checked_padding = job.rows != job.size and entry.inputs.tells_rows_apart(job.size)
+        entry.graph.replay()
+        for index, (want, got) in enumerate(zip(self.eager.tensors, entry.outputs.peek(job.rows), strict=True)):
+            self._check(f"output {index}", want, got)
+        for index, want in self.eager.written_inputs.items():
+            name = entry.inputs.specs[index].name
+            self._check(
+                f"argument {name!r}, which the call writes,", want, entry.inputs.real(index, job.rows, job.size)
+            )
+        arguments = {job.values[spec.position].untyped_storage()._cdata for spec in job.inputs.specs}
+        state = [r for r in self.eager.effects.regions if r.target.untyped_storage()._cdata not in arguments]
+        for region in state:
+            if region.is_generator and job.rows != job.size:
+                continue  # padding draws more
+            assert region.after is not None
+            self._check(f"state of shape {tuple(region.target.shape)}", region.after, region.read())
+        if job.rows != job.size and job.options.padding_writes == "refuse":
+            self._check_padding_writes()
+
+    def _check(self, what: str, want: torch.Tensor, got: torch.Tensor) -> None:
+        job = self.job
+        is_like_eager = job.rows == job.size and all(spec.is_dense for spec in job.inputs.specs)
+        exact = job.backend.is_bit_exact and is_like_eager
+        tolerance = tolerance_for(want.dtype, exact=exact, rtol=job.options.rtol, atol=job.options.atol)
+        gap = difference(want, got, tolerance)
+        if gap is not None:
+            raise VerificationError(
+                f"{what} of {job.rows} rows in a graph of {job.size} is not what eager gives: {gap}"
+            )
+
+    def _check_padding_writes(self) -> None:
+        """The padded run may write only where the eager run writes: what is there now may be live later, even if
+        today's padding happens to leave it as it was."""
+        buffers = {v.untyped_storage()._cdata for v in self.job.inputs.views(self.job.size)}
+        padded = [r for r in self._padded if r.target.untyped_storage()._cdata not in buffers]
+        stray = written_elsewhere(padded, self.eager.effects.regions)
+        if stray is not None:
+            raise CaptureError(
+                f"padding rows write to a tensor of shape {tuple(stray.target.shape)} where the real rows leave it "
+                "alone; give a pad rule that points at scratch rows, and padding_writes='allow'",
+                Reason.PADDING_WRITES_STATE,
+            )
+
+
+def _no_rows(output: Any) -> OutputRule:
+    """The rule of outputs that do not follow the batch."""
+    return OutputRule(((),) * sum(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(output)[0]))

@@ -1,0 +1,234 @@
+"""What a run writes that is not its own, so that it can be undone, and done again.
+
+Note [exactly once]
+    A call that captures runs the callable several times: eagerly, to warm up, to record (on backends whose capture
+    executes), as a first replay. The caller must see the effects of one run, on the batch as it was given. Each run
+    of Python is therefore watched at torch's dispatcher: before an operator first writes to memory that the run did
+    not make itself, what is about to be overwritten is saved. Undoing restores in reverse order. Only the written
+    part is saved (for an indexed write, the indexed rows), so that a large cache costs what a step writes to it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..backends.operators import OperatorKind, is_composite, kind_of, tensors_in, written_tensors
+from ..errors import CaptureError
+from ..reasons import Reason
+
+__all__ = ["EffectRecorder", "Region", "redo", "undo", "written_elsewhere"]
+
+
+@dataclass(eq=False)
+class Region:
+    """A written part of memory: how to read it, how to write it, and what it held before."""
+
+    target: torch.Tensor
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], Any]
+    before: torch.Tensor
+    indices: Sequence[torch.Tensor | None] = ()
+    """What it takes of each dimension of ``target``, from the first on; None or nothing is all of it."""
+    after: torch.Tensor | None = None
+    is_generator: bool = False
+    """Whether it is the state of a random generator that the call was given, and no memory of tensors."""
+
+    def keep_after(self) -> None:
+        """Remember what the region holds now, for ``redo``."""
+        self.after = self.read().clone()
+
+    def places(self) -> torch.Tensor:
+        """The offsets of its elements in the storage, in elements and in no particular order."""
+        wanted: list[torch.Tensor | None] = []
+        for index in self.indices:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            wanted += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+        target = self.target
+        whole = torch.zeros(1, dtype=torch.int64, device=target.device)
+        picked = torch.full_like(whole, int(target.storage_offset()))
+        for dim, (extent, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+            index = wanted[dim] if dim < len(wanted) else None
+            if index is None:
+                steps = torch.arange(extent, device=target.device) * stride
+                whole = (whole[:, None] + steps).reshape(-1)
+            else:
+                picked = torch.add(picked, index % extent, alpha=stride)
+        return (whole[:, None] + picked.reshape(-1)).reshape(-1)
+
+
+def undo(regions: list[Region]) -> None:
+    """Put back what all regions held before the run that made them."""
+    with torch.no_grad():
+        for region in reversed(regions):
+            region.write(region.before)
+
+
+def redo(regions: list[Region]) -> None:
+    """Put back what all regions held when ``keep_after`` was called."""
+    with torch.no_grad():
+        for region in regions:
+            if region.after is not None:
+                region.write(region.after)
+
+
+def written_elsewhere(regions: list[Region], allowed: list[Region]) -> Region | None:
+    """The first region with an element that no region of ``allowed`` covers, or None. Reads indices to the host."""
+    for region in regions:
+        if region.is_generator:
+            continue
+        target = region.target
+        near = [r for r in allowed if _storage_key(r.target) == _storage_key(target) and r.target.dtype is target.dtype]
+        if any(not r.indices and _place(r.target) == _place(target) for r in near):
+            continue
+        if not near or not bool(torch.isin(region.places(), torch.cat([r.places() for r in near])).all()):
+            return region
+    return None
+
+
+class EffectRecorder(TorchDispatchMode):
+    """Watches one run of a callable: saves what it overwrites, and notes the memory that it reads from outside.
+
+    ``limit_bytes`` bounds what is saved. Once it is passed the run itself goes on undisturbed, but ``overflowed`` is
+    set and the run can no longer be undone. With ``strict`` a write past the limit raises ``CaptureError`` before it
+    happens (for runs that must be undone).
+    """
+
+    def __init__(self, limit_bytes: int, *, strict: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.regions: list[Region] = []
+        self.overflowed = False
+        self.outside: dict[int, torch.Tensor] = {}
+        """Tensors that the run used and did not make, one for each storage."""
+        self._limit = limit_bytes
+        self._strict = strict
+        self._saved = 0
+        self._made: dict[int, StorageWeakRef] = {}
+        self._whole: set[tuple[Any, ...]] = set()
+        self._generators: dict[int, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Save what the operator is about to overwrite, then run it."""
+        kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            kind = kind_of(func)
+            for tensor in tensors_in(args, kwargs):
+                self._note_use(tensor)
+            if kind is OperatorKind.WRITE:
+                self._save(func, args, kwargs)
+            if kind is OperatorKind.RANDOM or kwargs.get("generator") is not None:
+                self._save_generators(args, kwargs)
+            result = func(*args, **kwargs)
+            for tensor in tensors_in(result):
+                self._note_result(tensor)
+            if func is torch.ops.aten.lift_fresh.default:
+                self._made[_storage_key(args[0])] = StorageWeakRef(args[0].untyped_storage())
+                self.outside.pop(_storage_key(args[0]), None)
+        return result
+
+    def made_storages(self) -> set[int]:
+        """Keys of the storages that the run made and that something still holds."""
+        return {key for key, weak in self._made.items() if not weak.expired()}
+
+    def writes_to(self, tensor: torch.Tensor) -> bool:
+        """Whether the run wrote to the memory of ``tensor``."""
+        key = _storage_key(tensor)
+        return any(_storage_key(region.target) == key for region in self.regions)
+
+    def _note_use(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided:
+            key = _storage_key(tensor)
+            if key not in self._made and key not in self.outside:
+                self.outside[key] = tensor.detach()
+
+    def _note_result(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided:
+            key = _storage_key(tensor)
+            if key not in self.outside and key not in self._made:
+                self._made[key] = StorageWeakRef(tensor.untyped_storage())
+
+    def _save(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in written_tensors(func, args, kwargs):
+            if _storage_key(tensor) in self._made or tensor.numel() == 0:
+                continue
+            place = _place(tensor)
+            if place in self._whole:
+                continue
+            region = _indexed_region(func, args) if tensor is args[0] else None
+            size = tensor.nbytes if region is None else region.before.nbytes
+            if self._saved + size > self._limit:
+                self._overflow(func, tensor, size)
+                continue
+            self._saved += size
+            if region is None:
+                region = _whole_region(tensor)
+                self._whole.add(place)
+            self.regions.append(region)
+
+    def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The default generator is put back by whoever runs the call; one of the model's own is state."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and id(value) not in self._generators:
+                self._generators[id(value)] = value
+                state = value.get_state()
+                self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
+
+    def _overflow(self, func: OpOverload, tensor: torch.Tensor, size: int) -> None:
+        self.overflowed = True
+        if self._strict:
+            raise CaptureError(
+                f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the call does not own; saving it "
+                f"takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; raise the limit",
+                Reason.STATE_TOO_LARGE,
+            )
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (_storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _whole_region(tensor: torch.Tensor) -> Region:
+    target = tensor.detach()
+    return Region(target, lambda: target, target.copy_, target.clone())
+
+
+def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
+    """The rows that an indexed write touches, or None if the operator writes the whole tensor.
+
+    The indices are copied: their memory may hold other values by the time the region is put back.
+    """
+    name = func._schema.name
+    if name in ("aten::index_put_", "aten::_index_put_impl_"):
+        target = args[0].detach()
+        indices = [None if i is None else i.clone() for i in args[1]]
+        return Region(
+            target,
+            lambda: torch.ops.aten.index.Tensor(target, indices),
+            lambda value: torch.ops.aten.index_put_.default(target, indices, value),
+            torch.ops.aten.index.Tensor(target, indices),
+            indices,
+        )
+    if name in ("aten::index_copy_", "aten::index_add_", "aten::index_fill_"):
+        target, dim, index = args[0].detach(), args[1], args[2].clone()
+        if target.dim() == 0:
+            return None
+        return Region(
+            target,
+            lambda: target.index_select(dim, index),
+            lambda value: target.index_copy_(dim, index, value),
+            target.index_select(dim, index),
+            [*[None] * (dim % target.dim()), index],
+        )
+    return None

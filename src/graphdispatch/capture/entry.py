@@ -1,0 +1,245 @@
+"""The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..backends.base import Backend, Graph, Pool, Timer
+from ..descriptors import BatchDescriptor
+from ..errors import GuardError, ReplayError
+from ..modes import CUDAGraphMode, EntryState
+from ..stats import CUDAGraphStats
+from .inputs import StaticInputs
+from .outputs import Outputs
+
+__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
+
+_USES = itertools.count(1)  # a clock of uses: cheaper than time, and strictly increasing across threads
+
+
+@dataclass(eq=False)
+class CUDAGraphEntry:
+    """One captured graph: what it serves, its buffers, outputs, pool, state and statistics.
+
+    Made complete by ``capture_entry`` and published after. ``serve`` is thread-safe; it holds the pool's lock.
+    """
+
+    descriptor: BatchDescriptor
+    mode: CUDAGraphMode
+    key: Hashable
+    size: int
+    graph: Graph
+    pool: Pool
+    backend: Backend
+    inputs: StaticInputs
+    outputs: Outputs
+    mutated: tuple[int, ...] = ()
+    """Inputs (by index) that the graph writes to; they are copied back to the caller's tensors."""
+    written: "WrittenSpans | None" = None
+    """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
+    held: tuple[torch.Tensor, ...] = ()
+    """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
+    capture_time_ms: float = 0.0
+    state: EntryState = EntryState.CAPTURED
+    replay_count: int = 0
+    last_used: int = field(default_factory=lambda: next(_USES))
+    warm_batch: tuple[Any, ...] = ()
+    """The first batch, until a different one has been verified."""
+    padding_checked: bool = False
+    """Whether a padded batch was compared with eager; nothing else shows that the model keeps rows apart."""
+    writes_outside: bool = field(init=False)
+    """Whether it writes to arguments or to memory of others, so that a call's arguments must be compared with them."""
+    _timer: Timer | None = None
+    _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def __post_init__(self) -> None:
+        self.writes_outside = bool(self.mutated) or self.written is not None
+
+    def increment_replay(self) -> None:
+        """Count one replay."""
+        self.replay_count += 1
+        self.last_used = next(_USES)
+
+    def serve(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
+        """Copy in, replay, hand out: the outputs for ``rows`` rows. The caller has compared the arguments.
+
+        Counts the hit in ``stats``. Raises ``ReplayError`` if the entry was evicted meanwhile, where nothing was
+        copied, or if the replay stopped half-way, after which the entry is ``FAILED`` until it is verified again;
+        ``had_effects`` tells whether the caller can see anything of it. A break's own exception passes through.
+        """
+        pool = self.pool
+        with pool.lock:
+            if self.state is EntryState.EVICTED or self.state is EntryState.FAILED:
+                raise ReplayError(f"the graph for {self.key} was evicted, or its last replay failed; capture it again")
+            pool.order_after_last_use()
+            self.inputs.load(values, rows, self.size)
+            try:
+                self.graph.replay()
+            except BaseException as error:
+                self._fail(error)
+                raise
+            self.replay_count += 1
+            self.last_used = next(_USES)
+            if self.mutated:
+                self._copy_back(values, rows)
+            if stats is not None:
+                stats.record_hit(rows, self.size)
+            return self.outputs.take(rows)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.mutated:
+            self.inputs.soil()
+        if isinstance(error, ReplayError):
+            self.state = EntryState.FAILED
+            error.had_effects = self.written is not None
+
+    def clash(self, values: Sequence[Any]) -> str | None:
+        """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
+        if not self.writes_outside:
+            return None
+        tensors = [(spec.name, values[spec.position]) for spec in self.inputs.specs]
+        if self.mutated and len({t.untyped_storage().data_ptr() for _, t in tensors}) < len(tensors):
+            return f"arguments {[name for name, _ in tensors]} share memory, and the call writes to one of them"
+        if self.written is not None:
+            for name, tensor in tensors:
+                if self.written.overlaps(tensor):
+                    return f"argument {name!r} is a view of memory that the call writes"
+        return None
+
+    def _copy_back(self, values: Sequence[Any], rows: int) -> None:
+        for index in self.mutated:
+            values[self.inputs.specs[index].position].copy_(self.inputs.real(index, rows, self.size))
+        self.inputs.soil()
+
+    def replay(self, inputs: Mapping[str, torch.Tensor] | None = None, stats: CUDAGraphStats | None = None) -> Any:
+        """Check ``inputs`` (name to tensor, of at most ``size`` rows), copy them in, replay; the real rows' outputs.
+
+        Without inputs the static buffers are used as they are. Raises ``GuardError`` for an input that does not fit,
+        before anything is copied, and ``ReplayError`` after eviction. Thread-safe.
+        """
+        if inputs is None:
+            return self.serve((), self.size, stats) if not self.inputs.specs else self._replay_as_is()
+        values, rows = self.check(inputs)
+        return self.serve_timed(values, rows, stats)
+
+    def _replay_as_is(self) -> Any:
+        with self.pool.lock:
+            if self.state is EntryState.EVICTED:
+                raise ReplayError(f"the graph for {self.key} was evicted")
+            self.pool.order_after_last_use()
+            self.graph.replay()
+            self.increment_replay()
+            self.inputs.soil()
+            return self.outputs.take(self.size)
+
+    def check(self, inputs: Mapping[str, torch.Tensor]) -> tuple[list[Any], int]:
+        """The values to ``serve`` and their number of rows; raises ``GuardError`` for inputs that do not fit."""
+        names = [spec.name for spec in self.inputs.specs]
+        if set(inputs) != set(names):
+            raise GuardError(f"inputs must be named {names}, got {list(inputs)}")
+        values: list[Any] = [None] * (1 + max((spec.position for spec in self.inputs.specs), default=-1))
+        rows = -1
+        for spec in self.inputs.specs:
+            tensor = values[spec.position] = inputs[spec.name]
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
+            if spec.dim is not None and rows < 0 and tensor.dim() == len(spec.shape):
+                rows = tensor.shape[spec.dim]
+            wanted = spec.sized(max(rows, 0))
+            if tensor.shape != wanted or tensor.dtype is not spec.dtype or tensor.device != spec.device:
+                raise GuardError(
+                    f"input {spec.name!r} must have shape {wanted}, {spec.dtype} on {spec.device}, "
+                    f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
+                )
+        if rows < 0:
+            rows = self.size
+        if not 1 <= rows <= self.size:
+            raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {rows}")
+        clash = self.clash(values)
+        if clash is not None:
+            raise GuardError(f"{clash}; pass copies")
+        return values, rows
+
+    def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
+        """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known."""
+        self._collect_time()
+        if self._timer is not None:
+            return self.serve(values, rows, stats)
+        timer = self.backend.make_timer()
+        timer.start()
+        result = self.serve(values, rows, stats)
+        timer.stop()
+        self._timer = timer
+        return result
+
+    def _collect_time(self) -> None:
+        elapsed = self._timer.elapsed_ms() if self._timer is not None else None
+        if elapsed is not None:
+            self._timer = None
+            self._timed[0] += elapsed
+            self._timed[1] += 1
+
+    @property
+    def avg_replay_time_ms(self) -> float:
+        """Mean device time of the calls timed so far (``replay``, managers), copies included, in milliseconds.
+
+        0.0 before the first. A call is not timed while the device has not finished an earlier timed one.
+        """
+        self._collect_time()
+        total, count = self._timed
+        return total / count if count else 0.0
+
+    @property
+    def input_addresses(self) -> tuple[int, ...]:
+        """The addresses of the static inputs."""
+        return tuple(view.data_ptr() for view in self.inputs.views(self.size))
+
+    @property
+    def output(self) -> Any:
+        """The outputs in graph memory, padding rows included; the next replay of the pool overwrites them."""
+        return self.outputs.tree
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that releasing this entry alone frees; its pool and the shared inputs are not among them."""
+        return self.graph.nbytes
+
+    def release(self) -> None:
+        """Give the graph back; idempotent. Waits for a call that is using it."""
+        with self.pool.lock:
+            if self.state is not EntryState.EVICTED:
+                self.state = EntryState.EVICTED
+                self.graph.reset()
+                self.held = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"<CUDAGraphEntry {self.mode.name} {self.size} rows, {self.state.value}, "
+            f"{self.replay_count} replays, {self.nbytes} bytes>"
+        )
+
+
+GraphEntry = CUDAGraphEntry
+"""The older name of the same class."""
+
+
+class WrittenSpans:
+    """Address ranges of memory that a graph writes and does not own."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        spans = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        self.spans = tuple(sorted(set(spans)))
+        self.low = self.spans[0][0] if spans else 0
+        self.high = max(end for _, end in self.spans) if spans else 0
+
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in one of the ranges (tensors never lie across storages)."""
+        address = tensor.data_ptr()
+        return self.low <= address < self.high and any(begin <= address < end for begin, end in self.spans)

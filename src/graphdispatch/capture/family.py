@@ -1,0 +1,123 @@
+"""A family: all graphs of one signature, the static inputs that they share, and how often each size was seen."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..modes import EntryState
+from ..reasons import Reason
+from .calls import Caller, CallForm
+from .entry import CUDAGraphEntry
+from .inputs import StaticInputs
+from .outputs import OutputRule
+from .signature import Signature
+
+__all__ = ["Failure", "Family", "Form"]
+
+_FIRST_RETRY = 16  # sightings of a size after a failed capture before the next try; each failure takes 4 times as many
+
+
+class Failure(NamedTuple):
+    """A key that is quarantined: how often it failed, when it may be tried again (in sightings), and why it failed."""
+
+    times: int
+    retry_at: int | None
+    reason: Reason
+    detail: str
+
+
+@dataclass(eq=False)
+class Family:
+    """The graphs of one signature. Changed only with the owner's lock held; ``served`` is read without it."""
+
+    index: Any
+    caller: Caller
+    signature: Signature
+    inputs: StaticInputs
+    entries: dict[int, CUDAGraphEntry] = field(default_factory=dict)
+    served: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    """By number of rows: the verified entry that serves it, with whatever the owner wants beside it."""
+    sightings: Counter[int] = field(default_factory=Counter)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    rule: OutputRule | None = None
+
+    def drop(self, size: int) -> None:
+        """Forget the entry of ``size``."""
+        self.entries.pop(size, None)
+        self.served = {rows: what for rows, what in self.served.items() if what[0].size != size}
+
+    def quarantine(self, size: int, reason: Reason, detail: str, max_failures: int) -> None:
+        """Note a failed capture: the size stays eager for a while, and for good after ``max_failures``."""
+        before = self.failures.get(size)
+        count = before.times + 1 if before else 1
+        wait = _FIRST_RETRY * 4 ** (count - 1)
+        retry_at = self.sightings[size] + wait if count < max_failures else None
+        self.failures[size] = Failure(count, retry_at, reason, detail)
+
+    def blocked(self, size: int) -> Failure | None:
+        """The failure that keeps ``size`` from being captured now, if any."""
+        failure = self.failures.get(size)
+        if failure is None or (failure.retry_at is not None and self.sightings[size] >= failure.retry_at):
+            return None
+        return failure
+
+    def needs_check(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> bool:
+        """Whether this batch must be compared with eager before the entry serves it: the second one, the first that is
+        padded, and one after a replay that failed."""
+        if rows != entry.size and not entry.padding_checked:
+            return True
+        return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
+
+    def differs(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
+        """Whether a batch is another one than that with which the entry was captured (yes, if that was not kept)."""
+        comparable = False
+        for now, then in zip(values, entry.warm_batch, strict=False):
+            if isinstance(then, torch.Tensor):
+                comparable = True
+                if now.shape != then.shape or not torch.equal(now, then):
+                    return True
+        return not comparable
+
+    def resized(self, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
+        """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them."""
+        sized = list(values)
+        for spec in self.inputs.specs:
+            if spec.dim is not None:
+                tensor = values[spec.position]
+                count = tensor.shape[spec.dim]
+                index = (torch.arange(rows, device=tensor.device) + shift) % count
+                taken = tensor.index_select(spec.dim, index)
+                sized[spec.position] = _with_order(taken, spec.order)
+        return sized
+
+
+def _with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same values, with dimensions lying in memory from slowest to fastest as ``order`` says."""
+    back = sorted(range(len(order)), key=lambda d: order[d])
+    return tensor.permute(order).contiguous().permute(back)
+
+
+class Form:
+    """One spelling of calls, with the families that such calls have made; the latest used is tried first."""
+
+    def __init__(self, form: CallForm, first: Family) -> None:
+        self.form = form
+        self.families = [first]
+        self.use(first)
+
+    def use(self, family: Family) -> None:
+        """Try ``family`` first from now on."""
+        # One assignment, since hits read it without a lock. The second value tells whether a call's values are its
+        # leaves just as it spells them, so that a hit need not sort or flatten.
+        self.latest = (family, self.form.order is None and family.caller.is_flat)
+
+    def find(self, values: Sequence[Any]) -> tuple[Family, list[Any], int] | None:
+        """The family that fits a call, with the call's leaves and rows."""
+        for family in self.families:
+            leaves = family.caller.flatten(values)
+            if leaves is not None and (rows := family.signature.match(leaves)) >= 0:
+                return family, leaves, rows
+        return None

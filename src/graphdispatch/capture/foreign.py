@@ -1,0 +1,87 @@
+"""Entries around graphs that somebody else captured: the memory stays theirs, the bookkeeping is ours."""
+
+from collections.abc import Hashable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..backends import get_backend
+from ..backends.base import Graph, Pool
+from ..descriptors import BatchDescriptor, DispatchKey
+from ..errors import ReplayError
+from ..modes import CUDAGraphMode, EntryState
+from .entry import CUDAGraphEntry
+from .inputs import StaticInputs
+from .outputs import OutputRule, Outputs
+
+__all__ = ["Replayable", "entry_around"]
+
+
+@runtime_checkable
+class Replayable(Protocol):
+    """Anything that can be replayed: ``torch.cuda.CUDAGraph``, a graph of this library, ``MockCUDAGraph``."""
+
+    def replay(self) -> Any:
+        """Run it on the caller's current stream."""
+
+
+class _ForeignGraph(Graph):
+    def __init__(self, graph: Replayable, pool: Pool) -> None:
+        self._graph: Replayable | None = graph
+        self._pool = pool
+
+    def replay(self) -> None:
+        if self._graph is None:
+            raise ReplayError("this graph was released; register it again")
+        self._pool.generation += 1
+        try:
+            self._graph.replay()
+        except Exception as error:
+            raise ReplayError(f"the registered graph failed to replay: {type(error).__name__}: {error}") from error
+
+    def reset(self) -> None:
+        self._graph = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+class _ForeignPool(Pool):
+    """Memory that this library does not see; it orders the graph's users, and nothing else."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def order_after_last_use(self) -> None:
+        """The graph's owner orders its streams."""
+
+    def is_idle(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """The memory is not ours to release."""
+
+
+def entry_around(graph: Replayable, key: Hashable, outputs: Any = None, *, piecewise: bool = False) -> CUDAGraphEntry:
+    """An entry that replays ``graph`` and hands out ``outputs`` (tensors that it writes, or any nest) as they are.
+
+    The graph's inputs are its owner's to fill; releasing the entry only lets go of the graph.
+    """
+    pool = _ForeignPool()
+    tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(outputs))
+    rows = key.num_tokens if isinstance(key, (DispatchKey, BatchDescriptor)) else 1
+    return CUDAGraphEntry(
+        descriptor=key if isinstance(key, BatchDescriptor) else BatchDescriptor(rows),
+        mode=CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.FULL,
+        key=key,
+        size=rows,
+        graph=_ForeignGraph(graph, pool),
+        pool=pool,
+        backend=get_backend("auto"),
+        inputs=StaticInputs((), 0),
+        outputs=Outputs(outputs, OutputRule(((),) * tensors), [False] * tensors, "static", pool),
+        state=EntryState.VERIFIED,
+    )

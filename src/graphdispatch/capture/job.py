@@ -1,0 +1,137 @@
+"""What a capture or a verification is given and gives back, and the watched eager run that both begin with."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from ..backends.base import Backend, Pool
+from ..config import CUDAGraphOptions
+from ..descriptors import BatchDescriptor
+from ..errors import CaptureError
+from ..modes import CUDAGraphMode
+from ..reasons import Reason
+from .autobreak import AutoBreaks
+from .effects import EffectRecorder, undo
+from .entry import CUDAGraphEntry
+from .guards import StateGuard, same_objects
+from .inputs import StaticInputs
+from .outputs import OutputRule
+from .signature import PLAIN_TENSORS
+
+__all__ = ["CaptureJob", "EagerRun", "Outcome", "keep_small", "refusal_of", "run_eagerly"]
+
+_SMALL_BYTES = 1 << 20
+
+
+@dataclass
+class CaptureJob:
+    """What to capture, or to verify: a callable on flat values, the real batch, and where the graph's parts go."""
+
+    call: Callable[[Sequence[Any]], Any]
+    values: Sequence[Any]
+    rows: int
+    size: int
+    descriptor: BatchDescriptor
+    mode: CUDAGraphMode
+    key: Hashable
+    inputs: StaticInputs
+    pool: Pool
+    backend: Backend
+    options: CUDAGraphOptions
+    guard: StateGuard
+    rule: OutputRule | None = None
+    """How outputs follow the batch, if a former capture of the same signature learnt it."""
+    auto_breaks: AutoBreaks | None = None
+    """The modules to break at, to which a failed capture adds; None if only marks count."""
+    keep_effects: bool = True
+    """Whether the caller wants the call itself (one execution's effects) or only the graph (none)."""
+
+    def static_values(self) -> list[Any]:
+        """The call's values with every copied tensor replaced by its static buffer."""
+        values = list(self.values)
+        for spec, view in zip(self.inputs.specs, self.inputs.views(self.size), strict=True):
+            values[spec.position] = view
+        return values
+
+
+@dataclass
+class Outcome:
+    """What came of it: eager's answer always; an entry, or the reason why there is none."""
+
+    result: Any
+    entry: CUDAGraphEntry | None
+    reason: Reason
+    detail: str = ""
+    error: BaseException | None = None
+
+
+@dataclass
+class EagerRun:
+    """One watched run on the real rows: its answer, what it wrote, and the generator before and after."""
+
+    result: Any
+    effects: EffectRecorder
+    tensors: list[torch.Tensor]
+    written_inputs: dict[int, torch.Tensor]
+    """What the arguments that it writes (by index in the inputs' specs) held after it."""
+    rng_before: Any
+    rng_after: Any
+    rebinds: bool
+    """Whether it left another object in an attribute, dict or list than was there before."""
+
+
+def run_eagerly(job: CaptureJob) -> EagerRun | CaptureError:
+    """The watched run; an error of the callable passes through. A run whose effects are not wanted is undone on the
+    way out, and refused (returned as an error) before it writes more than can be."""
+    before = job.backend.rng_state()
+    attributes = job.guard.attributes()
+    effects = EffectRecorder(job.options.state_limit_bytes, strict=not job.keep_effects)
+    try:
+        with effects:
+            result = job.call(job.values)
+    except BaseException as error:
+        if not job.keep_effects:
+            undo(effects.regions)
+            job.backend.set_rng_state(before)
+            if isinstance(error, CaptureError):
+                return error
+        raise
+    after = job.backend.rng_state()
+    rebinds = not same_objects(attributes, job.guard.attributes())
+    for region in effects.regions:
+        region.keep_after()
+    tensors = [t.detach().clone() for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+    arguments = [job.values[spec.position] for spec in job.inputs.specs]
+    written = {i: t.detach().clone() for i, t in enumerate(arguments) if effects.writes_to(t)}
+    return EagerRun(result, effects, tensors, written, before, after, rebinds)
+
+
+def refusal_of(job: CaptureJob, eager: EagerRun) -> CaptureError | None:
+    """Why this call must not be captured, seen from its eager run."""
+    if eager.effects.overflowed:
+        return CaptureError(
+            f"the call writes more than state_limit_bytes={job.options.state_limit_bytes} bytes of state that it does "
+            "not own, which a capture would have to save and put back; raise the limit",
+            Reason.STATE_TOO_LARGE,
+        )
+    if eager.rebinds or not job.guard.holds():
+        return CaptureError(
+            "the call rebinds a parameter, buffer, attribute or captured variable (self.x = ..., self.n += 1); keep it "
+            "in a tensor and write that in place (self.x.copy_(...)), or a graph would go on using the old value",
+            Reason.STATE_REBOUND,
+        )
+    for leaf in tree_flatten(eager.result)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return CaptureError("an output requires a gradient; call under torch.no_grad()", Reason.NEEDS_GRADIENTS)
+        if isinstance(leaf, torch.Tensor) and (type(leaf) not in PLAIN_TENSORS or leaf.layout is not torch.strided):
+            return CaptureError(f"an output is a {type(leaf).__name__}, {leaf.layout}", Reason.OUTPUT_UNSUPPORTED)
+    return None
+
+
+def keep_small(value: Any) -> Any:
+    """A copy of an argument by which the next batch can be told from this one; None for anything but small tensors."""
+    small = isinstance(value, torch.Tensor) and value.nbytes <= _SMALL_BYTES
+    return value.detach().clone() if small else None

@@ -1,0 +1,267 @@
+"""PIECEWISE captures: graphs between breaks, replayed with the broken parts run eagerly in between.
+
+Note [values across a break]
+    A tensor that one graph makes and a later part reads must keep its memory, although the Python that made it is long
+    gone at replay. Each such tensor is held by a strong reference from the moment that a break sees it: a weak one, or
+    none, would let a later capture of the same pool take the memory (sglang#37606).
+
+Note [whose memory a break returns]
+    What a break made itself is copied, at replay, to where the capture left the first one. What it did not make (an
+    argument, a cache) is never copied over: that would change the argument or the cache. It must be the same view of
+    the same memory each time, and what was made must not turn into somebody's memory, since the graphs behind it may
+    write to it in place.
+"""
+
+from collections.abc import Callable
+from contextvars import Token
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from ..backends.base import Backend, Capture, Graph, Pool
+from ..errors import CaptureError, ReplayError
+from ..reasons import Reason
+from .breaks import ACTIVE, BreakRunner
+from .outputs import is_same_value
+from .watch import CaptureWatch, storage_key
+
+__all__ = ["EagerPart", "PiecewiseCapture", "PiecewiseGraph"]
+
+
+@dataclass(eq=False)
+class EagerPart:
+    """One break: what to call again, and the tensors into which its results go."""
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: TreeSpec
+    made: list[bool]
+    """For each leaf, whether it is a tensor that the break made: see Note [whose memory a break returns]."""
+    runs: int = 0
+    time_ns: int = 0
+    """Time on the calling thread, in nanoseconds; on a device with queues that is the time to launch."""
+
+    def __post_init__(self) -> None:
+        self._arguments = {storage_key(t) for t in _strided((self.args, self.kwargs))}
+        self._sharing = _sharing(self.leaves)
+        self._is_one_tensor = self.spec.is_leaf() and isinstance(self.leaves[0], torch.Tensor)
+
+    def run(self) -> None:
+        """Call it on the static arguments and put its results where the next graph reads them.
+
+        Raises ``ReplayError`` if they are not what they were at the capture: in structure, shape, type, value, or in
+        whose memory they are.
+        """
+        start = perf_counter_ns()
+        result = self.fn(*self.args, **self.kwargs)
+        if self._is_one_tensor and type(result) is torch.Tensor:
+            self._put(0, result, self.leaves[0])
+        else:
+            self._put_all(result)
+        self.runs += 1
+        self.time_ns += perf_counter_ns() - start
+
+    def _put_all(self, result: Any) -> None:
+        leaves, spec = tree_flatten(result)
+        if spec != self.spec:
+            raise ReplayError(f"break {self.name!r} returned another structure than when it was captured")
+        if len(leaves) > 1 and _sharing(leaves) != self._sharing:
+            raise ReplayError(f"break {self.name!r} returned tensors that share memory otherwise than when captured")
+        for index, (now, then) in enumerate(zip(leaves, self.leaves, strict=True)):
+            if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
+                self._put(index, now, then)
+            elif not is_same_value(now, then):
+                raise ReplayError(
+                    f"break {self.name!r} returned {now!r} where it returned {then!r} when it was captured; "
+                    "the graphs behind it were made for the latter"
+                )
+
+    def _put(self, index: int, now: torch.Tensor, then: torch.Tensor) -> None:
+        if now.shape != then.shape or now.dtype is not then.dtype or now.device != then.device:
+            raise ReplayError(
+                f"break {self.name!r} returned tensor {index} with {tuple(now.shape)} {now.dtype} on {now.device}, "
+                f"and with {tuple(then.shape)} {then.dtype} on {then.device} when it was captured; "
+                "a break must keep its shapes for one size"
+            )
+        if now.data_ptr() == then.data_ptr() and now.stride() == then.stride():
+            return
+        if not self.made[index] or storage_key(now) in self._arguments:
+            raise ReplayError(
+                f"break {self.name!r} returned, as tensor {index}, now a tensor that it made and now another's memory, "
+                "or another view of that; return a copy of it (.clone()) each time"
+            )
+        then.copy_(now)
+
+
+class PiecewiseGraph(Graph):
+    """Graphs and eager parts in turn; one object to whoever replays it."""
+
+    def __init__(self, parts: list[Graph | EagerPart], held: list[torch.Tensor], backend: Backend) -> None:
+        self._parts = parts
+        self._held = held
+        self._backend = backend
+        self._released = False
+        # Tensors that cross a break belong to the mode of the capture, and cannot be written to in the other one.
+        self._inference_mode = torch.is_inference_mode_enabled()
+
+    def replay(self) -> None:
+        """Run all parts on the caller's current stream, in order."""
+        if self._released:
+            raise ReplayError("this graph was released; capture it again")
+        if not self.breaks:
+            for part in self._parts:
+                part.replay()  # type: ignore[union-attr]
+            return
+        self._backend.current_stream().submit(self._run)
+
+    def _run(self) -> None:
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference_mode:
+            with torch.inference_mode(self._inference_mode), torch.no_grad():
+                self._run_parts()
+        else:
+            self._run_parts()
+
+    def _run_parts(self) -> None:
+        for part in self._parts:
+            if isinstance(part, EagerPart):
+                part.run()
+            else:
+                part.replay()
+
+    def reset(self) -> None:
+        """Release all graphs and what was held for them."""
+        self._released = True
+        for graph in self.graphs:
+            graph.reset()
+        self._parts = []
+        self._held = []
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs, in order."""
+        return [part for part in self._parts if not isinstance(part, EagerPart)]
+
+    @property
+    def breaks(self) -> list[EagerPart]:
+        """The eager parts, in order: their names, runs and time."""
+        return [part for part in self._parts if isinstance(part, EagerPart)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all graphs."""
+        return sum(graph.nbytes for graph in self.graphs)
+
+    def __repr__(self) -> str:
+        return f"<PiecewiseGraph {len(self.graphs)} graphs, {len(self.breaks)} breaks, {self.nbytes} bytes>"
+
+
+@dataclass(eq=False)
+class PiecewiseCapture:
+    """A PIECEWISE capture under way; use it as a context manager around the callable, then take ``graph``."""
+
+    backend: Backend
+    pool: Pool
+    watch: CaptureWatch
+    parts: list[Graph | EagerPart] = field(default_factory=list)
+    _capture: Capture | None = None
+    _token: Token[BreakRunner | None] | None = None
+    _in_break: bool = False
+    _failed: str | None = None
+    """The break that raised: nothing was recorded since."""
+
+    def __enter__(self) -> "PiecewiseCapture":
+        self._capture = self.backend.begin_capture(self.pool)
+        self.watch.on_break = self.run_operator
+        self.watch.__enter__()  # type: ignore[no-untyped-call]
+        self._token = ACTIVE.set(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        assert self._capture is not None
+        assert self._token is not None
+        ACTIVE.reset(self._token)
+        self.watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        is_complete = False
+        try:
+            if kind is None and self._failed is not None:
+                raise CaptureError(
+                    f"break {self._failed!r} raised and the callable went on; no graph can hold that",
+                    Reason.CAPTURE_UNSAFE,
+                )
+            if kind is None:
+                self.parts.append(self._capture.end())
+                is_complete = True
+        finally:
+            if not is_complete:
+                self._capture.abort()
+                self.graph.reset()
+
+    @property
+    def graph(self) -> PiecewiseGraph:
+        """What was captured."""
+        return PiecewiseGraph(self.parts, self.watch.crossing, self.backend)
+
+    def run_operator(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Break at one operator."""
+        return self.run_break(str(func), func, args, kwargs)
+
+    def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """End the current graph, run ``fn``, begin the next; an inner break runs inside of the outer one."""
+        if self._in_break or self._failed is not None:
+            return fn(*args, **kwargs)
+        assert self._capture is not None
+        self.watch.refuse_kept_back(args, kwargs)
+        graph = self._capture.pause()
+        self.parts.append(graph)
+        if not self.backend.capture_executes:
+            graph.replay()  # the break shall see values, and not memory that nothing has been written to
+        before = self.watch.storages()
+        self.watch.next_part()
+        self._in_break = self.watch.is_paused = True
+        try:
+            leaves, spec = tree_flatten(fn(*args, **kwargs))
+            leaves, made = self._owned(name, leaves, before)
+        except BaseException:
+            self._failed = name
+            raise
+        finally:
+            self._in_break = self.watch.is_paused = False
+        self.watch.next_part(leaves)
+        self.parts.append(EagerPart(name, fn, args, kwargs, leaves, spec, made))
+        self._capture.resume()
+        return tree_unflatten(leaves, spec)
+
+    def _owned(self, name: str, leaves: list[Any], before: set[int]) -> tuple[list[Any], list[bool]]:
+        """The results of a break, and which of them it made; what it got from nowhere (numpy, compiled code), or what
+        cannot be written to since its elements overlap, is replaced by a copy, which can be written to at replay."""
+        owned, made = [], []
+        for leaf in leaves:
+            is_made = False
+            if isinstance(leaf, torch.Tensor):
+                if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+                    what = f"{type(leaf).__name__} with layout {leaf.layout}"
+                    raise CaptureError(f"break {name!r} returned a {what}; return dense tensors", Reason.CAPTURE_UNSAFE)
+                is_made = storage_key(leaf) not in before
+                is_spread = any(s == 0 and n > 1 for s, n in zip(leaf.stride(), leaf.shape, strict=True))
+                if is_made and (is_spread or not self.watch.has_seen(leaf)):
+                    leaf = leaf.clone(memory_format=torch.contiguous_format)
+            owned.append(leaf)
+            made.append(is_made)
+        self.watch.keep_back(self.watch.storages() - before - {storage_key(t) for t in _strided(owned)}, name)
+        return owned, made
+
+
+def _strided(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+
+
+def _sharing(leaves: list[Any]) -> list[int]:
+    """For each tensor, the first one that lies in the same storage."""
+    keys = [storage_key(t) for t in _strided(leaves)]
+    return [keys.index(key) for key in keys]

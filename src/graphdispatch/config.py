@@ -1,0 +1,266 @@
+"""Validated configuration: what to capture (``CUDAGraphConfig``) and how one wrapper works (``CUDAGraphOptions``).
+
+A configuration is frozen and never written back to: ``"auto"`` turns into concrete sizes in a second object, the
+``ResolvedConfig``. Every bad value is a ``ConfigError`` that names the option, what was expected and what was given.
+"""
+
+import reprlib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from .errors import ConfigError
+from .modes import CUDAGraphMode
+from .sizes import LADDERS, check_sizes, ladder, next_size_table
+
+__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode"]
+
+# The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
+_LARGEST_BATCH = 2**20
+
+_Count = Annotated[int, Field(ge=1)]
+_Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+
+
+def parse_mode(value: object) -> CUDAGraphMode:
+    """The mode that ``value`` means: a ``CUDAGraphMode``, its name in any case, or its integer value.
+
+    Raises ``ConfigError`` that lists the modes for anything else.
+    """
+    if isinstance(value, CUDAGraphMode):
+        return value
+    if isinstance(value, str) and value.upper() in CUDAGraphMode.__members__:
+        return CUDAGraphMode[value.upper()]
+    if type(value) is int and value in set(CUDAGraphMode):
+        return CUDAGraphMode(value)
+    known = ", ".join(f"{mode.name} ({mode.value})" for mode in CUDAGraphMode)
+    raise ConfigError(f"mode must be one of {known}, got {value!r}")
+
+
+def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        if value != "auto" and value not in LADDERS:
+            known = ", ".join(map(repr, ("auto", *LADDERS)))
+            raise ConfigError(f"capture_sizes must be one of {known}, or increasing sizes, got {value!r}")
+        return value
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
+        raise ConfigError(f"capture_sizes must be 'auto', the name of a ladder, or increasing sizes, got {value!r}")
+    return check_sizes(value)
+
+
+class _Options(BaseModel):
+    """A frozen set of options, given by keyword, whose every bad value is a ``ConfigError``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise self._config_error(error) from None
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:
+        """An instance from a mapping or an instance, as pydantic's; raises ``ConfigError``."""
+        try:
+            return super().model_validate(obj, **how)
+        except ValidationError as error:
+            raise cls._config_error(error) from None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The object that ``to_dict`` described; missing options take their defaults. Raises ``ConfigError``."""
+        return cls.model_validate(dict(values) if isinstance(values, Mapping) else values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain data that JSON can hold; ``from_dict`` reads it back."""
+        return self.model_dump(mode="json")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some options changed, validated like a new one. Raises ``ConfigError``."""
+        kept = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**(kept | changes))
+
+    @classmethod
+    def _config_error(cls, error: ValidationError) -> ConfigError:
+        problems = dict.fromkeys(cls._describe(details) for details in error.errors(include_url=False))
+        return ConfigError("; ".join(problems))
+
+    @classmethod
+    def _describe(cls, details: ErrorDetails) -> str:
+        where = ".".join(map(str, details["loc"]))
+        if details["type"] == "extra_forbidden":
+            return f"option {where!r} is unknown to {cls.__name__}; expected one of {', '.join(cls.model_fields)}"
+        cause = details.get("ctx", {}).get("error")
+        if cause is not None:
+            # Raised by a validator of ours, which names the option, or by the options nested in this one.
+            text = str(cause)
+            return text if text.startswith(where) else f"{where}: {text}"
+        expected = details["msg"].removeprefix("Input should be ")
+        return f"{where or cls.__name__} must be {expected}, got {reprlib.repr(details['input'])}"
+
+
+class CUDAGraphOptions(_Options):
+    """How one wrapper captures, checks and replays. Frozen, hashable, given by keyword.
+
+    ``outputs`` decides who owns what a replay returns: ``"clone"``, the caller; ``"view"``, the graph, behind a
+    handle that raises ``StaleOutputError`` once a later replay overwrote it; ``"static"``, the graph, unguarded.
+    With ``inputs="static"`` the caller's tensors *are* the graph's buffers: fill them in place before each call.
+    """
+
+    debug_log_enable: bool = False
+    """Log each capture and each replay at DEBUG level."""
+    gc_disable: bool = True
+    """Freeze the garbage collector around captures, since a collection inside one can free what it records."""
+    weak_ref_output: bool = False
+    """Keep no owning reference to the graph's own outputs; needs ``outputs="clone"``."""
+    validate_addresses: bool = True
+    """Compare the addresses of static inputs on each call."""
+    inputs: Literal["copy", "static"] = "copy"
+    """Copy the arguments into buffers of the graph on each call, or use the caller's tensors as the buffers."""
+    outputs: Literal["clone", "view", "static"] = "clone"
+    """What a replay returns: a copy, a handle that detects staleness, or the graph's own tensors."""
+    warmup_iterations: _Count = 1
+    """Runs before a capture, so that lazy initialisation does not end up in the graph."""
+    verify: bool = True
+    """Compare a new graph with eager on its first replay and on the next, different batch."""
+    rtol: _Tolerance = None
+    """Relative tolerance of that comparison; None chooses by dtype."""
+    atol: _Tolerance = None
+    """Absolute tolerance of that comparison; None chooses by dtype."""
+    state_limit_bytes: Annotated[int, Field(ge=0)] = 2**28
+    """The most bytes of state that are saved and put back around a capture; more means no capture."""
+    padding_writes: Literal["refuse", "allow"] = "refuse"
+    """Whether padding rows may change state that the real rows leave alone (scratch rows)."""
+    guard_weights: bool = True
+    """Capture again when a parameter or buffer has moved, instead of replaying on its old memory."""
+    breaks: Literal["marked", "auto"] = "marked"
+    """Where PIECEWISE graphs break: where the code is marked, or also wherever a capture fails."""
+    max_breaks: _Count = 16
+    """The most automatic breaks of one callable."""
+    max_failures: _Count = 3
+    """Failed captures of one key after which it stays eager."""
+
+    @model_validator(mode="after")
+    def _weak_outputs_are_cloned(self) -> Self:
+        if self.weak_ref_output and self.outputs != "clone":
+            raise ConfigError(
+                f"weak_ref_output=True must come with outputs='clone', got outputs={self.outputs!r}: "
+                "nothing would keep the returned memory alive"
+            )
+        return self
+
+
+class CUDAGraphConfig(_Options):
+    """Which batches are served by graphs, in which mode, and within which limits. Frozen, hashable, given by keyword.
+
+    ``mode`` takes a ``CUDAGraphMode``, its name in any case, or its value. ``capture_sizes`` is ``"auto"`` (vLLM's
+    ladder), the name of a ladder, or strictly increasing sizes; sizes count rows of the batch.
+    """
+
+    mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
+    """How batches are served; ``NONE`` switches graphs off."""
+    backend: str = "auto"
+    """The name of a backend; ``"auto"`` follows the device of the arguments."""
+    capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
+    """``"auto"``, a ladder's name (both end at ``max_batch_size``), or the sizes themselves."""
+    max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
+    """The largest batch that a graph may serve, in rows."""
+    max_seq_len: _Count = 8192
+    """The longest sequence that a graph may serve, in tokens."""
+    pad_batches: bool = True
+    """Serve a batch by the next larger size; False serves only exact sizes."""
+    max_cached_graphs: _Count = 64
+    """The most graphs kept at once."""
+    memory_budget_bytes: _Count | None = None
+    """The most bytes that graphs may hold for themselves, apart from the pool they share; None sets no limit."""
+    capture_after: _Count = 2
+    """Sightings of a size before it is captured; 1 captures at once."""
+    max_signatures: _Count = 32
+    """The most different kinds of argument lists (dtypes, trailing shapes, constants) that get graphs."""
+    strict: bool = False
+    """Raise ``FallbackError`` where a call would otherwise run eagerly."""
+    options: CUDAGraphOptions = CUDAGraphOptions()
+    """How each graph is captured and replayed."""
+
+    @field_serializer("mode", when_used="json")
+    def _mode_by_name(self, mode: CUDAGraphMode) -> str:
+        return mode.name
+
+    @model_validator(mode="after")
+    def _sizes_are_reachable(self) -> Self:
+        if isinstance(self.capture_sizes, tuple) and self.capture_sizes[-1] > self.max_batch_size:
+            raise ConfigError(
+                f"capture_sizes must be at most max_batch_size={self.max_batch_size}, got {self.capture_sizes[-1]}; "
+                "raise max_batch_size or drop the size"
+            )
+        return self
+
+    @classmethod
+    def disabled(cls) -> Self:
+        """A configuration under which everything runs eagerly."""
+        return cls(mode=CUDAGraphMode.NONE)
+
+    def resolve(self) -> "ResolvedConfig":
+        """The concrete sizes that this configuration stands for; computed once for equal settings."""
+        if not self.mode.has_graphs():
+            return ResolvedConfig((), (), self)
+        sizes, table = _resolve_sizes(self.capture_sizes, self.max_batch_size)
+        return ResolvedConfig(sizes, table, self)
+
+    def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
+        """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens."""
+        resolved = self.resolve()
+        if not 1 <= batch_size <= resolved.largest or not 0 <= seq_len <= self.max_seq_len:
+            return False
+        return self.pad_batches or resolved.table[batch_size] == batch_size
+
+    def get_padded_batch_size(self, batch_size: int) -> int:
+        """The number of rows with which a batch of ``batch_size`` rows runs.
+
+        A batch that no larger graph serves stays as it is: below one row, above the largest size, with
+        ``pad_batches=False``, and in mode ``NONE``.
+        """
+        resolved = self.resolve()
+        if not self.pad_batches or not 1 <= batch_size <= resolved.largest:
+            return batch_size
+        return resolved.table[batch_size]
+
+
+class ResolvedConfig(NamedTuple):
+    """A configuration with its sizes made concrete.
+
+    ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``table[n]`` is the smallest of them that holds
+    ``n`` rows, for ``n`` from 0 to ``largest``.
+    """
+
+    sizes: tuple[int, ...]
+    table: tuple[int, ...]
+    config: CUDAGraphConfig
+
+    @property
+    def largest(self) -> int:
+        """The largest size, or 0 if there is none."""
+        return self.sizes[-1] if self.sizes else 0
+
+
+@lru_cache(maxsize=64)
+def _resolve_sizes(
+    capture_sizes: str | tuple[int, ...], max_batch_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    sizes = capture_sizes
+    if isinstance(sizes, str):
+        name = "vllm" if sizes == "auto" else sizes
+        sizes = tuple(sorted({*ladder(name, max_batch_size), max_batch_size}))
+    return sizes, next_size_table(sizes)

@@ -1,0 +1,99 @@
+"""From a trace's counts to the tensors of a decoder's step.
+
+Note [requests]
+    A trace counts requests but does not name them, so they are played: those of the previous step go on to decode
+    in the order of their arrival, as many as the step asks for, and the others have finished; every request still
+    in its prompt begins on a free slot. A decoding request advances by one position and begins anew at position 0
+    when its window is full. A prompt longer than the window is laid as pieces of at most a window, each from
+    position 0 on a slot of its own; the request goes on from the last piece, the other slots are free after the
+    step. So a step has exactly the rows that the trace says, whatever the window.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .trace import Step
+
+__all__ = ["StepInputs", "StepMaker", "chunk_lengths", "slots_needed"]
+
+
+class StepInputs(NamedTuple):
+    """The arguments of ``Decoder.forward`` for one step: int64 ``[num_tokens]`` each."""
+
+    token_ids: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
+def chunk_lengths(step: Step) -> list[int]:
+    """How many tokens each request in its prompt schedules: ``max_query_len`` the first, the others alike."""
+    count = step.num_prefill_reqs
+    if count == 0:
+        return []
+    tokens = step.num_tokens - (step.num_reqs - count)
+    first = min(max(step.max_query_len, -(-tokens // count)), tokens - (count - 1))
+    if count == 1:
+        return [first]
+    share, more = divmod(tokens - first, count - 1)
+    return [first] + [share + (i < more) for i in range(count - 1)]
+
+
+def slots_needed(steps: Sequence[Step], window: int) -> int:
+    """The most slots that any one step occupies, the pieces of long prompts included."""
+    return max(step.num_reqs - step.num_prefill_reqs + sum(_pieces(step, window)) for step in steps)
+
+
+class StepMaker:
+    """Turns steps into inputs, one after the other: see Note [requests]. Not thread-safe.
+
+    Token ids are random, from ``seed``, and never depend on a model's output, so that two models that are fed by
+    one maker see the same inputs. ``slots`` must be at least ``slots_needed`` of all steps.
+    """
+
+    def __init__(self, slots: int, window: int, vocab: int, seed: int = 0) -> None:
+        self._window = window
+        self._vocab = vocab
+        self._generator = torch.Generator().manual_seed(seed)
+        self._free = list(range(slots - 1, -1, -1))
+        self._next: dict[int, int] = {}  # the next position of each request's slot, in the order of arrival
+
+    def make(self, step: Step) -> StepInputs:
+        """The inputs of ``step``, and the requests' state after it."""
+        slots: list[int] = []
+        positions: list[int] = []
+        for slot in self._continue(step.num_reqs - step.num_prefill_reqs):
+            slots.append(slot)
+            positions.append(self._next[slot])
+            self._next[slot] = (self._next[slot] + 1) % self._window
+        for slot, length in self._begin(chunk_lengths(step)):
+            slots.extend([slot] * length)
+            positions.extend(range(length))
+        tokens = torch.randint(self._vocab, (step.num_tokens,), generator=self._generator)
+        return StepInputs(tokens, torch.tensor(slots), torch.tensor(positions))
+
+    def _continue(self, count: int) -> list[int]:
+        while len(self._next) > count:
+            slot, _ = self._next.popitem()
+            self._free.append(slot)
+        while len(self._next) < count:
+            self._next[self._free.pop()] = 0
+        return list(self._next)
+
+    def _begin(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+        borrowed: list[int] = []
+        for length in lengths:
+            for start in range(0, length, self._window):
+                slot, piece = self._free.pop(), min(self._window, length - start)
+                yield slot, piece
+                if start + piece < length:
+                    borrowed.append(slot)
+                else:
+                    self._next[slot] = piece % self._window
+        self._free.extend(borrowed)
+
+
+def _pieces(step: Step, window: int) -> Iterator[int]:
+    return (-(-length // window) for length in chunk_lengths(step))

@@ -1,0 +1,70 @@
+"""What a batch *is* (``DispatchKey``) and what a graph *serves* (``BatchDescriptor``)."""
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from .errors import ConfigError
+
+__all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "get_padded_key"]
+
+
+class BatchDescriptor(NamedTuple):
+    """The key of a captured graph: padded tokens, requests, kind of batch, and what else changes the code.
+
+    ``variant`` holds anything hashable that the captured code depends on besides the shape, for example
+    the number of active LoRA adapters.
+    """
+
+    num_tokens: int
+    num_reqs: int | None = None
+    is_uniform_decode: bool = False
+    variant: Hashable = None
+
+    def relaxed(self) -> "BatchDescriptor":
+        """The descriptor of a graph that serves any number of requests and any kind of batch."""
+        return self._replace(num_reqs=None, is_uniform_decode=False)
+
+    @property
+    def non_uniform(self) -> "BatchDescriptor":
+        """The same descriptor for a batch that is not uniform decode."""
+        return self._replace(is_uniform_decode=False)
+
+
+class DispatchKey(NamedTuple):
+    """What one batch is, before padding: tokens, requests, longest sequence, prefill or not."""
+
+    num_tokens: int
+    num_reqs: int
+    max_seq_len: int = 0
+    is_prefill: bool = False
+
+
+def create_dispatch_key(num_tokens: int, num_reqs: int, max_seq_len: int = 0, is_prefill: bool = False) -> DispatchKey:
+    """A checked ``DispatchKey``; raises ``ConfigError`` for a count that no batch can have."""
+    for name, value, least in (
+        ("num_tokens", num_tokens, 1),
+        ("num_reqs", num_reqs, 1),
+        ("max_seq_len", max_seq_len, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
+    if num_reqs > num_tokens:
+        raise ConfigError(
+            f"num_reqs must be at most num_tokens={num_tokens}, got {num_reqs}; "
+            "each request schedules at least one token"
+        )
+    return DispatchKey(num_tokens, num_reqs, max_seq_len, bool(is_prefill))
+
+
+def get_padded_key(key: DispatchKey, pad_to: int = 8) -> DispatchKey:
+    """``key`` with its tokens, and its longest sequence if known, rounded up to multiples of ``pad_to``.
+
+    A decode key (one token for each request) keeps ``num_reqs == num_tokens``, so that the padded batch is
+    uniform decode again.
+    """
+    if isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1:
+        raise ConfigError(f"pad_to must be an integer >= 1, got {pad_to!r}")
+    tokens = -(-key.num_tokens // pad_to) * pad_to
+    seq_len = -(-key.max_seq_len // pad_to) * pad_to
+    reqs = tokens if not key.is_prefill and key.num_reqs == key.num_tokens else key.num_reqs
+    return DispatchKey(tokens, reqs, seq_len, key.is_prefill)

@@ -1,0 +1,82 @@
+"""Decisions: mode, descriptor, padded size and reason, precomputed in an immutable table of sizes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..descriptors import BatchDescriptor
+from ..modes import CUDAGraphMode
+from ..reasons import Reason
+
+__all__ = ["Decision", "SizeTable"]
+
+
+class Decision(NamedTuple):
+    """What to do with one batch: the runtime mode, what the graph serves, the padded size, and why."""
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor | None
+    size: int
+    reason: Reason
+    rows: int = 0
+    detail: str = ""
+
+    @classmethod
+    def eager(cls, reason: Reason, rows: int = 0, detail: str = "") -> "Decision":
+        """The decision to run eagerly."""
+        return cls(CUDAGraphMode.NONE, None, rows, reason, rows, detail)
+
+    def as_mode(self, mode: CUDAGraphMode) -> "Decision":
+        """The same decision, served by a graph of ``mode``."""
+        return self if mode is self.mode else self._replace(mode=mode)
+
+    def explain(self) -> str:
+        """One line for a person."""
+        if self.mode is CUDAGraphMode.NONE:
+            count = f", {self.rows} rows" if self.rows else ""
+            return f"eager{count}: {self.detail or self.reason.text}"
+        padding = 100 * (1 - self.rows / self.size) if self.size else 0.0
+        change = f"{self.rows} -> {self.size} rows, {padding:.1f} % padding" if padding else f"{self.rows} rows"
+        note = "" if self.reason.is_graph else f" ({self.detail or self.reason.text})"
+        return f"{self.mode.name} graph, {change}{note}"
+
+
+class SizeTable:
+    """Decisions for every number of rows, for one dynamic dimension: one lookup each. Immutable and thread-safe.
+
+    ``sizes`` are the capture sizes and ``table[n]`` the smallest of them that holds ``n`` rows, as ``ResolvedConfig``
+    gives them; with ``pad_batches=False`` only exact sizes are served.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], table: Sequence[int], mode: CUDAGraphMode, *, pad_batches: bool = True
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.mode = mode
+        self._decisions = tuple(self._make(rows, size, pad_batches) for rows, size in enumerate(table) if self.sizes)
+
+    @property
+    def largest(self) -> int:
+        """The largest size, or 0 if there is none."""
+        return self.sizes[-1] if self.sizes else 0
+
+    def decide(self, rows: int) -> Decision:
+        """The decision for ``rows`` rows."""
+        if 0 < rows < len(self._decisions):
+            return self._decisions[rows]
+        if not self.sizes:
+            return Decision.eager(Reason.DISABLED, rows)
+        reason = Reason.NO_ROWS if rows == 0 else Reason.ABOVE_LARGEST_SIZE
+        detail = "" if rows == 0 else f"{reason.text} (largest: {self.largest})"
+        return Decision.eager(reason, rows, detail)
+
+    def served_by(self, size: int) -> range:
+        """The numbers of rows that the graph of ``size`` serves."""
+        index = self.sizes.index(size)
+        low = self.sizes[index - 1] + 1 if index else 1
+        return range(low, size + 1)
+
+    def _make(self, rows: int, size: int, pad_batches: bool) -> Decision:
+        if rows != size and not pad_batches:
+            return Decision.eager(Reason.NOT_CAPTURED, rows)
+        reason = Reason.EXACT if rows == size else Reason.PADDED
+        return Decision(self.mode, BatchDescriptor(size), size, reason, rows)

@@ -1,0 +1,198 @@
+"""Cost curves: what a step costs by size in one mode, how sure that is, and what it costs between measured sizes."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from math import exp, hypot, inf, log, sqrt
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+__all__ = ["CellState", "CostCurve", "Estimate", "bucket_of"]
+
+# All spreads and errors are relative to the mean, since timing noise grows with what is timed.
+_PRIOR_SPREAD = 0.2  # assumed of a mode before it has been measured a few times,
+_PRIOR_WEIGHT = 3.0  # with the weight of this many records
+_CLIP = 4.0  # a record counts for at most this many spreads from the mean: one stall must not turn a decision
+_MIN_SPREAD = 0.01
+# A drift is found by a two-sided cumulated sum of deviations; the mean then restarts from the latest records.
+_DRIFT_SLACK = 1.0
+_DRIFT_ALARM = 12.0
+_DRIFT_FAST = 0.3
+_DRIFT_WEIGHT = 3.0
+# An estimate that nothing has confirmed for this many records of any kind is uncertain by _STALE_ERROR more.
+_STALE_AGE = 1000.0
+_STALE_ERROR = 0.15
+# Cost grows with size by a power between 0 (bound by launches) and 1 (bound by work): the guess is the middle.
+_POWER = 0.5
+_NEIGHBOUR_ERROR = 0.05
+_POWER_ERROR = 0.3
+_NEIGHBOURS = 2
+
+
+class Estimate(NamedTuple):
+    """A cost in milliseconds, and its standard error as a share of it; age and distance are in the error."""
+
+    mean: float
+    error: float
+
+    def beats(self, other: "Estimate", confidence: float) -> bool:
+        """Whether this cost is lower than ``other`` by more than ``confidence`` standard errors of their ratio."""
+        return log(other.mean / self.mean) > confidence * hypot(self.error, other.error)
+
+    @property
+    def hopeful(self) -> float:
+        """The lowest cost in milliseconds that two standard errors allow."""
+        return self.mean * (1 - 2 * self.error)
+
+
+CellState = tuple[
+    Annotated[int, Field(ge=1)],
+    Annotated[float, Field(gt=0, allow_inf_nan=False)],
+    Annotated[float, Field(gt=0, allow_inf_nan=False)],
+    Annotated[float, Field(ge=0, allow_inf_nan=False)],
+    Annotated[float, Field(ge=0, allow_inf_nan=False)],
+    Annotated[float, Field(ge=1, allow_inf_nan=False)],
+    Annotated[int, Field(ge=0)],
+]
+"""A cell as plain data: bucket, mean size, mean cost (ms), squared relative spread and records behind it, weight of
+the mean in records, time of the last record."""
+
+
+def bucket_of(tokens: int) -> int:
+    """The largest number of tokens that shares measurements with ``tokens``: eight buckets for each power of two.
+
+    A bucket ends at a multiple of its width, as kernels' tiles do, so that 256 and 257 tokens never share one.
+    """
+    tokens = max(tokens, 1)
+    shift = max(0, (tokens - 1).bit_length() - 4)
+    return ((tokens - 1 >> shift) + 1) << shift
+
+
+def _staleness2(age: int) -> float:
+    return _STALE_ERROR**2 * max(0, age) / _STALE_AGE
+
+
+class _Cell:
+    """The records of one bucket, summed up; ``published`` is replaced whole, for readers that hold no lock."""
+
+    def __init__(self, size: float, mean: float, spread2: float, seen: float, weight: float, stamp: int) -> None:
+        self.size = size
+        self.mean = mean
+        self.spread2 = spread2
+        self.seen = seen
+        self.weight = weight
+        self.stamp = stamp
+        self._fast = mean
+        self._above = self._below = 0.0
+        self._publish()
+
+    def add(self, size: int, latency: float, window: float, now: int) -> None:
+        """Take one record in; of a long history only about ``window`` records count, and of an old one fewer."""
+        spread2 = self._spread2()
+        drift2 = _staleness2(now - self.stamp)
+        self.weight = min(spread2 / (spread2 / self.weight + drift2) + 1, window)
+        spread = max(_MIN_SPREAD, sqrt(spread2 + drift2))
+        deviation = max(-_CLIP, min(_CLIP, (latency / self.mean - 1) / spread))
+        share = 1 / self.weight
+        change = deviation * spread
+        # What a record says of the spread is its deviation less the part that drift may explain.
+        self.seen = min(self.seen + 1, window)
+        self.spread2 += (change * change * spread2 / (spread2 + drift2) - self.spread2) / self.seen
+        self.mean *= 1 + share * change
+        self.size += share * (size - self.size)
+        self.stamp = now
+        self._watch(deviation, latency)
+        self._publish()
+
+    def _watch(self, deviation: float, latency: float) -> None:
+        self._fast += _DRIFT_FAST * (latency - self._fast)
+        self._above = max(0.0, self._above + deviation - _DRIFT_SLACK)
+        self._below = max(0.0, self._below - deviation - _DRIFT_SLACK)
+        if max(self._above, self._below) > _DRIFT_ALARM:
+            self.mean = self._fast
+            self.weight = min(self.weight, _DRIFT_WEIGHT)
+            self._above = self._below = 0.0
+
+    def _spread2(self) -> float:
+        prior = _PRIOR_WEIGHT * _PRIOR_SPREAD**2
+        return (prior + self.seen * self.spread2) / (_PRIOR_WEIGHT + self.seen)
+
+    def _publish(self) -> None:
+        self.published = (self.size, self.mean, self._spread2() / self.weight, self.stamp)
+
+
+class CostCurve:
+    """The cost of one mode over all sizes, learnt from records of some of them.
+
+    ``at`` may be called by any thread at any time; the caller serialises ``add`` and ``drop_oldest``. Time is a count
+    of records.
+    """
+
+    def __init__(self, window: float, cells: Iterable[CellState] = ()) -> None:
+        self._window = window
+        self._cells = {cell[0]: _Cell(*cell[1:]) for cell in cells}
+        self._reindex()
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The buckets with records, in increasing order."""
+        return self._index[0]
+
+    @property
+    def oldest(self) -> float:
+        """When the cell that has waited longest had its last record; infinity if there is none."""
+        return min((cell.stamp for cell in self._cells.values()), default=inf)
+
+    def add(self, bucket: int, size: int, latency: float, now: int) -> None:
+        """Take in one record of ``latency`` milliseconds at ``size`` tokens, which belongs to ``bucket``."""
+        cell = self._cells.get(bucket)
+        if cell is not None:
+            cell.add(size, latency, self._window, now)
+            return
+        self._cells[bucket] = _Cell(size, latency, 0.0, 0.0, 1.0, now)
+        self._reindex()
+
+    def drop_oldest(self) -> None:
+        """Forget the cell that has waited longest for a record."""
+        del self._cells[min(self._cells, key=lambda bucket: self._cells[bucket].stamp)]
+        self._reindex()
+
+    def at(self, bucket: int, size: int, now: int) -> Estimate | None:
+        """The cost at ``size`` tokens, from its own bucket and its neighbours; None before the first record."""
+        buckets, cells = self._index
+        if not buckets:
+            return None
+        middle = bisect_left(buckets, bucket)
+        first = max(0, middle - _NEIGHBOURS)
+        own_weight = own_log = around_weight = around_log = best = 0.0
+        for place in range(first, min(len(cells), middle + _NEIGHBOURS + 1)):
+            at, mean, error2, stamp = cells[place].published
+            error2 += _staleness2(now - stamp)
+            if buckets[place] == bucket:
+                own_weight = 1 / error2
+                own_log = own_weight * log(mean)
+                continue
+            apart = log(size / at)
+            weight = 1 / (error2 + (_NEIGHBOUR_ERROR + _POWER_ERROR * abs(apart)) ** 2)
+            around_weight += weight
+            around_log += weight * (log(mean) + _POWER * apart)
+            best = max(best, weight)
+        if around_weight:
+            # Neighbours err together, so that several are worth no more than the best of them.
+            own_log += best * around_log / around_weight
+            own_weight += best
+        return Estimate(exp(own_log / own_weight), sqrt(1 / own_weight))
+
+    def to_list(self) -> list[CellState]:
+        """The cells as plain data, in order of size; the constructor takes them back."""
+        return [
+            (bucket, cell.size, cell.mean, cell.spread2, cell.seen, cell.weight, cell.stamp)
+            for bucket, cell in sorted(self._cells.items())
+        ]
+
+    def _reindex(self) -> None:
+        buckets = tuple(sorted(self._cells))
+        self._index = (buckets, tuple(self._cells[bucket] for bucket in buckets))

@@ -1,0 +1,262 @@
+"""``CudagraphKeyDispatcher``: which graph serves a batch, by vLLM's keys and by what came after them."""
+
+import threading
+import warnings
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from itertools import product
+
+from ..descriptors import BatchDescriptor
+from ..errors import ConfigError
+from ..modes import CUDAGraphMode
+from ..sizes import check_sizes, get_cudagraph_sizes
+from .decision import Decision
+from .lint import lint
+from .table import CostModel, KeyTable
+
+__all__ = ["CudagraphKeyDispatcher"]
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+_NO_GRAPH: tuple[CUDAGraphMode, BatchDescriptor | None] = (NONE, None)
+
+
+class CudagraphKeyDispatcher:
+    """Decides which mode and which graph serve a batch; the keys are the only source of truth for valid graphs.
+
+    ``capture_sizes`` are numbers of tokens in any order, ``"auto"`` or the name of a ladder; each gets a key for every
+    one of ``variants``. A batch has at most ``max_num_reqs`` requests and ``max_num_tokens`` tokens; if that is known,
+    the keys are linted when they are initialised. ``query_lens`` are uniform query lengths besides the
+    initialised one; naming any (the initialised one too) stages the uniform sizes at multiples of the query length.
+    ``piecewise`` says that the model is split around what no graph can hold. ``cost`` can prefer another graph, or
+    eager, to the better mode.
+
+    It runs nothing and needs no torch. Thread-safe: a change builds a new table and swaps it whole, under a lock that
+    no decision takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        capture_sizes: str | Iterable[int] = "auto",
+        max_num_reqs: int = 256,
+        max_num_tokens: int | None = None,
+        variants: Iterable[Hashable] = (None,),
+        query_lens: Iterable[int] = (),
+        piecewise: bool = True,
+        cost: CostModel | None = None,
+    ) -> None:
+        most_tokens = max_num_tokens if max_num_tokens is not None else 2 * max_num_reqs
+        _check_positive("max_num_reqs", max_num_reqs)
+        _check_positive("max_num_tokens", most_tokens)
+        if isinstance(capture_sizes, str):
+            self.capture_sizes = get_cudagraph_sizes(capture_sizes, max_num_reqs, most_tokens, FULL)
+        else:
+            self.capture_sizes = check_sizes(sorted(set(capture_sizes)))
+        self.max_num_reqs = max_num_reqs
+        self.max_num_tokens = max_num_tokens
+        self.variants = tuple(dict.fromkeys(variants))
+        self.query_lens = tuple(sorted(set(query_lens)))
+        for query_len in self.query_lens:
+            _check_positive("query_lens", query_len)
+        self.piecewise = piecewise
+        self._cost = cost
+        self._lock = threading.Lock()
+        self._table = self._build({}, None, None)
+
+    @property
+    def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
+        """The keys by runtime mode, PIECEWISE and FULL, as they are now; a later change leaves this answer alone."""
+        return self._table.keys
+
+    @property
+    def keys_initialized(self) -> bool:
+        """Whether ``initialize_cudagraph_keys`` was called; until then no graph is dispatched to."""
+        return self._table.mode is not None
+
+    @property
+    def table(self) -> KeyTable:
+        """The table of decisions as it is now."""
+        return self._table
+
+    def add_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
+        """Add the key of one more graph. Builds a new table; many keys are added cheaper by initialising.
+
+        A uniform key that names its requests serves the query length that these imply. Raises ``ConfigError`` for a
+        mode other than PIECEWISE and FULL.
+        """
+        _check_runtime_mode(runtime_mode)
+        if batch_descriptor.num_tokens < 1:
+            raise ConfigError(f"batch_descriptor must have num_tokens >= 1, got {batch_descriptor}")
+        with self._lock:
+            keys = self._table.keys
+            self._swap({**keys, runtime_mode: keys[runtime_mode] | {batch_descriptor}})
+
+    def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
+        """Forget a key, as its graph is gone; one that is not there is ignored. Builds a new table."""
+        _check_runtime_mode(runtime_mode)
+        with self._lock:
+            keys = self._table.keys
+            self._swap({**keys, runtime_mode: keys[runtime_mode] - {batch_descriptor}})
+
+    def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
+        """Add the keys of all graphs of a configured mode; keys that are there already stay.
+
+        Mixed batches get a key for each size and variant. Where uniform decode has graphs of its own, they are for the
+        sizes from the query length to what ``max_num_reqs`` requests schedule, as in vLLM 0.11.1; with ``query_lens``
+        they are rounded up to multiples of each query length instead, and name their requests. Warns of what the lint
+        finds. Raises ``ConfigError`` if the mode needs a split model and ``piecewise`` is False.
+        """
+        if not isinstance(cudagraph_mode, CUDAGraphMode):
+            raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {cudagraph_mode!r}")
+        _check_positive("uniform_decode_query_len", uniform_decode_query_len)
+        if cudagraph_mode.has_piecewise_cudagraphs() and not self.piecewise:
+            raise ConfigError(
+                f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {cudagraph_mode.name}; "
+                "split the model, or use FULL or FULL_DECODE_ONLY"
+            )
+        added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
+        with self._lock:
+            keys = {graph: old | added.get(graph, set()) for graph, old in self._table.keys.items()}
+            self._table = self._build(keys, cudagraph_mode, uniform_decode_query_len)
+            table = self._table
+        if self.max_num_tokens is not None:
+            limits = {"max_num_tokens": self.max_num_tokens, "max_num_reqs": self.max_num_reqs}
+            for finding in lint(table, query_len=uniform_decode_query_len, **limits):
+                warnings.warn(finding.message, UserWarning, stacklevel=2)
+
+    def dispatch(
+        self, batch_descriptor: BatchDescriptor, use_cascade_attn: bool = False
+    ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
+        """The runtime mode and key for a batch that the caller has padded, by the rules of vLLM 0.11.1.
+
+        The exact full graph, else the full graph for any batch, else the piecewise one, else ``(NONE, None)``; cascade
+        attention skips full graphs. A new key comes back where a uniform batch goes to a more general graph. Keys that
+        name no requests serve every number of them.
+        """
+        table = self._table
+        answers = table.piecewise_answers if use_cascade_attn else table.answers
+        found = answers.get(batch_descriptor)
+        if found is not None:
+            return found
+        num_tokens, num_reqs, uniform, variant = batch_descriptor
+        if num_reqs is None:
+            return _NO_GRAPH
+        uniform = uniform and num_reqs * (table.query_len or 0) == num_tokens
+        return answers.get(BatchDescriptor(num_tokens, None, uniform, variant), _NO_GRAPH)
+
+    def decide(
+        self,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        *,
+        query_len: int | None = None,
+        variant: Hashable = None,
+        allowed_modes: Collection[CUDAGraphMode] | None = None,
+        excluded_modes: Collection[CUDAGraphMode] = (),
+    ) -> Decision:
+        """The decision for a batch as it is, before padding: mode, key, padded size and the reason.
+
+        ``query_len`` is the number of tokens that *every* request of a uniform decode batch schedules, None for a mixed
+        batch; a batch that its counts show not to be uniform counts as mixed. Without ``num_reqs`` the batch may have
+        as many requests as tokens (or ``max_num_reqs``). An integer ``variant`` is rounded up to a captured one, any
+        other must be captured itself. ``allowed_modes`` less ``excluded_modes`` are the runtime modes to choose from.
+
+        One lookup, unless modes are excluded or ``allowed_modes`` is not a frozenset with NONE. Raises ``ConfigError``
+        for a negative ``num_tokens`` or if no mode is left, and ``FallbackError`` if no graph serves the batch and NONE
+        is not allowed.
+        """
+        table = self._table
+        if query_len is not None and num_reqs is not None and num_reqs * query_len != num_tokens:
+            query_len = None
+        plain = allowed_modes is None or allowed_modes.__class__ is frozenset
+        if plain and not excluded_modes and (num_reqs or num_tokens) <= table.free:
+            row = table.rows.get((query_len, variant, allowed_modes))
+            if row is not None and num_tokens >= 0:
+                decisions, misses, reason, detail = row
+                if num_tokens < len(decisions):
+                    return decisions[num_tokens]
+                if num_tokens < len(misses):
+                    return misses[num_tokens]
+                # Decision.eager would make this the slowest answer of all.
+                return tuple.__new__(Decision, (NONE, None, num_tokens, reason, num_tokens, detail))
+        return table.decide(
+            num_tokens,
+            num_reqs,
+            query_len=query_len,
+            variant=variant,
+            allowed_modes=allowed_modes,
+            excluded_modes=excluded_modes,
+        )
+
+    def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
+        """What to capture, largest first: piecewise graphs, then full ones; empty until the keys are initialised."""
+        table = self._table
+        if table.mode is None:
+            return []
+        return [
+            (graph, sorted(keys, key=_capture_order, reverse=True))
+            for graph in (PIECEWISE, FULL)
+            if (keys := table.keys[graph])
+        ]
+
+    def __repr__(self) -> str:
+        table = self._table
+        mode = "not initialised" if table.mode is None else table.mode.name
+        counts = ", ".join(f"{len(keys)} {graph.name}" for graph, keys in table.keys.items())
+        return f"<CudagraphKeyDispatcher {mode}, {counts} keys>"
+
+    def _keys_of(self, mode: CUDAGraphMode, query_len: int) -> dict[CUDAGraphMode, set[BatchDescriptor]]:
+        keys: dict[CUDAGraphMode, set[BatchDescriptor]] = {}
+        if mode.mixed_mode() is not NONE:
+            sizes = product(self.capture_sizes, self.variants)
+            keys[mode.mixed_mode()] = {BatchDescriptor(size, variant=variant) for size, variant in sizes}
+        if mode.decode_mode() is FULL and mode.separate_routine():
+            uniform = product(self._uniform_keys(query_len), self.variants)
+            keys[FULL] = {key._replace(variant=variant) for key, variant in uniform}
+        return keys
+
+    def _uniform_keys(self, query_len: int) -> set[BatchDescriptor]:
+        if not self.query_lens:
+            most = query_len * self.max_num_reqs
+            return {BatchDescriptor(size, None, True) for size in self.capture_sizes if query_len <= size <= most}
+        keys = set()
+        for length in {*self.query_lens, query_len}:
+            most = self.max_num_reqs
+            if self.max_num_tokens is not None:
+                most = min(most, self.max_num_tokens // length)
+            # The size above the scheduler's limit is lowered to it, so that the largest batches have a graph.
+            requests = {min(-(-size // length), most) for size in self.capture_sizes} - {0}
+            keys |= {BatchDescriptor(reqs * length, reqs, True) for reqs in requests}
+        return keys
+
+    def _swap(self, keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]]) -> None:
+        self._table = self._build(keys, self._table.mode, self._table.query_len)
+
+    def _build(
+        self,
+        keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]],
+        mode: CUDAGraphMode | None,
+        query_len: int | None,
+    ) -> KeyTable:
+        return KeyTable(
+            keys,
+            mode=mode,
+            query_len=query_len,
+            max_num_reqs=self.max_num_reqs,
+            max_num_tokens=self.max_num_tokens,
+            cost=self._cost,
+        )
+
+
+def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:
+    count = key.variant if isinstance(key.variant, int) else -1
+    return key.num_tokens, count, key.is_uniform_decode, key.num_reqs or 0
+
+
+def _check_runtime_mode(mode: CUDAGraphMode) -> None:
+    if mode not in (PIECEWISE, FULL):
+        raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {mode!r}")
+
+
+def _check_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

@@ -1,0 +1,62 @@
+"""Measures the device time of dispatched steps and tells a policy, without ever waiting for the device."""
+
+from collections import deque
+from typing import NamedTuple
+
+from ..backends import get_backend
+from ..backends.base import Timer
+from ..descriptors import DispatchKey
+from ..modes import DispatchMode
+from .policies import DispatchPolicy
+
+__all__ = ["LatencyMeter"]
+
+_MOST_PENDING = 64  # steps whose time the device has not told yet; while there are as many, no more are timed
+
+
+class _Pending(NamedTuple):
+    key: DispatchKey
+    mode: DispatchMode
+    timer: Timer
+
+
+class LatencyMeter:
+    """Times steps on the backend's timer and hands each time to ``policy.record`` once the device has it.
+
+    On the CPU backend times are wall time, on CUDA events that a later step polls. A step that raises is not recorded.
+    Thread-safe; steps of several threads may be recorded out of order.
+    """
+
+    def __init__(self, policy: DispatchPolicy) -> None:
+        self._policy = policy
+        self._backend = get_backend("auto")
+        self._pending: deque[_Pending] = deque()
+
+    def start(self) -> Timer | None:
+        """Begin to time a step; None while too many are outstanding."""
+        self._collect()
+        if len(self._pending) >= _MOST_PENDING:
+            return None
+        timer = self._backend.make_timer()
+        timer.start()
+        return timer
+
+    def stop(self, timer: Timer | None, key: DispatchKey, mode: DispatchMode) -> None:
+        """End a step that ran in ``mode``."""
+        if timer is not None:
+            timer.stop()
+            self._pending.append(_Pending(key, mode, timer))
+            self._collect()
+
+    def _collect(self) -> None:
+        """Record what is known by now."""
+        for _ in range(len(self._pending)):
+            try:
+                oldest = self._pending.popleft()
+            except IndexError:  # another thread took it
+                return
+            elapsed = oldest.timer.elapsed_ms()
+            if elapsed is None:
+                self._pending.append(oldest)
+            else:
+                self._policy.record(oldest.key, oldest.mode, elapsed)

@@ -1,0 +1,57 @@
+"""A routine: one runtime mode of a callable, with its table of sizes and the spellings of calls that it has seen."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..capture.entry import CUDAGraphEntry
+from ..capture.family import Family, Form
+from ..config import ResolvedConfig
+from ..descriptors import BatchDescriptor
+from ..errors import ConfigError
+from ..modes import CUDAGraphMode
+from ..reasons import Reason
+from .decision import Decision, SizeTable
+
+__all__ = ["Found", "Plan", "Routine"]
+
+
+class Found(NamedTuple):
+    """What a call turned out to be: its family (None if it can have none), leaves, rows, and the table's decision."""
+
+    family: Family | None
+    leaves: list[Any]
+    rows: int
+    decision: Decision
+
+
+class Plan(NamedTuple):
+    """What to do with a call: serve or check this entry, or, without one, what the decision says."""
+
+    entry: CUDAGraphEntry | None
+    decision: Decision
+
+
+class Routine:
+    """One runtime mode; a callable that tells uniform decode from other batches has two.
+
+    Changed under its owner's lock.
+    """
+
+    def __init__(self, mode: CUDAGraphMode, resolved: ResolvedConfig) -> None:
+        sizes, table, config = resolved
+        is_off = not mode.has_graphs()
+        self.table = SizeTable(() if is_off else sizes, () if is_off else table, mode, pad_batches=config.pad_batches)
+        self.forms: dict[tuple[Any, ...], Form] = {}
+        self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
+        """The decision for calls without a batch dimension."""
+
+    def decisions_of(self, size: int) -> list[Decision]:
+        """The decisions for every number of rows that the graph of ``size`` serves."""
+        return [self.table.decide(rows) for rows in self.table.served_by(size)]
+
+    def checked_sizes(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        """``sizes``, or all; raises ``ConfigError`` for one that is not captured here."""
+        for size in sizes or ():
+            if size not in self.table.sizes:
+                raise ConfigError(f"sizes must be among the capture sizes {self.table.sizes}, got {size!r}")
+        return self.table.sizes if sizes is None else tuple(sizes)

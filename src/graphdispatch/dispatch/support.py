@@ -1,0 +1,77 @@
+"""What the attention of a model can do inside a full graph, and what that leaves of a configured mode."""
+
+import warnings
+from collections.abc import Mapping
+from enum import IntEnum
+
+from ..errors import ConfigError
+from ..modes import CUDAGraphMode
+
+__all__ = ["AttentionSupport", "resolve_cudagraph_mode"]
+
+
+class AttentionSupport(IntEnum):
+    """Which batches an attention backend can serve inside a full graph; a larger value can do more (vLLM's levels)."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+def resolve_cudagraph_mode(
+    cudagraph_mode: CUDAGraphMode,
+    supports: Mapping[str, AttentionSupport],
+    *,
+    uniform_decode_query_len: int = 1,
+    piecewise: bool = True,
+) -> CUDAGraphMode:
+    """The mode that all attention backends of a model can serve: ``cudagraph_mode``, or a lower one with a warning.
+
+    ``supports`` maps the name of every attention backend in the model to its level; the least one decides, and without
+    any the mode stays. ``piecewise`` says that the model is split around attention, so that it can run in piecewise
+    graphs. The rules are vLLM's: ``FULL`` needs ``ALWAYS`` and becomes ``FULL_AND_PIECEWISE`` or ``FULL_DECODE_ONLY``;
+    full graphs of uniform decode need ``UNIFORM_BATCH`` for a query length above 1, else more than ``NEVER``, and
+    become ``PIECEWISE`` or ``NONE``.
+
+    Each step down is a ``UserWarning`` that says what was lost. Raises ``ConfigError`` for ``FULL`` where a backend
+    supports no full graph at all, and for a mode that needs piecewise graphs of a model that is not split.
+    """
+    if uniform_decode_query_len < 1:
+        raise ConfigError(f"uniform_decode_query_len must be >= 1, got {uniform_decode_query_len}")
+    if cudagraph_mode.has_piecewise_cudagraphs() and not piecewise:
+        raise ConfigError(
+            f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {cudagraph_mode.name}; "
+            "split the model around attention, or use FULL or FULL_DECODE_ONLY"
+        )
+    if not supports:
+        return cudagraph_mode
+    name, least = min(supports.items(), key=lambda item: item[1])
+    mode = cudagraph_mode
+    if mode.mixed_mode() is CUDAGraphMode.FULL and least is not AttentionSupport.ALWAYS:
+        if least is AttentionSupport.NEVER:
+            raise ConfigError(
+                f"cudagraph_mode must not be FULL with attention backend {name!r}, which supports no full graph; "
+                "use PIECEWISE with a model that is split around attention, or NONE"
+            )
+        lowered = CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
+        _warn(mode, lowered, name, least, "mixed batches lose their full graphs")
+        mode = lowered
+    needed = AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    if uniform_decode_query_len > 1:
+        needed = AttentionSupport.UNIFORM_BATCH
+    if mode.decode_mode() is CUDAGraphMode.FULL and least < needed:
+        lowered = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+        _warn(mode, lowered, name, least, f"decode of query length {uniform_decode_query_len} loses its full graphs")
+        mode = lowered
+    return mode
+
+
+def _warn(mode: CUDAGraphMode, lowered: CUDAGraphMode, name: str, support: AttentionSupport, lost: str) -> None:
+    left = "nothing is left but eager" if lowered is CUDAGraphMode.NONE else f"{lowered.name} is left"
+    warnings.warn(
+        f"cudagraph_mode {mode.name} is lowered to {lowered.name}: attention backend {name!r} supports {support.name}, "
+        f"so {lost}; {left}",
+        UserWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,75 @@
+"""The words for *how* a step runs: graph modes, dispatch modes and the states of an entry."""
+
+from enum import Enum, IntEnum
+
+__all__ = ["CUDAGraphMode", "DispatchMode", "EntryState"]
+
+
+class CUDAGraphMode(IntEnum):
+    """How batches are served: by no graph, by graphs between breaks, by one graph, or by kind of batch.
+
+    ``NONE``, ``PIECEWISE`` and ``FULL`` are *runtime* modes: one batch runs in one of them.
+    ``FULL_DECODE_ONLY`` and ``FULL_AND_PIECEWISE`` are *configured* modes that serve uniform decode
+    batches by ``FULL`` graphs and all others by ``NONE`` or ``PIECEWISE``. Names and meaning are
+    vLLM's (``vllm/config/compilation.py``), so that its users find what they know.
+    """
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = 3
+    FULL_AND_PIECEWISE = 4
+
+    def has_graphs(self) -> bool:
+        """Whether any batch is served by a graph in this mode."""
+        return self is not CUDAGraphMode.NONE
+
+    def decode_mode(self) -> "CUDAGraphMode":
+        """The runtime mode of a uniform decode batch."""
+        return CUDAGraphMode.FULL if self >= CUDAGraphMode.FULL else self
+
+    def mixed_mode(self) -> "CUDAGraphMode":
+        """The runtime mode of any other batch."""
+        if self is CUDAGraphMode.FULL_DECODE_ONLY:
+            return CUDAGraphMode.NONE
+        if self is CUDAGraphMode.FULL_AND_PIECEWISE:
+            return CUDAGraphMode.PIECEWISE
+        return self
+
+    def separate_routine(self) -> bool:
+        """Whether uniform decode batches and mixed ones go to different graphs."""
+        return self.decode_mode() is not self.mixed_mode()
+
+    def has_full_cudagraphs(self) -> bool:
+        """Whether some batch is served by one graph over the whole step."""
+        return CUDAGraphMode.FULL in (self.decode_mode(), self.mixed_mode())
+
+    def has_piecewise_cudagraphs(self) -> bool:
+        """Whether some batch is served by graphs between eager breaks."""
+        return CUDAGraphMode.PIECEWISE in (self.decode_mode(), self.mixed_mode())
+
+
+class DispatchMode(Enum):
+    """What a dispatcher did with one call; ``HYBRID`` leaves the choice to the policy at each call."""
+
+    EAGER = "eager"
+    CUDAGRAPH = "cudagraph"
+    PIECEWISE = "piecewise"
+    HYBRID = "hybrid"
+
+
+class EntryState(Enum):
+    """Where an entry stands in its life, in this order.
+
+    ``COLD``: nothing ran yet. ``WARM``: warmed up, not captured. ``CAPTURED``: captured, and its first
+    replay agreed with eager. ``VERIFIED``: a second, different batch agreed too; from here on a hit
+    does nothing but copy, replay and slice. ``FAILED``: captured or verified without success.
+    ``EVICTED``: released; never replayed again.
+    """
+
+    COLD = "cold"
+    WARM = "warm"
+    CAPTURED = "captured"
+    VERIFIED = "verified"
+    FAILED = "failed"
+    EVICTED = "evicted"

@@ -1,0 +1,154 @@
+"""Which batch sizes get a graph: the field's ladders by name, explicit lists, and the table that looks sizes up.
+
+A batch runs in the next larger captured size, so a ladder trades the number of graphs against padding. The rules
+below are the defaults of the engines they are named after; none of them imports anything of those engines.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+
+from .errors import ConfigError
+from .modes import CUDAGraphMode
+
+__all__ = ["LADDERS", "check_sizes", "get_cudagraph_sizes", "ladder", "next_size_table"]
+
+_AUTO_LARGEST = 512
+
+
+def _vllm(largest: int) -> Iterable[int]:
+    """1, 2, 4, then steps of 8 below 256 and of 16 from there (``vllm/config/vllm.py``, vLLM 0.32)."""
+    return [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+
+
+def _vllm_interactivity(largest: int) -> Iterable[int]:
+    """Every size up to 32, then vLLM's steps (``performance_mode="interactivity"``, vLLM 0.32)."""
+    return [*range(1, 33), *_vllm(largest)]
+
+
+def _sglang(largest: int) -> Iterable[int]:
+    """Steps of 8 to 256, 16 to 512 and 32 beyond, with ``largest`` (SGLang ``arg_groups/cuda_graph_hook.py``)."""
+    return [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, largest + 1, 32), largest]
+
+
+def _trtllm(largest: int) -> Iterable[int]:
+    """Steps of 8 to 128 and of 64 beyond, with ``largest`` (TensorRT-LLM ``llmapi/llm_args.py``, padding on)."""
+    return [1, 2, 4, *range(8, 129, 8), *range(192, largest + 1, 64), largest]
+
+
+def _megatron(largest: int) -> Iterable[int]:
+    """``largest`` halved down to 1 (Megatron-LM's exponential distribution, one tensor-parallel rank)."""
+    return [largest >> shift for shift in range(largest.bit_length())]
+
+
+def _pow2(largest: int) -> Iterable[int]:
+    """The powers of two, with ``largest``."""
+    return [*(1 << shift for shift in range(largest.bit_length())), largest]
+
+
+def _dense(largest: int) -> Iterable[int]:
+    """Every size: no padding, and a graph for each."""
+    return range(1, largest + 1)
+
+
+LADDERS: Mapping[str, Callable[[int], Iterable[int]]] = MappingProxyType(
+    {
+        "vllm": _vllm,
+        "vllm-interactivity": _vllm_interactivity,
+        "sglang": _sglang,
+        "trtllm": _trtllm,
+        "megatron": _megatron,
+        "pow2": _pow2,
+        "dense": _dense,
+    }
+)
+"""The rules by name; ``ladder`` sorts what they give and cuts it at the largest size."""
+
+
+def ladder(name: str, max_size: int) -> tuple[int, ...]:
+    """The sizes of a named ladder up to ``max_size``, strictly increasing.
+
+    ``vllm`` and ``vllm-interactivity`` stop at their last step at or below ``max_size``, as vLLM does; all others
+    contain ``max_size``. Raises ``ConfigError`` for an unknown name or a size that is not a positive integer.
+    """
+    if name not in LADDERS:
+        raise ConfigError(f"ladder must be one of {', '.join(map(repr, LADDERS))}, got {name!r}")
+    _check_count("max_size", max_size)
+    return tuple(sorted({size for size in LADDERS[name](max_size) if size <= max_size}))
+
+
+def check_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int, ...]:
+    """``sizes`` as a tuple, if they are positive integers in strictly increasing order.
+
+    Raises ``ConfigError`` that names the argument as ``name`` and the first entry or pair at fault.
+    """
+    checked = tuple(sizes)
+    if not checked:
+        raise ConfigError(f"{name} must hold at least one size, got none; use mode NONE to switch graphs off")
+    for index, size in enumerate(checked):
+        _check_count(f"{name}[{index}]", size)
+    for index, (left, right) in enumerate(pairwise(checked)):
+        if left >= right:
+            raise ConfigError(
+                f"{name} must be strictly increasing, got {left} before {right} at index {index}; "
+                "sort the sizes and drop repeats"
+            )
+    return checked
+
+
+def get_cudagraph_sizes(
+    capture_sizes: str | Iterable[int], max_num_reqs: int, max_num_tokens: int, mode: CUDAGraphMode
+) -> tuple[int, ...]:
+    """The sizes, in tokens, to capture for an engine's limits, strictly increasing; empty in mode ``NONE``.
+
+    ``"auto"`` is vLLM's ladder up to ``min(2 * max_num_reqs, 512, max_num_tokens)``, and the name of a ladder is that
+    ladder up to the same size; ``max_num_reqs`` and ``max_num_tokens`` join it where they are not larger. Explicit
+    sizes are taken as they are; those above ``max_num_tokens``, which no batch can reach, are dropped with a
+    ``UserWarning``. Raises ``ConfigError`` for bad arguments, or when no explicit size is left.
+    """
+    if not isinstance(mode, CUDAGraphMode):
+        raise ConfigError(f"mode must be a CUDAGraphMode, got {mode!r}; write for example CUDAGraphMode.FULL")
+    _check_count("max_num_reqs", max_num_reqs)
+    _check_count("max_num_tokens", max_num_tokens)
+    if not mode.has_graphs():
+        return ()
+    if not isinstance(capture_sizes, str):
+        return _reachable(check_sizes(capture_sizes), max_num_tokens)
+    largest = min(2 * max_num_reqs, _AUTO_LARGEST, max_num_tokens)
+    exact = {size for size in (max_num_reqs, max_num_tokens) if size <= largest}
+    return tuple(sorted(exact.union(ladder("vllm" if capture_sizes == "auto" else capture_sizes, largest))))
+
+
+def next_size_table(sizes: Sequence[int]) -> tuple[int, ...]:
+    """A table ``t`` in which ``t[n]`` is the smallest size that holds ``n`` rows, for ``n`` from 0 to the largest.
+
+    ``t[0]`` is the smallest size; without sizes the table is empty. ``sizes`` must be strictly increasing.
+    """
+    table: list[int] = []
+    for size in sizes:
+        table.extend([size] * (size + 1 - len(table)))
+    return tuple(table)
+
+
+def _reachable(sizes: tuple[int, ...], max_num_tokens: int) -> tuple[int, ...]:
+    kept = tuple(size for size in sizes if size <= max_num_tokens)
+    dropped = sizes[len(kept) :]
+    if not kept:
+        raise ConfigError(
+            f"capture_sizes must hold a size of at most max_num_tokens={max_num_tokens}, got {sizes[0]} as the smallest"
+        )
+    if dropped:
+        warnings.warn(
+            f"capture_sizes {', '.join(map(str, dropped))} are above max_num_tokens={max_num_tokens} and were dropped: "
+            "no batch reaches them",
+            UserWarning,
+            stacklevel=3,
+        )
+    return kept
+
+
+def _check_count(name: str, value: object) -> None:
+    # True and False are integers to isinstance, but never meant as a size.
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

@@ -1,0 +1,71 @@
+"""A graph that does what a test tells it, for testing dispatchers and their handling of faults without a device."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CaptureError, ReplayError
+
+__all__ = ["MockCUDAGraph"]
+
+
+class MockCUDAGraph:
+    """A scripted graph: counts captures and replays, runs ``on_replay``, and fails on request.
+
+    ``outputs`` is what a replay leaves for the dispatcher to hand out. ``fail_capture`` is raised by ``capture_end``
+    (as the cause of a ``CaptureError``), ``fail_replay_at`` makes the replay of that number (from 1) raise
+    ``ReplayError``. It checks the protocol as a real graph does: no replay before a capture or after a reset.
+    """
+
+    def __init__(
+        self,
+        outputs: Any = None,
+        *,
+        on_replay: Callable[[], Any] | None = None,
+        fail_capture: BaseException | None = None,
+        fail_replay_at: int | None = None,
+    ) -> None:
+        self.outputs = outputs
+        self.captures = 0
+        self.replays = 0
+        self._on_replay = on_replay
+        self._fail_capture = fail_capture
+        self._fail_replay_at = fail_replay_at
+        self._state = "empty"
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it may be replayed."""
+        return self._state == "captured"
+
+    def capture_begin(self) -> None:
+        """Start the capture; raises ``CaptureError`` if one is under way or was made already."""
+        if self._state != "empty":
+            raise CaptureError(f"this graph is {self._state} already; make a new one for a new capture")
+        self._state = "capturing"
+
+    def capture_end(self) -> None:
+        """End the capture; raises ``CaptureError`` if none is under way, or as scripted."""
+        if self._state != "capturing":
+            raise CaptureError("capture_end without capture_begin")
+        if self._fail_capture is not None:
+            self._state = "empty"
+            raise CaptureError(f"scripted failure: {self._fail_capture}") from self._fail_capture
+        self._state = "captured"
+        self.captures += 1
+
+    def replay(self) -> None:
+        """Run ``on_replay``; raises ``ReplayError`` if nothing is captured, or as scripted."""
+        if self._state != "captured":
+            raise ReplayError("replay without a capture")
+        self.replays += 1
+        if self.replays == self._fail_replay_at:
+            raise ReplayError(f"scripted failure of replay {self.replays}")
+        if self._on_replay is not None:
+            self._on_replay()
+
+    def reset(self) -> None:
+        """Release the capture; idempotent."""
+        self._state = "released"
+
+    def __repr__(self) -> str:
+        return f"<MockCUDAGraph {self._state}, {self.replays} replays>"

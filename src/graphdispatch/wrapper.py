@@ -1,0 +1,218 @@
+"""``CUDAGraphWrapper``: one callable, captured once for each batch descriptor that the caller names.
+
+The front door for engines, which decide the descriptor themselves. The wrapper trusts it to choose the graph and
+checks that the arguments are what that graph was captured with.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .backends import Backend, Pool
+from .cache import GraphCache, GraphSet
+from .capture.calls import CallForm
+from .capture.context import current_context
+from .capture.entry import CUDAGraphEntry
+from .capture.family import Family, Form
+from .capture.outputs import OutputView
+from .capture.rules import ArgumentRules
+from .capture.signature import Refusal
+from .config import CUDAGraphOptions, parse_mode
+from .descriptors import BatchDescriptor
+from .errors import ConfigError, ReplayError
+from .modes import CUDAGraphMode, EntryState
+from .reasons import Reason
+from .stats import CUDAGraphStats
+
+__all__ = ["CUDAGraphWrapper"]
+
+
+class CUDAGraphWrapper:
+    """Captures ``runnable`` the first time that a descriptor comes in ``runtime_mode``, and replays it from then on.
+
+    Called with ``batch_descriptor=`` and ``cudagraph_runtime_mode=``, or inside a ``cudagraph_context``. In any other
+    mode, and without a descriptor, the runnable is called as it is; so a FULL wrapper around PIECEWISE ones leaves a
+    PIECEWISE step to them, and while an outer one captures, the inner ones are part of its graph.
+
+    All arguments keep their shapes for one descriptor: padding is the caller's. By default tensors are copied into
+    buffers of the wrapper on each call and outputs are copies; ``CUDAGraphOptions(inputs="static", outputs="static")``
+    takes the caller's tensors as the buffers and hands out the graph's own, as engines do. A call whose arguments do
+    not fit runs eagerly, with a reason in ``get_stats()``.
+
+    ``backend`` and ``pool`` share memory between wrappers that never run at the same time. Other attributes are those
+    of the runnable. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        runtime_mode: CUDAGraphMode = CUDAGraphMode.FULL,
+        options: CUDAGraphOptions | None = None,
+        max_cached_graphs: int = 100,
+        *,
+        backend: Backend | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        mode = parse_mode(runtime_mode)
+        if mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+            raise ConfigError(f"runtime_mode must be PIECEWISE or FULL, got {mode.name}")
+        if not callable(runnable):
+            raise ConfigError(f"runnable must be callable, got {runnable!r}")
+        if (backend is None) is not (pool is None):
+            raise ConfigError("backend and pool must be given together, since a pool belongs to a backend")
+        self.runnable = runnable
+        self.runtime_mode = mode
+        self.options = options or CUDAGraphOptions()
+        self._graphs = GraphSet(runnable, self.options, GraphCache(max_cached_graphs), backend=backend, pool=pool)
+        self._forms: dict[BatchDescriptor, Form] = {}
+        self._local = threading.local()
+
+    def __call__(
+        self,
+        *args: Any,
+        batch_descriptor: BatchDescriptor | None = None,
+        cudagraph_runtime_mode: CUDAGraphMode | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Serve one call. Raises what the runnable raises."""
+        if cudagraph_runtime_mode is None or batch_descriptor is None:
+            mode, descriptor = current_context() or (None, None)
+            cudagraph_runtime_mode = cudagraph_runtime_mode if cudagraph_runtime_mode is not None else mode
+            batch_descriptor = batch_descriptor if batch_descriptor is not None else descriptor
+        if cudagraph_runtime_mode is not self.runtime_mode or batch_descriptor is None:
+            return self.runnable(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return self._call_with_gradients_on(args, kwargs, batch_descriptor)
+        form = self._forms.get(batch_descriptor)
+        if form is not None and len(args) == form.form.positional and tuple(kwargs) == form.form.keywords:
+            family, is_flat = form.latest
+            leaves = [*args, *kwargs.values()] if is_flat else family.caller.flatten(form.form.values(args, kwargs))
+            hit = family.served.get(family.signature.match(leaves)) if leaves is not None else None
+            graphs = self._graphs
+            if hit is not None and leaves is not None and graphs.may_serve(hit[0], leaves):
+                try:
+                    return hit[0].serve(leaves, 1, graphs.stats)
+                except ReplayError as error:
+                    if error.had_effects:
+                        raise
+                    return self._call_slowly(args, kwargs, batch_descriptor)
+        return self._call_slowly(args, kwargs, batch_descriptor)
+
+    def unwrap(self) -> Any:
+        """The runnable, however many wrappers are around it."""
+        inner = self.runnable
+        return inner.unwrap() if isinstance(inner, CUDAGraphWrapper) else inner
+
+    def get_cached_descriptors(self) -> list[BatchDescriptor]:
+        """The descriptors that have a graph now."""
+        return [entry.descriptor for entry in self._graphs.cache]
+
+    def get_entry(self, descriptor: BatchDescriptor) -> CUDAGraphEntry | None:
+        """The entry of a descriptor, or None."""
+        return self._graphs.cache.get((descriptor, 1))
+
+    def get_stats(self) -> CUDAGraphStats:
+        """What happened so far; calls in other modes are not counted."""
+        return self._graphs.stats
+
+    def clear_cache(self) -> None:
+        """Release all graphs; descriptors are captured anew when they come again."""
+        with self._graphs.lock:
+            self._forms.clear()
+            self._graphs.clear()
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if the cache's accounting is off."""
+        self._graphs.check_integrity()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "runnable":
+            raise AttributeError(name)
+        return getattr(self.runnable, name)
+
+    def __repr__(self) -> str:
+        return (
+            f"<CUDAGraphWrapper {self.runtime_mode.name} {type(self.runnable).__name__}: "
+            f"{len(self._graphs.cache)} graphs, {self._graphs.stats.hits} hits, {self._graphs.stats.misses} misses>"
+        )
+
+    def _call_with_gradients_on(self, args: Any, kwargs: Any, descriptor: BatchDescriptor) -> Any:
+        if self._graphs.needs_gradients(args, kwargs):
+            self._graphs.stats.record_miss(Reason.NEEDS_GRADIENTS)
+            return self._hand_out(self.runnable(*args, **kwargs))
+        with torch.no_grad():
+            return self(*args, batch_descriptor=descriptor, cudagraph_runtime_mode=self.runtime_mode, **kwargs)
+
+    def _call_slowly(self, args: tuple[Any, ...], kwargs: dict[str, Any], descriptor: BatchDescriptor) -> Any:
+        graphs = self._graphs
+        if graphs.is_watched():
+            return self._hand_out(self.runnable(*args, **kwargs))
+        with graphs.lock:
+            if not graphs.guard_holds():
+                graphs.rearm()
+            found = self._find(args, kwargs, descriptor)
+            if isinstance(found, Refusal):
+                reason = found.reason
+            else:
+                family, leaves = found
+                done, result = self._advance(family, leaves, descriptor)
+                if done is None:
+                    return result
+                reason = done
+        graphs.stats.record_miss(reason)
+        return self._hand_out(self.runnable(*args, **kwargs))
+
+    def _find(self, args: Any, kwargs: Any, descriptor: BatchDescriptor) -> tuple[Family, list[Any]] | Refusal:
+        form = self._forms.get(descriptor)
+        if form is None:
+            call_form = CallForm(self.runnable, len(args), tuple(kwargs))
+            values = call_form.values(args, kwargs)
+            made = self._graphs.make_family(descriptor, call_form, values, self._rules(call_form), 1)
+            if not isinstance(made, Refusal):
+                self._forms[descriptor] = Form(call_form, made[0])
+            return made
+        family, _ = form.latest
+        leaves = family.caller.flatten(form.form.values(args, kwargs)) if form.form.fits(args, kwargs) else None
+        if leaves is None or family.signature.match(leaves) < 0:
+            return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {descriptor}")
+        return family, leaves
+
+    def _rules(self, form: CallForm) -> ArgumentRules:
+        static = frozenset(form.names) if self.options.inputs == "static" else frozenset()
+        return ArgumentRules({}, {}, static, self.options.validate_addresses)
+
+    def _advance(self, family: Family, leaves: list[Any], descriptor: BatchDescriptor) -> tuple[Reason | None, Any]:
+        """Capture, verify or serve; the reason to run eagerly instead, or None and the answer."""
+        graphs = self._graphs
+        family.sightings[1] += 1
+        entry = family.entries.get(1)
+        if entry is None:
+            failure = family.blocked(1)
+            if failure is not None:
+                return failure.reason, None
+            outcome = graphs.capture(family, leaves, 1, 1, descriptor=descriptor, mode=self.runtime_mode)
+            graphs.stats.record_miss(outcome.reason)
+            self._publish(family, outcome.entry)
+            return None, self._hand_out(outcome.result)
+        if entry.clash(leaves) is not None:
+            return Reason.ALIASED_ARGUMENTS, None
+        if family.needs_check(entry, leaves, 1):
+            outcome = graphs.verify(family, leaves, 1, entry)
+            graphs.stats.record_miss(outcome.reason)
+            self._publish(family, outcome.entry)
+            return None, self._hand_out(outcome.result)
+        try:
+            return None, entry.serve(leaves, 1, graphs.stats)
+        except ReplayError as error:
+            if error.had_effects:
+                raise
+            return Reason.REPLAY_FAILED, None
+
+    def _publish(self, family: Family, entry: CUDAGraphEntry | None) -> None:
+        if entry is not None and entry.state is EntryState.VERIFIED:
+            family.served = {1: (entry,)}
+
+    def _hand_out(self, result: Any) -> Any:
+        return OutputView(result, None) if self.options.outputs == "view" else result

@@ -1,0 +1,54 @@
+"""What the conformance tests share: every usable backend in turn, one of a third party among them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.backends import Backend, Graph, Pool, available_backends, get_backend, register_backend
+from graphdispatch.backends.cpu import CPUBackend
+
+
+class ThirdParty(CPUBackend):
+    """A backend as another package may bring it."""
+
+    name = "third-party"
+
+
+if "third-party" not in available_backends():
+    register_backend("third-party", lambda: ThirdParty)
+
+
+@pytest.fixture(params=available_backends())
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each usable backend in turn."""
+    return get_backend(request.param)
+
+
+@pytest.fixture
+def pool(backend: Backend) -> Iterator[Pool]:
+    """A pool that is closed after the test."""
+    made = backend.make_pool()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def draw(backend: Backend) -> Callable[..., torch.Tensor]:
+    """Random numbers on the backend's device; four rows of three unless told otherwise."""
+    return lambda *shape: torch.randn(shape or (4, 3), device=backend.device)
+
+
+@pytest.fixture
+def record(backend: Backend, pool: Pool) -> Callable[..., tuple[Graph, Any]]:
+    """Warm up as a capture must, and capture; the graph and the outputs in its memory."""
+
+    def make(fn: Callable[[torch.Tensor], Any], x: torch.Tensor, into: Pool = pool) -> tuple[Graph, Any]:
+        with torch.no_grad():
+            fn(x)
+            with backend.begin_capture(into) as capture:
+                out = fn(x)
+        return capture.graph, out
+
+    return make

@@ -1,0 +1,267 @@
+"""Captures, graphs and pools as ``backends/base.py`` promises them, by every backend."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.backends import Backend, Graph, Pool
+from graphdispatch.backends.base import CAPTURE_LOCK
+from graphdispatch.errors import BackendError, CaptureError, ReplayError
+from graphdispatch.reasons import Reason
+
+Draw = Callable[..., torch.Tensor]
+Record = Callable[..., tuple[Graph, Any]]
+Fn = Callable[[torch.Tensor], Any]
+MODELS: dict[str, Fn] = {
+    "elementwise": lambda x: (x * 2 + 1).relu(),
+    "matmul": lambda x: (x @ x.T).softmax(-1),
+    "views": lambda x: x.T.reshape(-1)[1:].view(-1, 1),
+    "several outputs": lambda x: (x.sum(0), x.max(1).values, x),
+    "in place inside": lambda x: x.clone().add_(1).mul_(2),
+    "constant": lambda x: x + torch.arange(3, device=x.device),
+}
+
+
+@pytest.mark.parametrize("fn", MODELS.values(), ids=MODELS.keys())
+def test_a_replay_is_eager(backend: Backend, fn: Fn, draw: Draw, record: Record) -> None:
+    """On new values in the old place, as exactly as the backend promises."""
+    x = draw()
+    graph, out = record(fn, x)
+    for _ in range(3):
+        x.copy_(draw())
+        graph.replay()
+        backend.synchronize()
+        tolerance = {"rtol": 0, "atol": 0} if backend.is_bit_exact else {}
+        torch.testing.assert_close(out, fn(x), **tolerance)
+
+
+def test_a_replay_reads_and_writes_fixed_addresses(draw: Draw, record: Record) -> None:
+    """Inputs are read where they were; the outputs' tensors are written by each replay anew."""
+    x = draw()
+    graph, out = record(lambda x: x + 1, x)
+    address = out.data_ptr()
+    x.fill_(5)
+    graph.replay()
+    assert (out.data_ptr(), out.tolist()) == (address, [[6.0] * 3] * 4)
+    out.fill_(0)
+    graph.replay()
+    assert out.tolist() == [[6.0] * 3] * 4
+
+
+def test_state_is_written_once_for_each_replay(backend: Backend, draw: Draw, record: Record) -> None:
+    """And by the capture only where recording executes."""
+    count = torch.zeros(1, device=backend.device)
+    graph, _ = record(lambda x: count.add_(x.sum() * 0 + 1), draw())
+    before = count.item()
+    assert before == (2 if backend.capture_executes else 1)  # the warm-up counts too
+    graph.replay()
+    graph.replay()
+    assert count.item() == before + 2
+
+
+def test_python_is_frozen(draw: Draw, record: Record) -> None:
+    """A number is what it was at the capture, and Python does not run again."""
+    factor, runs = [2.0], []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x * factor[0]
+
+    x = draw()
+    graph, out = record(fn, x)
+    factor[0], seen = 3.0, len(runs)
+    graph.replay()
+    assert len(runs) == seen
+    torch.testing.assert_close(out, x * 2)
+
+
+def test_graphs_of_one_pool_work_in_turn(draw: Draw, record: Record) -> None:
+    """They may share memory; each is right when it is replayed."""
+    made = []
+    for rows in (8, 4):
+        x = draw(rows, 3)
+        made.append((x, *record(lambda x: (x * 2).exp().cumsum(0), x)))
+    for x, graph, out in made * 2:
+        x.copy_(draw(*x.shape))
+        graph.replay()
+        torch.testing.assert_close(out, (x * 2).exp().cumsum(0))
+
+
+def test_the_generation_grows_with_each_replay(backend: Backend, pool: Pool, draw: Draw, record: Record) -> None:
+    """Of whichever graph of the pool, and of no other pool."""
+    x = draw()
+    graphs = [record(lambda x: x + 1, x)[0] for _ in range(2)]
+    other = backend.make_pool()
+    before = pool.generation
+    for graph in (*graphs, *graphs):
+        graph.replay()
+    assert (pool.generation, other.generation) == (before + 4, 0)
+    other.close()
+
+
+def test_a_released_graph_is_not_replayed(draw: Draw, record: Record) -> None:
+    """Releasing is idempotent and gives its bytes back."""
+    graph, _ = record(lambda x: x + 1, draw())
+    assert graph.nbytes >= 0
+    graph.reset()
+    graph.reset()
+    assert graph.nbytes == 0
+    with pytest.raises(ReplayError, match="released"):
+        graph.replay()
+
+
+def test_releasing_one_graph_leaves_the_others(draw: Draw, record: Record) -> None:
+    """The memory that they share stays."""
+    x = draw()
+    kept, out = record(lambda x: (x @ x.T).exp(), x)
+    dropped, _ = record(lambda x: (x @ x.T).exp(), x)
+    dropped.reset()
+    kept.replay()
+    torch.testing.assert_close(out, (x @ x.T).exp())
+
+
+def test_an_error_in_a_capture_is_kept_and_nothing_else(
+    backend: Backend, pool: Pool, draw: Draw, record: Record
+) -> None:
+    """The exception passes through; stream, lock and pool are as before, and the next capture works."""
+    stream = backend.current_stream()
+    x = draw()
+
+    def broken() -> None:
+        with backend.begin_capture(pool):
+            x + 1
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        broken()
+    assert not backend.is_capturing()
+    assert repr(backend.current_stream()) == repr(stream)
+    assert can_take_lock_elsewhere()
+    graph, out = record(lambda x: x + 1, x)
+    graph.replay()
+    torch.testing.assert_close(out, x + 1)
+
+
+def can_take_lock_elsewhere() -> bool:
+    """Whether another thread may begin a capture now."""
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(CAPTURE_LOCK.acquire(blocking=False))
+        if taken[0]:
+            CAPTURE_LOCK.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
+
+
+def test_an_aborted_capture_leaves_nothing(backend: Backend, pool: Pool, draw: Draw) -> None:
+    """Aborting is idempotent and never raises."""
+    x = draw()
+    capture = backend.begin_capture(pool)
+    x + 1
+    capture.abort()
+    capture.abort()
+    assert not backend.is_capturing()
+    assert can_take_lock_elsewhere()
+
+
+def test_a_capture_inside_a_capture_is_refused(backend: Backend, pool: Pool, draw: Draw) -> None:
+    """With a reason, and the outer one goes on."""
+    x = draw()
+    x + 1
+    with backend.begin_capture(pool) as outer:
+        with pytest.raises(CaptureError, match="under way on this thread already") as caught:
+            backend.begin_capture(pool)
+        out = x + 1
+    assert caught.value.reason is Reason.INSIDE_CAPTURE
+    outer.graph.replay()
+    torch.testing.assert_close(out, x + 1)
+
+
+def test_captures_of_two_threads_take_turns(backend: Backend, pool: Pool) -> None:
+    """The second begins when the first has ended."""
+    order: list[str] = []
+    started = threading.Event()
+
+    def second() -> None:
+        started.set()
+        with backend.begin_capture(backend.make_pool()):
+            order.append("second begins")
+
+    thread = threading.Thread(target=second)
+    with backend.begin_capture(pool):
+        thread.start()
+        assert started.wait(10)
+        assert not can_take_lock_elsewhere()
+        order.append("first ends")
+    thread.join()
+    assert order == ["first ends", "second begins"]
+
+
+def test_a_pause_is_not_recorded(backend: Backend, pool: Pool, draw: Draw) -> None:
+    """Two graphs with eager work between them, which sees the first one's outputs at their address."""
+    x = draw()
+    x + 1
+    capture = backend.begin_capture(pool)
+    doubled = x * 2
+    first = capture.pause()
+    assert not backend.is_capturing()
+    middle = torch.zeros_like(doubled)
+    capture.resume()
+    assert backend.is_capturing()
+    out = middle + 1
+    second = capture.end()
+    x.copy_(draw())
+    first.replay()
+    middle.copy_(doubled)
+    second.replay()
+    torch.testing.assert_close(out, x * 2 + 1)
+
+
+def test_a_pool_knows_its_bytes(backend: Backend, draw: Draw, record: Record) -> None:
+    """Nothing before the first graph, nothing after the last one is gone and it was closed; closing is idempotent."""
+    pool = backend.make_pool()
+    assert pool.nbytes == 0
+    graph, _ = record(lambda x: (x * 2).cumsum(0).exp(), draw(), pool)
+    assert pool.nbytes + graph.nbytes > 0
+    graph.reset()
+    pool.close()
+    pool.close()
+    del graph, _
+    assert pool.nbytes == 0
+
+
+def test_a_foreign_pool_is_refused(backend: Backend) -> None:
+    """Its memory is of another kind."""
+
+    class Foreign(Pool):
+        nbytes = 0
+
+        def order_after_last_use(self) -> None:
+            """Nothing."""
+
+        def is_idle(self) -> bool:
+            return True
+
+        def close(self) -> None:
+            """Nothing."""
+
+    with pytest.raises(BackendError, match="pool must come from"):
+        backend.begin_capture(Foreign())
+    assert can_take_lock_elsewhere()
+
+
+def test_an_ended_capture_cannot_end_again(backend: Backend) -> None:
+    """``end`` within the ``with`` block is the end; a second one is a clear error."""
+    with backend.begin_capture(backend.make_pool()) as capture:
+        graph = capture.end()
+    assert capture.graph is graph
+    assert not capture.is_open
+    with pytest.raises(CaptureError, match="ended already"):
+        capture.end()

@@ -1,0 +1,211 @@
+"""Streams, events, timers, generators and memory as ``backends/base.py`` promises them, by every backend."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.backends import Backend, Graph, Pool, get_backend, register_backend
+from graphdispatch.backends.cpu import CPUBackend
+from graphdispatch.cache import CUDAGraphRegistry
+from graphdispatch.config import CUDAGraphConfig
+from graphdispatch.errors import BackendError
+from graphdispatch.reasons import Reason
+
+Draw = Callable[..., torch.Tensor]
+Record = Callable[..., tuple[Graph, Any]]
+
+
+def test_capturing_is_known_to_its_thread(backend: Backend, pool: Pool) -> None:
+    """And to no other."""
+    seen: list[bool] = []
+    assert not backend.is_capturing()
+    with backend.begin_capture(pool):
+        assert backend.is_capturing()
+        assert backend.is_watched()
+        thread = threading.Thread(target=lambda: seen.append(backend.is_watched()))
+        thread.start()
+        thread.join()
+    assert not backend.is_capturing()
+    assert seen == [False]
+
+
+def test_watched_blocks_nest(backend: Backend) -> None:
+    """The thread is watched until the outermost ends, however it ends."""
+
+    def failing() -> None:
+        with backend.watched():
+            raise KeyError("mine")
+
+    with backend.watched():
+        with pytest.raises(KeyError):
+            failing()
+        assert backend.is_watched()
+    assert not backend.is_watched()
+
+
+def test_random_numbers_are_drawn_anew_and_can_be_put_back(backend: Backend, record: Record) -> None:
+    """Each replay advances the generator; from one state come the same numbers."""
+    x = torch.zeros(4, 3, device=backend.device)
+    graph, out = record(lambda x: x + torch.rand_like(x), x)
+    state = backend.rng_state()
+    drawn = []
+    for _ in range(2):
+        graph.replay()
+        drawn.append(out.clone())
+    assert not torch.equal(drawn[0], drawn[1])
+    backend.set_rng_state(state)
+    graph.replay()
+    assert torch.equal(out, drawn[0])
+
+
+def test_a_generator_state_can_be_put_back(backend: Backend, draw: Draw) -> None:
+    """Without any graph, and however often it is used after."""
+    state = backend.rng_state()
+    first = draw()
+    for _ in range(2):
+        backend.set_rng_state(state)
+        assert torch.equal(draw(), first)
+
+
+def append_digit(x: torch.Tensor, digit: int) -> None:
+    """Write a digit behind those of ``x``."""
+    x.mul_(10).add_(digit)
+
+
+def test_work_on_a_stream_runs_in_order(backend: Backend) -> None:
+    """And is done after ``synchronize``."""
+    stream = backend.make_stream()
+    x = torch.zeros(1, device=backend.device)
+    stream.wait_stream(backend.current_stream())
+    for factor in (1, 2, 3):
+        stream.submit(partial(append_digit, x, factor))
+    stream.synchronize()
+    assert x.item() == 123
+    stream.close()
+    stream.close()
+
+
+def test_a_replay_goes_to_the_current_stream(backend: Backend, pool: Pool, draw: Draw, record: Record) -> None:
+    """The pool orders it after its last use elsewhere, and back again."""
+    x = draw()
+    graph, out = record(lambda x: x.cumsum(0), x)
+    stream = backend.make_stream()
+    with backend.use_stream(stream), pool.lock:
+        assert backend.current_stream() is stream or backend.device.type == "cuda"
+        pool.order_after_last_use()
+        graph.replay()
+    with pool.lock:
+        pool.order_after_last_use()
+    backend.synchronize()
+    torch.testing.assert_close(out, x.cumsum(0))
+    stream.synchronize()
+    assert pool.is_idle()
+    stream.close()
+
+
+def test_an_event_orders_two_streams(backend: Backend) -> None:
+    """What waits for it sees all work before the mark; unrecorded, it is done."""
+    one, two = backend.make_stream(), backend.make_stream()
+    x = torch.zeros(1, device=backend.device)
+    event = backend.make_event()
+    assert event.query()
+    event.synchronize()
+    one.wait_stream(backend.current_stream())
+    one.submit(partial(append_digit, x, 1))
+    event.record(one)
+    event.wait(two)
+    two.submit(partial(append_digit, x, 0))
+    two.synchronize()
+    assert x.item() == 10
+    assert event.query()
+    one.close()
+    two.close()
+
+
+def test_an_event_measures_time(backend: Backend, draw: Draw) -> None:
+    """Between two marks made for it; never negative in their order."""
+    start, end = backend.make_event(timing=True), backend.make_event(timing=True)
+    start.record()
+    draw().exp()
+    end.record()
+    end.synchronize()
+    assert start.elapsed_ms(end) >= 0
+
+
+def test_a_timer_is_read_later(backend: Backend, draw: Draw) -> None:
+    """None before its end was reached, milliseconds after."""
+    timer = backend.make_timer()
+    assert timer.elapsed_ms() is None
+    timer.start()
+    assert timer.elapsed_ms() is None
+    draw().exp()
+    timer.stop()
+    backend.synchronize()
+    elapsed = timer.elapsed_ms()
+    assert elapsed is not None
+    assert elapsed >= 0
+
+
+def test_memory_figures_are_sane(backend: Backend) -> None:
+    """What is in use is a part of what is held, and what is free a part of all."""
+    memory = backend.memory()
+    assert 0 <= memory.allocated <= memory.reserved
+    assert 0 < memory.free <= memory.total
+
+
+def test_a_weak_reference_is_the_same_memory(backend: Backend, draw: Draw) -> None:
+    """Over it one reads and writes the tensor."""
+    x = draw()
+    weak = backend.weak_reference(x)
+    weak.fill_(3)
+    assert (weak.data_ptr(), weak.shape, weak.dtype) == (x.data_ptr(), x.shape, x.dtype)
+    assert x.tolist() == [[3.0] * 3] * 4
+
+
+def test_errors_are_classified(backend: Backend) -> None:
+    """Memory that ran out is told from all else."""
+    assert backend.classify_error(torch.OutOfMemoryError("full")) is Reason.OUT_OF_MEMORY
+    assert backend.classify_error(ValueError("no")) is Reason.CAPTURE_FAILED
+
+
+def test_one_object_serves_a_device(backend: Backend) -> None:
+    """By name and by device; it knows what it is."""
+    name = type(backend).name
+    assert get_backend(name) is backend
+    assert get_backend(name, backend.device) is backend
+    assert backend.device.type == type(backend).device_type
+
+
+def test_a_backend_serves_the_front_doors(backend: Backend, draw: Draw) -> None:
+    """Named in a configuration, it captures, compares and replays."""
+    registry = CUDAGraphRegistry(CUDAGraphConfig(backend=type(backend).name))
+    entry = registry.capture(4, 1, lambda x: x * 2, {"x": (4, 3)})
+    assert entry.backend is backend
+    x = draw(3, 3)
+    assert torch.equal(entry.replay({"x": x}), x * 2)
+    registry.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "named"),
+    [
+        ("tpu", None, "backend 'tpu' is unknown; expected one of 'auto', 'cpu', 'cuda'"),
+        ("cpu", torch.device("meta"), "serves 'cpu' devices, got device 'meta'"),
+        ("auto", torch.device("meta"), "backend 'meta' is unknown"),
+    ],
+)
+def test_an_unknown_backend_is_named(name: str, device: torch.device | None, named: str) -> None:
+    """The message lists what there is."""
+    with pytest.raises(BackendError, match=named):
+        get_backend(name, device)
+
+
+def test_a_name_is_taken_once() -> None:
+    """A second backend of one name would make captures depend on the order of imports."""
+    with pytest.raises(BackendError, match="backend 'cpu' is registered already"):
+        register_backend("cpu", lambda: CPUBackend)
+    assert type(get_backend("cpu")) is CPUBackend

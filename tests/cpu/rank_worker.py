@@ -1,0 +1,169 @@
+"""One rank of the consensus tests: ``python rank_worker.py RANK WORLD FOLDER SCENARIO...``.
+
+Writes what it decided to ``FOLDER/RANK.json``. Ranks that must meet at a point do so through the store.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphdispatch.backends import get_backend
+from graphdispatch.dispatch.ranks import Agreement, RankConsensus
+from graphdispatch.errors import ConfigError, ConsensusError
+from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.wrapper import CUDAGraphWrapper
+
+SIZES = (1, 2, 4, 8)
+STEPS = 40
+SHORT_S = 3.0
+"""The votes' timeout where a rank is meant to be missed."""
+LONG_S = 60.0
+"""A timeout that is reached only where something hangs."""
+
+
+def plain(agreement: Agreement) -> list[Any]:
+    """An agreement as JSON."""
+    decision = agreement.decision
+    return [decision.mode.name, decision.size, decision.reason.value, decision.detail, agreement.capture]
+
+
+def model(x: torch.Tensor) -> torch.Tensor:
+    """A callable with a collective inside."""
+    y = x * 2 + 1
+    dist.all_reduce(y)
+    return y
+
+
+class Rank:
+    """A wrapped model whose every step the ranks agree on."""
+
+    def __init__(self, rank: int, failing: bool) -> None:
+        self.rank = rank
+        self.failing = failing
+        self.consensus = RankConsensus(sizes=SIZES, timeout_s=LONG_S)
+        self.wrapper = CUDAGraphWrapper(self.call)
+
+    def call(self, x: torch.Tensor) -> torch.Tensor:
+        """The model without collectives; on the failing rank size 4 does what no graph can hold."""
+        if self.failing and x.shape[0] == 4 and get_backend("cpu").is_capturing():
+            x.sum().item()
+        return x * 2 + self.rank
+
+    def step(self, rows: int, mode: CUDAGraphMode) -> tuple[Agreement, bool]:
+        """One step: agree, run, tell the consensus what came of it; and whether the answer is eager's."""
+        agreed = self.consensus.agree(rows, mode)
+        size = agreed.size if agreed.descriptor is not None else rows
+        x = torch.arange(float(size * 3)).view(size, 3)
+        result = self.wrapper(x, batch_descriptor=agreed.descriptor, cudagraph_runtime_mode=agreed.mode)
+        if agreed.capture:
+            assert agreed.descriptor is not None
+            has_graph = self.wrapper.get_entry(agreed.descriptor) is not None
+            (self.consensus.record_captured if has_graph else self.consensus.record_failed)(agreed.size)
+        return agreed, torch.equal(result, x * 2 + self.rank)
+
+
+def disagree(rank: int, world: int) -> Any:
+    """Random local batches and modes, and one rank that cannot capture size 4."""
+    draw = random.Random(rank)
+    ours = Rank(rank, failing=rank == world - 1)
+    steps = []
+    for _ in range(STEPS):
+        mode = CUDAGraphMode.FULL if draw.random() < 0.95 else CUDAGraphMode.NONE
+        rows = draw.choice((4, 5, 8, 9)) if draw.random() < 0.1 else draw.choice((0, 1, 2, 3))
+        agreed, is_right = ours.step(rows, mode)
+        steps.append([plain(agreed), is_right])
+    return {"steps": steps, "exchanges": ours.consensus.exchanges, "graphs": len(ours.wrapper.get_cached_descriptors())}
+
+
+def collective(rank: int, world: int) -> Any:
+    """A collective inside the graph: captures and replays pair up."""
+    consensus = RankConsensus(sizes=SIZES, timeout_s=LONG_S)
+    wrapper = CUDAGraphWrapper(model)
+    answers = []
+    for step in range(6):
+        agreed = consensus.agree(1 + (rank + step) % 2)
+        x = torch.full((agreed.size, 2), float(step))
+        result = wrapper(x, batch_descriptor=agreed.descriptor, cudagraph_runtime_mode=agreed.mode)
+        if agreed.capture:
+            consensus.record_captured(agreed.size)
+        answers.append([plain(agreed), bool((result == world * (2 * step + 1)).all())])
+    return {"steps": answers, "hits": wrapper.get_stats().hits}
+
+
+def late(rank: int, world: int) -> Any:
+    """The last rank comes to the second step only when the others have given it up."""
+    consensus = RankConsensus(sizes=SIZES, timeout_s=SHORT_S)
+    consensus.agree(1)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == world - 1:
+        store.wait([f"gave-up-{other}" for other in range(world - 1)], timedelta(seconds=LONG_S))
+    try:
+        consensus.agree(1)
+    except ConsensusError as error:
+        first = str(error)
+    store.set(f"gave-up-{rank}", "")
+    try:
+        consensus.agree(1)
+    except ConsensusError as error:
+        return {"first": first, "second": str(error)}
+    return None
+
+
+def death(rank: int, world: int) -> Any:
+    """The last rank ends without a word after the first step."""
+    consensus = RankConsensus(sizes=SIZES, timeout_s=LONG_S)
+    consensus.agree(1)
+    if rank == world - 1:
+        return {}
+    try:
+        consensus.agree(1)
+    except ConsensusError as error:
+        return {"error": str(error)}
+    return None
+
+
+def sizes(rank: int, world: int) -> Any:
+    """The last rank is configured with other sizes."""
+    try:
+        RankConsensus(sizes=SIZES if rank < world - 1 else (1, 2), timeout_s=LONG_S)
+    except ConfigError as error:
+        return {"error": str(error)}
+    return None
+
+
+def alone(rank: int, world: int) -> Any:
+    """Ranks that share nothing decide for themselves."""
+    consensus = RankConsensus(sizes=SIZES, coupled=False)
+    agreed = consensus.agree(rank + 1)
+    return {"size": agreed.size, "exchanges": consensus.exchanges}
+
+
+SCENARIOS: dict[str, Callable[[int, int], Any]] = {
+    f.__name__: f for f in (disagree, collective, late, death, sizes, alone)
+}
+
+
+def main(rank: int, world: int, folder: Path, scenarios: list[str]) -> None:
+    """Run the scenarios one after the other and write their results; one that breaks the group comes last."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=LONG_S),
+    )
+    with torch.no_grad():
+        results = {scenario: SCENARIOS[scenario](rank, world) for scenario in scenarios}
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,182 @@
+"""Calls as flat lists: every spelling of a call is one list, and comes back as it was spelt."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch.capture.calls import Caller, CallForm, parameter_names
+
+
+class Pair(NamedTuple):
+    """A nest with names."""
+
+    left: Any
+    right: Any
+
+
+def three(a: Any, b: Any, c: Any = 3) -> tuple[Any, ...]:
+    """Three parameters, one with a default."""
+    return a, b, c
+
+
+def form(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """The names and values of a call."""
+    made = CallForm(fn, len(args), tuple(kwargs))
+    return made.names, made.values(args, kwargs)
+
+
+def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Take a call apart and make it from its leaves."""
+    made = CallForm(fn, len(args), tuple(kwargs))
+    values = made.values(args, kwargs)
+    caller = Caller(fn, made, values)
+    leaves = caller.flatten(values)
+    assert leaves is not None
+    return caller(leaves)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((1, 2), {}), ((1,), {"b": 2}), ((), {"a": 1, "b": 2}), ((), {"b": 2, "a": 1})],
+    ids=["positional", "mixed", "keywords", "keywords in another order"],
+)
+def test_spellings_are_one_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """In the order of the callable's parameters, by their names; and each call reaches the callable as it was spelt."""
+    assert form(three, *args, **kwargs) == (("a", "b"), [1, 2])
+    assert again(three, *args, **kwargs) == (1, 2, 3)
+
+
+def test_a_default_left_out_is_no_argument() -> None:
+    """It is the callable's own; given, it is one more."""
+    assert form(three, 1, 2)[0] == ("a", "b")
+    assert form(three, 1, c=5, b=2) == (("a", "b", "c"), [1, 2, 5])
+
+
+def test_variable_positions_have_names() -> None:
+    """What ``*args`` takes is numbered by its place in the call, after the named parameters."""
+
+    def fn(a: Any, *rest: Any, key: Any = None) -> tuple[Any, ...]:
+        return a, rest, key
+
+    assert form(fn, 1, 2, 3, key=4) == (("a", "key", "arg1", "arg2"), [1, 4, 2, 3])
+    assert again(fn, 1, 2, 3, key=4) == (1, (2, 3), 4)
+
+
+def test_variable_keywords_are_sorted() -> None:
+    """What ``**kwargs`` takes has no order of its own, so that two orders are one form."""
+
+    def fn(a: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
+        return a, rest
+
+    assert form(fn, 1, z=2, b=3) == form(fn, 1, b=3, z=2) == (("a", "b", "z"), [1, 3, 2])
+    assert again(fn, z=2, b=3, a=1) == (1, {"z": 2, "b": 3})
+
+
+def test_positional_only_parameters_keep_their_place() -> None:
+    """A keyword of the same name goes to ``**kwargs`` and is not confused with it."""
+
+    def fn(a: Any, /, **rest: Any) -> tuple[Any, dict[str, Any]]:
+        return a, rest
+
+    assert len(set(form(fn, 1, a=2)[0])) == 2
+    assert again(fn, 1, a=2) == (1, {"a": 2})
+
+
+def test_a_builtin_without_signature_is_called() -> None:
+    """Its arguments are numbered."""
+    assert form(torch.add, 1, 2)[0] == ("arg0", "arg1")
+    assert again(torch.add, torch.ones(2), torch.ones(2), alpha=3).tolist() == [4.0, 4.0]
+
+
+def test_a_module_has_the_parameters_of_its_forward() -> None:
+    """Without ``self``; and it is called itself, so that hooks run."""
+    model = nn.Linear(2, 2)
+    seen: list[Any] = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    assert form(model, torch.ones(2))[0] == ("input",)
+    again(model, torch.ones(1, 2))
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "names"),
+    [
+        (three, ("a", "b", "c")),
+        (partial(three, 1), ("b", "c")),
+        (nn.ReLU(), ("input",)),
+        (lambda *args: args, ("args",)),
+        (lambda **kwargs: kwargs, None),
+        (torch.add, None),
+    ],
+    ids=["function", "partial", "module", "positions", "keywords", "builtin"],
+)
+def test_parameter_names(fn: Callable[..., Any], names: tuple[str, ...] | None) -> None:
+    """None where any name may be accepted."""
+    assert parameter_names(fn) == names
+
+
+def test_a_wrong_call_is_the_callables_to_refuse() -> None:
+    """A name given twice, or unknown, raises its own ``TypeError``."""
+    with pytest.raises(TypeError, match="multiple values for argument 'a'"):
+        again(three, 1, 2, a=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
+        again(three, 1, 2, z=3)
+
+
+def test_a_form_fits_its_own_spelling() -> None:
+    """Another number of positions or other keywords are another spelling."""
+    made = CallForm(three, 1, ("b", "c"))
+    assert made.fits((1,), {"b": 2, "c": 3})
+    assert not made.fits((1,), {"c": 2, "b": 3})
+    assert not made.fits((1, 2), {"c": 3})
+
+
+def test_nests_are_flattened_with_paths() -> None:
+    """Each leaf has a path that reads like Python, and the argument it belongs to."""
+    values: list[Any] = [{"ids": 1, "more": [2, (3, None)]}, Pair(4, OrderedDict(x=5))]
+    caller = Caller(three, CallForm(three, 2, ()), values)
+    assert [(leaf.path, leaf.argument) for leaf in caller.leaves] == [
+        ("a['ids']", "a"), ("a['more'][0]", "a"), ("a['more'][1][0]", "a"), ("a['more'][1][1]", "a"),
+        ("b.left", "b"), ("b.right['x']", "b"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [[1, 2], (1, [2, 3]), {"x": 1, "y": {"z": (2,)}}, Pair(1, Pair(2, 3)), OrderedDict(b=1, a=2), [], {}, None],
+    ids=repr,
+)
+def test_nests_come_back(argument: Any) -> None:
+    """With their structure and types; an empty one too."""
+    taken = again(lambda x, y: x, argument, 5)
+    assert taken == argument
+    assert type(taken) is type(argument)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [[1], [1, 2, 3], (1, 2), {"a": 1, "b": 2}, [1, [2]], 7],
+    ids=["short", "long", "tuple", "dict", "deep", "leaf"],
+)
+def test_another_structure_does_not_flatten(other: Any) -> None:
+    """A call whose containers are others is told apart."""
+    made = CallForm(three, 1, ())
+    caller = Caller(three, made, [[1, 2]])
+    assert caller.flatten([[8, 9]]) == [8, 9]
+    assert caller.flatten([other]) is None
+
+
+def test_a_leaf_is_not_a_container() -> None:
+    """Where a tensor was, a list of one tensor is another call.
+
+    A call of leaves alone is not looked into; there the signature tells, which compares every leaf.
+    """
+    caller = Caller(three, CallForm(three, 2, ()), [torch.ones(1), [1]])
+    assert not caller.is_flat
+    assert caller.flatten([[torch.ones(1)], [1]]) is None
+    assert Caller(three, CallForm(three, 1, ()), [torch.ones(1)]).is_flat

@@ -1,0 +1,355 @@
+"""Composite dispatch: priorities, fallback chain, quarantine on an injected clock, one view and one budget."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.backends import get_backend
+from graphdispatch.cache import CUDAGraphRegistry
+from graphdispatch.capture.entry import CUDAGraphEntry
+from graphdispatch.config import CUDAGraphConfig
+from graphdispatch.descriptors import DispatchKey
+from graphdispatch.dispatch.composite import CompositeDispatcher
+from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
+from graphdispatch.dispatch.streams import StreamDispatcher
+from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
+from graphdispatch.reasons import Reason
+from graphdispatch.stats import DispatchStats
+from graphdispatch.testing import MockCUDAGraph
+
+KEY = DispatchKey(2, 2)
+OTHER = DispatchKey(4, 4)
+PREFILL = DispatchKey(2, 1, is_prefill=True)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Runner:
+    """An eager runner that counts its runs, and fails on request."""
+
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self.name = name
+        self.error = error
+        self.runs = 0
+
+    def __call__(self, *args: Any) -> str:
+        self.runs += 1
+        if self.error is not None:
+            raise self.error
+        return f"{self.name} eager"
+
+
+def scripted(outputs: Any, **script: Any) -> MockCUDAGraph:
+    """A captured scripted graph."""
+    graph = MockCUDAGraph(outputs, **script)
+    graph.capture_begin()
+    graph.capture_end()
+    return graph
+
+
+def member(name: str, *keys: DispatchKey, error: Exception | None = None, **script: Any) -> CudagraphDispatcher:
+    """A dispatcher with a scripted graph for each key."""
+    dispatcher = CudagraphDispatcher(Runner(name, error))
+    for key in keys:
+        dispatcher.register_graph(key, scripted(f"{name} graph", **script))
+    return dispatcher
+
+
+def runs(dispatcher: CudagraphDispatcher) -> int:
+    """How often its runner ran."""
+    assert isinstance(dispatcher.eager_runner, Runner)
+    return dispatcher.eager_runner.runs
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock that stands."""
+    return Clock()
+
+
+def pair(clock: Clock, first: CudagraphDispatcher, second: CudagraphDispatcher, **options: Any) -> CompositeDispatcher:
+    """A composite of two members, ``first`` before ``second``, added the other way round."""
+    composite = CompositeDispatcher(clock=clock, backoff_s=2.0, max_backoff_s=8.0, **options)
+    composite.add_dispatcher("second", second)
+    composite.add_dispatcher("first", first, priority=1)
+    return composite
+
+
+def test_the_higher_priority_serves(clock: Clock) -> None:
+    """Of two members with a graph for the key, the one with the higher priority serves."""
+    assert pair(clock, member("a", KEY), member("b", KEY)).dispatch(KEY) == "a graph"
+
+
+def test_equal_priorities_keep_their_order(clock: Clock) -> None:
+    """Members of one priority are tried in the order in which they were added."""
+    composite = CompositeDispatcher(clock=clock)
+    for name in ("b", "a"):
+        composite.add_dispatcher(name, member(name, KEY))
+    assert composite.dispatch(KEY) == "b graph"
+    assert [status.name for status in composite.members] == ["b", "a"]
+
+
+def test_a_graph_goes_before_a_runner(clock: Clock) -> None:
+    """A graph of a later member serves before the runner of an earlier one."""
+    first = member("a")
+    composite = pair(clock, first, member("b", KEY))
+    assert composite.dispatch(KEY) == "b graph"
+    assert runs(first) == 0
+    assert composite.skips["first"] == {Reason.NOT_CAPTURED: 1}
+
+
+def test_without_any_graph_the_first_runner_runs_once(clock: Clock) -> None:
+    """The runner of the first member is the fallback, and its reason is counted there."""
+    first, second = member("a"), member("b")
+    assert pair(clock, first, second).dispatch(KEY) == "a eager"
+    assert (runs(first), runs(second)) == (1, 0)
+    assert first.stats.reasons == {Reason.NOT_CAPTURED: 1}
+    assert second.stats.total == 0
+
+
+def test_keys_that_a_member_does_not_accept_pass_it_by(clock: Clock) -> None:
+    """Members for different work see their own keys only, for graphs and for runners."""
+    composite = CompositeDispatcher(clock=clock)
+    encoder, decoder = member("encoder", KEY), member("decoder", KEY)
+    composite.add_dispatcher("encoder", encoder, priority=9, accepts=lambda key: key.is_prefill)
+    composite.add_dispatcher("decoder", decoder, accepts=lambda key: not key.is_prefill)
+    assert composite.dispatch(KEY) == "decoder graph"
+    assert composite.dispatch(PREFILL) == "encoder eager"
+    assert composite.skips == {"encoder": {Reason.NOT_CAPTURED: 1}, "decoder": {}}
+
+
+def test_a_key_that_nobody_accepts_is_an_error(clock: Clock) -> None:
+    """A call that no member takes is refused, and says which members there are."""
+    composite = CompositeDispatcher(clock=clock)
+    composite.add_dispatcher("decoder", member("decoder", KEY), accepts=lambda key: not key.is_prefill)
+    with pytest.raises(ConfigError, match=r"no member accepts DispatchKey.*decoder"):
+        composite.dispatch(PREFILL)
+
+
+def test_a_failing_graph_moves_the_call_on(clock: Clock) -> None:
+    """A graph that cannot be replayed is passed over for the next member's, and no runner runs."""
+    first, second = member("a", KEY, fail_replay_at=1), member("b", KEY)
+    composite = pair(clock, first, second)
+    assert composite.dispatch(KEY) == "b graph"
+    assert (runs(first), runs(second)) == (0, 0)
+    assert composite.skips["first"] == {Reason.REPLAY_FAILED: 1}
+    assert not first.has_graph(KEY)
+
+
+def test_a_failing_member_is_quarantined_and_re_armed(clock: Clock) -> None:
+    """After a failure a member's graphs rest for the back-off, and serve again after it."""
+    composite = pair(clock, member("a", KEY, OTHER, fail_replay_at=1), member("b", KEY))
+    composite.dispatch(KEY)
+    composite.register_graph("first", KEY, scripted("a again"))
+    clock.now += 1.9
+    assert composite.dispatch(KEY) == "b graph"
+    assert composite.members[0].quarantined_s == pytest.approx(0.1)
+    assert "scripted failure" in composite.members[0].detail
+    assert "first (quarantined)" in repr(composite)
+    clock.now += 0.2
+    assert composite.dispatch(KEY) == "a again"
+    assert composite.members[0].failures == 0
+
+
+def test_the_back_off_grows_to_its_limit(clock: Clock) -> None:
+    """Each further failure doubles the rest, up to ``max_backoff_s``."""
+    composite = pair(clock, member("a"), member("b", KEY))
+    waits = []
+    for _ in range(4):
+        composite.register_graph("first", KEY, scripted("a", fail_replay_at=1))
+        assert composite.dispatch(KEY) == "b graph"
+        waits.append(composite.members[0].quarantined_s)
+        clock.now += waits[-1]
+    assert waits == [2.0, 4.0, 8.0, 8.0]
+
+
+def test_rearm_ends_a_quarantine(clock: Clock) -> None:
+    """``rearm`` has a member tried at once."""
+    composite = pair(clock, member("a", KEY, fail_replay_at=1), member("b", KEY))
+    composite.dispatch(KEY)
+    composite.register_graph("first", KEY, scripted("a again"))
+    composite.rearm("first")
+    assert composite.dispatch(KEY) == "a again"
+
+
+def test_all_members_failing_leaves_the_first_runner(clock: Clock) -> None:
+    """With every graph out of order the call still gets eager's answer, once."""
+    first, second = (member(name, KEY, fail_replay_at=1) for name in "ab")
+    composite = pair(clock, first, second)
+    assert composite.dispatch(KEY) == "a eager"
+    assert (runs(first), runs(second)) == (1, 0)
+    assert first.stats.reasons == {Reason.REPLAY_FAILED: 1}
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), ReplayError("mine"), GuardError("mine"), BackendError("mine")])
+def test_errors_of_a_runner_pass_through(clock: Clock, error: Exception) -> None:
+    """What the runner raises, even an error of this library, is raised as it is, and nothing else runs."""
+    first, second = member("a", error=error), member("b")
+    composite = pair(clock, first, second)
+    with pytest.raises(type(error)) as caught:
+        composite.dispatch(KEY)
+    assert caught.value is error
+    assert (runs(first), runs(second)) == (1, 0)
+    assert composite.members[0].failures == 0
+
+
+class Foreign:
+    """A member of another make, which fails as it is told."""
+
+    def __init__(self, error: Exception) -> None:
+        self.stats = DispatchStats()
+        self.eager_runner = Runner("foreign")
+        self.entries: tuple[tuple[DispatchKey, CUDAGraphEntry], ...] = ()
+        self._error = error
+
+    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
+        """Fail."""
+        raise self._error
+
+    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
+        """Run eagerly."""
+        return self.eager_runner(*args)
+
+    def discard(self, entry: CUDAGraphEntry) -> None:
+        """There is nothing to forget."""
+
+
+def half_way() -> ReplayError:
+    """The error of a replay that stopped after it had changed something."""
+    error = ReplayError("half-way")
+    error.had_effects = True
+    return error
+
+
+@pytest.mark.parametrize("error", [half_way(), ZeroDivisionError("in the graph"), BackendError("device lost")])
+def test_a_call_that_may_have_had_effects_stays_where_it_is(clock: Clock, error: Exception) -> None:
+    """Only a ``ReplayError`` without effects moves a call on: after any other nothing else runs."""
+    second = member("b", KEY)
+    composite = CompositeDispatcher(clock=clock)
+    first = Foreign(error)
+    composite.add_dispatcher("first", first)
+    composite.add_dispatcher("second", second)
+    with pytest.raises(type(error)) as caught:
+        composite.dispatch(KEY)
+    assert caught.value is error
+    assert second.stats.total == first.eager_runner.runs == 0
+
+
+def test_one_view_of_the_statistics(clock: Clock) -> None:
+    """``stats`` sums up the members, calls made to them directly included."""
+    first, second = member("a", KEY), member("b", OTHER)
+    composite = pair(clock, first, second)
+    for key in (KEY, OTHER, PREFILL):
+        composite.dispatch(key)
+    second.dispatch(OTHER)
+    assert (composite.stats.graph, composite.stats.eager) == (3, 1)
+    assert composite.stats.reasons == {Reason.NOT_CAPTURED: 1}
+    assert composite.stats.graph_ratio == 0.75
+
+
+def test_composites_nest(clock: Clock) -> None:
+    """A composite is a member as any dispatcher: graphs of its members serve, and its first runner is its runner."""
+    inner = pair(clock, member("a"), member("b", KEY))
+    outer = CompositeDispatcher(clock=clock)
+    outer.add_dispatcher("inner", inner)
+    assert outer.dispatch(KEY) == "b graph"
+    with pytest.raises(ConfigError, match="dispatcher must be another dispatcher"):
+        outer.add_dispatcher("self", outer)
+
+
+def test_lanes_are_members(clock: Clock) -> None:
+    """A ``StreamDispatcher`` in a composite verifies, serves, and is passed over once it is closed."""
+    lanes = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
+    lanes.capture(KEY, (torch.zeros(2, 3),))
+    composite = CompositeDispatcher(clock=clock)
+    composite.add_dispatcher("lanes", lanes)
+    answers = [composite.dispatch(KEY, torch.full((2, 3), float(v)))[0, 0].item() for v in range(1, 6)]
+    assert answers == [2.0 * v for v in range(1, 6)]
+    assert lanes.stats.reasons == {Reason.VERIFIED_NOW: 2}
+    assert lanes.stats.graph == 3
+    lanes.close()
+    assert composite.dispatch(KEY, torch.ones(2, 3))[0, 0].item() == 2.0
+
+
+def captured(size: int) -> tuple[CUDAGraphRegistry, CUDAGraphEntry]:
+    """A real entry with a pool of its own, and the registry that keeps both alive."""
+    registry = CUDAGraphRegistry(CUDAGraphConfig(backend="cpu"))
+    return registry, registry.capture(size, 0, lambda x: x * 2, inputs={"x": torch.ones(size, 64)})
+
+
+def test_memory_is_counted_once() -> None:
+    """Graphs, pools and static inputs that two members share count once."""
+    _, entry = captured(4)
+    composite = CompositeDispatcher()
+    for name in ("a", "b"):
+        composite.add_dispatcher(name, member(name))
+        composite.register_graph(name, OTHER, entry)
+    assert composite.memory_bytes == entry.nbytes + entry.pool.nbytes + entry.inputs.nbytes
+    assert composite.has_graph(OTHER)
+
+
+def test_the_budget_evicts_the_least_recently_used_of_all_members() -> None:
+    """Over the budget the graph that was used longest ago goes, whosever it is, and its bytes are really freed."""
+    kept = [captured(4) for _ in range(3)]
+    entries = [entry for _, entry in kept]
+    each = entries[0].nbytes + entries[0].pool.nbytes + entries[0].inputs.nbytes
+    composite = CompositeDispatcher(memory_budget_bytes=2 * each)
+    for name in ("a", "b"):
+        composite.add_dispatcher(name, member(name), accepts=lambda key: True)
+    assert composite.register_graph("a", KEY, entries[0]) == 0
+    assert composite.register_graph("b", OTHER, entries[1]) == 0
+    entries[0].replay({"x": torch.ones(4, 64)})
+    assert composite.register_graph("a", PREFILL, entries[2]) == each
+    assert "evicted" in repr(entries[1])
+    assert not composite.has_graph(OTHER)
+    assert composite.memory_bytes == 2 * each
+
+
+def test_an_owner_may_evict_itself() -> None:
+    """With ``on_evict`` the entry is handed over and not released."""
+    told: list[tuple[str, CUDAGraphEntry]] = []
+    composite = CompositeDispatcher(memory_budget_bytes=1, on_evict=lambda *one: told.append(one))
+    composite.add_dispatcher("a", member("a"))
+    _, old = captured(4)
+    _, new = captured(4)
+    composite.register_graph("a", KEY, old)
+    composite.register_graph("a", OTHER, new)
+    assert told == [("a", old)]
+    assert "evicted" not in repr(old)
+
+
+def test_removed_members_are_not_asked(clock: Clock) -> None:
+    """A member that was removed serves nothing any more; its graphs stay its own."""
+    first = member("a", KEY)
+    composite = pair(clock, first, member("b", KEY))
+    composite.remove_dispatcher("first")
+    assert composite.dispatch(KEY) == "b graph"
+    assert first.has_graph(KEY)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.add_dispatcher("first", member("x")), "name 'first' is taken"),
+        (lambda c: c.add_dispatcher("x", object()), "dispatcher must be another dispatcher, got <object"),
+        (lambda c: c.remove_dispatcher("x"), r"name must be one of \['first', 'second'\], got 'x'"),
+        (lambda c: CompositeDispatcher(memory_budget_bytes=0), "memory_budget_bytes must be at least 1 or None, got 0"),
+        (lambda c: CompositeDispatcher(backoff_s=0.0), "backoff_s must be positive"),
+        (lambda c: CompositeDispatcher().eager_runner, "a composite without members runs nothing"),
+    ],
+)
+def test_bad_arguments_are_named(clock: Clock, call: Callable[[CompositeDispatcher], Any], message: str) -> None:
+    """Each mistake is one clear error."""
+    composite = pair(clock, member("a"), member("b"))
+    with pytest.raises(ConfigError, match=message):
+        call(composite)

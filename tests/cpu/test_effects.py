@@ -1,0 +1,164 @@
+"""``EffectRecorder``: what a run writes that is not its own can be undone, and done again."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from graphdispatch.capture.effects import EffectRecorder, redo, undo, written_elsewhere
+from graphdispatch.errors import CaptureError
+from graphdispatch.reasons import Reason
+
+LIMIT = 1 << 20
+Write = Callable[[torch.Tensor], object]
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+WRITES: dict[str, Write] = {
+    "add": lambda s: s.add_(1),
+    "twice": lambda s: s.add_(1).mul_(2),
+    "slice": lambda s: s[1:3].fill_(7),
+    "column": lambda s: s.t()[2].zero_(),
+    "index_put": lambda s: s.__setitem__(torch.tensor([0, 3]), 5.0),
+    "index_put_negative": lambda s: s.__setitem__((torch.tensor([-1]), torch.tensor([0, 1])), 5.0),
+    "index_put_column": lambda s: s.__setitem__((slice(None), torch.tensor([1, 2])), 5.0),
+    "index_put_accumulate": lambda s: s.index_put_((torch.tensor([1, 1]),), torch.ones(2, 3), accumulate=True),
+    "index_copy": lambda s: s.index_copy_(0, torch.tensor([2, 1]), torch.ones(2, 3)),
+    "index_copy_columns": lambda s: s.index_copy_(1, torch.tensor([2, 0]), torch.ones(4, 2)),
+    "index_add": lambda s: s.index_add_(0, torch.tensor([2, 2]), torch.ones(2, 3)),
+    "index_fill": lambda s: s.index_fill_(0, torch.tensor([3]), 9.0),
+    "masked": lambda s: s.masked_fill_(s > 0, 0.0),
+    "scatter": lambda s: s.scatter_(0, torch.tensor([[1, 2, 3]]), 4.0),
+    "copy": lambda s: s.copy_(torch.ones(4, 3)),
+    "out": lambda s: torch.add(s, 1, out=s),
+    "overlapping_views": lambda s: (s[:3].add_(1), s[1:].mul_(3), s[2].zero_()),
+    "index_then_whole": lambda s: (s.__setitem__(torch.tensor([0]), 5.0), s.add_(1)),
+    "whole_then_index": lambda s: (s.add_(1), s.__setitem__(torch.tensor([0]), 5.0)),
+    "random": lambda s: s.normal_(),
+    "foreach": lambda s: torch._foreach_add_([s[0], s[2]], 1.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_undo_and_redo(write: Write) -> None:
+    """Undoing puts back what was there before the run, redoing what was there after it."""
+    state = torch.randn(4, 3)
+    before = state.clone()
+    with EffectRecorder(LIMIT) as effects:
+        write(state)
+    after = state.clone()
+    for region in effects.regions:
+        region.keep_after()
+    assert not torch.equal(before, after)
+    undo(effects.regions)
+    assert torch.equal(state, before)
+    redo(effects.regions)
+    assert torch.equal(state, after)
+
+
+@pytest.mark.parametrize("write", [w for name, w in WRITES.items() if name != "random"])
+def test_places_hold_all_that_changed(write: Write) -> None:
+    """The places of a run's regions include each element that it changed."""
+    state = torch.zeros(4, 3)
+    with EffectRecorder(LIMIT) as effects:
+        write(state)
+    places = set(torch.cat([region.places() for region in effects.regions]).tolist())
+    assert set(state.reshape(-1).nonzero().reshape(-1).tolist()) <= places <= set(range(12))
+
+
+def test_indexed_write_saves_only_its_rows() -> None:
+    """A write to two rows of a large cache saves two rows."""
+    cache = torch.zeros(1000, 4)
+    with EffectRecorder(LIMIT) as effects:
+        cache.index_copy_(0, torch.tensor([3, 900]), torch.ones(2, 4))
+    assert [region.before.numel() for region in effects.regions] == [8]
+
+
+def test_counter_is_undone() -> None:
+    """A counter without dimensions is state like any other."""
+    count = torch.tensor(3)
+    with EffectRecorder(LIMIT) as effects:
+        count.add_(1)
+    undo(effects.regions)
+    assert int(count) == 3
+
+
+def test_own_memory_is_not_saved() -> None:
+    """Writes to what the run made itself are nobody else's business."""
+    x = torch.ones(3)
+    with EffectRecorder(LIMIT) as effects:
+        (x * 2).add_(1)
+        torch.zeros(3)[1:].fill_(2.0)
+        torch.tensor([1.0]).add_(1)
+    assert effects.regions == []
+
+
+def test_batch_norm_statistics_are_saved() -> None:
+    """Running statistics, which the operator's schema does not mark as written, are put back."""
+    norm = torch.nn.BatchNorm1d(3)
+    before = norm.running_mean.clone()
+    with EffectRecorder(LIMIT) as effects:
+        norm(torch.randn(4, 3))
+    assert not torch.equal(norm.running_mean, before)
+    undo(effects.regions)
+    assert torch.equal(norm.running_mean, before)
+    assert int(norm.num_batches_tracked) == 0
+
+
+def test_inference_mode_is_watched() -> None:
+    """Composite operators are seen through under ``inference_mode`` too."""
+    state = torch.zeros(4, 3)
+    with torch.inference_mode(), EffectRecorder(LIMIT) as effects:
+        state.view(-1)[2:5].copy_(torch.ones(3))
+    undo(effects.regions)
+    assert not bool(state.any())
+
+
+def test_limit_lets_the_run_go_on() -> None:
+    """A run that writes more than can be saved ends undisturbed, but is marked."""
+    state = torch.zeros(1000)
+    with EffectRecorder(100) as effects:
+        state.add_(1)
+    assert effects.overflowed
+    assert bool(state.all())
+
+
+def test_limit_stops_a_strict_run() -> None:
+    """A run that must be undone stops before the write that could not be."""
+    state = torch.zeros(1000)
+    with pytest.raises(CaptureError, match="state_limit_bytes=100") as caught, EffectRecorder(100, strict=True):
+        state.add_(1)
+    assert caught.value.reason is Reason.STATE_TOO_LARGE
+    assert not bool(state.any())
+
+
+def _regions(write: Write, state: torch.Tensor) -> EffectRecorder:
+    with EffectRecorder(LIMIT) as effects:
+        write(state)
+    return effects
+
+
+@pytest.mark.parametrize(
+    ("padded", "real", "stray"),
+    [
+        (lambda s: s[:3].add_(1), lambda s: s[:2].add_(1), True),
+        (lambda s: s[:2].add_(1), lambda s: s[:3].add_(1), False),
+        (lambda s: s.add_(1), lambda s: s.add_(1), False),
+        (lambda s: s.add_(1), lambda s: (s[:2].add_(1), s[2:].add_(1)), False),
+        (lambda s: s.index_fill_(0, torch.tensor([0, 1]), 1), lambda s: s[:2].add_(1), False),
+        (lambda s: s.index_fill_(0, torch.tensor([0, 3]), 1), lambda s: s[:2].add_(1), True),
+        (lambda s: s.__setitem__(torch.tensor([-1]), 1), lambda s: s[3].add_(1), False),
+        (lambda s: s.index_fill_(1, torch.tensor([2]), 1), lambda s: s[:, 1].add_(1), True),
+    ],
+)
+def test_writes_elsewhere_are_found(padded: Write, real: Write, stray: bool) -> None:
+    """A run is compared with another by the elements that they write, not by the values."""
+    state = torch.zeros(4, 3)
+    found = written_elsewhere(_regions(padded, state).regions, _regions(real, state).regions)
+    assert (found is not None) is stray

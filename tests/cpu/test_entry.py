@@ -1,0 +1,211 @@
+"""``CUDAGraphEntry``: one captured graph with its buffers, outputs and statistics."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.cache import CUDAGraphRegistry
+from graphdispatch.capture.entry import CUDAGraphEntry, GraphEntry, WrittenSpans
+from graphdispatch.capture.foreign import Replayable, entry_around
+from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
+from graphdispatch.descriptors import BatchDescriptor, DispatchKey
+from graphdispatch.errors import GuardError, ReplayError
+from graphdispatch.modes import CUDAGraphMode, EntryState
+from graphdispatch.stats import CUDAGraphStats
+from graphdispatch.testing import MockCUDAGraph
+
+
+def capture(fn: Any, *, options: CUDAGraphOptions | None = None, **shapes: tuple[int, ...]) -> CUDAGraphEntry:
+    """A graph of ``fn`` for four rows."""
+    config = CUDAGraphConfig(options=options or CUDAGraphOptions())
+    return CUDAGraphRegistry(config).capture(4, 1, fn, shapes or {"x": (4, 3)})
+
+
+@pytest.fixture
+def entry() -> CUDAGraphEntry:
+    """A graph that doubles four rows of three."""
+    return capture(lambda x: x * 2)
+
+
+def test_a_batch_is_cut_to_its_rows(entry: CUDAGraphEntry) -> None:
+    """Fewer rows than the graph has are padded, and the answer has as many."""
+    x = torch.randn(3, 3)
+    assert torch.equal(entry.replay({"x": x}), x * 2)
+
+
+def test_the_caller_owns_the_answer(entry: CUDAGraphEntry) -> None:
+    """A later replay does not change it."""
+    first = entry.replay({"x": torch.ones(4, 3)})
+    entry.replay({"x": torch.zeros(4, 3)})
+    assert torch.equal(first, torch.full((4, 3), 2.0))
+
+
+def test_without_inputs_the_buffers_are_used_as_they_are(entry: CUDAGraphEntry) -> None:
+    """Whoever fills the static inputs replays without a copy."""
+    entry.inputs.views(4)[0].fill_(3)
+    assert torch.equal(entry.replay(), torch.full((4, 3), 6.0))
+
+
+def test_buffers_filled_by_hand_are_padded_again(entry: CUDAGraphEntry) -> None:
+    """What was left in them is not taken for padding by the next, smaller batch."""
+    entry.inputs.views(4)[0].fill_(9)
+    entry.replay()
+    entry.replay({"x": torch.ones(2, 3)})
+    assert torch.equal(entry.inputs.views(4)[0], torch.tensor([[1.0] * 3] * 2 + [[0.0] * 3] * 2))
+
+
+def test_replays_are_counted(entry: CUDAGraphEntry) -> None:
+    """By the entry, and by the statistics that are given."""
+    stats = CUDAGraphStats()
+    before = entry.last_used
+    entry.replay({"x": torch.ones(3, 3)}, stats)
+    entry.replay()
+    entry.increment_replay()
+    assert (entry.replay_count, stats.hits, stats.real_rows, stats.padded_rows) == (3, 1, 3, 4)
+    assert entry.last_used > before
+
+
+@pytest.mark.parametrize(
+    ("inputs", "named"),
+    [
+        ({"z": torch.ones(4, 3)}, r"inputs must be named \['x'\], got \['z'\]"),
+        ({"x": torch.ones(4, 3), "z": torch.ones(1)}, r"inputs must be named \['x'\], got \['x', 'z'\]"),
+        ({"x": 1.0}, "input 'x' must be a strided tensor, got float; pass a dense tensor"),
+        ({"x": torch.ones(4, 3).to_sparse()}, "input 'x' must be a strided tensor, got torch.sparse_coo"),
+        ({"x": torch.ones(4, 1)}, r"input 'x' must have shape \(4, 3\).* got \(4, 1\).*reshape it"),
+        ({"x": torch.ones(3)}, r"got \(3,\)"),
+        ({"x": torch.ones(4, 3, dtype=torch.half)}, "torch.float32 on cpu, got .*torch.float16 on cpu; cast"),
+        ({"x": torch.ones(4, 3, device="meta")}, "on cpu, got .*on meta"),
+        ({"x": torch.ones(0, 3)}, "inputs must have 1 to 4 rows for this graph, got 0"),
+        ({"x": torch.ones(5, 3)}, "inputs must have 1 to 4 rows for this graph, got 5"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(entry: CUDAGraphEntry, inputs: dict[str, Any], named: str) -> None:
+    """The message names the argument, what it must be and what it is; nothing is copied or counted."""
+    before = entry.inputs.views(4)[0].clone()
+    with pytest.raises(GuardError, match=named):
+        entry.replay(inputs)
+    assert torch.equal(entry.inputs.views(4)[0], before)
+    assert entry.replay_count == 0
+
+
+def test_rows_of_all_inputs_agree() -> None:
+    """The first input says how many; one with others is named."""
+    entry = capture(lambda a, b: a + b, a=(4, 3), b=(4, 3))
+    with pytest.raises(GuardError, match=r"input 'b' must have shape \(2, 3\).* got \(3, 3\)"):
+        entry.replay({"a": torch.ones(2, 3), "b": torch.ones(3, 3)})
+
+
+def test_written_inputs_are_copied_back() -> None:
+    """The real rows of the caller's tensor are written, and no others."""
+    entry = capture(lambda x: x.add_(1))
+    memory = torch.zeros(4, 3)
+    entry.replay({"x": memory[:2]})
+    assert memory[:, 0].tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_inputs_that_share_written_memory_are_refused() -> None:
+    """A write to one would have to show in the other, which copies cannot do."""
+    entry = capture(lambda a, b: (a.add_(1), b * 1)[1], a=(4, 3), b=(4, 3))
+    memory = torch.zeros(4, 3)
+    with pytest.raises(GuardError, match=r"\['a', 'b'\] share memory, .*; pass copies"):
+        entry.replay({"a": memory, "b": memory})
+
+
+def test_an_input_over_written_state_is_refused() -> None:
+    """A view of memory that the graph writes would be read before it is written."""
+    state = torch.zeros(4, 3)
+    entry = capture(lambda x: state[: len(x)].copy_(x) * 1)
+    with pytest.raises(GuardError, match="argument 'x' is a view of memory that the call writes; pass copies"):
+        entry.replay({"x": state[:2]})
+
+
+def test_replay_time_is_averaged(entry: CUDAGraphEntry) -> None:
+    """Zero before the first timed replay, and positive after it."""
+    assert entry.avg_replay_time_ms == 0.0
+    entry.replay({"x": torch.ones(4, 3)})
+    assert entry.avg_replay_time_ms > 0.0
+
+
+def test_addresses_stay() -> None:
+    """The static inputs lie where they lay, in the order of the inputs."""
+    entry = capture(lambda a, b: a + b, a=(4, 3), b=(4, 3))
+    before = entry.input_addresses
+    entry.replay({"a": torch.ones(4, 3), "b": torch.ones(4, 3)})
+    assert entry.input_addresses == before == tuple(view.data_ptr() for view in entry.inputs.views(4))
+
+
+def test_output_is_graph_memory(entry: CUDAGraphEntry) -> None:
+    """``output`` has all rows, and the next replay overwrites it."""
+    memory = entry.output
+    entry.replay({"x": torch.ones(2, 3)})
+    assert memory.tolist() == [[2.0] * 3] * 2 + [[0.0] * 3] * 2
+
+
+def test_release_is_idempotent(entry: CUDAGraphEntry) -> None:
+    """Released once, its bytes are gone and every way to replay raises."""
+    assert entry.nbytes > 0
+    entry.release()
+    entry.release()
+    assert (entry.state, entry.nbytes) == (EntryState.EVICTED, 0)
+    for how in (lambda: entry.replay({"x": torch.ones(4, 3)}), entry.replay):
+        with pytest.raises(ReplayError, match="evicted"):
+            how()
+
+
+def test_the_older_name_is_the_same_class() -> None:
+    """``GraphEntry`` is no second class."""
+    assert GraphEntry is CUDAGraphEntry
+
+
+def test_repr_is_a_status_line(entry: CUDAGraphEntry) -> None:
+    """Mode, size, state, replays, bytes."""
+    entry.replay()
+    assert repr(entry) == f"<CUDAGraphEntry FULL 4 rows, captured, 1 replays, {entry.nbytes} bytes>"
+
+
+def test_an_entry_is_described(entry: CUDAGraphEntry) -> None:
+    """Descriptor, key, mode and capture time say what it is."""
+    assert (entry.descriptor, entry.mode, entry.size) == (BatchDescriptor(4), CUDAGraphMode.FULL, 4)
+    assert entry.capture_time_ms > 0
+
+
+def test_spans_know_whole_storages() -> None:
+    """Any view of a written storage overlaps, any other tensor does not."""
+    memory = torch.zeros(8, 4)
+    spans = WrittenSpans([memory[2:4]])
+    assert spans.overlaps(memory[7])
+    assert not spans.overlaps(torch.zeros(8, 4))
+    assert not WrittenSpans([]).overlaps(memory)
+
+
+@pytest.mark.parametrize(("key", "rows"), [(DispatchKey(6, 2), 6), (BatchDescriptor(5), 5), ("anything", 1)])
+def test_a_foreign_graph_gets_an_entry(key: Any, rows: int) -> None:
+    """A key that knows its rows gives the size; outputs are handed out as they are."""
+    graph = MockCUDAGraph()
+    graph.capture_begin()
+    graph.capture_end()
+    memory = torch.zeros(3)
+    entry = entry_around(graph, key, {"out": memory})
+    assert (entry.size, entry.state, entry.nbytes) == (rows, EntryState.VERIFIED, 0)
+    assert entry.replay()["out"] is memory
+    assert graph.replays == 1
+
+
+def test_releasing_a_foreign_entry_leaves_the_graph() -> None:
+    """It only lets go of it."""
+    graph = MockCUDAGraph()
+    graph.capture_begin()
+    graph.capture_end()
+    entry = entry_around(graph, "key")
+    entry.release()
+    with pytest.raises(ReplayError, match="evicted"):
+        entry.replay()
+    assert graph.is_captured
+
+
+def test_whatever_can_be_replayed_is_replayable() -> None:
+    """A graph is known by its method alone."""
+    assert isinstance(MockCUDAGraph(), Replayable)
+    assert not isinstance(object(), Replayable)

@@ -1,0 +1,304 @@
+"""Guards: what they notice of weights, modules and variables, and when two callables are one."""
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch.capture.guards import StateGuard, find_modules, same_callable, same_objects
+
+_table = torch.ones(3)
+_factor = 2.0
+
+
+class Net(nn.Module):
+    """Two layers, a buffer, and a tensor that is neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        self.register_buffer("offset", torch.zeros(3))
+        self.loose = torch.ones(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.loose + self.offset
+
+
+class Runner:
+    """A plain object that holds tensors, is callable and has methods."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(3)
+        self.last = torch.ones(3)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.step(x)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.scaled(x) for _ in range(2)])
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def first(net: Net) -> Any:
+    """The first layer."""
+    return net.layers[0]
+
+
+def assign(name: str, value: Callable[[], Any]) -> Callable[[Net], None]:
+    """Set an attribute of the first layer."""
+    return lambda net: setattr(first(net), name, value())
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "data assigned": lambda net: setattr(first(net).weight, "data", torch.ones(3, 3)),
+    "parameter replaced": assign("weight", lambda: nn.Parameter(torch.ones(3, 3))),
+    "parameter removed": assign("bias", lambda: None),
+    "loaded by assignment": lambda net: net.load_state_dict(Net().state_dict(), assign=True),
+    "submodule replaced": lambda net: setattr(net, "layers", nn.Sequential(nn.Linear(3, 3))),
+    "submodule added": lambda net: net.layers.append(nn.ReLU()),
+    "submodule removed": lambda net: net.layers.__delitem__(1),
+    "buffer replaced": lambda net: setattr(net, "offset", torch.ones(3)),
+    "buffer added": lambda net: net.register_buffer("more", torch.ones(3)),
+    "loose tensor replaced": lambda net: setattr(net, "loose", torch.zeros(3)),
+    "loose tensor moved": lambda net: setattr(net.loose, "data", torch.zeros(3)),
+    "converted": lambda net: net.double(),
+    "trained": lambda net: net.train(),
+    "inner module trained": lambda net: net.layers[1].train(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda net: net,
+        lambda net: net.forward,
+        lambda net: partial(net),
+        lambda net: partial(lambda model, x: model(x), net),
+        lambda net: lambda x: net(x),
+        lambda net: lambda x, model=net: model(x),
+    ],
+    ids=["module", "method", "partial", "partial argument", "closure", "default"],
+)
+def test_a_changed_module_is_noticed(wrap: Callable[[Net], Callable[..., Any]], change: Callable[[Net], Any]) -> None:
+    """However a callable reaches the module, and whatever of it moved or was replaced."""
+    net = Net().eval()
+    guard = StateGuard(wrap(net))
+    assert guard.holds()
+    change(net)
+    assert not guard.holds()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: first(net).weight.data.fill_(5),
+        lambda net: net.load_state_dict(Net().state_dict()),
+        lambda net: net.offset.add_(1),
+        lambda net: net.eval(),
+    ],
+    ids=["filled", "loaded", "buffer written", "eval again"],
+)
+def test_writing_in_place_is_no_change(change: Callable[[Net], Any]) -> None:
+    """A graph reads the same memory, so it sees the new values."""
+    net = Net().eval()
+    guard = StateGuard(net)
+    change(net)
+    assert guard.holds()
+
+
+def test_a_closure_variable_is_compared() -> None:
+    """A tensor or a constant that is rebound is noticed."""
+    weight, factor = torch.ones(3), 2.0
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * weight * factor
+
+    guard = StateGuard(fn)
+    assert guard.holds()
+    weight = torch.zeros(3)
+    assert not guard.holds()
+    guard = StateGuard(fn)
+    factor = 3.0
+    assert not guard.holds()
+
+
+@pytest.mark.parametrize(("name", "value"), [("_table", torch.zeros(3)), ("_factor", 3.0)])
+def test_a_global_variable_is_compared(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+    """As a captured one, if the callable itself reads it."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * _table * _factor
+
+    guard = StateGuard(fn)
+    assert guard.holds()
+    monkeypatch.setitem(globals(), name, value)
+    assert not guard.holds()
+
+
+REACHES: dict[str, Callable[[Runner], Any]] = {
+    "object": lambda r: r,
+    "method": lambda r: r.step,
+    "partial of object": lambda r: partial(r),
+    "partial of method": lambda r: partial(r.step),
+    "partial argument": lambda r: partial(lambda runner, x: runner.step(x), r),
+    "closure": lambda r: lambda x: r.step(x),
+    "default": lambda r: lambda x, runner=r: runner(x),
+}
+
+
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES.keys())
+@pytest.mark.parametrize(
+    "change",
+    [lambda r: setattr(r, "weight", torch.zeros(3)), lambda r: setattr(r.weight, "data", torch.zeros(3))],
+    ids=["replaced", "moved"],
+)
+def test_tensors_of_a_plain_object_are_compared(reach: Callable[[Runner], Any], change: Callable[[Any], None]) -> None:
+    """An engine's runner that is no module holds tensors too, which methods read that the callable calls."""
+    runner = Runner()
+    guard = StateGuard(reach(runner))
+    assert guard.holds()
+    change(runner)
+    assert not guard.holds()
+
+
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES.keys())
+def test_tensors_that_are_not_read_are_left_alone(reach: Callable[[Runner], Any]) -> None:
+    """An object that keeps its last result does not make its graphs stale with each call."""
+    runner = Runner()
+    guard = StateGuard(reach(runner))
+    runner.last = torch.zeros(3)
+    assert guard.holds()
+
+
+def test_an_empty_closure_is_held() -> None:
+    """A variable that is not assigned yet does not disturb."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x if later is None else x * later
+
+    guard = StateGuard(fn)
+    assert guard.holds()
+    later = None
+    assert guard.holds()
+
+
+@pytest.mark.parametrize("fn", [torch.relu, len, types.SimpleNamespace(a=1)], ids=["builtin", "len", "no callable"])
+def test_what_has_no_state_always_holds(fn: Any) -> None:
+    """Nothing to compare is no error."""
+    guard = StateGuard(fn)
+    assert (guard.holds(), len(guard)) == (True, 0)
+
+
+def test_tied_tensors_are_compared_once() -> None:
+    """A parameter under two names is one tensor."""
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    net[1].weight = net[0].weight
+    assert len(StateGuard(net)) == 1
+
+
+@pytest.mark.parametrize(
+    ("prepare", "trainable"),
+    [
+        (lambda net: net.train(), True),
+        (lambda net: net.eval(), False),
+        (lambda net: net.train().requires_grad_(False), False),
+    ],
+    ids=["train", "eval", "frozen"],
+)
+def test_a_module_in_training_needs_gradients(prepare: Callable[[Net], Any], trainable: bool) -> None:
+    """Only parameters that require a gradient, of a module in training mode; looked up anew each time."""
+    net = Net()
+    guard = StateGuard(net)
+    prepare(net)
+    assert guard.trainable is trainable
+
+
+def test_a_captured_leaf_needs_gradients() -> None:
+    """A tensor without a module has no evaluation mode to say otherwise."""
+    weight = torch.ones(3, requires_grad=True)
+    assert StateGuard(lambda x: x * weight).trainable
+
+
+def test_modules_are_found_once() -> None:
+    """However many ways lead to one."""
+    net = Net()
+    assert find_modules(partial(lambda x, a, b: a(b(x)), a=net, b=net)) == [net]
+    assert find_modules(net.forward) == [net]
+    assert find_modules(torch.relu) == []
+
+
+def of_scale(scale: Any) -> Callable[[Any], Any]:
+    """A lambda that captured ``scale``."""
+    return lambda x: x * scale
+
+
+def with_default(scale: Any) -> Callable[..., Any]:
+    """A lambda whose defaults hold ``scale``."""
+    return lambda x, *, by=scale: x * by
+
+
+def add(a: Any, b: Any) -> Any:
+    """Two arguments for partials."""
+    return a + b
+
+
+_weight, _other = torch.ones(3), torch.ones(3)
+_runner = Runner()
+PAIRS: dict[str, tuple[Any, Any, bool]] = {
+    "one object": (add, add, True),
+    "one lambda written twice over one object": (of_scale(_weight), of_scale(_weight), True),
+    "another captured object": (of_scale(_weight), of_scale(_other), False),
+    "one default": (with_default(_weight), with_default(_weight), True),
+    "another default": (with_default(_weight), with_default(_other), False),
+    "other code": (lambda x: x, lambda x: x, False),
+    "bound methods": (_runner.step, _runner.step, True),
+    "methods of two objects": (_runner.step, Runner().step, False),
+    "two methods of one object": (_runner.step, _runner.__call__, False),
+    "partials": (partial(add, _weight), partial(add, _weight), True),
+    "partials of another argument": (partial(add, _weight), partial(add, _other), False),
+    "partials of more arguments": (partial(add, _weight), partial(add, _weight, _weight), False),
+    "partials by keyword": (partial(add, b=_weight), partial(add, b=_weight), True),
+    "partials by another keyword": (partial(add, b=_weight), partial(add, a=_weight), False),
+    "partials of other functions": (partial(of_scale, _weight), partial(with_default, _weight), False),
+    "equal objects": (Runner(), Runner(), False),
+    "function and its partial": (add, partial(add), False),
+}
+
+
+@pytest.mark.parametrize(("a", "b", "same"), PAIRS.values(), ids=PAIRS.keys())
+def test_same_callable(a: Any, b: Any, same: bool) -> None:
+    """Two callables are one if they are one piece of code over the same objects; the order does not matter."""
+    assert same_callable(a, b) is same
+    assert same_callable(b, a) is same
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ([1, "a", None, 2.5], [1, "a", None, 2.5], True),
+        ([1], [1, 1], False),
+        ([1], [True], False),
+        ([_weight], [_weight], True),
+        ([_weight], [_other], False),
+        ([[1]], [[1]], False),
+    ],
+)
+def test_same_objects(before: list[Any], after: list[Any], same: bool) -> None:
+    """Constants by value and type, everything else by identity."""
+    assert same_objects(before, after) is same
+
+
+def test_attributes_reach_two_levels() -> None:
+    """What hangs on an object, and what lies in its dicts and lists."""
+    runner = Runner()
+    runner.state = {"cache": [_weight]}  # type: ignore[attr-defined]
+    attributes = StateGuard(runner.step).attributes()
+    assert any(value is runner.weight for value in attributes)
+    assert any(value == [_weight] for value in attributes if isinstance(value, list))

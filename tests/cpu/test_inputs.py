@@ -1,0 +1,120 @@
+"""``StaticInputs``: what the buffers hold after any sequence of batches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphdispatch.capture.inputs import InputSpec, StaticInputs
+from graphdispatch.capture.padding import Pad, as_pad
+from graphdispatch.errors import ConfigError
+
+CPU = torch.device("cpu")
+CAPACITY = 6
+
+
+def spec(dim: int | None, pad: Pad, *, position: int = 0, order: tuple[int, ...] = (0, 1)) -> InputSpec:
+    """A float argument of two dimensions, one of them the batch and the other of extent three."""
+    shape = (3, 3) if dim is None else tuple(0 if d == dim else 3 for d in range(2))
+    return InputSpec(f"x{position}", position, shape, order, torch.float32, CPU, dim, pad)
+
+
+def _sum_of_real(padding: torch.Tensor, real: torch.Tensor) -> None:
+    padding.fill_(float(real.sum()))
+
+
+# A rule, and what it puts into one padding row, given the real rows (None: anything).
+Model = Callable[[torch.Tensor], torch.Tensor | None]
+RULES: dict[str, tuple[Pad, Model]] = {
+    "zero": (Pad.zero(), lambda real: torch.zeros(3)),
+    "value": (Pad.value(7), lambda real: torch.full((3,), 7.0)),
+    "repeat_last": (Pad.repeat_last(), lambda real: real[-1]),
+    "function": (Pad.function(_sum_of_real), lambda real: torch.full((3,), float(real.sum()))),
+    "leave": (Pad.leave(), lambda real: None),
+}
+BATCHES = st.lists(
+    st.integers(1, CAPACITY).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size))),
+    min_size=1,
+    max_size=12,
+)
+
+
+def _check(inputs: StaticInputs, dim: int, model: Model, rows: int, size: int, real: torch.Tensor, index: int) -> None:
+    view = inputs.views(size)[index].movedim(dim, 0)
+    assert view.shape[0] == size
+    assert torch.equal(view[:rows], real)
+    expected = model(real)
+    if expected is not None:
+        for row in view[rows:]:
+            torch.testing.assert_close(row, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dim", [0, 1])
+@given(batches=BATCHES, soil=st.sets(st.integers(0, 11)))
+def test_buffers_after_any_sequence(rule: str, dim: int, batches: Sequence[tuple[int, int]], soil: set[int]) -> None:
+    """After each batch of any sequence the buffers hold its rows, then padding by the rule, whatever was before."""
+    pad, model = RULES[rule]
+    inputs = StaticInputs([spec(dim, pad)], CAPACITY)
+    generator = torch.Generator().manual_seed(0)
+    for step, (rows, size) in enumerate(batches):
+        if step in soil:
+            inputs.views(CAPACITY)[0].fill_(-1.0)
+            inputs.soil()
+        real = torch.randn(rows, 3, generator=generator)
+        inputs.load([real.movedim(0, dim)], rows, size)
+        _check(inputs, dim, model, rows, size, real, 0)
+
+
+@given(batches=BATCHES)
+def test_arguments_with_different_rules(batches: Sequence[tuple[int, int]]) -> None:
+    """Several arguments, with the batch in different dimensions, keep their own rules side by side."""
+    rules = [("zero", 0), ("repeat_last", 1), ("value", 0), ("value", 1)]
+    inputs = StaticInputs([spec(dim, RULES[name][0], position=i) for i, (name, dim) in enumerate(rules)], CAPACITY)
+    generator = torch.Generator().manual_seed(0)
+    for rows, size in batches:
+        reals = [torch.randn(rows, 3, generator=generator) for _ in rules]
+        inputs.load([real.movedim(0, dim) for real, (_, dim) in zip(reals, rules, strict=True)], rows, size)
+        for index, (name, dim) in enumerate(rules):
+            _check(inputs, dim, RULES[name][1], rows, size, reals[index], index)
+
+
+def test_sizes_share_one_buffer() -> None:
+    """Every size is a view of the beginning of one buffer, which is as large as the largest needs."""
+    inputs = StaticInputs([spec(0, Pad.zero())], CAPACITY)
+    addresses = {inputs.views(size)[0].data_ptr() for size in (1, 3, CAPACITY)}
+    assert len(addresses) == 1
+    assert inputs.nbytes == CAPACITY * 3 * 4
+
+
+def test_memory_order_is_kept() -> None:
+    """A buffer lies in memory as the argument that it was made for."""
+    view = StaticInputs([spec(0, Pad.zero(), order=(1, 0))], CAPACITY).views(4)[0]
+    assert view.shape == (4, 3)
+    assert view.stride() == (1, 4)
+
+
+def test_argument_without_batch_is_copied_whole() -> None:
+    """A tensor without a batch dimension is copied at each call, whatever the rows."""
+    inputs = StaticInputs([spec(None, Pad.zero())], CAPACITY)
+    value = torch.randn(3, 3)
+    inputs.load([value], 2, 4)
+    assert torch.equal(inputs.views(4)[0], value)
+
+
+@pytest.mark.parametrize("rule", [Pad.zero(), "zero", 0, 0.0, False])
+def test_zero_in_any_spelling(rule: Any) -> None:
+    """A rule may be given as a ``Pad``, by name, or as a number."""
+    padding = torch.ones(2, 3)
+    as_pad("x", rule).apply(padding, torch.ones(1, 3), 0)
+    assert not bool(padding.any())
+
+
+@pytest.mark.parametrize("rule", ["zeros", None, [0]])
+def test_unknown_rule_is_refused(rule: Any) -> None:
+    """Anything else is an error that names the argument and lists the rules."""
+    with pytest.raises(ConfigError, match=r"pad\['x'\] must be a Pad, a number, one of 'zero'"):
+        as_pad("x", rule)

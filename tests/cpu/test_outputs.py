@@ -1,0 +1,146 @@
+"""Outputs: which dimensions follow the batch, and who owns what is handed out."""
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from graphdispatch.backends import get_backend
+from graphdispatch.backends.base import Pool
+from graphdispatch.capture.outputs import OutputRule, Outputs, OutputView, check_values, learn_output_rule
+from graphdispatch.errors import CaptureError, StaleOutputError
+from graphdispatch.reasons import Reason
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@pytest.fixture
+def pool() -> Pool:
+    """An empty pool of the CPU backend."""
+    return get_backend("cpu").make_pool()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "follows"),
+    [
+        ((3, 5), (4, 5), ((0, 1),)),
+        ((5, 3), (5, 4), ((1, 1),)),
+        ((6, 5), (8, 5), ((0, 2),)),
+        ((3, 3), (4, 4), ((0, 1), (1, 1))),
+        ((3, 9), (4, 12), ((0, 1), (1, 3))),
+        ((3, 4), (3, 4), ()),
+        ((), (), ()),
+    ],
+)
+def test_rule_from_two_sizes(first: tuple[int, ...], second: tuple[int, ...], follows: tuple[Any, ...]) -> None:
+    """From the shapes for 3 and 4 rows follow the dimensions of the batch and their factors."""
+    rule = learn_output_rule(torch.zeros(first), 3, torch.zeros(second), 4)
+    assert rule == OutputRule((follows,))
+
+
+@pytest.mark.parametrize(("first", "second"), [((4, 5), (5, 5)), ((3,), (3, 1)), ((3, 3), (4, 5)), ((9,), (16,))])
+def test_unknown_rule_is_refused(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    """Rows plus one, another number of dimensions, squares: no rule, and the reason says so."""
+    with pytest.raises(CaptureError, match="cut only along dimensions that are a fixed multiple") as caught:
+        learn_output_rule(torch.zeros(first), 3, torch.zeros(second), 4)
+    assert caught.value.reason is Reason.OUTPUT_ROWS_UNKNOWN
+
+
+def test_rules_of_a_nest() -> None:
+    """Each tensor of a nest has its own rule, in order."""
+    rule = learn_output_rule(
+        {"a": torch.zeros(3), "b": [torch.zeros(7), torch.zeros(6)]},
+        3,
+        {"a": torch.zeros(4), "b": [torch.zeros(7), torch.zeros(8)]},
+        4,
+    )
+    assert rule == OutputRule((((0, 1),), (), ((0, 2),)))
+    assert not rule.is_fixed
+
+
+def _outputs(tree: Any, follows: Any, pool: Pool, mode: Any = "clone") -> Outputs:
+    return Outputs(tree, OutputRule(follows), [True] * len(follows), mode, pool)
+
+
+def test_take_cuts_to_the_real_rows(pool: Pool) -> None:
+    """Every dimension that follows the batch is cut, by its factor."""
+    tensor = torch.arange(32.0).reshape(4, 8)
+    taken = _outputs(tensor, (((0, 1), (1, 2)),), pool).take(3)
+    assert torch.equal(taken, tensor[:3, :6])
+
+
+TREES: list[Any] = [
+    (torch.ones(4), torch.zeros(4)),
+    [torch.ones(4), {"a": torch.zeros(4), "b": None}],
+    Pair(torch.ones(4), (torch.zeros(4), 3)),
+    OrderedDict(a=torch.ones(4), b="name"),
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
+def test_structure_is_the_callables(pool: Pool, tree: Any) -> None:
+    """What is handed out has the types, keys and constants of what the callable returned."""
+    count = sum(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(tree))
+    taken = _outputs(tree, (((0, 1),),) * count, pool).take(4)
+    assert type(taken) is type(tree)
+    assert repr(taken) == repr(tree)
+
+
+def test_clones_are_the_callers(pool: Pool) -> None:
+    """A copy does not change when the graph's memory does."""
+    tensor = torch.ones(4)
+    taken = _outputs(tensor, (((0, 1),),), pool).take(4)
+    tensor.zero_()
+    assert torch.equal(taken, torch.ones(4))
+
+
+def test_static_outputs_are_the_graphs(pool: Pool) -> None:
+    """With ``"static"`` the graph's own memory is handed out."""
+    tensor = torch.ones(4)
+    taken = _outputs(tensor, (((0, 1),),), pool, "static").take(3)
+    assert taken.data_ptr() == tensor.data_ptr()
+    assert taken.shape == (3,)
+
+
+def test_foreign_outputs_are_not_cloned(pool: Pool) -> None:
+    """A tensor that is not the graph's (a cache) is handed out itself."""
+    cache = torch.ones(4)
+    outputs = Outputs(cache, OutputRule(((),)), [False], "clone", pool)
+    assert outputs.take(2).data_ptr() == cache.data_ptr()
+
+
+def test_view_is_stale_after_a_replay(pool: Pool) -> None:
+    """A handle is good until the pool's next generation."""
+    view = _outputs(torch.ones(4), (((0, 1),),), pool, "view").take(2)
+    assert torch.equal(view.get(), torch.ones(2))
+    pool.generation += 1
+    with pytest.raises(StaleOutputError, match="read it before the next call, or use outputs='clone'"):
+        view.get()
+    assert repr(view) == "<OutputView stale>"
+
+
+def test_view_of_an_eager_step_never_goes_stale() -> None:
+    """Nothing overwrites what no graph wrote."""
+    view = OutputView(3, None)
+    assert (view.is_stale, view.get(), repr(view)) == (False, 3, "<OutputView fresh>")
+
+
+@pytest.mark.parametrize(
+    ("eager", "graph"),
+    [(3, 4), (3, 3.0), (0.0, -0.0), (object(), object()), ([1], [1, 1]), ([1], (1,)), (torch.ones(1), 1)],
+)
+def test_changed_values_are_refused(eager: Any, graph: Any) -> None:
+    """What is no tensor must be the same constant in eager and graph, in the same structure."""
+    with pytest.raises(CaptureError) as caught:
+        check_values(eager, graph)
+    assert caught.value.reason is Reason.OUTPUT_UNSUPPORTED
+
+
+def test_equal_values_pass() -> None:
+    """Constants and the very same object are let through."""
+    shared = object()
+    check_values((1, "a", None, shared, float("nan")), (1, "a", None, shared, float("nan")))

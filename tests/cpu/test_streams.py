@@ -1,0 +1,396 @@
+"""Streams, events and timers of the CPU backend. Order is shown with gates and barriers, never by waiting a while."""
+
+import contextlib
+import contextvars
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from graphdispatch.backends.cpu.streams import CPUStream, StreamState
+from graphdispatch.errors import BackendError
+
+TIMEOUT_S = 30.0
+"""Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""
+
+
+def passed(gate: threading.Event) -> None:
+    """Wait for ``gate``, or fail."""
+    assert gate.wait(TIMEOUT_S), "the gate was never opened"
+
+
+def write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, as a piece of work."""
+    target.copy_(source)
+
+
+def break_down() -> None:
+    """A piece of work that fails."""
+    raise ArithmeticError("the model broke")
+
+
+def synchronized(stream: CPUStream) -> None:
+    """``stream.synchronize()`` on a helper thread, so that a hang fails the test instead of holding it up."""
+    done = threading.Event()
+
+    def target() -> None:
+        stream.synchronize()
+        done.set()
+
+    threading.Thread(target=target, daemon=True).start()
+    passed(done)
+
+
+@pytest.fixture
+def state() -> StreamState:
+    """The streams of one backend."""
+    return StreamState()
+
+
+@pytest.fixture
+def lane(state: StreamState) -> Iterator[CPUStream]:
+    """A stream."""
+    stream = state.make_stream("lane")
+    yield stream
+    stream.close()
+
+
+@pytest.fixture
+def other(state: StreamState) -> Iterator[CPUStream]:
+    """A second stream."""
+    stream = state.make_stream("other")
+    yield stream
+    stream.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """A closed gate; opened at the end, so that a failing test cannot leave a stream blocked."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_work_runs_in_the_order_it_was_given(lane: CPUStream) -> None:
+    """A stream is first in, first out."""
+    seen: list[int] = []
+    for number in range(100):
+        lane.submit(partial(seen.append, number))
+    lane.synchronize()
+    assert seen == list(range(100))
+
+
+def test_two_streams_overlap(lane: CPUStream, other: CPUStream) -> None:
+    """Two pieces of work that can only finish together do finish, on two streams."""
+    meeting, seen = threading.Barrier(2, timeout=TIMEOUT_S), list[int]()
+    for stream in (lane, other):
+        stream.submit(lambda: seen.append(meeting.wait()))
+    lane.synchronize()
+    other.synchronize()
+    assert sorted(seen) == [0, 1]
+
+
+def test_an_event_orders_two_streams(
+    state: StreamState, lane: CPUStream, other: CPUStream, gate: threading.Event
+) -> None:
+    """Work behind a wait sees what the work before the mark wrote, however late that is."""
+    value, seen = torch.zeros(1), torch.zeros(1)
+    event = state.make_event()
+    lane.submit(partial(passed, gate))
+    lane.submit(partial(write, value, torch.tensor([7.0])))
+    event.record(lane)
+    event.wait(other)
+    other.submit(partial(write, seen, value))
+    gate.set()
+    other.synchronize()
+    assert seen.item() == 7
+
+
+def test_two_streams_without_an_event_are_not_ordered(lane: CPUStream, other: CPUStream, gate: threading.Event) -> None:
+    """The fault that a missing event makes on a GPU shows here too: the reader gets the old value."""
+    value, seen = torch.zeros(1), torch.full((1,), -1.0)
+    lane.submit(partial(passed, gate))
+    lane.submit(partial(write, value, torch.tensor([7.0])))
+    other.submit(partial(write, seen, value))
+    other.synchronize()
+    gate.set()
+    lane.synchronize()
+    assert (seen.item(), value.item()) == (0, 7)
+
+
+def test_wait_stream_orders_after_all_earlier_work(lane: CPUStream, other: CPUStream, gate: threading.Event) -> None:
+    """``wait_stream`` holds back later work only, and until the other queue has come so far."""
+    seen: list[str] = []
+    lane.submit(partial(passed, gate))
+    lane.submit(lambda: seen.append("first"))
+    other.wait_stream(lane)
+    other.submit(lambda: seen.append("second"))
+    assert seen == []
+    gate.set()
+    other.synchronize()
+    assert seen == ["first", "second"]
+
+
+def test_waiting_on_the_default_stream_blocks_the_caller(state: StreamState, lane: CPUStream) -> None:
+    """The default stream has no queue, so that waiting for a stream there means that the caller waits."""
+    seen: list[str] = []
+    lane.submit(lambda: seen.append("work"))
+    state.default.wait_stream(lane)
+    assert seen == ["work"]
+
+
+def test_waiting_refers_to_the_latest_record(state: StreamState, lane: CPUStream, gate: threading.Event) -> None:
+    """An event that is recorded again stands for the new mark, and is no longer done."""
+    event = state.make_event()
+    event.record()
+    before = event.query()
+    lane.submit(partial(passed, gate))
+    event.record(lane)
+    assert (before, event.query()) == (True, False)
+    gate.set()
+    event.synchronize()
+    assert event.query()
+
+
+def test_an_event_never_recorded_holds_nothing_up(state: StreamState, lane: CPUStream) -> None:
+    """Such an event is done, and waiting for it returns."""
+    event = state.make_event()
+    event.wait()
+    event.wait(lane)
+    event.synchronize()
+    assert event.query()
+
+
+def test_a_failure_is_raised_by_synchronize_once(lane: CPUStream) -> None:
+    """The exception itself comes out, and is forgotten then."""
+    lane.submit(break_down)
+    with pytest.raises(ArithmeticError, match="the model broke"):
+        lane.synchronize()
+    lane.synchronize()
+
+
+def test_work_behind_a_failure_is_skipped_until_it_was_raised(lane: CPUStream) -> None:
+    """Work that relied on the failed piece never runs; work that is given after the report does."""
+    seen: list[str] = []
+    lane.submit(break_down)
+    lane.submit(lambda: seen.append("skipped"))
+    with pytest.raises(ArithmeticError):
+        lane.synchronize()
+    lane.submit(lambda: seen.append("served"))
+    lane.synchronize()
+    assert seen == ["served"]
+
+
+def test_a_failure_reaches_whoever_waits_for_it(state: StreamState, lane: CPUStream, other: CPUStream) -> None:
+    """A stream behind a failed one skips its work too, and reports the same exception."""
+    seen: list[str] = []
+    lane.submit(break_down)
+    other.wait_stream(lane)
+    other.submit(lambda: seen.append("wrong"))
+    with pytest.raises(ArithmeticError):
+        other.synchronize()
+    with pytest.raises(ArithmeticError):
+        state.default.wait_stream(lane)
+    with pytest.raises(ArithmeticError):
+        lane.close()
+    assert seen == []
+
+
+def test_even_a_request_to_exit_leaves_the_stream_alive(lane: CPUStream) -> None:
+    """SystemExit in a piece of work is kept like any exception: the thread, and who waits for it, go on."""
+    lane.submit(partial(sys.exit, 3))
+    with pytest.raises(SystemExit):
+        lane.synchronize()
+    synchronized(lane)
+
+
+def test_an_exception_on_the_default_stream_is_raised_at_once(state: StreamState) -> None:
+    """Inline work fails where it was given."""
+    with pytest.raises(ArithmeticError):
+        state.default.submit(break_down)
+    state.default.synchronize()
+
+
+def test_a_closed_stream_finished_its_work_and_takes_no_more(state: StreamState) -> None:
+    """``close`` drains the queue and may be called twice; later work is refused."""
+    stream, seen = state.make_stream(), list[int]()
+    stream.submit(lambda: seen.append(1))
+    stream.close()
+    stream.close()
+    stream.synchronize()
+    assert seen == [1]
+    with pytest.raises(BackendError, match="takes no work after close"):
+        stream.submit(lambda: seen.append(2))
+    with pytest.raises(BackendError, match="takes no work after close"):
+        state.make_event().record(stream)
+
+
+def test_close_raises_what_nobody_heard_of(state: StreamState) -> None:
+    """A failure does not vanish with its stream."""
+    stream = state.make_stream()
+    stream.submit(break_down)
+    with pytest.raises(ArithmeticError):
+        stream.close()
+    stream.close()
+
+
+def test_a_forgotten_stream_ends_its_thread(state: StreamState) -> None:
+    """A stream that nobody holds is collected, and its thread does not stay behind."""
+    stream = state.make_stream("forgotten")
+    stream.submit(lambda: None)
+    stream.synchronize()
+    thread, gone = stream._thread, weakref.ref(stream)
+    del stream
+    gc.collect()
+    thread.join(TIMEOUT_S)
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+def test_current_stream_nests_and_is_restored(state: StreamState, lane: CPUStream, other: CPUStream) -> None:
+    """``use`` puts the previous stream back, also when its block raises."""
+    with state.use(lane):
+        with contextlib.suppress(ArithmeticError), state.use(other):
+            assert state.current() is other
+            break_down()
+        assert state.current() is lane
+    assert state.current() is state.default
+
+
+def test_current_stream_belongs_to_one_thread(state: StreamState, lane: CPUStream, other: CPUStream) -> None:
+    """Work sees its own stream as current; the thread that submitted it keeps its own."""
+    seen: list[object] = []
+    with state.use(other):
+        lane.submit(lambda: seen.append(state.current()))
+        lane.synchronize()
+        assert state.current() is other
+    assert seen == [lane]
+
+
+def test_work_runs_in_the_submitters_modes(lane: CPUStream) -> None:
+    """Inference mode, gradient mode and context variables, which each thread has apart, are carried over."""
+    name = contextvars.ContextVar[str]("name", default="unset")
+    seen: list[tuple[bool, bool, str]] = []
+
+    def look() -> None:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), name.get()))
+
+    with torch.inference_mode():
+        lane.submit(look)
+    with torch.no_grad():
+        lane.submit(look)
+    token = name.set("caller")
+    lane.submit(look)
+    name.reset(token)
+    lane.synchronize()
+    assert seen == [(True, False, "unset"), (False, False, "unset"), (False, True, "caller")]
+
+
+def test_work_runs_under_the_submitters_autocast(lane: CPUStream) -> None:
+    """A matrix product on a stream has the dtype that it has where it was submitted."""
+    one, seen = torch.ones(2, 2), list[torch.dtype]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lane.submit(lambda: seen.append((one @ one).dtype))
+    lane.submit(lambda: seen.append((one @ one).dtype))
+    lane.synchronize()
+    assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_work_may_use_its_own_stream(state: StreamState, lane: CPUStream) -> None:
+    """What work gives to its own stream happens at once, so that nothing there can wait for itself."""
+    seen: list[str] = []
+
+    def work() -> None:
+        lane.submit(lambda: seen.append("nested"))
+        event = state.make_event()
+        event.record()
+        event.wait()
+        event.synchronize()
+        lane.synchronize()
+        seen.append("outer")
+
+    lane.submit(work)
+    synchronized(lane)
+    assert seen == ["nested", "outer"]
+
+
+def test_a_mark_behind_the_running_work_does_not_block_it(
+    state: StreamState, lane: CPUStream, gate: threading.Event
+) -> None:
+    """A stream never waits for its own later mark; a thread that would is told so instead of hanging."""
+    event, refused = state.make_event(), list[BackendError]()
+
+    def work() -> None:
+        passed(gate)
+        event.wait()
+        with pytest.raises(BackendError, match="behind itself") as caught:
+            event.synchronize()
+        refused.append(caught.value)
+
+    lane.submit(work)
+    event.record(lane)
+    gate.set()
+    synchronized(lane)
+    assert len(refused) == 1
+
+
+def test_a_timer_waits_for_its_end_without_blocking(state: StreamState, lane: CPUStream, gate: threading.Event) -> None:
+    """Until its stream has come to the end, a timer says None; then it says milliseconds."""
+    timer = state.make_timer()
+    with state.use(lane):
+        timer.start()
+        lane.submit(partial(passed, gate))
+        timer.stop()
+    assert timer.elapsed_ms() is None
+    gate.set()
+    lane.synchronize()
+    elapsed = timer.elapsed_ms()
+    assert elapsed is not None
+    assert elapsed > 0
+
+
+def test_a_timer_can_run_again_and_inline(state: StreamState) -> None:
+    """Starting again forgets the earlier end; stopping first is refused."""
+    timer = state.make_timer()
+    with pytest.raises(BackendError, match="before it was started"):
+        timer.stop()
+    timer.start()
+    timer.stop()
+    assert timer.elapsed_ms() is not None
+    timer.start()
+    assert timer.elapsed_ms() is None
+
+
+def test_elapsed_needs_two_timed_and_reached_events(state: StreamState) -> None:
+    """Asking for time that was not kept, or is not over, is a clear error."""
+    start, end, plain = state.make_event(timing=True), state.make_event(timing=True), state.make_event()
+    start.record()
+    plain.record()
+    with pytest.raises(BackendError, match="end is not reached"):
+        start.elapsed_ms(end)
+    with pytest.raises(BackendError, match="end keeps no time"):
+        start.elapsed_ms(plain)
+    end.record()
+    assert start.elapsed_ms(end) >= 0
+
+
+def test_a_stream_of_another_backend_is_refused(state: StreamState, lane: CPUStream) -> None:
+    """Only the CPU backend's own streams can be current or be waited for."""
+    foreign: object = object()
+    with pytest.raises(BackendError, match="must come from the CPU backend"), state.use(foreign):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(BackendError, match="must come from the CPU backend"):
+        lane.wait_stream(foreign)  # type: ignore[arg-type]
+
+
+def test_repr_tells_the_condition(state: StreamState) -> None:
+    """A stream says whether it is open or closed."""
+    stream = state.make_stream("copies")
+    before = repr(stream)
+    stream.close()
+    assert (before, repr(stream)) == ("<CPUStream copies open>", "<CPUStream copies closed>")

@@ -1,0 +1,174 @@
+"""The two-step comparison with eager: on the first batch, on a different one, and on the first padded one."""
+
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.capture.verify import Tolerance, difference, tolerance_for
+from graphdispatch.config import CUDAGraphOptions
+from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.modes import EntryState
+from graphdispatch.reasons import Reason
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def make(fn: Callable[[torch.Tensor], Any], **options: Any) -> Graphed[..., Any]:
+    """A step of one size, four rows, captured at the first sighting."""
+    return graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1, **options)
+
+
+def reasons(step: Graphed[..., Any], *batches: torch.Tensor) -> list[Reason]:
+    """The reason of each call."""
+    found = []
+    for batch in batches:
+        step(batch)
+        assert step.last_decision is not None
+        found.append(step.last_decision.reason)
+    return found
+
+
+def test_frozen_value_is_found_on_the_second_batch() -> None:
+    """A value that the capture froze agrees with eager on its own batch, and is found on the next, different one."""
+    hidden = SimpleNamespace(scale=2.0)
+    step = make(lambda x: x * hidden.scale)
+    first, second = torch.randn(2, 4, 3)
+    assert reasons(step, first) == [Reason.CAPTURED_NOW]
+    hidden.scale = 3.0
+    assert torch.equal(step(second), second * 3.0)
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+def test_identical_batches_stay_pending() -> None:
+    """The same batch again is served, but proves nothing: the comparison waits for a different one."""
+    step = make(lambda x: x * 2)
+    x = torch.randn(4, 3)
+    assert reasons(step, x, x.clone(), x) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.EXACT]
+    assert step.entries[0].state is EntryState.CAPTURED
+    assert reasons(step, x + 1, x) == [Reason.VERIFIED_NOW, Reason.EXACT]
+    assert step.entries[0].state is EntryState.VERIFIED
+
+
+def test_first_padded_batch_is_compared() -> None:
+    """Full batches prove nothing of padding: the first padded one is compared, then all are served."""
+    step = make(lambda x: x * 2)
+    full, padded = torch.randn(2, 4, 3), torch.randn(3, 3)
+    assert reasons(step, *full, full[0]) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    assert reasons(step, padded, padded[:2], full[0]) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.EXACT]
+
+
+def test_padded_capture_proves_padding() -> None:
+    """A capture from a padded batch compared padding at once."""
+    step = make(lambda x: x * 2)
+    batches = torch.randn(3, 3), torch.randn(4, 3), torch.randn(2, 3)
+    assert reasons(step, *batches) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.PADDED]
+
+
+def test_failed_comparison_releases_the_graph() -> None:
+    """A graph that differs from eager is gone, and its size stays eager."""
+    step = make(lambda x: x - x.mean(0))
+    full, padded = torch.randn(2, 4, 3), torch.randn(3, 3)
+    reasons(step, *full)
+    assert len(step.entries) == 1
+    assert reasons(step, padded, full[0]) == [Reason.VERIFICATION_FAILED] * 2
+    assert step.entries == []
+    step.check_integrity()
+
+
+def test_state_is_compared_too() -> None:
+    """A graph whose outputs agree and whose state does not is found."""
+    total = torch.zeros(3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        total.copy_(x.softmax(0).amax(0))
+        return x * 2
+
+    step = make(fn)
+    x = torch.randn(3, 3)
+    assert reasons(step, x) == [Reason.VERIFICATION_FAILED]
+    assert "state of shape (3,)" in step.explain(x)
+    assert torch.equal(total, x.softmax(0).amax(0))
+
+
+def test_verification_can_be_switched_off() -> None:
+    """With ``verify=False`` a graph serves from the second call, unproven."""
+    step = make(lambda x: x * 2, options=CUDAGraphOptions(verify=False))
+    assert reasons(step, *torch.randn(2, 4, 3), torch.randn(2, 3)) == [
+        Reason.CAPTURED_NOW,
+        Reason.EXACT,
+        Reason.PADDED,
+    ]
+
+
+def test_tolerance_is_the_users() -> None:
+    """Given tolerances take the place of those by dtype."""
+    loose = make(lambda x: x - x.mean(0), options=CUDAGraphOptions(rtol=10.0, atol=10.0))
+    assert reasons(loose, torch.randn(3, 3)) == [Reason.CAPTURED_NOW]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_integers_must_be_equal(dtype: torch.dtype) -> None:
+    """There is no tolerance for integers."""
+    assert tolerance_for(dtype, exact=False, rtol=1.0, atol=1.0).is_exact
+
+
+EXACT = Tolerance(0.0, 0.0)
+LOOSE = Tolerance(1e-2, 0.0)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("eager", "graph", "tolerance", "words"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], EXACT, None),
+        ([100.0, 0.0], [100.0, 0.5], LOOSE, None),
+        ([100.0, 0.0], [100.0, 1.5], LOOSE, "largest difference 1.5 where eager's largest value is 100"),
+        ([0.0], [-0.0], EXACT, "bits differ"),
+        ([0.0], [-0.0], LOOSE, None),
+        ([NAN, 1.0], [NAN, 1.0], EXACT, None),
+        ([NAN, 1.0], [1.0, NAN], LOOSE, "not finite"),
+        ([INF], [-INF], LOOSE, "not finite"),
+        ([NAN], [INF], LOOSE, "not finite"),
+        ([], [], EXACT, None),
+        ([1.0], [1.0, 2.0], LOOSE, r"\(2,\) torch.float32 instead of \(1,\)"),
+    ],
+)
+def test_difference(eager: list[float], graph: list[float], tolerance: Tolerance, words: str | None) -> None:
+    """Two tensors agree within a tolerance of eager's largest value, or the sentence says how they do not."""
+    found = difference(torch.tensor(eager), torch.tensor(graph), tolerance)
+    if words is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(words, found)
+
+
+def test_difference_counts_integers() -> None:
+    """For integers the number of differing elements is told."""
+    assert difference(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0]), EXACT) == "2 of 3 elements differ"
+
+
+@pytest.mark.parametrize(
+    ("first", "pad"),
+    [(torch.zeros(3, 3), "zero"), (torch.ones(1, 3), "repeat_last")],
+    ids=["zeros padded by zeros", "one row repeated"],
+)
+def test_a_batch_of_equal_rows_proves_nothing(first: torch.Tensor, pad: str) -> None:
+    """Where real and padding rows are all alike, a model that mixes rows shows nothing; the next batch is compared."""
+
+    def mixes(x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 + x.mean(0)
+
+    step = graphed(mixes, dynamic={"x": 0}, sizes=(4,), capture_after=1, pad={"x": pad})
+    for x in (first, torch.randn(4, 3), torch.randn(3, 3), torch.randn(3, 3)):
+        assert torch.equal(step(x), mixes(x))

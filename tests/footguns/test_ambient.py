@@ -1,0 +1,81 @@
+"""Modes of the calling thread: gradients, autocast, inference mode, the random generator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphdispatch import Reason
+
+Settle = Callable[..., Any]
+INPUT = {"dynamic": {"input": 0}}
+
+
+def test_dropout(settled: Settle) -> None:
+    """Each replay draws anew, and unpadded it draws the very numbers that eager would."""
+    model = nn.Dropout(0.5).train()
+    step = settled(model, **INPUT)
+    x = torch.ones(4, 3)
+    torch.manual_seed(1)
+    got = [step(x) for _ in range(3)]
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    expected = [model(x) for _ in range(3)]
+    assert all(map(torch.equal, got, expected))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(got[0], got[1])
+
+
+def test_autocast_flip(settled: Settle) -> None:
+    """Autocast chooses other operators, so it is part of what a graph is for."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step(x).dtype is torch.bfloat16
+    assert step(x).dtype is torch.float32
+    assert step.last_decision.reason is Reason.EXACT
+
+
+def test_inference_mode(settled: Settle) -> None:
+    """A step that was captured under ``no_grad`` serves inference mode with a graph of its own, and the reverse."""
+    step = settled(lambda x: x * 2)
+    x = torch.randn(4, 3)
+    with torch.inference_mode():
+        for batch in (x, x + 1, x):
+            assert torch.equal(step(batch), batch * 2)
+        assert step.last_decision.reason is Reason.EXACT
+        inside = torch.randn(4, 3)
+    assert torch.equal(step(inside), inside * 2)
+
+
+def test_gradient_needed(settled: Settle) -> None:
+    """With gradients on, an input that requires one is differentiated by eager."""
+    step = settled(lambda x: x * 2)
+    x = torch.randn(4, 3, requires_grad=True)
+    with torch.enable_grad():
+        step(x).sum().backward()
+    assert x.grad is not None
+    assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+
+
+def test_training_with_gradients(settled: Settle) -> None:
+    """So is a module in training mode whose parameters require gradients."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    model.train()
+    with torch.enable_grad():
+        assert step(torch.randn(4, 3)).requires_grad
+    assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+
+
+def test_gradients_on_by_default(settled: Settle) -> None:
+    """A module in eval mode is served with gradients on, too; the outputs then require none, unlike eager's."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    with torch.enable_grad():
+        x = torch.randn(4, 3)
+        out = step(x)
+    assert not out.requires_grad
+    assert torch.equal(out, model(x))

@@ -1,0 +1,95 @@
+"""Code whose path or result depends on values: what a graph cannot hold is refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch import Reason
+
+Settle = Callable[..., Any]
+
+
+def _refused(step: Any, fn: Callable[[torch.Tensor], Any], operator: str) -> None:
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), fn(x))
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+    assert operator in step.explain(x)
+    assert "test_control_flow.py" in step.explain(x)
+
+
+def test_item(tried: Settle) -> None:
+    """``.item()`` reads a value that a replay could not know."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    _refused(tried(fn), fn, "_local_scalar_dense")
+
+
+def test_if_tensor(tried: Settle) -> None:
+    """A branch on a tensor would be frozen to the way it went first."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+    _refused(tried(fn), fn, "if tensor")
+
+
+def test_if_tensor_instead(settled: Settle) -> None:
+    """``torch.where`` keeps both branches on the device."""
+    step = settled(lambda x: torch.where(x.sum(1, keepdim=True) > 0, x, -x))
+    x = -torch.ones(4, 3)
+    assert torch.equal(step(x), -x)
+
+
+def test_nonzero(tried: Settle) -> None:
+    """``nonzero`` has as many rows as the data says."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.nonzero()
+
+    _refused(tried(fn), fn, "nonzero")
+
+
+def test_boolean_mask(tried: Settle) -> None:
+    """So has an index by a boolean mask."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0]
+
+    _refused(tried(fn), fn, "mask")
+
+
+def test_unique(tried: Settle) -> None:
+    """So has ``unique``."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.unique()
+
+    _refused(tried(fn), fn, "unique")
+
+
+READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "numpy": lambda x: x + torch.from_numpy(x.numpy()),
+    "tolist": lambda x: x + x.tolist()[0][0],
+    "data_ptr": lambda x: x + 0.0 * x.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_host_read(tried: Settle, name: str) -> None:
+    """``numpy()``, ``tolist()`` and ``data_ptr()`` hand memory to code that no replay runs."""
+    _refused(tried(READS[name]), READS[name], name)
+
+
+def test_branch_on_rows(settled: Settle) -> None:
+    """A branch on the number of rows is taken for the padded number; the comparison finds one that matters."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 2 else x * 2.0
+
+    step = settled(fn)
+    x = torch.randn(2, 3)
+    assert torch.equal(step(x), x * 2)

@@ -1,0 +1,265 @@
+"""Python that a graph cannot see: numbers, counters, hooks, global variables."""
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphdispatch import Reason
+
+Settle = Callable[..., Any]
+OFFSET = torch.ones(3)
+FACTOR = 2.0
+
+
+def _reads_offset(x: torch.Tensor) -> torch.Tensor:
+    return x + OFFSET
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+        self.calls = 0
+        self.shift = torch.ones(3)
+        self.register_buffer("scale_buffer", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+def test_module_number_changed(settled: Settle) -> None:
+    """A number that hangs on a module is guarded: changing it has the graph captured anew."""
+    model = Scaled().eval()
+    step = settled(model)
+    x = torch.randn(4, 3)
+    model.scale = 5.0
+    assert torch.equal(step(x), model(x))
+    assert step.last_decision.reason is Reason.CAPTURED_NOW
+
+
+def test_module_number_changed_instead(settled: Settle) -> None:
+    """A number in a buffer, written in place, is read by every replay, without a new capture."""
+
+    class Buffered(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale_buffer * self.scale
+
+    model = Buffered().eval()
+    step = settled(model)
+    x = torch.randn(4, 3)
+    model.scale_buffer.fill_(5.0)
+    assert torch.equal(step(x), model(x))
+    assert step.last_decision.reason is Reason.EXACT
+
+
+def test_helper_global_changed(settled: Settle) -> None:
+    """LIMIT: a global that only an inner function reads is not looked at."""
+    globals()["OFFSET"] = torch.ones(3)
+    step = settled(lambda x: _reads_offset(x) * 1.0)
+    globals()["OFFSET"] = torch.full((3,), 9.0)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x + 1.0)
+
+
+def test_helper_global_changed_instead(settled: Settle) -> None:
+    """Written in place, the same global is read by every replay."""
+    globals()["OFFSET"] = torch.ones(3)
+    step = settled(lambda x: _reads_offset(x) * 1.0)
+    OFFSET.fill_(9.0)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x + 9.0)
+
+
+def test_hook_added(settled: Settle) -> None:
+    """LIMIT: a hook that is registered after the capture does not run."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, dynamic={"input": 0})
+    x = torch.randn(4, 3)
+    before = model(x)
+    with model.register_forward_hook(lambda module, args, output: output * 0):
+        assert torch.equal(step(x), before)
+
+
+def test_hook_added_instead(settled: Settle) -> None:
+    """After ``clear`` the hook is part of the new graph."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, dynamic={"input": 0})
+    model.register_forward_hook(lambda module, args, output: output * 0)
+    step.clear()
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), model(x))
+
+
+def test_static_object_changed(settled: Settle) -> None:
+    """LIMIT: an object that ``static=`` vouches for is read at the capture and never again."""
+    config = SimpleNamespace(scale=2.0)
+    step = settled(lambda x, config: x * config.scale, lambda rows: (torch.randn(rows, 3), config), static=("config",))
+    config.scale = 5.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x, config), x * 2.0)
+
+
+def test_python_side_effect(settled: Settle) -> None:
+    """LIMIT: what Python does beside the tensors happens at each run of Python, and never in a replay."""
+    log: list[int] = []
+
+    class Logger:
+        def write(self, rows: int) -> None:
+            log.append(rows)
+
+    logger = Logger()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        logger.write(len(x))
+        return x * 2
+
+    step = settled(fn)
+    runs = len(log)
+    assert runs > 2
+    step(torch.randn(4, 3))
+    assert len(log) == runs
+
+
+def test_numpy_writes_unseen(settled: Settle) -> None:
+    """LIMIT: what numpy (or any code outside of torch) writes to memory that existed before is not replayed."""
+    memory = np.zeros(3, dtype=np.float32)
+    tensor = torch.from_numpy(memory)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        memory[:] = 3.0
+        return x + tensor
+
+    step = settled(fn)
+    memory[:] = 0.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x)
+    assert torch.equal(fn(x), x + 3.0)
+
+
+def test_default_dtype_changed(settled: Settle) -> None:
+    """LIMIT: a process-wide setting of torch (here the default dtype) is the one of the capture."""
+    step = settled(lambda x: x + torch.zeros(3))
+    x = torch.randn(4, 3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert step(x).dtype is torch.float32
+        step.clear()
+        assert step(x).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_closure_number_changed(settled: Settle) -> None:
+    """A number that the callable itself captured is compared on each call: a new value makes a new graph."""
+    scale = 2.0
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    step = settled(fn)
+    scale = 5.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 5.0)
+    assert step.last_decision.reason is Reason.CAPTURED_NOW
+
+
+def test_global_number_changed(settled: Settle) -> None:
+    """So is a global number that the callable itself reads."""
+    globals()["FACTOR"] = 2.0
+    step = settled(lambda x: x * FACTOR)
+    globals()["FACTOR"] = 5.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 5.0)
+
+
+def test_global_tensor_rebound(settled: Settle) -> None:
+    """A global tensor that the callable itself reads is followed to its new memory."""
+    globals()["OFFSET"] = torch.ones(3)
+    step = settled(lambda x: x + OFFSET)
+    globals()["OFFSET"] = torch.full((3,), 9.0)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x + 9.0)
+
+
+def test_loose_tensor_replaced(settled: Settle) -> None:
+    """A tensor that is a plain attribute of a module is compared like a buffer."""
+    model = Scaled().eval()
+    step = settled(model)
+    model.shift = torch.full((3,), 9.0)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), model(x))
+
+
+def test_python_counter(tried: Settle) -> None:
+    """A callable that counts in Python is refused after one run, so that each call counts once."""
+
+    class Counting(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x + self.calls
+
+    model = Counting().eval()
+    step = tried(model)
+    assert step.last_decision.reason is Reason.STATE_REBOUND
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x + 4)
+    assert model.calls == 4
+
+
+def test_python_counter_instead(settled: Settle) -> None:
+    """A counter in a tensor, written in place, counts each call once, replayed or not."""
+    count = torch.zeros((), dtype=torch.int64)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x + count
+
+    step = settled(fn)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x + 4)
+    assert int(count) == 4
+
+
+def test_dict_entry_rebound(tried: Settle) -> None:
+    """State that is rebound in a dict or list of the model is refused after one run."""
+    state = {"k": torch.zeros(3)}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        state["k"] = state["k"] + 1
+        return x + state["k"]
+
+    step = tried(fn)
+    assert step.last_decision.reason is Reason.STATE_REBOUND
+    assert torch.equal(state["k"], torch.full((3,), 3.0))
+
+
+def test_python_randomness(tried: Settle) -> None:
+    """A number that Python draws differs between eager and replay, and the comparison finds it."""
+    step = tried(lambda x: x * random.random())
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+def test_tensor_from_numpy(tried: Settle) -> None:
+    """A tensor that numpy made within the call would be frozen; the comparison finds one whose value changes."""
+    generator = np.random.default_rng(0)
+    step = tried(lambda x: x + torch.from_numpy(generator.random(3)))
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+def test_tensor_literal_changed_inside(settled: Settle) -> None:
+    """``torch.tensor(...)`` within the call has its own value in each replay, even if it is then written in place."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        constant = torch.tensor([1.0, 2.0, 3.0])
+        constant += 1
+        return x + constant
+
+    step = settled(fn)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), fn(x))
+    assert torch.equal(step(x), fn(x))

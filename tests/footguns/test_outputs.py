@@ -1,0 +1,102 @@
+"""What the callable returns: memory that replays share, objects, the argument itself, state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch import Reason, StaleOutputError
+
+Settle = Callable[..., Any]
+
+
+def test_output_kept(settled: Settle) -> None:
+    """Outputs are the caller's own copies: a later call changes none of them."""
+    step = settled(lambda x: x * 2)
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    kept = step(first)
+    step(second)
+    assert torch.equal(kept, first * 2)
+
+
+def test_output_view_kept(settled: Settle) -> None:
+    """With ``outputs="view"`` a handle that outlived its memory raises when it is read."""
+    step = settled(lambda x: x * 2, outputs="view")
+    x = torch.randn(4, 3)
+    kept = step(x)
+    assert torch.equal(kept.get(), x * 2)
+    step(x)
+    with pytest.raises(StaleOutputError, match="stale"):
+        kept.get()
+
+
+def test_output_static_kept(settled: Settle) -> None:
+    """LIMIT: with ``outputs="static"`` the tensors are the graph's own, and the next replay overwrites them."""
+    step = settled(lambda x: x * 2, outputs="static")
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    kept = step(first)
+    step(second)
+    assert torch.equal(kept, second * 2)
+
+
+def test_output_is_argument(settled: Settle) -> None:
+    """A callable that returns its argument gives an equal tensor, which is a copy."""
+    step = settled(lambda x: x)
+    x = torch.randn(3, 3)
+    out = step(x)
+    assert torch.equal(out, x)
+    assert out.data_ptr() != x.data_ptr()
+
+
+def test_output_is_view_of_argument(settled: Settle) -> None:
+    """So does one that returns a view of its argument; a write to the result does not reach the argument."""
+    step = settled(lambda x: x[:, :2])
+    x = torch.randn(3, 3)
+    expected = x.clone()
+    step(x).zero_()
+    assert torch.equal(x, expected)
+
+
+def test_output_is_state(settled: Settle) -> None:
+    """State that is returned is the state itself, as in eager, and no copy."""
+    cache = torch.zeros(3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return cache.add_(x.sum(0))
+
+    step = settled(fn)
+    assert step(torch.randn(4, 3)).data_ptr() == cache.data_ptr()
+
+
+def test_output_constant(settled: Settle) -> None:
+    """Constants beside tensors come back as they are."""
+    step = settled(lambda x: {"out": x * 2, "layers": 3, "name": "a"})
+    result = step(torch.ones(3, 3))
+    assert (result["layers"], result["name"]) == (3, "a")
+
+
+def test_output_row_count(tried: Settle) -> None:
+    """The number of rows as a plain number would be that of the graph, so the call stays eager."""
+    step = tried(lambda x: (x * 2, x.shape[0]))
+    assert step(torch.randn(3, 3))[1] == 3
+    assert step.last_decision.reason is Reason.OUTPUT_UNSUPPORTED
+
+
+def test_output_object(tried: Settle) -> None:
+    """An object that the call makes cannot be given back by a graph."""
+    step = tried(lambda x: (x * 2, object()))
+    assert step.last_decision.reason is Reason.OUTPUT_UNSUPPORTED
+
+
+def test_output_rows_fixed_by_accident(settled: Settle) -> None:
+    """An output whose size merely equals the batch is not cut: what follows the batch is found by running twice."""
+    step = settled(lambda x: (x * 2, torch.ones(4, 2) + x.sum() * 0))
+    assert step(torch.randn(3, 3))[1].shape == (4, 2)
+
+
+def test_output_rows_unknown(tried: Settle) -> None:
+    """An output with one row more than the batch cannot be cut by a factor."""
+    step = tried(lambda x: torch.cat([x, x[:1]]))
+    assert step(torch.randn(3, 3)).shape == (4, 3)
+    assert step.last_decision.reason is Reason.OUTPUT_ROWS_UNKNOWN

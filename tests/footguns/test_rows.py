@@ -1,0 +1,131 @@
+"""Padding rows: models that mix rows, and caches that padding would write to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch.graphed_callable import graphed
+
+Settle = Callable[..., Any]
+MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda x: x - x.mean(0),
+    "softmax": lambda x: x.softmax(0),
+    "sort": lambda x: x.sort(0).values,
+    "reverse_cumsum": lambda x: x.flip(0).cumsum(0) * x.flip(0).argmax(),
+}
+
+
+@pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed(mixer: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
+    """A model that mixes rows is found when its first padded batch is compared with eager, also after full ones."""
+    step = graphed(mixer, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for rows in (first, first, first, 3, 3, 4):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), mixer(x))
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+def test_rows_mixed_instead() -> None:
+    """With exact sizes alone, which a ladder of every size gives, such a model is served."""
+    step = graphed(MIXERS["mean"], dynamic={"x": 0}, sizes=(1, 2, 3, 4), capture_after=1)
+    for rows in (3, 3, 3, 4, 4, 4):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), MIXERS["mean"](x))
+    assert step.stats.hits == 2
+
+
+def test_rows_mixed_for_some_data(settled: Settle) -> None:
+    """LIMIT: a mixing that the compared batches do not show (zero padding under a maximum of positive values)."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + x.amax(0)
+
+    step = settled(fn, lambda rows: (torch.rand(rows, 3) + 1,))
+    x = -torch.rand(3, 3) - 1
+    assert torch.equal(step(x), x)
+    assert not torch.equal(step(x), fn(x))
+
+
+def test_rows_mixed_for_some_data_instead(settled: Settle) -> None:
+    """The pad rule ``repeat_last`` keeps padding within the data, so a maximum over the rows is right."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + x.amax(0)
+
+    step = settled(fn, lambda rows: (torch.rand(rows, 3) + 1,), pad={"x": "repeat_last"})
+    x = -torch.rand(3, 3) - 1
+    assert torch.equal(step(x), fn(x))
+
+
+def test_batch_norm_training() -> None:
+    """Batch norm in training mode mixes rows: full batches only, with statistics as eager leaves them."""
+    model, eager = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    step = graphed(model, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    for rows in (4, 4, 4, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), eager(x))
+    assert torch.equal(model.running_var, eager.running_var)
+    assert int(model.num_batches_tracked) == 4
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+class Cache(nn.Module):
+    """Writes each row to its slot and reads it back; slot 9 is scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slots", torch.zeros(10, 3))
+
+    def forward(self, x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        self.slots.index_copy_(0, slot, x)
+        return self.slots[slot] * 2
+
+
+def test_padding_writes_cache() -> None:
+    """Padding that points at a slot is refused even while that slot holds what padding would write."""
+    model, eager = Cache(), Cache()
+    step = graphed(model, dynamic={"x": 0, "slot": 0}, sizes=(4,), capture_after=1)
+    for slots in ([5, 6, 7], [6, 7, 8], [5, 6, 8], [0, 1, 2, 3], [5, 6, 7]):
+        x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
+        assert torch.equal(step(x, slot), eager(x, slot))
+        assert torch.equal(model.slots, eager.slots)
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.PADDING_WRITES_STATE
+
+
+def test_padding_writes_cache_instead() -> None:
+    """With padding sent to a scratch slot, and that allowed, the live slots are as eager leaves them."""
+    model, eager = Cache(), Cache()
+    options = CUDAGraphOptions(padding_writes="allow")
+    step = graphed(model, dynamic={"x": 0, "slot": 0}, pad={"slot": 9}, sizes=(4,), capture_after=1, options=options)
+    for slots in ([5, 6, 7], [6, 7, 8], [0, 1, 2, 3], [5, 6, 7]):
+        x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
+        assert torch.equal(step(x, slot), eager(x, slot))
+        assert torch.equal(model.slots[:9], eager.slots[:9])
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.PADDED
+
+
+def test_padding_writes_slice() -> None:
+    """A write to as many rows as the batch has writes more of them when padded, and is refused."""
+    state = torch.zeros(8, 3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        state[: x.shape[0]].copy_(x)
+        return x * 2
+
+    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for rows in (3, 3, 4, 3):
+        kept = state.clone()
+        x = torch.randn(rows, 3)
+        step(x)
+        assert torch.equal(state, torch.cat([x, kept[rows:]]))
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.PADDING_WRITES_STATE

@@ -1,0 +1,114 @@
+"""The two front doors on a GPU: ``graphed`` and ``CUDAGraphWrapper`` give eager's answers from graphs."""
+
+import pytest
+import torch
+
+import graphdispatch as gd
+from graphdispatch.backends.cuda import CUDABackend
+from graphdispatch.reasons import Reason
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(torch.nn.Module):
+    """A small model whose rows are independent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+        self.up = torch.nn.Linear(32, 128)
+        self.down = torch.nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        change: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + change
+
+
+@pytest.fixture
+def model(cuda: CUDABackend) -> Block:
+    """The model on the GPU, with seeded weights."""
+    torch.manual_seed(0)
+    return Block().to(cuda.device).eval()
+
+
+def test_prewarmed_sizes_and_those_between_are_served_by_graphs(cuda: CUDABackend, model: Block) -> None:
+    """After ``prewarm`` every batch up to the largest size is a replay, padded or exact, with eager's rows."""
+    decode = gd.graphed(model, dynamic={"x": 0}, max_size=16, sizes=[1, 2, 4, 8, 16])
+    with torch.inference_mode():
+        decode.prewarm(x=torch.randn(3, 32, device=cuda.device))
+        for rows in [*range(1, 17), 5, 16, 1]:
+            batch = torch.randn(rows, 32, device=cuda.device)
+            torch.testing.assert_close(decode(x=batch), model(batch), rtol=1e-4, atol=1e-5)
+            wanted = Reason.EXACT if rows in (1, 2, 4, 8, 16) else Reason.PADDED
+            assert decode.last_decision.reason is wanted
+
+
+def test_outputs_belong_to_the_caller(cuda: CUDABackend, model: Block) -> None:
+    """An output stays what it was when the next batch is served."""
+    decode = gd.graphed(model, dynamic={"x": 0}, max_size=4, sizes=[4])
+    with torch.inference_mode():
+        decode.prewarm(x=torch.randn(4, 32, device=cuda.device))
+        batch = torch.randn(4, 32, device=cuda.device)
+        first = decode(x=batch)
+        kept = first.clone()
+        decode(x=torch.randn(4, 32, device=cuda.device))
+        assert torch.equal(first, kept)
+
+
+def test_calls_on_several_streams_are_right(cuda: CUDABackend, model: Block) -> None:
+    """A graph that is replayed on another stream waits for its last use, without being told."""
+    decode = gd.graphed(model, dynamic={"x": 0}, max_size=8, sizes=[8])
+    with torch.inference_mode():
+        decode.prewarm(x=torch.randn(8, 32, device=cuda.device))
+        batches = [torch.randn(8, 32, device=cuda.device) for _ in range(6)]
+        expected = [model(batch) for batch in batches]
+        cuda.synchronize()
+        streams = [cuda.make_stream() for _ in range(2)]
+        outputs: list[torch.Tensor] = []
+        for number, batch in enumerate(batches):
+            with cuda.use_stream(streams[number % 2]):
+                outputs.append(decode(x=batch))
+        cuda.synchronize()
+        for output, right in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output, right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_reads_on_the_host_runs_eagerly(cuda: CUDABackend) -> None:
+    """What cannot be captured gives eager's answer, with the reason, and the process goes on."""
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * x.abs().max().item()
+
+    call = gd.graphed(scaled, dynamic={"x": 0}, max_size=4, sizes=[4])
+    batch = torch.randn(4, 8, device=cuda.device)
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(call(x=batch), scaled(batch))
+        assert call.last_decision.reason is Reason.CAPTURE_UNSAFE
+    assert not cuda.is_capturing()
+
+
+def test_state_is_written_once_for_each_call(cuda: CUDABackend) -> None:
+    """Warm-up, capture and verification leave exactly one execution's effect of each call."""
+    steps = torch.zeros((), device=cuda.device)
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        steps.add_(1)
+        return x + steps
+
+    call = gd.graphed(count, dynamic={"x": 0}, max_size=2, sizes=[2])
+    with torch.inference_mode():
+        outputs = [call(x=torch.zeros(2, device=cuda.device))[0].item() for _ in range(6)]
+    assert outputs == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_the_wrapper_captures_once_and_replays(cuda: CUDABackend, model: Block) -> None:
+    """``CUDAGraphWrapper`` inside ``cudagraph_context`` gives eager's answer, from one capture."""
+    wrapper = gd.CUDAGraphWrapper(model, gd.CUDAGraphMode.FULL)
+    descriptor = gd.BatchDescriptor(num_tokens=8)
+    with torch.inference_mode(), gd.cudagraph_context(gd.CUDAGraphMode.FULL, descriptor):
+        for _ in range(5):
+            batch = torch.randn(8, 32, device=cuda.device)
+            torch.testing.assert_close(wrapper(batch), model(batch), rtol=1e-4, atol=1e-5)
+    assert list(wrapper.get_cached_descriptors()) == [descriptor]
+    assert wrapper.get_stats().captures == 1

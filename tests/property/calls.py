@@ -1,0 +1,146 @@
+"""Random calls of a random model, as data: how many rows, how the arguments lie in memory, what is wrong with them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from .models import SLOTS, WIDTH, RandomModel
+
+LAYOUTS = ("plain", "strided", "transposed", "expanded", "offset")
+FAULTS = ("narrow", "deep", "one_id", "missing", "no_dims", "double", "half", "integer", "unknown", "object")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call; ``make`` gives equal, separate arguments each time."""
+
+    rows: int
+    seed: int = 0
+    layout: str = "plain"
+    fault: str | None = None
+    scale: float | int | None = None
+    fail: str | None = None
+    positional: int = 0
+    is_reversed: bool = False
+    aliased: bool = False
+    context: str = "no_grad"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the arguments leave no gaps in memory; where they do, eager may take other kernels than a graph."""
+        return self.layout in ("plain", "transposed") and self.fault != "narrow"
+
+    def make(self, model: RandomModel) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments for a call of ``model``."""
+        generator = torch.Generator().manual_seed(self.seed)
+        x = _laid_out(self.layout, self.rows, generator)
+        x = x.t() if model.spec.batch_dim == 1 else x
+        named: dict[str, Any] = {
+            "x": x,
+            "ids": torch.randint(0, SLOTS, (self.rows,), generator=generator),
+            "slots": torch.randperm(SLOTS, generator=generator)[: self.rows],
+        }
+        if self.aliased:
+            named["ids"] = named["slots"]
+        if self.fault is not None:
+            _spoil(named, self.fault)
+        args = tuple(named.pop(name) for name in list(named)[: self.positional])
+        if self.scale is not None:
+            named["scale"] = self.scale
+        if self.fail is not None:
+            named["fail"] = self.fail
+        return args, dict(reversed(named.items())) if self.is_reversed else named
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference": torch.inference_mode,
+}
+
+
+def _laid_out(layout: str, rows: int, generator: torch.Generator) -> Tensor:
+    big = torch.randn(2 * SLOTS + 2, 2 * WIDTH, generator=generator)
+    if layout == "strided":
+        return big[: 2 * rows : 2, ::2]
+    if layout == "transposed":
+        return big[:rows, :WIDTH].t().contiguous().t()
+    if layout == "expanded":
+        return big[:1, :WIDTH].expand(rows, WIDTH)
+    if layout == "offset":
+        return big[1 : rows + 1, :WIDTH]
+    return big[:rows, :WIDTH].clone()
+
+
+def _spoil(named: dict[str, Any], fault: str) -> None:
+    x = named["x"]
+    spoilt: dict[str, Callable[[], Any]] = {
+        "narrow": lambda: x[:, :1],
+        "deep": lambda: x[None],
+        "no_dims": lambda: torch.tensor(1.0),
+        "double": x.double,
+        "half": x.bfloat16,
+        "integer": x.long,
+        "object": lambda: [object()],
+    }
+    if fault in spoilt:
+        named["x"] = spoilt[fault]()
+    elif fault == "one_id":
+        named["ids"] = named["ids"][:1]
+    elif fault == "missing":
+        del named["slots"]
+    elif fault == "unknown":
+        named["surplus"] = 1
+
+
+_TWISTS: list[dict[str, Any]] = [
+    *({"fault": fault} for fault in FAULTS),
+    *({"layout": layout} for layout in LAYOUTS),
+    *({"context": context} for context in CONTEXTS),
+    *({"scale": scale} for scale in (1.0, 1, 0.0, -0.0, None)),
+    *({"fail": fail} for fail in ("early", "late")),
+    {"is_reversed": True},
+    {"aliased": True},
+    {"positional": 2},
+]
+
+
+def twists() -> st.SearchStrategy[dict[str, Any]]:
+    """Changes of a plan, to be made once a graph serves it."""
+    return st.sampled_from(_TWISTS)
+
+
+def sound_plans() -> st.SearchStrategy[Plan]:
+    """Calls that a graph can serve."""
+    return st.builds(
+        Plan,
+        rows=st.integers(1, 4),
+        seed=st.integers(0, 40),
+        layout=st.sampled_from(("plain",) * 4 + LAYOUTS),
+        scale=st.sampled_from([None, None, 0.5]),
+        positional=st.integers(0, 3),
+        is_reversed=st.booleans(),
+        aliased=st.sampled_from([False] * 5 + [True]),
+        context=st.sampled_from(["no_grad", "enable_grad", "inference"]),
+    )
+
+
+def plans() -> st.SearchStrategy[Plan]:
+    """Mostly sound calls, of no rows to more than the largest graph."""
+    return st.builds(
+        Plan,
+        rows=st.sampled_from([0, 1, 2, 3, 3, 4, 4, 5, 7]),
+        seed=st.integers(0, 40),
+        layout=st.sampled_from(("plain",) * 4 + LAYOUTS),
+        fault=st.sampled_from((None,) * 24 + FAULTS),
+        scale=st.sampled_from([None, None, None, 1.0, 0.5, 1, -0.0]),
+        fail=st.sampled_from([None] * 8 + ["early", "late"]),
+        positional=st.integers(0, 3),
+        is_reversed=st.booleans(),
+        aliased=st.sampled_from([False] * 5 + [True]),
+        context=st.sampled_from(["no_grad", "no_grad", "enable_grad", "inference"]),
+    )

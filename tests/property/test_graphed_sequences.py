@@ -1,0 +1,185 @@
+"""Random models under random sequences of calls: ``graphed`` gives eager's answer, effects and errors."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from graphdispatch.capture.breaks import eager_break
+from graphdispatch.capture.outputs import OutputView
+from graphdispatch.config import CUDAGraphOptions
+from graphdispatch.errors import ConfigError, StaleOutputError
+from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.reasons import Reason
+
+from .calls import Plan, plans, sound_plans, twists
+from .compare import Done, assert_same, assert_same_outcome, assert_same_state, perform, snapshot
+from .models import AWKWARD, PLAIN, SLOTS, STATEFUL, RandomModel, Spec, specs
+
+_ROWS = st.lists(st.sampled_from([3, 4, 3, 4, 2, 1]), min_size=4, max_size=10)
+
+
+class Sequences(RuleBasedStateMachine):
+    """One model graphed, its twin run eagerly; every rule does the same to both."""
+
+    model: RandomModel
+    twin: RandomModel
+    step: Graphed[..., Any]
+
+    @initialize(
+        spec=specs(PLAIN, STATEFUL, AWKWARD),
+        sizes=st.sampled_from([(4,), (4,), (2, 4), (1, 2, 4)]),
+        mode=st.sampled_from(["FULL", "FULL", "PIECEWISE"]),
+        outputs=st.sampled_from(["clone", "view", "static"]),
+        capture_after=st.sampled_from([1, 1, 2]),
+        max_graphs=st.sampled_from([8, 8, 2, 1]),
+        repeats_last=st.booleans(),
+        plan=sound_plans(),
+        rows=_ROWS,
+    )
+    def start(
+        self,
+        spec: Spec,
+        sizes: tuple[int, ...],
+        mode: str,
+        outputs: str,
+        capture_after: int,
+        max_graphs: int,
+        repeats_last: bool,
+        plan: Plan,
+        rows: list[int],
+    ) -> None:
+        """Make both models, and serve some calls."""
+        self.model, self.twin = spec.build(), spec.build()
+        if mode == "PIECEWISE":
+            eager_break(self.model.parts[0])
+        self.outputs = outputs
+        self.drifted = False
+        self.kept: list[tuple[Any, Any]] = []
+        self.max_graphs = max_graphs
+        self.step = graphed(
+            self.model,
+            dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0},
+            pad={"slots": SLOTS, "x": "repeat_last" if repeats_last else "zero"},
+            sizes=sizes,
+            mode=mode,
+            outputs=outputs,
+            capture_after=capture_after,
+            max_cached_graphs=max_graphs,
+            options=CUDAGraphOptions(padding_writes="allow"),
+        )
+        self._serve(plan, rows, None)
+
+    @rule(plan=plans())
+    def call(self, plan: Plan) -> None:
+        """Any call."""
+        self._call_both(plan)
+
+    @rule(
+        plan=sound_plans(),
+        rows=_ROWS,
+        twist=st.one_of(st.none(), twists()),
+    )
+    def serve(self, plan: Plan, rows: list[int], twist: dict[str, Any] | None) -> None:
+        """Calls of one kind, then one that differs, and one more of the kind."""
+        self._serve(plan, rows, twist)
+
+    def _serve(self, plan: Plan, rows: list[int], twist: dict[str, Any] | None) -> None:
+        # Each call has rows and numbers of its own: enough to capture, compare and replay.
+        alike = [dataclasses.replace(plan, rows=count, seed=plan.seed + 41 * shift) for shift, count in enumerate(rows)]
+        for one in alike[:-1]:
+            self._call_both(one)
+        if twist is not None:
+            self._call_both(dataclasses.replace(alike[-1], **twist))
+        self._call_both(alike[-1])
+
+    @rule(data=st.data(), how=st.sampled_from(["data", "replaced", "in_place", "loaded"]))
+    def move_weight(self, data: st.DataObject, how: str) -> None:
+        """A parameter gets other values, at the same address or elsewhere."""
+        names = [name for name, _ in self.model.named_parameters()]
+        if names:
+            name = data.draw(st.sampled_from(names))
+            for model in (self.model, self.twin):
+                _change(model, name, how)
+
+    @rule(how=st.sampled_from(["flip_training", "clear", "reload"]))
+    def disturb(self, how: str) -> None:
+        """Another training mode; all graphs released; or the eager model's state loaded, which ends all rounding."""
+        if how == "flip_training":
+            for model in (self.model, self.twin):
+                model.train(not model.training)
+        elif how == "clear":
+            self.step.clear()
+            assert self.step.entries == []
+        elif "rebinds" not in self.model.spec.parts:  # its buffer may have been made in inference mode
+            self.model.load_state_dict(self.twin.state_dict())
+            self.drifted = False
+
+    @precondition(lambda self: "rebinds" not in self.model.spec.parts)
+    @rule(rows=st.sampled_from([1, 2, 3, 4]), layout=st.sampled_from(["plain", "transposed", "strided"]))
+    def prewarm(self, rows: int, layout: str) -> None:
+        """All sizes are captured, which leaves no trace in arguments or state."""
+        plan = Plan(rows, seed=99, layout=layout)
+        args, kwargs = plan.make(self.model)
+        # A model that raises at one of the sizes, and a cache without room for all sizes, are told; both are right.
+        with contextlib.suppress(ConfigError, IndexError):
+            self.step.prewarm(*args, **kwargs)
+        assert_same(plan.make(self.twin), (args, kwargs), exact=True)
+
+    @rule(plan=plans())
+    def explain(self, plan: Plan) -> None:
+        """A question changes nothing."""
+        args, kwargs = plan.make(self.model)
+        calls = self.step.stats.calls
+        with contextlib.suppress(ConfigError):
+            assert self.step.explain(*args, **kwargs)
+        assert self.step.stats.calls == calls
+
+    @invariant()
+    def is_sound(self) -> None:
+        """The accounts agree, the state is eager's, and what was handed out before is as it was, or known stale."""
+        self.step.check_integrity()
+        assert len(self.step.entries) <= self.max_graphs
+        assert_same_state(self.twin, self.model, exact=not self.drifted)
+        for held, then in self.kept:
+            with contextlib.suppress(StaleOutputError):
+                assert_same(then, held.get() if isinstance(held, OutputView) else held, exact=True)
+
+    def _call_both(self, plan: Plan) -> None:
+        got = perform(self.step, self.model, plan)
+        if isinstance(got.error, ConfigError) and plan.fault == "no_dims":
+            return
+        want = perform(self.twin, self.twin, plan)
+        decision = self.step.last_decision
+        if decision is not None and decision.reason.is_graph:
+            self.drifted |= decision.reason is Reason.PADDED or not plan.is_dense
+        assert_same_outcome(want, got, exact=not self.drifted)
+        self._keep(got)
+
+    def _keep(self, got: Done) -> None:
+        if got.error is None and self.outputs != "static" and not self.model.spec.hands_out_shared:
+            self.kept = [*self.kept[-2:], (got.handed_out, snapshot(got.result))]
+
+
+def _change(model: RandomModel, name: str, how: str) -> None:
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    old = getattr(module, attribute)
+    new = old.detach() * 0.5 + 0.125
+    if how == "data":
+        old.data = new
+    elif how == "replaced":
+        setattr(module, attribute, torch.nn.Parameter(new, requires_grad=False))
+    elif how == "in_place":
+        with torch.no_grad():
+            old.copy_(new)
+    else:
+        model.load_state_dict({name: new}, strict=False)
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(settings.default, max_examples=settings.default.max_examples, stateful_step_count=12)

@@ -1,0 +1,169 @@
+"""Random module trees with random breaks, many sizes in one pool, in random order: always eager's answer."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from graphdispatch.capture.breaks import eager_break
+from graphdispatch.graphed_callable import graphed
+
+WIDTH = 4
+SIZES = (1, 2, 4, 8)
+
+
+class Tree(NamedTuple):
+    """A node: its kind, whether it is a break, and its children."""
+
+    kind: str
+    is_break: bool
+    children: tuple["Tree", ...]
+
+
+class Node(nn.Module):
+    """``[rows, WIDTH]`` -> whatever its kind gives; ``steps`` counts its runs, in place."""
+
+    steps: Tensor
+    weight: Tensor
+
+    def __init__(self, tree: Tree, generator: torch.Generator) -> None:
+        super().__init__()
+        self.kind = tree.kind
+        self.children_ = nn.ModuleList(Node(child, generator) for child in tree.children)
+        self.register_buffer("weight", torch.randn(WIDTH, WIDTH, generator=generator) * 0.5)
+        self.register_buffer("steps", torch.zeros(1))
+        if tree.is_break:
+            eager_break(self)
+
+    def forward(self, h: Tensor) -> Any:
+        self.steps.add_(1)
+        if self.kind in LEAVES:
+            return LEAVES[self.kind](self, h)
+        return INNER[self.kind](self, h)
+
+
+def _fresh(node: Node, h: Tensor) -> Tensor:
+    return torch.tanh(h @ node.weight)
+
+
+def _in_place(node: Node, h: Tensor) -> Tensor:
+    return h.mul_(0.5).add_(node.weight[0])
+
+
+def _view(node: Node, h: Tensor) -> Tensor:
+    return h.t()[:2].t()
+
+
+def _nothing(node: Node, h: Tensor) -> None:
+    h.sub_(node.weight[1])
+
+
+def _several(node: Node, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    whole = h * 0.5
+    return whole, whole[:, 1:3], h
+
+
+def _nest(node: Node, h: Tensor) -> dict[str, Any]:
+    return {"a": [h + node.weight[2], 2], "b": (h.sin(), None)}
+
+
+def _values(node: Node, h: Tensor) -> Tensor:
+    # Of the first row, which is never padding. No graph can hold this: unless it is in a break, all is eager.
+    return h * (0.5 if float(h[0, 0]) > 0 else -0.25)
+
+
+def _numpy(node: Node, h: Tensor) -> Tensor:
+    return torch.from_numpy(h.numpy() * 0.5)
+
+
+def run(node: Node, h: Tensor) -> Tensor:
+    """A node's result as ``[rows, WIDTH]``; parts of it are written to in place."""
+    got = node(h)
+    if got is None:
+        return h
+    if isinstance(got, dict):
+        return got["a"][0].mul_(0.5) * got["a"][1] + got["b"][0]  # type: ignore[no-any-return]
+    if isinstance(got, tuple):
+        got[1].add_(0.25)
+        return got[0] + got[2]  # type: ignore[no-any-return]
+    return torch.cat([got, got], 1) if got.shape[1] < WIDTH else got
+
+
+def _sequence(node: Node, h: Tensor) -> Tensor:
+    for child in node.children_:
+        h = run(child, h)  # type: ignore[arg-type]
+    return torch.tanh(h)
+
+
+def _residual(node: Node, h: Tensor) -> Tensor:
+    kept = h * 0.5
+    return kept + _sequence(node, h + 1)
+
+
+def _branches(node: Node, h: Tensor) -> Tensor:
+    # All children are given the same memory: what one does in place the others see.
+    parts = [run(child, h) for child in node.children_]  # type: ignore[arg-type]
+    return torch.tanh(torch.stack(parts).mean(0) + h)
+
+
+LEAVES: dict[str, Callable[[Node, Tensor], Any]] = {
+    f.__name__.lstrip("_"): f for f in (_fresh, _in_place, _view, _nothing, _several, _nest, _values, _numpy)
+}
+INNER: dict[str, Callable[[Node, Tensor], Tensor]] = {
+    f.__name__.lstrip("_"): f for f in (_sequence, _residual, _branches)
+}
+NEEDS_A_BREAK = ("values", "numpy")
+
+leaves = st.builds(
+    lambda kind, is_break: Tree(kind, is_break or kind in NEEDS_A_BREAK, ()),
+    st.sampled_from(list(LEAVES)),
+    st.booleans(),
+)
+trees = st.recursive(
+    leaves,
+    lambda children: st.builds(
+        Tree, st.sampled_from(list(INNER)), st.booleans(), st.lists(children, min_size=1, max_size=4).map(tuple)
+    ),
+    max_leaves=10,
+)
+roots = st.builds(lambda children: Tree("sequence", False, tuple(children)), st.lists(trees, min_size=1, max_size=4))
+
+
+@given(root=roots, rows=st.lists(st.integers(1, 9), min_size=3, max_size=9), seed=st.integers(0, 2**16))
+def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> None:
+    """Outputs and state of every call are eager's, whichever sizes came before in the same pool."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Node(root, generator)
+    twin = copy.deepcopy(model)
+    served = graphed(lambda x: model(x.clone()), dynamic={"x": 0}, sizes=SIZES, mode="PIECEWISE", capture_after=1)
+    with torch.no_grad():
+        for count in (*rows, 3) * 3:
+            x = torch.randn(count, WIDTH, generator=generator)
+            torch.testing.assert_close(served(x), twin(x.clone()), rtol=1e-5, atol=1e-5)
+            for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+                assert torch.equal(ours, theirs)
+    served.check_integrity()
+    assert served.stats.hits > 0, served.stats.reasons
+
+
+@given(root=roots, seed=st.integers(0, 2**16))
+def test_a_full_graph_gives_the_same_as_pieces(root: Tree, seed: int) -> None:
+    """One callable in FULL_AND_PIECEWISE answers alike by either graph."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Node(root, generator)
+    served = graphed(
+        lambda x, decode: model(x.clone()),
+        dynamic={"x": 0},
+        sizes=(2, 4),
+        mode="FULL_AND_PIECEWISE",
+        uniform_decode=lambda x, decode: decode,
+        capture_after=1,
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, WIDTH, generator=generator)
+            torch.testing.assert_close(served(x, True), served(x, False), rtol=1e-5, atol=1e-5)

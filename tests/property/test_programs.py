@@ -1,0 +1,128 @@
+"""Random programs of operators, recorded by the CPU backend: replays over new inputs leave eager's bits."""
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphdispatch.backends import get_backend
+
+ROWS, COLUMNS = 4, 6
+_Step = tuple[str, int, int]  # operator, and the two values (by number) that it works on
+
+PURE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda a, b: a * 0.5 + b * 0.5,
+    "where": lambda a, b: torch.where(a > b, a, b * 0.5),
+    "product": lambda a, b: torch.tanh(a @ b.t() @ b),
+    "concatenate": lambda a, b: torch.cat([a[:, 3:], b[:, :3]], 1),
+    "sort": lambda a, b: a.sort(dim=1).values,
+    "largest": lambda a, b: a.topk(2, dim=1).values.repeat(1, 3),
+    "norm": lambda a, b: torch.nn.functional.layer_norm(a, (COLUMNS,)),
+    "stacked": lambda a, b: torch.stack([a, b]).mean(0),
+    "gather": lambda a, b: a.gather(1, b.argsort(1)),
+    "counted": lambda a, b: a.cumsum(1) * 0.125,
+    "converted": lambda a, b: (a.double() + b).float() * 0.5,
+    "literal": lambda a, b: a * 0.5 + torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, 0.25]),
+}
+VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "reversed_twice": lambda a, b: a.t()[:, :].t(),
+    "reshaped": lambda a, b: a.reshape(-1).view(ROWS, COLUMNS) if a.is_contiguous() else a.reshape(ROWS, COLUMNS),
+    "expanded": lambda a, b: a[:1].expand(ROWS, -1),
+    "detached": lambda a, b: a.detach(),
+}
+
+
+def _write_row(a: Tensor, b: Tensor) -> Tensor:
+    a[1].copy_(b[2])
+    return a
+
+
+def _write_columns(a: Tensor, b: Tensor) -> Tensor:
+    a[:, ::2].mul_(0.5)
+    return a
+
+
+def _write_indexed(a: Tensor, b: Tensor) -> Tensor:
+    a[torch.tensor([0, 2])] = b[1:3].clone() * 0.5
+    return a
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "written": lambda a, b: a.mul_(0.5).add_(b.clone(), alpha=0.25),
+    "row_written": _write_row,
+    "columns_written": _write_columns,
+    "index_written": _write_indexed,
+    "relu_written": lambda a, b: a.relu_(),
+}
+ALL = PURE | VIEWS | WRITES
+
+
+def run(steps: list[_Step], inputs: list[Tensor]) -> list[Tensor]:
+    """All values of a program; a step that writes does so to a value that is not spread over itself."""
+    values = list(inputs)
+    for name, first, second in steps:
+        a, b = values[first % len(values)], values[second % len(values)]
+        if name in WRITES and 0 in a.stride():
+            a = a.clone()
+        values.append(ALL[name](a, b))
+    return values
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(sorted(ALL)), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=16
+    ),
+    held=st.frozensets(st.integers(0, 17), min_size=1, max_size=4),
+)
+def test_replays_are_eagers(steps: list[_Step], held: frozenset[int]) -> None:
+    """Whatever is held of a program, and the inputs that it writes, are eager's after each replay."""
+    backend = get_backend("cpu")
+    generator = torch.Generator().manual_seed(len(steps))
+    inputs = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
+    with torch.no_grad():
+        with backend.begin_capture(backend.make_pool()) as capture:
+            values = run(steps, inputs)
+            numbers = sorted({n % len(values) for n in held})
+            outputs = [values[n] for n in numbers]
+            del values
+        for _ in range(3):
+            fresh = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
+            for buffer, new in zip(inputs, fresh, strict=True):
+                buffer.copy_(new)
+            capture.graph.replay()
+            wanted = run(steps, fresh)
+            for number, got in zip(numbers, outputs, strict=True):
+                assert torch.equal(wanted[number], got)
+            for want, got in zip(fresh, inputs, strict=True):
+                assert torch.equal(want, got)
+
+
+@given(
+    programs=st.lists(
+        st.lists(
+            st.tuples(st.sampled_from(sorted(PURE)), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=8
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    order=st.lists(st.integers(0, 3), min_size=3, max_size=8),
+)
+def test_graphs_of_one_pool_do_not_disturb_each_other(programs: list[list[_Step]], order: list[int]) -> None:
+    """Graphs that share an arena give eager's bits in any order of replays, each from its own inputs."""
+    backend = get_backend("cpu")
+    pool = backend.make_pool()
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    with torch.no_grad():
+        for steps in programs:
+            inputs = [torch.randn(ROWS, COLUMNS, generator=generator)]
+            with backend.begin_capture(pool) as capture:
+                output = run(steps, inputs)[-1]
+            made.append((steps, inputs, capture.graph, output))
+        for number in order:
+            steps, inputs, graph, output = made[number % len(made)]
+            inputs[0].normal_(generator=generator)
+            graph.replay()
+            assert torch.equal(run(steps, inputs)[-1], output)

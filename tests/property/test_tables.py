@@ -1,0 +1,175 @@
+"""Decisions for any keys and any batch: against a definition by search, and by what must never happen."""
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.dispatch.decision import Decision
+from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
+from graphdispatch.dispatch.ladders import query_len_of, request_limit
+from graphdispatch.modes import CUDAGraphMode as Mode
+from graphdispatch.reasons import Reason
+
+NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
+QUERY_LEN, MAX_REQS = 2, 16
+Key = tuple[Mode, BatchDescriptor]
+
+variants = st.sampled_from([None, "a", 0, 1, 2, 5])
+descriptors = st.builds(BatchDescriptor, st.integers(1, 24), st.none() | st.integers(1, 24), st.booleans(), variants)
+keys_strategy = st.sets(st.tuples(st.sampled_from([PIECEWISE, FULL]), descriptors), max_size=12)
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: int
+    reqs: int | None
+    query_len: int | None
+    variant: str | int | None
+    excluded: frozenset[Mode]
+
+    @property
+    def uniform(self) -> int | None:
+        """The query length, if the counts agree with it."""
+        if self.query_len is None or self.tokens % self.query_len:
+            return None
+        return self.query_len if self.reqs in (None, self.tokens // self.query_len) else None
+
+    @property
+    def most_reqs(self) -> int:
+        """The requests there may be."""
+        return self.reqs if self.reqs is not None else min(self.tokens // (self.uniform or 1), MAX_REQS)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Batches around the sizes of the keys, some with counts that contradict their query length."""
+    tokens = draw(st.integers(1, 26))
+    reqs = draw(st.none() | st.integers(1, min(tokens, MAX_REQS)))
+    query_len = draw(st.sampled_from([None, 1, 2, 3]))
+    excluded = draw(
+        st.sampled_from([frozenset(), frozenset({FULL}), frozenset({PIECEWISE}), frozenset({FULL, PIECEWISE})])
+    )
+    return Batch(tokens, reqs, query_len, draw(st.sampled_from([None, "a", "b", 0, 1, 2, 3, 5, 6])), excluded)
+
+
+def dispatcher_of(keys: set[Key]) -> CudagraphKeyDispatcher:
+    """An initialised dispatcher with these keys."""
+    dispatcher = CudagraphKeyDispatcher(max_num_reqs=MAX_REQS)
+    dispatcher.initialize_cudagraph_keys(NONE, QUERY_LEN)
+    for mode, descriptor in keys:
+        dispatcher.add_cudagraph_key(mode, descriptor)
+    return dispatcher
+
+
+def decide(dispatcher: CudagraphKeyDispatcher, batch: Batch) -> Decision:
+    """The decision for a batch."""
+    return dispatcher.decide(
+        batch.tokens, batch.reqs, query_len=batch.query_len, variant=batch.variant, excluded_modes=batch.excluded
+    )
+
+
+def serves(key: Key, batch: Batch) -> bool:
+    """Whether the graph of a key may serve a batch, from the definition alone."""
+    mode, descriptor = key
+    if descriptor.num_tokens < batch.tokens or mode in batch.excluded:
+        return False
+    if isinstance(batch.variant, int) and isinstance(descriptor.variant, int):
+        right_variant = descriptor.variant >= batch.variant
+    else:
+        right_variant = descriptor.variant == batch.variant
+    if not descriptor.is_uniform_decode:
+        return right_variant and batch.most_reqs <= request_limit(descriptor)
+    return right_variant and mode is FULL and batch.uniform == query_len_of(descriptor, QUERY_LEN) != None  # noqa: E711
+
+
+def rank(key: Key) -> tuple[int, ...]:
+    """The order of preference, the best first."""
+    mode, descriptor = key
+    count = descriptor.variant if isinstance(descriptor.variant, int) else 0
+    room = request_limit(descriptor)
+    return (-mode, descriptor.num_tokens, count, not descriptor.is_uniform_decode, room, descriptor.num_reqs or 0)
+
+
+@given(keys=keys_strategy, batch=batches())
+def test_a_decision_is_the_best_graph_that_serves_the_batch(keys: set[Key], batch: Batch) -> None:
+    """The table gives what a search through all keys gives, and no graph where there is none."""
+    found = decide(dispatcher_of(keys), batch)
+    candidates = sorted((key for key in keys if serves(key, batch)), key=rank)
+    if candidates:
+        assert rank((found.mode, found.descriptor or BatchDescriptor(0))) == rank(candidates[0])
+        assert found.reason is (Reason.EXACT if found.size == batch.tokens else Reason.PADDED)
+    else:
+        assert (found.mode, found.descriptor, found.size) == (NONE, None, batch.tokens)
+        assert not found.reason.is_graph
+    assert found.rows == batch.tokens
+
+
+@given(keys=keys_strategy, batch=batches())
+def test_a_graph_never_serves_less_than_the_batch(keys: set[Key], batch: Batch) -> None:
+    """Enough tokens, the variant or a larger count, no excluded mode, and no uniform graph for a mixed batch."""
+    found = decide(dispatcher_of(keys), batch)
+    if found.descriptor is None:
+        return
+    assert (found.mode, found.descriptor) in keys
+    assert found.size == found.descriptor.num_tokens >= batch.tokens
+    assert found.mode not in batch.excluded
+    assert batch.uniform is not None or not found.descriptor.is_uniform_decode
+    if isinstance(batch.variant, int):
+        assert isinstance(found.descriptor.variant, int)
+        assert found.descriptor.variant >= batch.variant
+    else:
+        assert found.descriptor.variant == batch.variant
+
+
+@given(keys=keys_strategy, added=st.tuples(st.sampled_from([PIECEWISE, FULL]), descriptors), batch=batches())
+def test_adding_a_key_never_makes_a_decision_worse(keys: set[Key], added: Key, batch: Batch) -> None:
+    """A batch keeps its graph or goes to the new one, and then because that is better."""
+    before = decide(dispatcher_of(keys), batch)
+    after = decide(dispatcher_of(keys | {added}), batch)
+    if after.descriptor == before.descriptor and after.mode is before.mode:
+        return
+    assert (after.mode, after.descriptor) == added
+    assert before.descriptor is None or rank(added) <= rank((before.mode, before.descriptor))
+
+
+@given(keys=keys_strategy, batch=batches())
+def test_the_quick_way_decides_as_the_general_one(keys: set[Key], batch: Batch) -> None:
+    """The lookup in the dispatcher and the full rules of its table give equal decisions."""
+    dispatcher = dispatcher_of(keys)
+    allowed = frozenset({NONE, PIECEWISE, FULL}) - batch.excluded
+    options = {"query_len": batch.query_len, "variant": batch.variant}
+    quick = dispatcher.decide(batch.tokens, batch.reqs, **options, allowed_modes=allowed)  # type: ignore[arg-type]
+    general = dispatcher.table.decide(
+        batch.tokens,
+        batch.reqs,
+        **options,
+        allowed_modes=list(allowed),  # type: ignore[arg-type]
+    )
+    assert quick[:5] == general[:5]
+    assert quick == decide(dispatcher, batch)
+
+
+@given(keys=keys_strategy, batch=batches())
+def test_a_removed_key_serves_nothing(keys: set[Key], batch: Batch) -> None:
+    """Removing the key of a decision leaves what the other keys decide."""
+    dispatcher = dispatcher_of(keys)
+    found = decide(dispatcher, batch)
+    if found.descriptor is not None:
+        dispatcher.remove_cudagraph_key(found.mode, found.descriptor)
+        rest = keys - {(found.mode, found.descriptor)}
+        assert decide(dispatcher, batch) == decide(dispatcher_of(rest), batch)
+
+
+@given(keys=keys_strategy, batch=batches())
+def test_dispatch_gives_back_only_keys(keys: set[Key], batch: Batch) -> None:
+    """The exact contract never invents a descriptor, and never pads."""
+    asked = BatchDescriptor(batch.tokens, batch.reqs, batch.uniform is not None, batch.variant)
+    mode, found = dispatcher_of(keys).dispatch(asked, FULL in batch.excluded)
+    assert (mode is NONE) == (found is None)
+    if found is not None:
+        assert (mode, found) in keys
+        assert (found.num_tokens, found.variant) == (asked.num_tokens, asked.variant)
+        assert found.num_reqs in (asked.num_reqs, None) or asked.num_reqs is None
+        assert mode not in batch.excluded or mode is not FULL

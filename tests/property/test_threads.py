@@ -1,0 +1,101 @@
+"""Several threads call one graphed object: each gets eager's answer for its own arguments."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.graphed_callable import graphed
+from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.wrapper import CUDAGraphWrapper
+
+from .calls import Plan
+from .compare import assert_same_outcome, perform
+from .models import PLAIN, RandomModel, Spec, specs
+
+THREADS = 4
+_OUTPUTS = ("tensor", "nest", "transposed", "pieces", "rows_doubled", "integers")
+_STATELESS = specs(PLAIN, outputs=_OUTPUTS).filter(lambda spec: not spec.writes_argument)
+_SEQUENCE = st.lists(
+    st.builds(
+        Plan,
+        rows=st.integers(1, 6),
+        seed=st.integers(0, 1000),
+        layout=st.sampled_from(["plain", "plain", "transposed"]),
+        scale=st.sampled_from([None, None, 0.5]),
+        context=st.sampled_from(["no_grad", "no_grad", "inference"]),
+    ),
+    min_size=10,
+    max_size=20,
+)
+_SEQUENCES = st.lists(_SEQUENCE, min_size=THREADS, max_size=THREADS)
+Call = Callable[..., Any]
+
+
+def run_together(model: RandomModel, calls: list[tuple[Call, Plan]], gate: Barrier, *, exact: bool) -> None:
+    """One thread's calls, each compared with eager."""
+    gate.wait()
+    for call, plan in calls:
+        assert_same_outcome(perform(model, model, plan), perform(call, model, plan), exact=exact)
+
+
+def in_threads(model: RandomModel, work: list[list[tuple[Call, Plan]]], *, exact: bool) -> None:
+    """All lists of calls at once; raises what any of them raises."""
+    gate = Barrier(len(work))
+    with ThreadPoolExecutor(len(work)) as pool:
+        for future in [pool.submit(run_together, model, calls, gate, exact=exact) for calls in work]:
+            future.result(timeout=120)
+
+
+@given(spec=_STATELESS, sequences=_SEQUENCES, max_graphs=st.sampled_from([1, 2, 8]))
+def test_threads_share_one_graphed(spec: Spec, sequences: list[list[Plan]], max_graphs: int) -> None:
+    """Captures, replays, evictions and eager steps of other threads never show in an answer."""
+    model = spec.build()
+    step = graphed(
+        model,
+        dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0},
+        sizes=(1, 2, 4),
+        max_cached_graphs=max_graphs,
+    )
+    in_threads(model, [[(step, plan) for plan in plans] for plans in sequences], exact=False)
+    step.check_integrity()
+    assert step.stats.calls == sum(map(len, sequences))
+
+
+@given(spec=_STATELESS, sequences=_SEQUENCES)
+def test_threads_share_one_wrapper(spec: Spec, sequences: list[list[Plan]]) -> None:
+    """A wrapper with room for two graphs gives every thread eager's bits."""
+    model = spec.build()
+    wrapper = CUDAGraphWrapper(model, max_cached_graphs=2)
+
+    def for_rows(rows: int) -> Call:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(
+                *args, batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=CUDAGraphMode.FULL, **kwargs
+            )
+
+        return call
+
+    in_threads(model, [[(for_rows(plan.rows), plan) for plan in plans] for plans in sequences], exact=True)
+    wrapper.check_integrity()
+
+
+@given(spec=_STATELESS, sequences=_SEQUENCES)
+def test_clearing_under_calls(spec: Spec, sequences: list[list[Plan]]) -> None:
+    """``clear()`` from a thread of its own takes graphs away under the others, and no answer suffers."""
+    model = spec.build()
+    step = graphed(model, dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0}, sizes=(2, 4), capture_after=1)
+
+    def clears(*args: Any, **kwargs: Any) -> Any:
+        step.clear()
+        return step(*args, **kwargs)
+
+    calls = [step, step, step, clears]
+    in_threads(
+        model, [[(call, plan) for plan in plans] for call, plans in zip(calls, sequences, strict=True)], exact=False
+    )
+    step.check_integrity()

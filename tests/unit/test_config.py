@@ -1,0 +1,225 @@
+"""Configuration: what it accepts, how each bad value is refused, and what it resolves to."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
+from graphdispatch.errors import ConfigError
+from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.sizes import LADDERS, ladder
+
+BAD_CONFIG: list[tuple[str, Any, str]] = [
+    ("mode", "HALF", r"one of NONE \(0\), .*FULL_AND_PIECEWISE \(4\), got 'HALF'"),
+    ("mode", 5, r"one of NONE \(0\), .*, got 5"),
+    ("mode", True, r"one of NONE \(0\), .*, got True"),
+    ("backend", 3, r"a valid string, got 3"),
+    ("capture_sizes", "tgi", r"one of 'auto', 'vllm', .*, or increasing sizes, got 'tgi'"),
+    ("capture_sizes", 8, r"'auto', the name of a ladder, or increasing sizes, got 8"),
+    ("capture_sizes", (), r"hold at least one size"),
+    ("capture_sizes", (1, 4, 2), r"strictly increasing, got 4 before 2 at index 1"),
+    ("capture_sizes", (1, 512), r"at most max_batch_size=256, got 512; raise max_batch_size"),
+    ("max_batch_size", 0, r"greater than or equal to 1, got 0"),
+    ("max_batch_size", 2**40, r"less than or equal to 1048576, got 1099511627776"),
+    ("max_seq_len", -1, r"greater than or equal to 1, got -1"),
+    ("pad_batches", "yes", r"a valid boolean, got 'yes'"),
+    ("max_cached_graphs", 1.5, r"a valid integer, got 1.5"),
+    ("memory_budget_bytes", -1, r"greater than or equal to 1, got -1"),
+    ("memory_budget_bytes", 0, r"greater than or equal to 1, got 0"),
+    ("memory_budget_bytes", "2GiB", r"a valid integer, got '2GiB'"),
+    ("capture_after", 0, r"greater than or equal to 1, got 0"),
+    ("max_signatures", True, r"a valid integer, got True"),
+    ("strict", 1, r"a valid boolean, got 1"),
+    ("options", 3, r"a valid dictionary or instance of CUDAGraphOptions, got 3"),
+]
+
+BAD_OPTIONS: list[tuple[str, Any, str]] = [
+    ("inputs", "borrow", r"'copy' or 'static', got 'borrow'"),
+    ("outputs", "copy", r"'clone', 'view' or 'static', got 'copy'"),
+    ("warmup_iterations", 0, r"greater than or equal to 1, got 0"),
+    ("verify", None, r"a valid boolean, got None"),
+    ("rtol", -0.1, r"greater than or equal to 0, got -0.1"),
+    ("atol", float("nan"), r"a finite number, got nan"),
+    ("state_limit_bytes", -1, r"greater than or equal to 0, got -1"),
+    ("padding_writes", True, r"'refuse' or 'allow', got True"),
+    ("max_failures", 0, r"greater than or equal to 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_CONFIG)
+def test_a_bad_config_value_is_one_error(name: str, value: Any, expected: str) -> None:
+    """The error names the option, what was expected and what was given."""
+    with pytest.raises(ConfigError, match=rf"^{name} must {'be ' * (value != ())}{expected}"):
+        CUDAGraphConfig(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_OPTIONS)
+def test_a_bad_option_is_one_error(name: str, value: Any, expected: str) -> None:
+    """The error names the option, what was expected and what was given."""
+    with pytest.raises(ConfigError, match=rf"^{name} must be {expected}"):
+        CUDAGraphOptions(**{name: value})
+
+
+@pytest.mark.parametrize("make", [CUDAGraphConfig.from_dict, CUDAGraphConfig.model_validate])
+def test_every_way_to_make_one_raises_the_same_error(make: Any) -> None:
+    """Loading from plain data refuses a bad value as the constructor does."""
+    with pytest.raises(ConfigError, match=r"^max_seq_len must be greater than or equal to 1, got 0$"):
+        make({"max_seq_len": 0})
+
+
+def test_nested_options_are_named_with_their_place() -> None:
+    """A bad value within ``options`` says where it is."""
+    with pytest.raises(ConfigError, match=r"^options: rtol must be greater than or equal to 0, got -1"):
+        CUDAGraphConfig.from_dict({"options": {"rtol": -1}})
+
+
+def test_several_bad_values_are_all_named() -> None:
+    """One error lists all that is wrong, so that it is mended in one go."""
+    with pytest.raises(ConfigError, match=r"max_seq_len must .*; max_signatures must "):
+        CUDAGraphConfig(max_seq_len=0, max_signatures=0)
+
+
+def test_an_unknown_option_is_refused() -> None:
+    """A misspelt option is an error that lists the known ones."""
+    with pytest.raises(ConfigError, match=r"'max_graphs' is unknown to CUDAGraphConfig; expected one of mode, backend"):
+        CUDAGraphConfig(max_graphs=3)  # type: ignore[call-arg]
+
+
+def test_only_a_mapping_is_read() -> None:
+    """``from_dict`` refuses what is no mapping with the same typed error."""
+    with pytest.raises(ConfigError, match=r"CUDAGraphConfig must be a valid dictionary .*, got \[1\]"):
+        CUDAGraphConfig.from_dict([1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("outputs", ["view", "static"])
+def test_weak_outputs_must_be_cloned(outputs: Any) -> None:
+    """Outputs that nothing owns cannot be handed out as they are."""
+    with pytest.raises(ConfigError, match=rf"weak_ref_output=True .* outputs='clone', got outputs='{outputs}'"):
+        CUDAGraphOptions(weak_ref_output=True, outputs=outputs)
+
+
+def test_a_config_is_frozen() -> None:
+    """Nothing can be assigned after construction."""
+    with pytest.raises(ValueError, match="frozen"):
+        CUDAGraphConfig().max_seq_len = 3  # type: ignore[misc]
+
+
+def test_replace_leaves_the_original_alone() -> None:
+    """A changed copy differs in the change only, and the original in nothing."""
+    config = CUDAGraphConfig(max_seq_len=10)
+    assert config.replace(strict=True) == CUDAGraphConfig(max_seq_len=10, strict=True)
+    assert config == CUDAGraphConfig(max_seq_len=10)
+
+
+def test_replace_validates() -> None:
+    """A change is checked against the options that stay."""
+    with pytest.raises(ConfigError, match=r"at most max_batch_size=4, got 8"):
+        CUDAGraphConfig(capture_sizes=(1, 8)).replace(max_batch_size=4)
+
+
+@pytest.mark.parametrize("value", [CUDAGraphMode.FULL_DECODE_ONLY, "full_decode_only", "FULL_DECODE_ONLY", 3])
+def test_a_mode_is_known_by_name_and_value(value: object) -> None:
+    """The enum, its name in any case and its value mean the same mode."""
+    assert parse_mode(value) is CUDAGraphMode.FULL_DECODE_ONLY
+
+
+configs = st.builds(
+    CUDAGraphConfig,
+    mode=st.sampled_from(CUDAGraphMode),
+    capture_sizes=st.one_of(
+        st.sampled_from(["auto", *LADDERS]), st.sets(st.integers(1, 90), min_size=1, max_size=5).map(sorted)
+    ),
+    max_batch_size=st.integers(90, 400),
+    max_seq_len=st.integers(1, 100),
+    pad_batches=st.booleans(),
+    memory_budget_bytes=st.none() | st.integers(1, 2**40),
+    options=st.builds(CUDAGraphOptions, rtol=st.none() | st.floats(0, 1), outputs=st.sampled_from(["clone", "view"])),
+)
+
+
+@given(configs)
+def test_a_config_survives_json(config: CUDAGraphConfig) -> None:
+    """``from_dict`` reads back, through JSON, exactly what ``to_dict`` wrote."""
+    assert CUDAGraphConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@given(configs, st.integers(-2, 420), st.integers(-2, 110))
+def test_a_batch_is_served_when_a_size_holds_it(config: CUDAGraphConfig, batch_size: int, seq_len: int) -> None:
+    """The quick lookup says what a search through the sizes says."""
+    sizes = config.resolve().sizes
+    fits = [size for size in sizes if size >= batch_size]
+    exact = batch_size in sizes
+    expected = batch_size >= 1 and 0 <= seq_len <= config.max_seq_len and (bool(fits) if config.pad_batches else exact)
+    assert config.should_use_cudagraph(batch_size, seq_len) == expected
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 0), (256, 8192)])
+def test_the_limits_themselves_are_served(batch_size: int, seq_len: int) -> None:
+    """A batch exactly at a limit is within it."""
+    assert CUDAGraphConfig().should_use_cudagraph(batch_size, seq_len)
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 1), (257, 1), (1, 8193), (1, -1)])
+def test_a_batch_past_a_limit_is_not_served(batch_size: int, seq_len: int) -> None:
+    """One past either limit is outside."""
+    assert not CUDAGraphConfig().should_use_cudagraph(batch_size, seq_len)
+
+
+@given(configs, st.integers(-2, 420))
+def test_padding_goes_to_the_next_size_or_nowhere(config: CUDAGraphConfig, batch_size: int) -> None:
+    """A batch is padded to the smallest size that holds it, and left alone where there is none."""
+    fits = [size for size in config.resolve().sizes if size >= batch_size >= 1]
+    expected = fits[0] if fits and config.pad_batches else batch_size
+    assert config.get_padded_batch_size(batch_size) == expected
+
+
+@pytest.mark.parametrize("name", ["auto", *LADDERS])
+def test_a_ladder_always_contains_the_largest_batch(name: str) -> None:
+    """Every batch up to ``max_batch_size`` is served, also where the ladder has no step there."""
+    assert CUDAGraphConfig(capture_sizes=name, max_batch_size=301).resolve().largest == 301
+
+
+def test_auto_is_vllms_ladder() -> None:
+    """``auto`` stands for vLLM's sizes."""
+    assert CUDAGraphConfig(max_batch_size=512).resolve().sizes == ladder("vllm", 512)
+
+
+def test_explicit_sizes_are_kept() -> None:
+    """Explicit sizes stay as given, without the largest batch."""
+    assert CUDAGraphConfig(capture_sizes=(2, 7)).resolve().sizes == (2, 7)
+
+
+def test_resolving_twice_shares_the_table() -> None:
+    """Equal settings share one table, and the configuration is not written to."""
+    first, second = CUDAGraphConfig(strict=True), CUDAGraphConfig()
+    assert first.resolve().table is second.resolve().table
+    assert first.resolve().config is first
+
+
+def test_disabled_serves_nothing() -> None:
+    """The disabled configuration has no sizes, serves no batch and pads none."""
+    config = CUDAGraphConfig.disabled()
+    assert config.resolve()[:2] == ((), ())
+    assert not config.should_use_cudagraph(1, 1)
+    assert config.get_padded_batch_size(3) == 3
+
+
+def test_configuration_and_vocabulary_run_without_torch() -> None:
+    """Importing configuration, sizes and the vocabulary does not load torch."""
+    rooms = ("modes", "reasons", "descriptors", "errors", "stats", "sizes", "config")
+    # The package object stands in for the package, whose own import would load torch.
+    program = (
+        "import importlib.util, sys, types\n"
+        "package = types.ModuleType('graphdispatch')\n"
+        "package.__path__ = list(importlib.util.find_spec('graphdispatch').submodule_search_locations)\n"
+        "sys.modules['graphdispatch'] = package\n"
+        f"for room in {rooms!r}: __import__('graphdispatch.' + room)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

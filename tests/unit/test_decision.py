@@ -1,0 +1,86 @@
+"""Decisions: the table of sizes, and what it says of every number of rows."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.dispatch.decision import Decision, SizeTable
+from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.reasons import Reason
+from graphdispatch.sizes import next_size_table
+
+FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
+sizes = st.lists(st.integers(1, 60), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))
+
+
+def table(chosen: tuple[int, ...], *, pad_batches: bool = True) -> SizeTable:
+    """A table of FULL graphs."""
+    return SizeTable(chosen, next_size_table(chosen), FULL, pad_batches=pad_batches)
+
+
+@given(sizes, st.integers(1, 70))
+def test_a_batch_goes_to_the_smallest_size_that_holds_it(chosen: tuple[int, ...], rows: int) -> None:
+    """Each number of rows up to the largest size has a graph; one above has none."""
+    decision = table(chosen).decide(rows)
+    fitting = [size for size in chosen if size >= rows]
+    assert decision.mode is (FULL if fitting else NONE)
+    assert decision.size == (fitting[0] if fitting else rows)
+    assert decision.rows == rows
+
+
+@given(sizes)
+def test_served_rows_are_a_partition(chosen: tuple[int, ...]) -> None:
+    """Every number of rows up to the largest is served by one size."""
+    made = table(chosen)
+    assert [rows for size in chosen for rows in made.served_by(size)] == list(range(1, made.largest + 1))
+
+
+@pytest.mark.parametrize(("rows", "reason"), [(4, Reason.EXACT), (3, Reason.PADDED)])
+def test_the_reason_tells_whether_rows_were_added(rows: int, reason: Reason) -> None:
+    """A full batch and a padded one are told apart; the descriptor is of the graph, not of the batch."""
+    decision = table((2, 4)).decide(rows)
+    assert (decision.reason, decision.descriptor) == (reason, BatchDescriptor(4))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rows", "reason"),
+    [
+        ((2, 4), 0, Reason.NO_ROWS),
+        ((2, 4), 5, Reason.ABOVE_LARGEST_SIZE),
+        ((), 1, Reason.DISABLED),
+    ],
+)
+def test_an_eager_decision_has_a_reason(chosen: tuple[int, ...], rows: int, reason: Reason) -> None:
+    """A batch that no size holds is eager, without a descriptor."""
+    decision = table(chosen).decide(rows)
+    assert (decision.mode, decision.descriptor, decision.reason) == (NONE, None, reason)
+
+
+def test_without_padding_only_exact_sizes_are_served() -> None:
+    """``pad_batches=False`` leaves the sizes between to eager."""
+    made = table((2, 4), pad_batches=False)
+    assert [made.decide(rows).reason for rows in (2, 3, 4)] == [Reason.EXACT, Reason.NOT_CAPTURED, Reason.EXACT]
+
+
+@pytest.mark.parametrize(
+    ("decision", "line"),
+    [
+        (table((40,)).decide(37), "FULL graph, 37 -> 40 rows, 7.5 % padding"),
+        (table((40,)).decide(40), "FULL graph, 40 rows"),
+        (Decision.eager(Reason.POLICY, 3), "eager, 3 rows: the dispatch policy chose eager"),
+        (Decision.eager(Reason.CAPTURE_FAILED, 0, "no luck"), "eager: no luck"),
+        (
+            Decision(FULL, BatchDescriptor(4), 4, Reason.FIRST_SIGHTING, 4),
+            f"FULL graph, 4 rows ({Reason.FIRST_SIGHTING.text})",
+        ),
+    ],
+)
+def test_a_decision_explains_itself(decision: Decision, line: str) -> None:
+    """One line with mode, rows, padding and, where it is not a plain hit, why."""
+    assert decision.explain() == line
+
+
+def test_above_the_largest_size_names_it() -> None:
+    """Whoever reads why a batch was eager learns the limit."""
+    assert "(largest: 4)" in table((2, 4)).decide(5).explain()

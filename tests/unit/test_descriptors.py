@@ -1,0 +1,85 @@
+"""Keys and descriptors: what makes them equal, how they relax, and how a key is padded."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphdispatch.descriptors import BatchDescriptor, DispatchKey, create_dispatch_key, get_padded_key
+from graphdispatch.errors import ConfigError
+
+keys = st.integers(1, 500).flatmap(
+    lambda tokens: st.builds(DispatchKey, st.just(tokens), st.integers(1, tokens), st.integers(0, 5000), st.booleans())
+)
+
+
+def test_a_descriptor_is_a_key_with_optional_parts() -> None:
+    """Equal parts make equal descriptors, and the parts left out have defaults."""
+    assert BatchDescriptor(8) == BatchDescriptor(8, None, False, None)
+    assert len({BatchDescriptor(8), BatchDescriptor(8, 8), BatchDescriptor(8, variant=2)}) == 3
+
+
+def test_a_relaxed_descriptor_forgets_requests_and_kind() -> None:
+    """Tokens and variant stay, since the graph's code depends on them."""
+    assert BatchDescriptor(8, 4, True, "lora").relaxed() == BatchDescriptor(8, None, False, "lora")
+
+
+def test_a_non_uniform_descriptor_keeps_its_requests() -> None:
+    """Only the kind of batch changes."""
+    assert BatchDescriptor(8, 4, True, 1).non_uniform == BatchDescriptor(8, 4, False, 1)
+
+
+def test_a_key_is_made_from_counts() -> None:
+    """The factory gives the key that the counts describe."""
+    assert create_dispatch_key(8, 2, 100, True) == DispatchKey(8, 2, 100, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((0, 1), "num_tokens must be an integer >= 1, got 0"),
+        ((8, 0), "num_reqs must be an integer >= 1, got 0"),
+        ((8, 1, -1), "max_seq_len must be an integer >= 0, got -1"),
+        ((8.0, 1), "num_tokens must be an integer >= 1, got 8.0"),
+        ((True, 1), "num_tokens must be an integer >= 1, got True"),
+        ((2, 3), "num_reqs must be at most num_tokens=2, got 3"),
+    ],
+)
+def test_a_key_that_no_batch_can_have_is_refused(arguments: tuple[Any, ...], expected: str) -> None:
+    """The error names the count at fault."""
+    with pytest.raises(ConfigError, match=expected):
+        create_dispatch_key(*arguments)
+
+
+def test_a_prefill_key_keeps_its_requests() -> None:
+    """Padding a prefill adds tokens to it, not requests."""
+    assert get_padded_key(DispatchKey(9, 3, 17, True)) == DispatchKey(16, 3, 24, True)
+
+
+def test_a_padded_decode_key_is_decode_again() -> None:
+    """One token for each request stays so, since padding rows are requests of one token."""
+    assert get_padded_key(DispatchKey(5, 5), pad_to=4) == DispatchKey(8, 8)
+
+
+@given(keys, st.integers(1, 64))
+def test_padding_reaches_the_next_multiple(key: DispatchKey, pad_to: int) -> None:
+    """Tokens and sequence grow by less than ``pad_to`` to a multiple of it."""
+    padded = get_padded_key(key, pad_to)
+    for before, after in ((key.num_tokens, padded.num_tokens), (key.max_seq_len, padded.max_seq_len)):
+        assert after % pad_to == 0
+        assert 0 <= after - before < pad_to
+
+
+@given(keys, st.integers(1, 64))
+def test_padding_twice_changes_nothing(key: DispatchKey, pad_to: int) -> None:
+    """A padded key is its own padded key."""
+    padded = get_padded_key(key, pad_to)
+    assert get_padded_key(padded, pad_to) == padded
+
+
+@pytest.mark.parametrize("bad", [0, -8, True, 2.0])
+def test_a_multiple_below_one_is_refused(bad: Any) -> None:
+    """The error names ``pad_to`` and what was given."""
+    with pytest.raises(ConfigError, match=r"pad_to must be an integer >= 1, got"):
+        get_padded_key(DispatchKey(1, 1), bad)

@@ -1,0 +1,94 @@
+"""``MockCUDAGraph``: the scripted graph keeps to the protocol of a real one, and fails on request."""
+
+import pytest
+
+from graphdispatch.errors import CaptureError, ReplayError
+from graphdispatch.testing import MockCUDAGraph
+
+
+def captured(**script: object) -> MockCUDAGraph:
+    """A scripted graph that may be replayed."""
+    graph = MockCUDAGraph(**script)  # type: ignore[arg-type]
+    graph.capture_begin()
+    graph.capture_end()
+    return graph
+
+
+def test_replays_run_the_script_and_are_counted() -> None:
+    """Each replay calls ``on_replay`` once."""
+    runs: list[str] = []
+    graph = captured(on_replay=lambda: runs.append("run"))
+    graph.replay()
+    graph.replay()
+    assert (graph.captures, graph.replays, runs) == (1, 2, ["run", "run"])
+
+
+def test_nothing_runs_during_a_capture() -> None:
+    """As on a device, a capture does not execute."""
+    runs: list[str] = []
+    graph = captured(on_replay=lambda: runs.append("run"))
+    assert graph.is_captured
+    assert runs == []
+
+
+def test_a_capture_fails_as_scripted() -> None:
+    """The scripted error is the cause; the graph is empty again, and the failure is not counted as a capture."""
+    cause = MemoryError("full")
+    graph = MockCUDAGraph(fail_capture=cause)
+    graph.capture_begin()
+    with pytest.raises(CaptureError, match="scripted failure: full") as caught:
+        graph.capture_end()
+    assert caught.value.__cause__ is cause
+    assert (graph.captures, graph.is_captured) == (0, False)
+
+
+def test_one_replay_fails_as_scripted() -> None:
+    """Only the replay of that number fails, and its script does not run."""
+    runs: list[str] = []
+    graph = captured(on_replay=lambda: runs.append("run"), fail_replay_at=2)
+    graph.replay()
+    with pytest.raises(ReplayError, match="replay 2"):
+        graph.replay()
+    graph.replay()
+    assert len(runs) == 2
+
+
+def test_no_replay_before_a_capture() -> None:
+    """An empty graph has nothing to run."""
+    with pytest.raises(ReplayError, match="without a capture"):
+        MockCUDAGraph().replay()
+
+
+def test_no_replay_after_a_reset() -> None:
+    """A released graph stays released; releasing twice is fine."""
+    graph = captured()
+    graph.reset()
+    graph.reset()
+    with pytest.raises(ReplayError, match="without a capture"):
+        graph.replay()
+
+
+def test_a_capture_ends_only_once_begun() -> None:
+    """An end without a beginning is an error."""
+    with pytest.raises(CaptureError, match="without capture_begin"):
+        MockCUDAGraph().capture_end()
+
+
+@pytest.mark.parametrize("state", ["capturing", "captured", "released"])
+def test_a_graph_is_captured_once(state: str) -> None:
+    """A second capture needs a new graph, and the message tells the state of this one."""
+    graph = MockCUDAGraph()
+    graph.capture_begin()
+    if state != "capturing":
+        graph.capture_end()
+    if state == "released":
+        graph.reset()
+    with pytest.raises(CaptureError, match=f"is {state} already"):
+        graph.capture_begin()
+
+
+def test_repr_is_a_status_line() -> None:
+    """State and replays."""
+    graph = captured()
+    graph.replay()
+    assert repr(graph) == "<MockCUDAGraph captured, 1 replays>"

@@ -1,0 +1,121 @@
+"""The counters: what is a hit, a miss and a fallback, and what the rates are before anything was counted."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from graphdispatch.modes import DispatchMode
+from graphdispatch.reasons import Reason
+from graphdispatch.stats import CUDAGraphStats, DispatchStats
+
+
+def test_rates_are_zero_before_the_first_call() -> None:
+    """Nothing counted is no error and no division by zero."""
+    graphs, calls = CUDAGraphStats(), DispatchStats()
+    assert (graphs.hit_rate(), graphs.padding_ratio()) == (0.0, 0.0)
+    assert (calls.graph_ratio, calls.avg_dispatch_time_us) == (0.0, 0.0)
+
+
+def test_hits_count_real_and_padded_rows() -> None:
+    """Padding is the share of the rows in graphs that were not real, over all hits."""
+    stats = CUDAGraphStats()
+    stats.record_hit(3, 4)
+    stats.record_hit(5, 8)
+    assert (stats.hits, stats.replays, stats.hit_rate()) == (2, 2, 1.0)
+    assert stats.padding_ratio() == pytest.approx(4 / 12)
+
+
+@pytest.mark.parametrize(
+    ("reason", "fallbacks", "verifications"),
+    [(Reason.ABOVE_LARGEST_SIZE, 1, 0), (Reason.CAPTURED_NOW, 0, 0), (Reason.VERIFIED_NOW, 0, 1)],
+)
+def test_a_miss_is_a_fallback_unless_it_worked_on_a_graph(reason: Reason, fallbacks: int, verifications: int) -> None:
+    """Calls that captured or checked a graph are misses, but not fallbacks."""
+    stats = CUDAGraphStats()
+    stats.record_miss(reason)
+    assert (stats.misses, stats.fallbacks, stats.verifications) == (1, fallbacks, verifications)
+    assert stats.reasons == {reason: 1}
+
+
+def test_captures_evictions_and_failures_are_counted_apart() -> None:
+    """Work on the cache is no call."""
+    stats = CUDAGraphStats()
+    stats.record_capture(1.5)
+    stats.record_capture(2.0)
+    stats.record_capture_failure()
+    stats.record_evictions(3)
+    assert (stats.captures, stats.capture_time_ms) == (2, 3.5)
+    assert (stats.capture_failures, stats.evictions, stats.calls) == (1, 3, 0)
+
+
+def test_graph_counters_are_plain_data() -> None:
+    """The report of the counters holds what JSON can hold, reasons by their words."""
+    stats = CUDAGraphStats()
+    stats.record_hit(1, 2)
+    stats.record_miss(Reason.NO_ROWS)
+    plain = json.loads(json.dumps(stats.to_dict()))
+    assert (plain["hits"], plain["hit_rate"], plain["padding_ratio"]) == (1, 0.5, 0.5)
+    assert plain["reasons"] == {"no_rows": 1}
+
+
+def test_reset_forgets_everything() -> None:
+    """After a reset the counters are those of a new object."""
+    stats = CUDAGraphStats()
+    stats.record_hit(1, 2)
+    stats.record_miss(Reason.POLICY)
+    stats.reset()
+    assert stats.to_dict() == CUDAGraphStats().to_dict()
+
+
+def test_graph_counters_read_as_a_status_line() -> None:
+    """``repr`` tells calls, hits, captures and padding."""
+    stats = CUDAGraphStats()
+    stats.record_hit(4, 5)
+    stats.record_miss(Reason.FIRST_SIGHTING)
+    assert repr(stats) == "<CUDAGraphStats 2 calls, 50.0 % hits, 0 captures, 20.0 % padding>"
+
+
+def test_no_count_is_lost_between_threads() -> None:
+    """Misses are counted from any thread, and add up."""
+    stats = CUDAGraphStats()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: stats.record_miss(Reason.FIRST_SIGHTING), range(4000)))
+    assert (stats.misses, stats.fallbacks) == (4000, 4000)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason", "counts"),
+    [
+        (DispatchMode.CUDAGRAPH, Reason.EXACT, (1, 0, 0, 0)),
+        (DispatchMode.PIECEWISE, Reason.PADDED, (0, 1, 0, 0)),
+        (DispatchMode.EAGER, Reason.NOT_CAPTURED, (0, 0, 1, 1)),
+        (DispatchMode.EAGER, Reason.POLICY, (0, 0, 1, 0)),
+        (DispatchMode.EAGER, Reason.DISABLED, (0, 0, 1, 0)),
+    ],
+)
+def test_a_decision_counts_by_mode(mode: DispatchMode, reason: Reason, counts: tuple[int, ...]) -> None:
+    """An eager call is a fallback unless eager was asked for; only eager calls keep a reason."""
+    stats = DispatchStats()
+    stats.record(mode, reason, 10)
+    assert (stats.graph, stats.piecewise, stats.eager, stats.fallbacks) == counts
+    assert stats.reasons == ({reason: 1} if mode is DispatchMode.EAGER else {})
+
+
+def test_dispatch_counters_give_ratio_and_mean_time() -> None:
+    """The ratio counts full and piecewise graphs, the time is a mean in microseconds."""
+    stats = DispatchStats()
+    stats.record(DispatchMode.CUDAGRAPH, Reason.EXACT, 1000)
+    stats.record(DispatchMode.PIECEWISE, Reason.EXACT, 2000)
+    stats.record(DispatchMode.EAGER, Reason.POLICY, 3000)
+    assert (stats.total, stats.graph_ratio, stats.avg_dispatch_time_us) == (3, 2 / 3, 2.0)
+    assert repr(stats) == "<DispatchStats 3 calls: 1 graph, 1 piecewise, 1 eager (0 fallbacks)>"
+
+
+def test_dispatch_counters_are_plain_data() -> None:
+    """The report of the decisions holds what JSON can hold."""
+    stats = DispatchStats()
+    stats.record(DispatchMode.EAGER, Reason.NOT_CAPTURED, 7)
+    plain = json.loads(json.dumps(stats.to_dict()))
+    assert (plain["eager"], plain["dispatch_time_ns"], plain["graph_ratio"]) == (1, 7, 0.0)
+    assert plain["reasons"] == {"not_captured": 1}
