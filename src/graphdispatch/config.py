@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -28,6 +29,7 @@ __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode"
 
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
+_LONGEST_RING = 1024
 
 _Count = Annotated[int, Field(ge=1)]
 _Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
@@ -57,6 +59,16 @@ def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
         raise ConfigError(f"capture_sizes must be 'auto', the name of a ladder, or increasing sizes, got {value!r}")
     return check_sizes(value)
+
+
+def _checked_outputs(value: str) -> str:
+    length = value.removeprefix("ring:")
+    is_ring = value != length and length.isascii() and length.isdecimal() and 1 <= int(length) <= _LONGEST_RING
+    if value not in ("clone", "view", "static") and not is_ring:
+        raise ConfigError(
+            f"outputs must be 'clone', 'view', 'static' or 'ring:N' with N from 1 to {_LONGEST_RING}, got {value!r}"
+        )
+    return value
 
 
 class _Options(BaseModel):
@@ -115,7 +127,8 @@ class CUDAGraphOptions(_Options):
     """How one wrapper captures, checks and replays. Frozen, hashable, given by keyword.
 
     ``outputs`` decides who owns what a replay returns: ``"clone"``, the caller; ``"view"``, the graph, behind a
-    handle that raises ``StaleOutputError`` once a later replay overwrote it; ``"static"``, the graph, unguarded.
+    handle that raises ``StaleOutputError`` once a later replay overwrote it; ``"ring:3"``, the library, behind a handle
+    that raises after three further calls; ``"static"``, the graph, unguarded.
     With ``inputs="static"`` the caller's tensors *are* the graph's buffers: fill them in place before each call.
     """
 
@@ -123,14 +136,16 @@ class CUDAGraphOptions(_Options):
     """Log each capture and each replay at DEBUG level."""
     gc_disable: bool = True
     """Freeze the garbage collector around captures, since a collection inside one can free what it records."""
-    weak_ref_output: bool = False
-    """Keep no owning reference to the graph's own outputs; needs ``outputs="clone"``."""
+    weak_ref_output: bool | None = None
+    """Let all graphs of a pool use the same memory for their outputs, which are copied out at once; None does so
+    wherever they are copied, that is unless ``outputs`` is ``"view"`` or ``"static"``."""
     validate_addresses: bool = True
     """Compare the addresses of static inputs on each call."""
     inputs: Literal["copy", "static"] = "copy"
     """Copy the arguments into buffers of the graph on each call, or use the caller's tensors as the buffers."""
-    outputs: Literal["clone", "view", "static"] = "clone"
-    """What a replay returns: a copy, a handle that detects staleness, or the graph's own tensors."""
+    outputs: Annotated[str, AfterValidator(_checked_outputs)] = "clone"
+    """What a replay returns: a copy; ``"view"``, a handle on graph memory that detects staleness; ``"ring:N"``, such a
+    handle on the next of N preallocated copies, good for N further calls; ``"static"``, the graph's own tensors."""
     warmup_iterations: _Count = 1
     """Runs before a capture, so that lazy initialisation does not end up in the graph."""
     verify: bool = True
@@ -154,12 +169,27 @@ class CUDAGraphOptions(_Options):
 
     @model_validator(mode="after")
     def _weak_outputs_are_cloned(self) -> Self:
-        if self.weak_ref_output and self.outputs != "clone":
+        if self.weak_ref_output and self.outputs in ("view", "static"):
             raise ConfigError(
-                f"weak_ref_output=True must come with outputs='clone', got outputs={self.outputs!r}: "
+                f"weak_ref_output=True must come with outputs='clone' or 'ring:N', got outputs={self.outputs!r}: "
                 "nothing would keep the returned memory alive"
             )
         return self
+
+    @property
+    def shares_outputs(self) -> bool:
+        """Whether the outputs of all graphs of a pool may lie in the same memory."""
+        return self.outputs not in ("view", "static") if self.weak_ref_output is None else self.weak_ref_output
+
+    @property
+    def ring_length(self) -> int:
+        """The number of copies in the ring of ``outputs="ring:N"``; 0 for any other choice."""
+        return int(self.outputs.removeprefix("ring:")) if self.outputs.startswith("ring:") else 0
+
+    @property
+    def returns_handles(self) -> bool:
+        """Whether every call returns an ``OutputView``, whose ``get()`` gives the outputs or says that they are gone."""
+        return self.outputs == "view" or self.ring_length > 0
 
 
 class CUDAGraphConfig(_Options):

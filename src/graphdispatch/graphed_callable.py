@@ -179,13 +179,14 @@ class Graphed(Generic[P, R]):
             found = self._find(self._routine(args, kwargs), args, kwargs)
             if found.family is None or found.decision.mode is CUDAGraphMode.NONE:
                 return found.decision.explain()
-            return self._plan(found.family, found, found.family.sightings[found.decision.size] + 1).decision.explain()
+            return self._plan(found.family, found, found.family.sightings[found.decision.size] + 1).explain()
 
     def prewarm(self, *args: Any, sizes: Sequence[int] | None = None, progress: bool = False, **kwargs: Any) -> None:
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
-        no effect. Each graph is checked with padding on one batch and without on another. A size that cannot be
+        no effect. Each graph is checked with padding on one batch and without on another; where the example's rows are
+        all alike that proves nothing of padding, and serving compares the first padded batches. A size that cannot be
         captured stays eager, with its reason in ``explain``; with ``strict`` it raises ``FallbackError``.
         """
         with torch.no_grad(), self._graphs.lock:
@@ -246,8 +247,8 @@ class Graphed(Generic[P, R]):
             return self(*args, **kwargs)
 
     def _call_slowly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._graphs.is_watched():
-            return self._run_eagerly(Decision.eager(Reason.INSIDE_CAPTURE), args, kwargs)
+        if (nested := self._graphs.nested()) is not None:
+            return self._run_eagerly(Decision.eager(nested), args, kwargs)
         with self._graphs.lock:
             if not self._graphs.guard_holds():
                 self._graphs.rearm()
@@ -372,12 +373,12 @@ class Graphed(Generic[P, R]):
             raise FallbackError(f"prewarm could not capture {size} rows: {outcome.detail}", outcome.reason)
 
     def _publish(self, routine: Routine, family: Family, entry: CUDAGraphEntry | None) -> None:
-        """Let the fast path see an entry that is verified, for every number of rows that it serves; until a padded
-        batch was compared with eager, for a full batch alone."""
+        """Let the fast path see an entry that is verified, for every number of rows that it serves; until padding
+        is proven by comparison with eager, for a full batch alone."""
         if entry is None or entry.state is not EntryState.VERIFIED:
             return
         decisions = routine.decisions_of(entry.size) if family.signature.has_rows else [routine.fixed]
-        checked = [d for d in decisions if d.mode.has_graphs() and (entry.padding_checked or d.rows == d.size)]
+        checked = [d for d in decisions if d.mode.has_graphs() and (not entry.unproven or d.rows == d.size)]
         family.served = family.served | {d.rows: (entry, d.as_mode(entry.mode)) for d in checked}
 
     def _after_eager(self, decision: Decision, outcome: Outcome) -> Any:

@@ -20,6 +20,7 @@ class Reason(StrEnum):
     MODE_MISMATCH = "mode_mismatch"
     POLICY = "policy"
     INSIDE_CAPTURE = "inside_capture"
+    INSIDE_REPLAY = "inside_replay"
     NOT_INITIALIZED = "not_initialized"
     MODE_EXCLUDED = "mode_excluded"
     VARIANT_NOT_CAPTURED = "variant_not_captured"
@@ -68,7 +69,13 @@ class Reason(StrEnum):
         return _TEXTS[self]
 
 
-_ON_THE_WAY = (Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.INSIDE_CAPTURE)
+_ON_THE_WAY = (
+    Reason.FIRST_SIGHTING,
+    Reason.CAPTURED_NOW,
+    Reason.VERIFIED_NOW,
+    Reason.INSIDE_CAPTURE,
+    Reason.INSIDE_REPLAY,
+)
 
 _TEXTS: dict[Reason, str] = {
     Reason.EXACT: "a graph of exactly this size served it",
@@ -82,6 +89,7 @@ _TEXTS: dict[Reason, str] = {
     Reason.MODE_MISMATCH: "the mode of this call is not the one that the graphs here serve",
     Reason.POLICY: "the dispatch policy chose eager",
     Reason.INSIDE_CAPTURE: "another capture is recording, and takes the operators as they are",
+    Reason.INSIDE_REPLAY: "a break made the call, while a graph that shares the memory of this one is half-way",
     Reason.NOT_INITIALIZED: "the graph keys are not initialised; call initialize_cudagraph_keys first",
     Reason.MODE_EXCLUDED: "a graph would serve it, but this call excludes the graph's mode",
     Reason.VARIANT_NOT_CAPTURED: "no graph is captured for this variant or a larger one",

@@ -147,7 +147,7 @@ class CUDAGraphWrapper:
 
     def _call_slowly(self, args: tuple[Any, ...], kwargs: dict[str, Any], descriptor: BatchDescriptor) -> Any:
         graphs = self._graphs
-        if graphs.is_watched():
+        if graphs.nested() is not None:
             return self._hand_out(self.runnable(*args, **kwargs))
         with graphs.lock:
             if not graphs.guard_holds():

@@ -172,3 +172,37 @@ def test_a_batch_of_equal_rows_proves_nothing(first: torch.Tensor, pad: str) -> 
     step = graphed(mixes, dynamic={"x": 0}, sizes=(4,), capture_after=1, pad={"x": pad})
     for x in (first, torch.randn(4, 3), torch.randn(3, 3), torch.randn(3, 3)):
         assert torch.equal(step(x), mixes(x))
+
+
+def test_each_argument_must_tell_its_rows_apart() -> None:
+    """A batch whose rows differ in another argument proves nothing about one whose rows are all alike."""
+
+    def mixes(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return x.flip(0) + ids[:, None]
+
+    step = graphed(
+        mixes, dynamic={"x": 0, "ids": 0}, sizes=(4,), capture_after=1, pad={"x": "repeat_last", "ids": "zero"}
+    )
+    ids = torch.arange(1, 5)
+    for rows in (1, 1, 1, 3, 3, 2):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x, ids[:rows]), mixes(x, ids[:rows]))
+
+
+@pytest.mark.parametrize("others_differ", [True, False], ids=["others differ", "a dummy batch"])
+def test_a_constant_argument_does_not_keep_padded_batches_eager(others_differ: bool) -> None:
+    """An argument that was alike and the same in 16 compared batches is taken for a constant; dummy batches count not."""
+
+    def embed(ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        return (ids + kinds)[:, None] * 0.5
+
+    step = graphed(embed, dynamic={"ids": 0, "kinds": 0}, sizes=(4,), capture_after=1)
+    found = []
+    for _ in range(20):
+        ids = torch.randint(1, 9, (3,)) if others_differ else torch.zeros(3, dtype=torch.int64)
+        step(ids, torch.zeros(3, dtype=torch.int64))
+        assert step.last_decision is not None
+        found.append(step.last_decision.reason)
+    first_hit = 16 if others_differ else 20
+    assert found[1:first_hit] == [Reason.VERIFIED_NOW] * (first_hit - 1)
+    assert found[first_hit:] == [Reason.PADDED] * (20 - first_hit)

@@ -10,6 +10,7 @@ from graphdispatch.backends.cpu.recorder import Instruction, Slot
 from graphdispatch.backends.operators import OperatorKind
 
 _KINDS = [OperatorKind.PURE, OperatorKind.PURE, OperatorKind.WRITE, OperatorKind.RANDOM, OperatorKind.OPAQUE]
+Case = tuple[list[Slot], list[Instruction], set[Slot], set[Slot]]
 _Row = tuple[OperatorKind, frozenset[int], int]  # kind, numbers of the slots it reads, slot it writes in place
 
 
@@ -34,8 +35,8 @@ def _program(slots: list[Slot], rows: list[_Row]) -> list[Instruction]:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[list[Slot], list[Instruction], set[Slot]]:
-    """Slots, a program over them, and those of them that somebody else holds."""
+def programs(draw: st.DrawFn) -> tuple[list[Slot], list[Instruction], set[Slot], set[Slot]]:
+    """Slots, a program over them, those of them that somebody else holds, and those that are outputs."""
     rows = draw(
         st.lists(
             st.tuples(st.sampled_from(_KINDS), st.frozensets(st.integers(0, 40), max_size=3), st.integers(0, 40)),
@@ -44,16 +45,19 @@ def programs(draw: st.DrawFn) -> tuple[list[Slot], list[Instruction], set[Slot]]
         )
     )
     slots = _slots(draw(st.lists(st.integers(0, 500), min_size=len(rows), max_size=len(rows))))
-    held = draw(st.frozensets(st.integers(0, len(rows) - 1), max_size=4))
-    return slots, _program(slots, rows), {slots[n] for n in held}
+    some = st.frozensets(st.integers(0, len(rows) - 1), max_size=4)
+    held, outputs = draw(some), draw(some)
+    untouched = _slots(draw(st.lists(st.integers(0, 500), max_size=2)))
+    return slots, _program(slots, rows), {slots[n] for n in held}, {*untouched, *(slots[n] for n in outputs)}
 
 
 @given(programs())
-def test_no_two_live_slots_overlap(case: tuple[list[Slot], list[Instruction], set[Slot]]) -> None:
-    """From the instruction that first touches a slot to the last one, no other slot has any of its bytes."""
-    _, program, private = case
-    layout = place(program, private)
-    touched = [instruction.reads | instruction.writes for instruction in program]
+def test_no_two_live_slots_overlap(case: Case) -> None:
+    """From the instruction that first touches a slot to the last one, for outputs to the end, no other slot has any of
+    its bytes."""
+    _, program, private, outputs = case
+    layout = place(program, private, outputs)
+    touched = [*(instruction.reads | instruction.writes for instruction in program), outputs]
     lives = {
         slot: range(min(at := [i for i, t in enumerate(touched) if slot in t]), max(at) + 1) for slot in layout.offsets
     }
@@ -65,11 +69,12 @@ def test_no_two_live_slots_overlap(case: tuple[list[Slot], list[Instruction], se
 
 
 @given(programs())
-def test_every_slot_has_an_aligned_place_inside(case: tuple[list[Slot], list[Instruction], set[Slot]]) -> None:
-    """All touched slots that are not private, and no others, get a place within the arena, aligned to 64 bytes."""
-    _, program, private = case
-    layout = place(program, private)
-    touched = {slot for instruction in program for slot in instruction.reads | instruction.writes}
+def test_every_slot_has_an_aligned_place_inside(case: Case) -> None:
+    """All touched slots and outputs that are not private, and no others, get a place within the arena, aligned to 64
+    bytes."""
+    _, program, private, outputs = case
+    layout = place(program, private, outputs)
+    touched = outputs.union(*(instruction.reads | instruction.writes for instruction in program))
     assert set(layout.offsets) == touched - private
     for slot, offset in layout.offsets.items():
         assert offset % 64 == 0
@@ -77,9 +82,9 @@ def test_every_slot_has_an_aligned_place_inside(case: tuple[list[Slot], list[Ins
 
 
 @given(programs())
-def test_what_is_needed_is_kept_in_order(case: tuple[list[Slot], list[Instruction], set[Slot]]) -> None:
+def test_what_is_needed_is_kept_in_order(case: Case) -> None:
     """Pruning keeps the order, keeps every writer of what is read or held later, and keeps draws and custom work."""
-    _, program, held = case
+    _, program, held, _ = case
     once, each = prune(program, [], held)
     kept = [instruction for instruction in program if instruction in once or instruction in each]
     assert [i for i in kept if i in each] == each

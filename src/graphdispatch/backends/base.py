@@ -6,6 +6,10 @@ Note [who may touch a pool]
     since a wrapper may run inside another one. On a device with queues the lock orders the *enqueueing*, and
     the queue, or ``order_after_last_use``, orders the work.
 
+    A replay in pieces runs Python in its breaks, on the thread that holds the lock, so that the lock alone would let a
+    break use the pool again and overwrite what the later pieces read. ``replaying_on`` tells: a call that a break makes
+    runs eagerly, or is refused (``refuse_inside_replay``).
+
 Note [one capture at a time]
     torch allows one capture under way in a process (``torch/cuda/graphs.py``, "Not thread safe"). Every backend
     takes ``CAPTURE_LOCK`` from ``begin_capture`` to ``end`` or ``abort``. It is always taken *after* a pool's lock.
@@ -20,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
+from ..errors import ReplayError
 from ..reasons import Reason
 
 __all__ = [
@@ -118,6 +123,17 @@ class Pool(ABC):
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.generation = 0
+        self.replaying_on: int | None = None
+        """The thread that runs a replay with breaks."""
+
+    def is_inside_replay(self) -> bool:
+        """Whether the calling thread is in a break of one of the pool's graphs. Needs no lock."""
+        return self.replaying_on is not None and self.replaying_on == threading.get_ident()
+
+    def refuse_inside_replay(self) -> None:
+        """Raise ``ReplayError`` if the calling thread is in a break of one of the pool's graphs."""
+        if self.is_inside_replay():
+            raise ReplayError(Reason.INSIDE_REPLAY.text)
 
     @property
     @abstractmethod
@@ -156,6 +172,15 @@ class Graph(ABC):
     def nbytes(self) -> int:
         """Bytes that releasing this graph alone would free, apart from its pool."""
 
+    def describe(self) -> str:
+        """What a replay consists of, in a few words; nothing where that is one launch."""
+        return ""
+
+    @property
+    def driver_nbytes(self) -> int:
+        """The part of ``nbytes`` that the device's driver took and no allocator accounts for; 0 without a driver."""
+        return 0
+
 
 class Capture(ABC):
     """A recording under way, on the calling thread, with ``CAPTURE_LOCK`` held.
@@ -164,11 +189,22 @@ class Capture(ABC):
     """
 
     graph: Graph
+    outputs: Any = None
 
     @property
     @abstractmethod
     def is_open(self) -> bool:
         """Whether it has neither ended nor been aborted."""
+
+    def hand_over(self, outputs: Any, *, shared: bool) -> None:
+        """Give what the callable returned, a tensor or any nest, to the capture before it ends; ``end`` sets
+        ``outputs`` to the same nest.
+
+        With ``shared``, its tensors that the recording made and that nobody else holds may then lie in memory which
+        other graphs of the pool use as well: they are valid from a replay to the pool's next one. A backend whose
+        allocator does that by itself for what nobody holds leaves it to ``weak_reference``.
+        """
+        self.outputs = outputs
 
     @abstractmethod
     def pause(self) -> Graph:

@@ -69,9 +69,12 @@ class GraphSet:
         wants = any(isinstance(v, torch.Tensor) and v.requires_grad for v in tree_leaves((args, kwargs)))
         return wants or self.guard.trainable
 
-    def is_watched(self) -> bool:
-        """Whether the calling thread is in a capture, where nothing may replay. Needs no lock."""
-        return self.backend is not None and self.backend.is_watched()
+    def nested(self) -> Reason | None:
+        """Why no graph may replay on the calling thread now: it is in a capture, or in a break of a replay in this
+        pool. Needs no lock, and must be asked before one is taken: a break runs with its pool's lock held."""
+        if self.backend is not None and self.backend.is_watched():
+            return Reason.INSIDE_CAPTURE
+        return Reason.INSIDE_REPLAY if self.pool is not None and self.pool.is_inside_replay() else None
 
     def may_serve(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
         """Whether a verified entry may serve a call whose arguments fit. Part of every hit; needs no lock."""
@@ -226,6 +229,7 @@ class GraphSet:
     ) -> CaptureJob:
         if self.backend is None or self.pool is None:
             raise BackendError("no backend was chosen yet")
+        self.pool.refuse_inside_replay()
         return CaptureJob(
             call=family.caller,
             values=values,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..backends.base import Graph
+from ..backends.base import Capture, Graph
 from ..errors import CaptureError, GraphDispatchError, ReplayError, VerificationError
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
@@ -79,7 +79,7 @@ def verify_entry(job: CaptureJob, entry: CUDAGraphEntry) -> Outcome:
         finally:
             attempt.restore()
         entry.state = EntryState.VERIFIED
-        entry.padding_checked = entry.padding_checked or attempt.checked_padding
+        entry.unproven -= attempt.proven
         return Outcome(eager.result, entry, Reason.VERIFIED_NOW)
 
 
@@ -124,9 +124,8 @@ class _Attempt:
     job: CaptureJob
     eager: EagerRun
     stage: str = "undoing the eager run"
-    checked_padding: bool = False
-    """Whether a padded batch was compared whose rows are not all alike; of others a model that mixes rows shows
-    nothing."""
+    proven: set[int] = field(default_factory=set)
+    """Inputs whose padding the comparison tested."""
     _padded: list[Region] = field(default_factory=list)
     _known: set[int] = field(default_factory=set)
     _warm: EffectRecorder | None = None
@@ -149,18 +148,19 @@ class _Attempt:
         for _ in range(job.options.warmup_iterations):
             self._warm_up()
         with paused_collector(job.options.gc_disable):
-            graph, outputs, watch = self._record_with_breaks()
+            graph, outputs, is_own = self._record_with_breaks()
         try:
-            entry = self._complete(graph, outputs, watch)
+            entry = self._complete(graph, outputs, is_own)
             entry.capture_time_ms = (time.perf_counter() - started) * 1e3
             if job.options.verify:
                 self._compare_replay(entry)
         except BaseException:
             graph.reset()
             raise
-        entry.padding_checked = self.checked_padding or not job.options.verify
+        entry.unproven -= self.proven
         if not job.options.verify:
             entry.state = EntryState.VERIFIED
+            entry.unproven.clear()
         return entry
 
     def verify(self, entry: CUDAGraphEntry) -> None:
@@ -186,7 +186,7 @@ class _Attempt:
         self._known = set(warm.outside) | warm.made_storages()
         del output
 
-    def _record_with_breaks(self) -> tuple[Graph, Any, CaptureWatch]:
+    def _record_with_breaks(self) -> tuple[Graph, Any, list[bool]]:
         """Record; while that fails inside a module and automatic breaks are on, break there and record again."""
         breaks = self.job.auto_breaks
         while True:
@@ -199,7 +199,8 @@ class _Attempt:
                 if breaks is None or not breaks.add(error):
                     raise
 
-    def _record(self) -> tuple[Graph, Any, CaptureWatch]:
+    def _record(self) -> tuple[Graph, Any, list[bool]]:
+        """The graph, its outputs, and which of their tensors are its own."""
         job = self.job
         self._back_to_start()
         self.stage = f"capturing {job.size} rows"
@@ -210,11 +211,11 @@ class _Attempt:
         try:
             if piecewise is not None:
                 with piecewise:
-                    output = job.call(static)
-                return piecewise.graph, output, watch
+                    is_own = self._give(piecewise, watch, job.call(static))
+                return piecewise.graph, piecewise.outputs, is_own
             with job.backend.begin_capture(job.pool) as capture, watch:
-                output = job.call(static)
-            return capture.graph, output, watch
+                is_own = self._give(capture, watch, job.call(static))
+            return capture.graph, capture.outputs, is_own
         except CaptureError:
             raise
         except Exception as error:
@@ -222,18 +223,24 @@ class _Attempt:
                 f"{type(error).__name__} after {watch.latest}: {error}", job.backend.classify_error(error)
             ) from error
 
-    def _complete(self, graph: Graph, output: Any, watch: CaptureWatch) -> CUDAGraphEntry:
+    def _give(self, capture: Capture | PiecewiseCapture, watch: CaptureWatch, output: Any) -> list[bool]:
+        """Leave the outputs to the capture, which then has the only reference to them; tells which are the graph's."""
+        buffers = {t.untyped_storage()._cdata for t in self.job.inputs.views(self.job.size)}
+        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
+        is_own = [watch.made(t) or t.untyped_storage()._cdata in buffers for t in tensors]
+        capture.hand_over(output, shared=self.job.options.shares_outputs)
+        return is_own
+
+    def _complete(self, graph: Graph, output: Any, is_own: list[bool]) -> CUDAGraphEntry:
         job = self.job
         check_values(self.eager.result, output)
         rule = self._output_rule(output)
-        tensors = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
         views = job.inputs.views(job.size)
         buffers = {t.untyped_storage()._cdata for t in views}
-        own = [watch.made(t) or t.untyped_storage()._cdata in buffers for t in tensors]
         assert self._warm is not None
         mutated = tuple(i for i, view in enumerate(views) if self._warm.writes_to(view))
         self._check_aliases(mutated)
-        if job.options.weak_ref_output:
+        if job.options.shares_outputs:
             output = tree_map_only(torch.Tensor, job.backend.weak_reference, output)
         written = [r.target for r in self._padded if r.target.untyped_storage()._cdata not in buffers]
         return CUDAGraphEntry(
@@ -245,7 +252,7 @@ class _Attempt:
             pool=job.pool,
             backend=job.backend,
             inputs=job.inputs,
-            outputs=Outputs(output, rule, own, job.options.outputs, job.pool),
+            outputs=Outputs(output, rule, is_own, job.options.outputs, job.pool),
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
             held=tuple(self._warm.outside.values()),
@@ -320,7 +327,8 @@ class _Attempt:
         self._back_to_start()
         self.stage = f"comparing the replay of {job.size} rows with eager"
         entry.inputs.load(job.values, job.rows, job.size)
-        self.checked_padding = job.rows != job.size and entry.inputs.tells_rows_apart(job.size)
+        if job.rows != job.size:
+            self.proven = entry.inputs.tells_rows_apart(job.size)
         entry.graph.replay()
         for index, (want, got) in enumerate(zip(self.eager.tensors, entry.outputs.peek(job.rows), strict=True)):
             self._check(f"output {index}", want, got)

@@ -48,8 +48,9 @@ class CUDAGraphEntry:
     last_used: int = field(default_factory=lambda: next(_USES))
     warm_batch: tuple[Any, ...] = ()
     """The first batch, until a different one has been verified."""
-    padding_checked: bool = False
-    """Whether a padded batch was compared with eager; nothing else shows that the model keeps rows apart."""
+    unproven: set[int] = field(init=False)
+    """Inputs (by index) with a batch dimension that no padded batch compared with eager has tested; nothing else shows
+    that the model keeps their rows apart."""
     writes_outside: bool = field(init=False)
     """Whether it writes to arguments or to memory of others, so that a call's arguments must be compared with them."""
     _timer: Timer | None = None
@@ -57,6 +58,7 @@ class CUDAGraphEntry:
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
+        self.unproven = {index for index, spec in enumerate(self.inputs.specs) if spec.dim is not None}
 
     def increment_replay(self) -> None:
         """Count one replay."""
@@ -74,6 +76,8 @@ class CUDAGraphEntry:
         with pool.lock:
             if self.state is EntryState.EVICTED or self.state is EntryState.FAILED:
                 raise ReplayError(f"the graph for {self.key} was evicted, or its last replay failed; capture it again")
+            if pool.replaying_on is not None:
+                pool.refuse_inside_replay()
             pool.order_after_last_use()
             self.inputs.load(values, rows, self.size)
             try:
@@ -129,6 +133,7 @@ class CUDAGraphEntry:
         with self.pool.lock:
             if self.state is EntryState.EVICTED:
                 raise ReplayError(f"the graph for {self.key} was evicted")
+            self.pool.refuse_inside_replay()
             self.pool.order_after_last_use()
             self.graph.replay()
             self.increment_replay()

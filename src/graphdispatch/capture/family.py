@@ -67,7 +67,7 @@ class Family:
     def needs_check(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> bool:
         """Whether this batch must be compared with eager before the entry serves it: the second one, the first that is
         padded, and one after a replay that failed."""
-        if rows != entry.size and not entry.padding_checked:
+        if rows != entry.size and entry.unproven:
             return True
         return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
 

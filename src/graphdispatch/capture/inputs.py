@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..backends.operators import bits_equal
 from .padding import Pad
 
 __all__ = ["InputSpec", "StaticInputs"]
+
+_CONSTANT_AFTER = 16
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class StaticInputs:
         self._layout_size = 0
         self._one_layout = all(spec.dim is None or spec.order[0] == spec.dim for spec in self.specs)
         self._flat: list[torch.Tensor] = []
+        self._constants: dict[int, tuple[torch.Tensor | None, int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -116,15 +120,28 @@ class StaticInputs:
         view = self.views(size)[index]
         return view if spec.dim is None else view.narrow(spec.dim, 0, rows)
 
-    def tells_rows_apart(self, size: int) -> bool:
-        """Whether the rows as they lie in the buffers are not all alike, so that mixing them would show.
+    def tells_rows_apart(self, size: int) -> set[int]:
+        """The arguments (by index in ``specs``) whose rows, as they lie in the buffers, are not all alike, so that a
+        model which mixes rows of them shows it; and those taken for constants: alike, and the same, in the latest
+        16 such batches, while others differed.
 
         Reads values back to the host.
         """
-        for spec, view in zip(self.specs, self.views(size), strict=True):
-            if spec.dim is not None and size > 1 and bool((view != view.narrow(spec.dim, 0, 1)).any()):
-                return True
-        return False
+        alike: dict[int, torch.Tensor] = {}
+        for index, (spec, view) in enumerate(zip(self.specs, self.views(size), strict=True)):
+            if spec.dim is not None:
+                first = view.narrow(spec.dim, 0, 1)
+                if bits_equal(view, first.expand_as(view)):
+                    alike[index] = first
+        apart = {index for index, spec in enumerate(self.specs) if spec.dim is not None} - alike.keys()
+        if not apart:  # a dummy batch tells nothing
+            return apart
+        before, self._constants = self._constants, {}
+        for index, first in alike.items():
+            value, times = before.get(index, (None, 0))
+            is_same = value is not None and bits_equal(value, first)
+            self._constants[index] = (first.clone(), times + 1 if is_same else 1)
+        return apart | {index for index, (_, times) in self._constants.items() if times >= _CONSTANT_AFTER}
 
     def soil(self) -> None:
         """Forget that any row holds padding: a graph wrote to its own inputs."""

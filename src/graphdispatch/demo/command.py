@@ -56,6 +56,9 @@ def demo(
     mode: Annotated[
         Mode, typer.Option(help="How graphs serve the steps; in pieces, attention is a break.", case_sensitive=False)
     ] = Mode.FULL,
+    max_size: Annotated[
+        int, typer.Option(help="Largest size to capture, in rows; at most the trace's largest step.", min=1)
+    ] = DemoSettings.max_size,
     steps: Annotated[int, typer.Option(help="Run at most this many steps of the trace.", min=1)] = _DEFAULT_STEPS,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures there, as JSON.", metavar="FILE")
@@ -69,7 +72,8 @@ def demo(
     batches = generate_trace(steps, seed=seed) if trace is None else read_trace(trace, steps)
     _require_writable(json_file)
     console = Console()
-    both = SideBySide(batches, DemoSettings(preset.value, device.value, seed, CUDAGraphMode[mode.value]))
+    settings = DemoSettings(preset.value, device.value, seed, CUDAGraphMode[mode.value], max_size)
+    both = SideBySide(batches, settings)
     try:
         both.prewarm(progress=True)
         with Progress(console=console) as bar:

@@ -12,8 +12,11 @@ __all__ = ["print_result"]
 
 
 def print_result(result: DemoResult, console: Console) -> None:
-    """Print the figures, the step times, the modes, the reasons for eager steps and the verdict."""
-    console.print(Group(_figures(result), _step_times(result), _modes(result), _reasons(result), _verdict(result)))
+    """Print the figures, the step times, the modes, the breaks, the reasons for eager steps and the verdict."""
+    tables = [_figures(result), _step_times(result), _modes(result)]
+    if result.breaks:
+        tables.append(_breaks(result))
+    console.print(Group(*tables, _reasons(result), _verdict(result)))
 
 
 def _figures(result: DemoResult) -> Table:
@@ -49,6 +52,15 @@ def _modes(result: DemoResult) -> Table:
         graphs, breaks = map(str, pieces) if pieces is not None else ("-", "-")
         times = _cells(result.times(statistics.median, mode=mode))
         table.add_row(mode.name if mode.has_graphs() else "eager", str(count), graphs, breaks, *times)
+    return table
+
+
+def _breaks(result: DemoResult) -> Table:
+    table = Table("break", "called at", title="what ran eagerly between graphs, the captures' checks included")
+    for name in ("runs", "mean", "of the time in pieces"):
+        table.add_column(name, justify="right")
+    for name, where, runs, time_ms, share in result.breaks:
+        table.add_row(name, where.rsplit("/", 1)[-1], str(runs), f"{time_ms / runs:.3f} ms", f"{100 * share:.1f} %")
     return table
 
 

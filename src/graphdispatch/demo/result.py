@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..capture.piecewise import BreakFigures
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 
@@ -17,13 +18,18 @@ __all__ = ["DemoResult", "DemoSettings", "Pieces", "StepRecord", "StepTimes"]
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What to run: a preset's name, a device (``auto``, ``cpu``, ``cuda``), the seed of weights and tokens, and the
-    mode of the graphed side."""
+    """What to run: a preset's name, a device (``auto``, ``cpu``, ``cuda``), the seed of weights and tokens, the mode
+    of the graphed side, and the largest size to capture, in rows."""
 
     preset: str = "tiny"
     device: str = "auto"
     seed: int = 0
     mode: CUDAGraphMode = CUDAGraphMode.FULL
+    max_size: int = 512
+
+    def has_graphs(self, uniform_decode: bool) -> bool:
+        """Whether the mode has graphs for such steps, decode or mixed."""
+        return (self.mode.decode_mode() if uniform_decode else self.mode.mixed_mode()).has_graphs()
 
 
 class StepRecord(NamedTuple):
@@ -74,6 +80,8 @@ class DemoResult:
     records: tuple[StepRecord, ...]
     pieces: Mapping[CUDAGraphMode, Pieces]
     """For each mode that has a graph."""
+    breaks: tuple[BreakFigures, ...] = ()
+    """Where replays broke, the longest first; those of the capture's checks are among them."""
 
     @property
     def served(self) -> tuple[StepRecord, ...]:
@@ -104,11 +112,8 @@ class DemoResult:
     @property
     def missed(self) -> int:
         """Steps that a graph should have served by their kind and size, and did not."""
-        mode = self.settings.mode
-        kinds = {True: mode.decode_mode().has_graphs(), False: mode.mixed_mode().has_graphs()}
-        return sum(
-            kinds[r.uniform_decode] and r.num_tokens <= self.largest and not r.reason.is_graph for r in self.records
-        )
+        small = [r for r in self.records if r.num_tokens <= self.largest]
+        return sum(self.settings.has_graphs(r.uniform_decode) and not r.reason.is_graph for r in small)
 
     @property
     def differing(self) -> int:
@@ -160,6 +165,7 @@ class DemoResult:
                 mode.name: {"steps": count, **self.pieces.get(mode, Pieces(0, 0))._asdict()}
                 for mode, count in sorted(self.steps_by_mode.items(), reverse=True)
             },
+            "breaks": [figures._asdict() for figures in self.breaks],
             "eager_reasons": {reason.value: count for reason, count in self.eager_reasons.items()},
             "step_time_ms": {
                 f"{group}_{name}": _plain(self.times(middle, served=group == "served"))

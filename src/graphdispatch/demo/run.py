@@ -10,10 +10,11 @@ from ..backends import get_backend
 from ..capture.breaks import eager_break
 from ..capture.entry import CUDAGraphEntry
 from ..capture.padding import Pad
-from ..capture.piecewise import PiecewiseGraph
+from ..capture.piecewise import PiecewiseGraph, break_figures
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
 from ..graphed_callable import graphed
+from ..sizes import ladder
 from .decoder import PRESETS, Decoder
 from .result import DemoResult, DemoSettings, Pieces, StepRecord
 from .steps import StepInputs, StepMaker, slots_needed
@@ -26,17 +27,16 @@ __all__ = ["SideBySide", "largest_size"]
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-def largest_size(steps: Sequence[Step]) -> int:
-    """vLLM's default largest graph: twice the most requests, as a power of two, at most 512 and the largest step."""
-    doubled = 2 * max(step.num_reqs for step in steps)
-    rounded: int = 1 << (doubled - 1).bit_length()
-    return min(rounded, 512, max(step.num_tokens for step in steps))
+def largest_size(steps: Sequence[Step], settings: DemoSettings) -> int:
+    """The largest step that the mode has graphs for, in rows, and at most ``max_size``."""
+    largest = max((step.num_tokens for step in steps if settings.has_graphs(step.uniform_decode)), default=1)
+    return min(largest, settings.max_size)
 
 
 class SideBySide:
     """Two decoders on the same weights, one called as it is and one through ``graphed``; fed with equal inputs.
 
-    ``prewarm`` captures every size; ``run`` yields a record for each step; ``result`` sums up; ``close`` releases
+    ``prewarm`` captures every size, vLLM's ladder up to the largest; ``run`` yields a record for each step; ``result`` sums up; ``close`` releases
     the graphs. ``decoders`` are the eager and the graphed one, ``largest`` is the size of the largest graph. In
     piecewise graphs the attention of each layer is a break. In a mode that tells uniform decode steps from mixed ones,
     the trace's flag does.
@@ -60,14 +60,13 @@ class SideBySide:
         for layer in twin.layers:
             eager_break(layer.get_submodule("attention"))
         self.decoders = (self._eager, twin)
-        self.largest = largest_size(steps)
+        self.largest = largest_size(steps, settings)
         self._uniform_decode = False  # of the step under way: its tensors do not tell
         self._graphed = graphed(
             twin,
             dynamic={"token_ids": 0, "slots": 0, "positions": 0},
             pad={"slots": Pad.value(twin.scratch_slot)},
-            max_size=self.largest,
-            sizes="vllm",
+            sizes=sorted({*ladder("vllm", self.largest), self.largest}),
             mode=settings.mode,
             uniform_decode=self._is_uniform_decode,
             backend=self._backend.name,
@@ -81,7 +80,7 @@ class SideBySide:
         window = self._eager.config.window
         row = torch.arange(self.largest, device=self._backend.device)
         # Rows of distinct places, as a step has them; no step reads a place that it did not write before.
-        example = StepInputs(torch.zeros_like(row), row // window, row % window)
+        example = StepInputs(row % self._eager.config.vocab, row // window, row % window)
         self._eager(**example._asdict())
         if self._settings.mode.has_graphs():
             self._graphed.prewarm(**example._asdict(), progress=progress)
@@ -109,6 +108,7 @@ class SideBySide:
             tolerance=_TOLERANCES[self._dtype],
             records=tuple(self._records),
             pieces={entry.mode: _pieces(entry) for entry in self._graphed.entries},
+            breaks=tuple(break_figures(self._graphed.entries)),
         )
 
     def close(self) -> None:

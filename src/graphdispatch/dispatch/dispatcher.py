@@ -187,6 +187,8 @@ class CudagraphDispatcher:
         found = graphs[mode]
         if found.entry.backend.is_watched():
             return None, Reason.INSIDE_CAPTURE
+        if found.entry.pool.is_inside_replay():
+            return None, Reason.INSIDE_REPLAY
         if found.addresses is not None and _addresses(args, kwargs) != found.addresses:
             return None, Reason.ADDRESS_CHANGED
         return found, Reason.EXACT

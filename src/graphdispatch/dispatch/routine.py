@@ -30,6 +30,11 @@ class Plan(NamedTuple):
     entry: CUDAGraphEntry | None
     decision: Decision
 
+    def explain(self) -> str:
+        """One line for a person: the decision, and what the graph consists of where that is more than one launch."""
+        pieces = self.entry.graph.describe() if self.entry is not None and self.decision.mode.has_graphs() else ""
+        return f"{self.decision.explain()}; {pieces}" if pieces else self.decision.explain()
+
 
 class Routine:
     """One runtime mode; a callable that tells uniform decode from other batches has two.

@@ -2,10 +2,11 @@
 
 import os
 from contextlib import AbstractContextManager, ExitStack
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
@@ -97,6 +98,7 @@ class _CPUCapture(Capture):
         self._pool = pool
         self._open = False
         self._is_counted = False
+        self._spec: TreeSpec | None = None
         CAPTURE_LOCK.acquire()
         try:
             self._recorder = Recorder()
@@ -130,14 +132,24 @@ class _CPUCapture(Capture):
         self._count()
         self._recorder.resume()
 
+    def hand_over(self, outputs: Any, *, shared: bool) -> None:
+        """Keep the outputs, or note what they are and let go of them."""
+        if shared:
+            leaves, self._spec = tree_flatten(outputs)
+            self._recorder.share(leaves)
+        else:
+            self.outputs = outputs
+
     def end(self) -> Graph:
         """Stop recording and bind the program to memory."""
         if not self._open:
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         program = self._recorder.pause()
         self._close()
-        self.graph = CPUGraph(program, self._pool)
-        return self.graph
+        self.graph = graph = CPUGraph(program, self._pool)
+        if self._spec is not None:
+            self.outputs = tree_unflatten(graph.outputs, self._spec)
+        return graph
 
     def abort(self) -> None:
         """Stop recording and forget the program."""

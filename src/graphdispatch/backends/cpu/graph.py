@@ -24,19 +24,20 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class CPUPool(Pool):
-    """Arenas of host memory; a graph takes the smallest that holds its intermediates, so that a ladder captured
-    largest first needs one arena in all. Freed with the last graph in it."""
+    """Arenas of host memory; a graph takes the smallest that holds its intermediates and shared outputs, so that a
+    ladder captured largest first needs one arena in all. Freed with the last graph in it."""
 
     def __init__(self, streams: StreamState) -> None:
         super().__init__()
         self.streams = streams
         self._here = streams.here
+        self._default = streams.default
         self._arenas: list[weakref.ref[torch.Tensor]] = []
         self._last_stream: InlineStream | CPUStream = streams.default
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arenas; what graphs hold for themselves (outputs, constants) is in ``CPUGraph.nbytes``."""
+        """Bytes of all arenas; what graphs hold for themselves is in ``CPUGraph.nbytes``."""
         return sum(arena.nbytes for arena in self._live_arenas())
 
     def take_arena(self, nbytes: int) -> torch.Tensor:
@@ -52,15 +53,21 @@ class CPUPool(Pool):
         return [arena for ref in self._arenas if (arena := ref()) is not None]
 
     def order_after_last_use(self) -> None:
-        """Order the calling thread's current stream after the one that last used the pool."""
-        current = self._here.stream
-        if current is not self._last_stream:
-            current.wait_stream(self._last_stream)
+        """Order the calling thread's current stream after the one that last used the pool; a failure of work there is
+        that stream's to tell. The calling thread copies in and out itself, so it waits for a stream that has a queue,
+        and gets what that stream keeps."""
+        current, last = self._here.stream, self._last_stream
+        if current is not last:
+            if isinstance(last, CPUStream):
+                current.after(last.end())
             self._last_stream = current
+        if current is not self._default:
+            current.synchronize()
 
     def is_idle(self) -> bool:
         """Whether no replay is queued on the stream that last used the pool."""
-        return self._last_stream.mark().done.is_set()
+        last = self._last_stream
+        return not isinstance(last, CPUStream) or last.end().done.is_set()
 
     def close(self) -> None:
         """Nothing to do: arenas go with their last graph."""
@@ -77,16 +84,19 @@ class CPUGraph(Graph):
         self._calls: list[Callable[[], Any]] | None = binder.calls
         self._memory: tuple[torch.Tensor | torch.UntypedStorage, ...] = binder.memory
         self._nbytes = binder.nbytes
+        self.outputs = binder.outputs
+        """The leaves of the shared outputs, in order; as the arena, they hold the latest replay of the pool."""
         self.num_recorded = len(recording.program)
 
     def replay(self) -> None:
-        """Run the calls on the calling thread's current stream."""
+        """Run the calls on the calling thread's current stream, and wait for them."""
         if self._calls is None:
             raise ReplayError("this graph was released; capture it again")
         self._pool.generation += 1
         stream = self._here.stream
         if stream is not self._default:
             stream.submit(partial(_run, self._calls))
+            stream.synchronize()
             return
         with _below_autograd():
             for call in self._calls:
@@ -97,10 +107,11 @@ class CPUGraph(Graph):
         self._calls = None
         self._memory = ()
         self._nbytes = 0
+        self.outputs = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of outputs and constants, which are the graph's own; the arena is the pool's."""
+        """Bytes of constants, and of results that somebody holds, which are the graph's own; the arena is the pool's."""
         return self._nbytes
 
     @property
@@ -120,18 +131,19 @@ class _Binder:
         self._storages: dict[Slot, torch.UntypedStorage] = {}
         self._offsets: dict[Slot, int] = {}
         self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
-        slots = {slot for i in recording.program for slot in i.reads | i.writes}
+        shared = {ref.slot for ref in recording.outputs if isinstance(ref, TensorRef)}
+        slots = shared.union(*(i.reads | i.writes for i in recording.program))
         for slot in slots:
             storage = slot.live_storage()
             if storage is not None:
                 self._storages[slot] = storage
         literals = {literal.slot for literal in recording.literals}
-        pinned = set(self._storages) - literals
+        pinned = (shared | set(self._storages)) - literals
         once, each = prune(recording.program, recording.literals, pinned)
         constant = {slot for i in once for slot in i.reads | i.writes}
         for slot in (constant | literals) - set(self._storages):
             self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8).untyped_storage()
-        layout = place(each, set(self._storages))
+        layout = place(each, set(self._storages), shared)
         arena = pool.take_arena(layout.nbytes) if layout.nbytes else None
         if arena is not None:
             self._storages |= dict.fromkeys(layout.offsets, arena.untyped_storage())
@@ -143,6 +155,7 @@ class _Binder:
             for instruction in once:
                 self._bind(instruction)()
             self.calls = [*self._restores(recording, each), *map(self._bind, each)]
+            self.outputs = [self._tensor(leaf) if isinstance(leaf, TensorRef) else leaf for leaf in recording.outputs]
         self.memory = (*own, *([arena] if arena is not None else ()))
 
     def _write_literals(self, recording: Recording) -> None:

@@ -23,7 +23,7 @@ def prune(
 ) -> tuple[list[Instruction], list[Instruction]]:
     """Split a program into what runs once, at build time (constants), and what runs at each replay.
 
-    ``pinned`` slots are held by somebody else and keep what eager would have left in them. Pure operators whose
+    ``pinned`` slots are read after the program and hold then what eager would have left in them. Pure operators whose
     result nobody needs are dropped.
     """
     needed = set(pinned)
@@ -57,17 +57,18 @@ def _has_effect(instruction: Instruction) -> bool:
     return instruction.kind is OperatorKind.WRITE and (instruction.writes_outside or not instruction.writes)
 
 
-def place(program: list[Instruction], private: set[Slot]) -> Layout:
-    """Give each slot of ``program`` that is not ``private`` a place that no slot alive at the same time has."""
-    last: dict[Slot, int] = {}
-    for index, instruction in enumerate(program):
-        for slot in instruction.reads | instruction.writes:
-            last[slot] = index
+def place(program: list[Instruction], private: set[Slot], outputs: set[Slot]) -> Layout:
+    """Give each slot of ``program`` that is not ``private`` a place that no slot alive at the same time has.
+
+    ``outputs`` stay alive to the end, also those that no instruction touches.
+    """
+    touched = [*(instruction.reads | instruction.writes for instruction in program), outputs]
+    last = {slot: index for index, slots in enumerate(touched) for slot in slots}
     offsets: dict[Slot, int] = {}
     alive: dict[Slot, tuple[int, int]] = {}
     top = 0
-    for index, instruction in enumerate(program):
-        for slot in sorted(instruction.reads | instruction.writes, key=lambda s: -s.nbytes):
+    for index, slots in enumerate(touched):
+        for slot in sorted(slots, key=lambda s: -s.nbytes):
             if slot in private or slot in offsets:
                 continue
             size = -(-max(slot.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT

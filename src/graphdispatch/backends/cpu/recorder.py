@@ -105,6 +105,8 @@ class Recording(NamedTuple):
 
     program: list[Instruction]
     literals: list[Literal]
+    outputs: list[Any]
+    """The leaves of what was shared, those of its tensors that the stretch made as ``TensorRef``."""
 
 
 class Recorder(TorchDispatchMode):
@@ -120,7 +122,14 @@ class Recorder(TorchDispatchMode):
     def pause(self) -> Recording:
         """End a stretch. What it made is external to the next one: its memory stays where it is."""
         self.is_paused = True
-        return Recording(self.program, self.literals)
+        return Recording(self.program, self.literals, self._outputs)
+
+    def share(self, leaves: list[Any]) -> None:
+        """Note the outputs; from here on they are held only by those who hold them otherwise."""
+        self._outputs = [
+            self._symbol(leaf) if isinstance(leaf, torch.Tensor) and self._slot_of(leaf) is not None else leaf
+            for leaf in leaves
+        ]
 
     def resume(self) -> None:
         """Begin a stretch."""
@@ -128,6 +137,7 @@ class Recorder(TorchDispatchMode):
         self.program: list[Instruction] = []
         self.literals: list[Literal] = []
         self._slots: dict[int, Slot] = {}
+        self._outputs: list[Any] = []
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and note it."""

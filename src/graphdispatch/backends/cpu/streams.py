@@ -109,7 +109,7 @@ class InlineStream(_OrderedStream):
         """Nothing can be outstanding here."""
 
     def close(self) -> None:
-        """The default stream stays: there is nothing to release."""
+        """It stays."""
 
     def __repr__(self) -> str:
         return "<InlineStream default>"
@@ -166,6 +166,18 @@ class CPUStream(_OrderedStream):
             self._enqueue(lambda: mark.reach(self._error))
         return mark
 
+    def end(self) -> _Mark:
+        """``mark`` for order alone: it carries no failure, and a closed stream has one too."""
+        mark = _Mark(self)
+        if not self.is_own_thread():
+            with self._lock:
+                if not self._closed:
+                    self._queue.put(partial(mark.reach, None))
+                    return mark
+            self._thread.join()
+        mark.reach(None)
+        return mark
+
     def after(self, mark: _Mark) -> None:
         """Let later work begin only after ``mark``; does not block the caller, unless it is this stream's work."""
         if mark.owner is self:
@@ -179,15 +191,7 @@ class CPUStream(_OrderedStream):
         """Block until all work given so far is done; raises what a piece of it raised, once."""
         if self.is_own_thread():
             return
-        mark = _Mark(self)
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._queue.put(partial(mark.reach, None))
-        if closed:
-            self._thread.join()
-        else:
-            mark.join()
+        self.end().join()
         self._raise_kept()
 
     def close(self) -> None:
@@ -353,10 +357,7 @@ class CPUTimer(Timer):
 
 def _serve(queue: "SimpleQueue[_Job | None]") -> None:
     """Run the jobs of a queue until None comes; jobs never raise."""
-    while True:
-        job = queue.get()
-        if job is None:
-            return
+    while (job := queue.get()) is not None:
         job()
         del job  # it holds the stream, which would otherwise live until the next job comes
 

@@ -1,4 +1,4 @@
-"""What a CUDA error during a capture means, read from its text, since the code itself does not reach Python."""
+"""What a CUDA error during a capture means: read from its code where torch hands it on, else from its text."""
 
 from typing import NamedTuple
 
@@ -19,63 +19,70 @@ class Diagnosis(NamedTuple):
 _UNKNOWN = Diagnosis(Reason.CAPTURE_FAILED, "see the original error")
 _MEMORY = Diagnosis(Reason.OUT_OF_MEMORY, "capture fewer or smaller sizes, or leave more memory to the graphs")
 
-# The first text that occurs in the error decides, so that the specific ones stand before the general ones.
-_SIGNS: tuple[tuple[str, Diagnosis], ...] = (
-    ("out of memory", _MEMORY),
-    ("cublas_status_alloc_failed", _MEMORY),
+_LOST = Diagnosis(Reason.CAPTURE_FAILED, "the device context is lost; restart the process")
+
+
+def _unsafe(remedy: str) -> Diagnosis:
+    return Diagnosis(Reason.CAPTURE_UNSAFE, remedy)
+
+
+# CUDA's error code and text. The first text that occurs in the error decides, so that the specific ones stand before
+# the general ones; those without a code are torch's own.
+_SIGNS: tuple[tuple[int | None, str, Diagnosis], ...] = (
+    (2, "out of memory", _MEMORY),
+    (None, "cublas_status_alloc_failed", _MEMORY),
     (
+        None,
         "cannot copy between cpu and cuda tensors",
-        Diagnosis(Reason.CAPTURE_UNSAFE, "it copies pageable host memory; keep the data on the device, or pin it"),
+        _unsafe("it copies pageable host memory; keep the data on the device, or pin it"),
     ),
     (
+        900,
         "operation not permitted when stream is capturing",
-        Diagnosis(
-            Reason.CAPTURE_UNSAFE,
-            "it waits for the device (.item(), .cpu(), nonzero, printing a tensor); keep values on the device",
-        ),
+        _unsafe("it waits for the device (.item(), .cpu(), nonzero, printing a tensor); keep values on the device"),
     ),
     (
-        "unjoined work",
-        Diagnosis(Reason.CAPTURE_UNSAFE, "a side stream was not joined; let the current stream wait for it at the end"),
-    ),
-    (
-        "depend on a capturing blocking stream",
-        Diagnosis(Reason.CAPTURE_UNSAFE, "work went to the legacy default stream; use the current stream"),
-    ),
-    (
+        901,
         "previous error during capture",
-        Diagnosis(
-            Reason.CAPTURE_UNSAFE,
-            "an earlier operation could not be captured and its own error was swallowed; let that error through",
-        ),
+        _unsafe("an earlier operation could not be captured and its own error was swallowed; let that error through"),
+    ),
+    (904, "unjoined work", _unsafe("a side stream was not joined; let the current stream wait for it at the end")),
+    (
+        905,
+        "uncaptured work in another stream",
+        _unsafe("it waits for a side stream that is not part of the capture; let that stream wait for this one first"),
     ),
     (
+        906,
+        "depend on a capturing blocking stream",
+        _unsafe("work went to the legacy default stream; use the current stream"),
+    ),
+    (
+        907,
+        "last recorded in a capturing stream",
+        _unsafe("the host waits for an event of the capture; wait on the device (event.wait(stream)), or after it"),
+    ),
+    (
+        None,
         "offset increment outside graph capture",
-        Diagnosis(
-            Reason.CAPTURE_UNSAFE, "it draws from a random generator that the graph does not know; use the default"
-        ),
+        _unsafe("it draws from a random generator that the graph does not know; use the default"),
     ),
     (
+        None,
         "no warmup iterations occurred before capture",
-        Diagnosis(Reason.CAPTURE_UNSAFE, "an algorithm search ran inside the capture; warm up at this size before"),
+        _unsafe("an algorithm search ran inside the capture; warm up at this size before"),
     ),
     (
+        None,
         "stale reference to the default stream",
-        Diagnosis(Reason.CAPTURE_UNSAFE, "autograd was warmed up on the default stream; run without gradients"),
+        _unsafe("autograd was warmed up on the default stream; run without gradients"),
     ),
-    (
-        "during cuda graph capture",
-        Diagnosis(Reason.CAPTURE_UNSAFE, "an operation in it refuses to be captured"),
-    ),
-    (
-        "illegal memory access",
-        Diagnosis(Reason.CAPTURE_FAILED, "the device context is lost; restart the process"),
-    ),
-    (
-        "device-side assert",
-        Diagnosis(Reason.CAPTURE_FAILED, "the device context is lost; restart the process"),
-    ),
+    (None, "during cuda graph capture", _unsafe("an operation in it refuses to be captured")),
+    (700, "illegal memory access", _LOST),
+    (710, "device-side assert", _LOST),
+    (719, "unspecified launch failure", _LOST),
 )
+_BY_CODE = {code: diagnosis for code, _, diagnosis in _SIGNS if code is not None}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -89,5 +96,6 @@ def diagnose(error: BaseException) -> Diagnosis:
         return _MEMORY
     if not isinstance(error, RuntimeError):  # every CUDA error is one; the rest is the user's own
         return _UNKNOWN
+    known = _BY_CODE.get(getattr(error, "error_code", 0))  # an AcceleratorError of newer torch versions has it
     text = str(error).lower()
-    return next((diagnosis for sign, diagnosis in _SIGNS if sign in text), _UNKNOWN)
+    return known or next((diagnosis for _, sign, diagnosis in _SIGNS if sign in text), _UNKNOWN)

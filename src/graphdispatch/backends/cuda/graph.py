@@ -17,6 +17,12 @@ Note [autocast inside a capture]
     capture would be baked in and then freed; one that was made inside it was never computed, and eager code in the
     same region would read it. The cache is emptied on both sides, so that the graph casts for itself.
 
+Note [random numbers during a capture]
+    Up to some version torch keeps one state of its default generator for all threads, which a capture puts into another
+    mode. Meanwhile a replay on another thread whose graph draws random numbers is refused before anything is
+    launched; it is made again once the capture has ended. Eager code of other threads that draws random numbers on
+    the device at that moment gets torch's error, which we cannot help: capture before threads serve.
+
 Note [why not torch.cuda.graph]
     Its ``__exit__`` ends the capture first and leaves the stream context after; when ``capture_end`` raises, the
     thread stays on the capture stream, and the user's own exception survives only as the context of the other.
@@ -56,7 +62,18 @@ class RecordedCUDAGraph(Graph):
         try:
             graph.replay()
         except RuntimeError as error:
-            raise ReplayError(f"CUDA refused to replay the graph: {_first_line(error)}") from error
+            self._replay_again(graph, error)
+
+    def _replay_again(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> None:
+        """The replay once more if all that hindered it was a capture: see Note [random numbers during a capture]."""
+        if "outside graph capture" in str(error):
+            try:
+                with CAPTURE_LOCK:
+                    graph.replay()
+                return
+            except RuntimeError as second:
+                error = second
+        raise ReplayError(f"CUDA refused to replay the graph: {_first_line(error)}") from error
 
     def reset(self) -> None:
         """Wait for replays in flight and release the graph; idempotent.
@@ -78,6 +95,11 @@ class RecordedCUDAGraph(Graph):
         another process that allocates at the same moment disturbs it.
         """
         return 0 if self._graph is None else self._nbytes
+
+    @property
+    def driver_nbytes(self) -> int:
+        """All of ``nbytes``: what the allocator accounts for is in the pool."""
+        return self.nbytes
 
     def __repr__(self) -> str:
         return f"<RecordedCUDAGraph {self._pool.device} {'released' if self._graph is None else 'ready'}>"
@@ -138,9 +160,9 @@ class CUDACapture(Capture):
             self._native = torch.cuda.CUDAGraph()
             self._caller_device = torch.cuda.current_device()
             self._caller_stream = torch.cuda.current_stream(self._pool.device)
-        except BaseException:
+        except BaseException as error:
             CAPTURE_LOCK.release()
-            raise
+            raise_classified(error, self._pool.device)
         self.begin()
 
     def end(self) -> Graph:
@@ -149,7 +171,8 @@ class CUDACapture(Capture):
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         try:
             torch.cuda.set_stream(self._stream)  # the user's code may have left another one current
-            self._native.capture_end()
+            with may_be_empty():  # a callable may do nothing before its first break, and replays are compared with eager
+                self._native.capture_end()
         except BaseException as error:
             self._throw_away()
             raise_classified(error, self._pool.device)

@@ -128,13 +128,19 @@ class CUDAPool(Pool):
         return sum(_segment_bytes(self._index, handle) for handle in handles)
 
     def close(self) -> None:
-        """Let go of the memory, which is free once the last graph is gone; idempotent."""
+        """Let go of the memory; idempotent. Not to be called inside a capture of the same thread.
+
+        What no graph and no tensor uses any more goes back to the driver now, with the rest of the allocator's cache,
+        since torch gives the memory of a finished pool to nobody else; what is still used then, when the allocator
+        next empties its cache.
+        """
         with CAPTURE_LOCK:
             self._closed = True
             hold, self._hold = self._hold, None
             if hold is not None:
                 self._abandoned.append(hold.handle)
                 hold.placeholder.reset()
+                torch.cuda.empty_cache()
 
     def __repr__(self) -> str:
         condition = "closed" if self._closed else "open" if self._hold is not None else "empty"

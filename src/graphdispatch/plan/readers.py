@@ -1,0 +1,124 @@
+"""Reads traffic from files: step traces and request traces as CSV, JSON lines or Parquet, and vLLM's metrics log.
+
+Files are told apart by what they hold, not by their names; any may be compressed with gzip. Every fault is a
+``ConfigError`` that names the file, the line and the field.
+"""
+
+import re
+import zlib
+from collections.abc import Mapping
+from gzip import GzipFile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ConfigError
+from .tables import Field, Table, open_table
+from .traffic import LARGEST_STEP, Floats, Requests, Steps, booleans, floats, integers
+
+__all__ = ["read_requests", "read_trace"]
+
+_MOST_BYTES = 2**31  # a small .gz can unpack to any number of bytes
+_LONGEST_REQUEST = 2**31
+
+_TOKENS = Field("num_tokens", 1, LARGEST_STEP)
+_REQS = Field("num_reqs", 1, LARGEST_STEP)
+_KINDS = tuple(Field(name, 0, 1) for name in ("uniform_decode", "is_decode", "is_uniform_decode"))
+
+_ARRIVALS = {"arrival_ms": 1.0, "arrival_s": 1e3, "timestamp": 1.0, "TIMESTAMP": 0.0}
+"""Milliseconds of one unit in each column of arrivals; 0 for dates."""
+_PROMPTS = ("prompt_tokens", "input_length", "ContextTokens")
+_OUTPUTS = ("output_tokens", "output_length", "GeneratedTokens")
+
+_LOG_COLUMNS = ("Unpadded Tokens", "Padded Tokens", "Num Paddings", "Runtime Mode", "Count")
+_LOG_HEADER = re.compile(rb"\|\s*Unpadded Tokens\s*\|")
+
+
+def read_trace(path: str | Path) -> Steps | tuple[Mapping[int, float], Mapping[int, float]]:
+    """The steps of a trace, or, of a log with vLLM's ``--cudagraph-metrics`` tables, all and uniform steps by size.
+
+    A trace has a column ``num_tokens``; ``uniform_decode`` (or ``is_decode``; 1 or 0), or else ``num_reqs``, tells the
+    kind of a step, and without both all steps are uniform decode.
+    """
+    data = _read(path)
+    if _LOG_HEADER.search(data):
+        return _parse_log(path, _decode(path, data))
+    table = open_table(path, data)
+    kind = next((field for field in _KINDS if field.name in table.names), None)
+    wanted = [_TOKENS, *([kind] if kind else []), *([_REQS] if _REQS.name in table.names else [])]
+    found = dict(zip((field.name for field in wanted), table.integers(wanted), strict=True))
+    tokens = integers("num_tokens", found["num_tokens"])
+    reqs = integers("num_reqs", found["num_reqs"]) if "num_reqs" in found else None
+    kinds = found[kind.name] if kind else np.ones(len(tokens), bool) if reqs is None else tokens == reqs
+    return Steps(tokens, booleans("uniform_decode", kinds), reqs)
+
+
+def read_requests(path: str | Path) -> Requests:
+    """The requests of a trace in the order of their arrival, the first at 0 ms.
+
+    Columns: ``arrival_ms`` or ``arrival_s``, ``prompt_tokens`` and ``output_tokens``; or, as in Mooncake's traces,
+    ``timestamp`` (milliseconds), ``input_length`` and ``output_length``; or, as in Azure's, ``TIMESTAMP`` (a date),
+    ``ContextTokens`` and ``GeneratedTokens``.
+    """
+    table = open_table(path, _read(path))
+    prompts, outputs = (
+        Field(next((name for name in names if name in table.names), names[0]), 1, _LONGEST_REQUEST)
+        for names in (_PROMPTS, _OUTPUTS)
+    )
+    prompt, output = table.integers([prompts, outputs])
+    arrival = _arrivals(path, table)
+    order = np.argsort(arrival, kind="stable")
+    return Requests(
+        floats("arrival_ms", arrival[order] - arrival[order[0]]),
+        integers("prompt_tokens", prompt[order], _LONGEST_REQUEST),
+        integers("output_tokens", output[order], _LONGEST_REQUEST),
+    )
+
+
+def _arrivals(path: str | Path, table: Table) -> Floats:
+    """Arrivals in milliseconds, as they stand in the file."""
+    name = next((name for name in _ARRIVALS if name in table.names), None)
+    if name is None:
+        raise ConfigError(f"{path} lacks a column of arrivals; expected one of {', '.join(_ARRIVALS)}")
+    texts = table.texts(name)
+    unit = _ARRIVALS[name]
+    for row, text in enumerate(texts):
+        try:
+            value = np.datetime64(_without_zone(text), "ns") if not unit else np.float64(text)
+        except ValueError:
+            value = np.float64("nan")
+        if not np.isfinite(value):
+            expected = "a number" if unit else "a date such as 2023-11-16 18:17:03.97"
+            table.fail(row, name, f"expected {expected}, got {text[:40]!r}")
+    if unit:
+        return np.array(texts, np.float64) * unit
+    dates = np.array([_without_zone(text) for text in texts], "datetime64[ns]")
+    return (dates - dates.min()) / np.timedelta64(1, "ms")
+
+
+def _without_zone(text: str) -> str:
+    # numpy's dates have no time zone; a trace has one at most, which makes no difference to its arrivals.
+    return text.removesuffix("Z").removesuffix("+00:00")
+
+
+def _read(path: str | Path) -> bytes:
+    try:
+        data = Path(path).read_bytes()
+        if data.startswith(b"\x1f\x8b"):
+            with GzipFile(fileobj=BytesIO(data)) as file:
+                data = file.read(_MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{path} holds more than {_MOST_BYTES} bytes; split it, or save a histogram")
+    if not data.strip():
+        raise ConfigError(f"{path} is empty; expected a header line and a line for each step or request")
+    return data
+
+
+def _decode(path: str | Path, data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is neither text nor Parquet: {error}") from error
