@@ -1,6 +1,6 @@
 """Measures everything, or the parts that are named, and prints a table.
 
-python -m benchmarks [--only wrapper graphed guard decoder piecewise capture] [--turns N] [--json FILE]
+python -m benchmarks [--only PART ...] [--turns N] [--traces FILE ...] [--json FILE]
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import capture, decoder, front, guard, piecewise, wrapper
+from . import adaptive, capture, decisions, decoder, front, guard, piecewise, prediction, wrapper
 from .timing import Effort, Row
 
 
@@ -29,13 +29,16 @@ _PARTS = {
     "decoder": _Part(decoder.TITLE, decoder.rows),
     "piecewise": _Part(piecewise.TITLE, piecewise.rows),
     "capture": _Part(capture.TITLE, capture.rows),
+    "decisions": _Part(decisions.TITLE, decisions.rows),
+    "adaptive": _Part(adaptive.TITLE, adaptive.rows),
+    "prediction": _Part(prediction.TITLE, prediction.rows),
 }
 
 
 def main() -> None:
     """Measure, print, and write the file that was asked for."""
     options = _options()
-    effort = Effort(turns=options.turns)
+    effort = Effort(turns=options.turns, traces=tuple(options.traces))
     where = _where()
     print("  ".join(f"{name}: {value}" for name, value in where.items()))
     print(f"medians of {effort.turns} turns taken by both sides alternately, captures of {effort.captures}")
@@ -54,6 +57,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios measured in one run.")
     parser.add_argument("--only", nargs="+", choices=list(_PARTS), default=list(_PARTS), metavar="PART")
     parser.add_argument("--turns", type=int, default=Effort.turns, help="turns of each side (default %(default)s)")
+    parser.add_argument("--traces", nargs="+", type=Path, default=[], metavar="FILE", help="instead of generated ones")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     return parser.parse_args()
 
@@ -86,20 +90,21 @@ def _commit() -> str:
 
 def _table(rows: list[Row]) -> str:
     width = max(len(line.case) for line in rows)
-    compared = any(line.base_us is not None for line in rows)
-    head = f"{'':{width}}{'us':>12}" + (f"{'compared, us':>14}{'extra, us':>12}{'faster':>9}" if compared else "")
+    unit = rows[0].unit
+    compared = any(line.base is not None for line in rows)
+    head = f"{'':{width}}{unit:>12}" + (f"{'compared':>12}{'extra':>12}{'better':>10}" if compared else "")
     return "\n".join([head, *(_line(line, width) for line in rows)])
 
 
 def _line(line: Row, width: int) -> str:
-    text = f"{line.case:{width}}{line.us:12.2f}"
-    if line.base_us is None or line.extra_us is None or line.speedup is None:
+    text = f"{line.case:{width}}{line.value:12.2f}"
+    if line.base is None or line.extra is None or line.speedup is None:
         return text
-    return text + f"{line.base_us:14.2f}{line.extra_us:12.2f}{line.speedup:8.2f}x"
+    return text + f"{line.base:12.2f}{line.extra:12.2f}{line.speedup:9.2f}x"
 
 
 def _plain(line: Row) -> dict[str, str | float | None]:
-    return {"case": line.case, "us": line.us, "base_us": line.base_us}
+    return {"case": line.case, line.unit: line.value, f"base_{line.unit}": line.base}
 
 
 if __name__ == "__main__":

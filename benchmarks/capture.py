@@ -26,4 +26,4 @@ def rows(effort: Effort) -> list[Row]:
             times[entry.size].append(entry.capture_time_ms)
         step.clear()
     found = [Row(f"{size:3} rows", median(kept) * 1e3) for size, kept in times.items()]
-    return [*found, Row(f"all {len(sizes)} sizes", sum(line.us for line in found))]
+    return [*found, Row(f"all {len(sizes)} sizes", sum(line.value for line in found))]

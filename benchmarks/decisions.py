@@ -1,32 +1,32 @@
 """What a decision costs: ``decide`` and ``dispatch`` against plain-Python transcriptions of vLLM's two contracts.
 
-    python benchmarks/decisions.py [--repeats N]
-
 The transcriptions follow the published rules (vLLM 0.11.1: the caller pads; 0.33: padding, LoRA counts and allowed
-modes inside) over the same keys. All rows are measured in turns, so that noise hits every one; a row shows the median
-over the turns, in nanoseconds with the loop's own cost taken off, and the ratio to its transcription in the same run.
+modes inside) over the same keys. The dispatcher that runs graphs is compared with a bare
+replay of its graph, which does nothing.
 """
 
-import argparse
-import gc
-import platform
 from bisect import bisect_left
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
-from statistics import median
-from time import perf_counter, perf_counter_ns
+from functools import partial
 from typing import NamedTuple
 
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.descriptors import BatchDescriptor, DispatchKey
+from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
 from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
 from graphdispatch.modes import CUDAGraphMode as Mode
 from graphdispatch.sizes import ladder, next_size_table
+from graphdispatch.testing import MockCUDAGraph
 
+from .timing import Effort, Row, interleaved, row
+
+__all__ = ["TITLE", "rows"]
+
+TITLE = "a decision, compared with plain-Python transcriptions of vLLM's dispatchers (0.11.1, 0.33)"
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 MAX_REQS, MAX_TOKENS, COUNTS = 256, 8192, (0, 1, 2, 4, 5)
 SIZES = ladder("vllm", 512)
-CALLS = 20_000
 
 
 class OldDescriptor(NamedTuple):
@@ -127,7 +127,7 @@ class NewContract:
         return NewDescriptor(padded, padded if uniform else min(padded, MAX_REQS), uniform, has_lora, count)
 
 
-class Row(NamedTuple):
+class Case(NamedTuple):
     """One case: our call, and the transcription's."""
 
     name: str
@@ -135,7 +135,7 @@ class Row(NamedTuple):
     theirs: Callable[[], object]
 
 
-def cases() -> list[Row]:
+def cases() -> list[Case]:
     """The batches of a decoding engine: hits, padded hits, adapters, excluded modes, and misses."""
     plan = CudagraphKeyDispatcher(
         capture_sizes=SIZES, max_num_reqs=MAX_REQS, max_num_tokens=MAX_TOKENS, variants=(None, *COUNTS)
@@ -146,68 +146,48 @@ def cases() -> list[Row]:
     old_decode, old_mixed, old_miss = OldDescriptor(24, True), OldDescriptor(24), OldDescriptor(25)
     no_full = frozenset((NONE, PIECEWISE))
     return [
-        Row("dispatch, decode", lambda: plan.dispatch(decode), lambda: old.dispatch(old_decode)),
-        Row("dispatch, mixed", lambda: plan.dispatch(mixed), lambda: old.dispatch(old_mixed)),
-        Row("dispatch, miss", lambda: plan.dispatch(miss), lambda: old.dispatch(old_miss)),
-        Row("decide, decode", lambda: plan.decide(20, 20, query_len=1), lambda: new.dispatch(20, True)),
-        Row("decide, mixed", lambda: plan.decide(20, 3), lambda: new.dispatch(20)),
-        Row("decide, 3 adapters", lambda: plan.decide(20, 3, variant=3), lambda: new.dispatch(20, False, True, 3)),
-        Row(
+        Case("dispatch, decode", lambda: plan.dispatch(decode), lambda: old.dispatch(old_decode)),
+        Case("dispatch, mixed", lambda: plan.dispatch(mixed), lambda: old.dispatch(old_mixed)),
+        Case("dispatch, miss", lambda: plan.dispatch(miss), lambda: old.dispatch(old_miss)),
+        Case("decide, decode", lambda: plan.decide(20, 20, query_len=1), lambda: new.dispatch(20, True)),
+        Case("decide, mixed", lambda: plan.decide(20, 3), lambda: new.dispatch(20)),
+        Case("decide, 3 adapters", lambda: plan.decide(20, 3, variant=3), lambda: new.dispatch(20, False, True, 3)),
+        Case(
             "decide, without FULL",
             lambda: plan.decide(20, 20, query_len=1, allowed_modes=no_full),
             lambda: new.dispatch(20, True, valid_modes=no_full),
         ),
-        Row(
+        Case(
             "decide, FULL excluded",
             lambda: plan.decide(20, 20, query_len=1, excluded_modes={FULL}),
             lambda: new.dispatch(20, True, invalid_modes={FULL}),
         ),
-        Row("decide, above largest", lambda: plan.decide(2000), lambda: new.dispatch(2000)),
+        Case("decide, above largest", lambda: plan.decide(2000), lambda: new.dispatch(2000)),
+        Case("decide, above any limit", lambda: plan.decide(20_000), lambda: new.dispatch(20_000)),
     ]
 
 
-def nanoseconds(call: Callable[[], object]) -> float:
-    """The mean over many calls, made in one loop."""
-    start = perf_counter_ns()
-    for _ in range(CALLS):
-        call()
-    return (perf_counter_ns() - start) / CALLS
+def rebuild(sizes: range) -> None:
+    """Build the table of 8 variants of ``sizes`` in mode FULL, and ask it once."""
+    plan = CudagraphKeyDispatcher(capture_sizes=sizes, max_num_reqs=sizes[-1], variants=range(8))
+    plan.initialize_cudagraph_keys(FULL)
+    plan.decide(sizes[0])
 
 
-def rebuild_ms(sizes: range, repeats: int) -> float:
-    """The time in milliseconds to build the table of 8 variants of ``sizes`` in mode FULL."""
-    times = []
-    for _ in range(repeats):
-        plan = CudagraphKeyDispatcher(capture_sizes=sizes, max_num_reqs=sizes[-1], variants=range(8))
-        start = perf_counter()
-        plan.initialize_cudagraph_keys(FULL)
-        times.append(1000 * (perf_counter() - start))
-    return median(times)
+def executing() -> Case:
+    """A hit of the dispatcher that runs graphs."""
+    graph = MockCUDAGraph()
+    graph.capture_begin()
+    graph.capture_end()
+    dispatcher, key = CudagraphDispatcher(lambda: None), DispatchKey(8, 8)
+    dispatcher.register_graph(key, graph)
+    return Case("CudagraphDispatcher.dispatch, of an empty graph", lambda: dispatcher.dispatch(key), graph.replay)
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
-    rows = cases()
-    empty: list[float] = []
-    times: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
-    gc.disable()
-    for _ in range(repeats):
-        empty.append(nanoseconds(lambda: None))
-        for row, (ours, theirs) in zip(rows, times, strict=True):
-            ours.append(nanoseconds(row.ours))
-            theirs.append(nanoseconds(row.theirs))
-    gc.enable()
-    print(f"Python {platform.python_version()}, median of {repeats} turns of {CALLS} calls")
-    print(f"{'case':24}{'ours, ns':>10}{'vLLM rules, ns':>16}{'ratio':>8}")
-    for row, (ours, theirs) in zip(rows, times, strict=True):
-        fast, slow = median(ours) - median(empty), median(theirs) - median(empty)
-        print(f"{row.name:24}{fast:10.0f}{slow:16.0f}{slow / fast:8.1f}")
+def rows(effort: Effort) -> list[Row]:
+    """Every kind of batch against its transcription, a hit of the executing dispatcher, and rebuilding large tables."""
+    found = [row(case.name, case.ours, case.theirs, effort.turns) for case in (*cases(), executing())]
     for sizes in (range(1, 1001), range(8, 8001, 8)):
-        print(f"table of {len(sizes)} sizes to {sizes[-1]} x 8 variants: {rebuild_ms(sizes, 5):.0f} ms")
-
-
-if __name__ == "__main__":
-    main()
+        (seconds,) = interleaved([partial(rebuild, sizes)], effort.captures)
+        found.append(Row(f"rebuild of {len(sizes)} sizes to {sizes[-1]} x 8 variants", seconds * 1e6))
+    return found

@@ -1,21 +1,17 @@
-"""How many steps find their graph ready: with prediction, without, and with an oracle that knows the future.
+"""How many steps find no graph ready: with prediction, without, and with an oracle that knows the future.
 
-    python benchmarks/prediction.py [--capacity N ...] [TRACE.csv[.gz] ...]
-
-A trace has the columns ``num_tokens`` and ``t_ms`` (when the step starts); without a trace some are generated. Steps
-last 8 ms and 0.03 ms for each token, and a capture CAPTURE_MS, all of it simulated. All three ways capture a size at
-its second sighting; two of them capture in pauses besides, which the oracle fills with the sizes that really come
-next. Steps above the largest size, which no graph serves, are left out of the shares.
+A trace has the columns ``num_tokens`` and ``t_ms`` (when the step starts). Steps last 8 ms and 0.03 ms for each token,
+and a capture 60 ms, all of it simulated. All three ways capture a size at its second sighting; two of them capture in
+pauses besides, which the oracle fills with the sizes that really come next. Steps above the largest size, which no
+graph serves, are left out.
 """
 
-import argparse
 import csv
 import gzip
 import random
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +20,11 @@ from graphdispatch.descriptors import DispatchKey
 from graphdispatch.dispatch.prediction import Prewarmer, SizePredictor
 from graphdispatch.sizes import ladder
 
+from .timing import Effort, Row
+
+__all__ = ["TITLE", "rows"]
+
+TITLE = "steps that find no graph ready, compared with capturing at the second sighting alone (simulated)"
 CAPTURE_MS = 60.0
 POLL_MS = 10.0
 EARLY = 2000
@@ -38,15 +39,12 @@ class Step(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one way of capturing came to, over the steps that a graph could serve."""
+    """What one way of capturing came to, in percent of the steps that a graph could serve."""
 
-    served: int
-    ready: int
-    early: int
-    early_ready: int
-    captures: int
-    in_pauses: int
-    stalled_ms: float
+    missed: float
+    missed_early: float
+    delayed: float
+    """The share of all steps that wait for a capture which was begun in the pause before."""
 
 
 class Clock:
@@ -87,14 +85,12 @@ class Graphs:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.last_use: dict[int, int] = {}
-        self.captures = 0
 
     def capture(self, size: int, step: int, worth: Callable[[int], float]) -> None:
         """Make a graph of ``size``, and room for it by dropping the least worth."""
         while len(self.last_use) >= self.capacity:
             del self.last_use[min(self.last_use, key=worth)]
         self.last_use[size] = step
-        self.captures += 1
 
 
 def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str) -> Outcome:
@@ -104,7 +100,7 @@ def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str)
     prewarmer = Prewarmer(predictor, capture_ms=CAPTURE_MS, clock=clock)
     padded = [sizes[i] if (i := bisect_left(sizes, step.tokens)) < len(sizes) else None for step in steps]
     future, graphs, seen = Future(padded), Graphs(capacity), Counter[int]()
-    counts, in_pauses, stalled = Counter[str](), 0, 0.0
+    counts = Counter[str]()
 
     for now, (step, size) in enumerate(zip(steps, padded, strict=True)):
 
@@ -117,12 +113,10 @@ def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str)
         if size is not None:
             seen[size] += 1
             early = now < EARLY
-            counts["served"] += 1
-            counts["early"] += early
-            if size in graphs.last_use:
+            is_missing = size not in graphs.last_use
+            counts.update(all=1, early=early, missed=is_missing, missed_early=early and is_missing)
+            if not is_missing:
                 graphs.last_use[size] = now
-                counts["ready"] += 1
-                counts["early_ready"] += early
             elif seen[size] > 1:
                 graphs.capture(size, now, worth)
         clock.ms = max(clock.ms, step.end)
@@ -137,14 +131,15 @@ def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str)
                 may = future.plan(now, graphs.last_use, capacity)
             if may:
                 graphs.capture(may[0], now, worth)
-                in_pauses += 1
                 clock.ms += CAPTURE_MS
                 prewarmer.record_capture(CAPTURE_MS)
-                stalled += max(0.0, clock.ms - following)
+                counts["delayed"] += clock.ms > following
             else:
                 wait *= 2
     return Outcome(
-        counts["served"], counts["ready"], counts["early"], counts["early_ready"], graphs.captures, in_pauses, stalled
+        100 * counts["missed"] / counts["all"],
+        100 * counts["missed_early"] / max(1, counts["early"]),
+        100 * counts["delayed"] / len(steps),
     )
 
 
@@ -159,35 +154,23 @@ def generated(seed: int) -> list[Step]:
     """A generated trace with pauses of random length between its bursts."""
     rng = random.Random(seed)
     steps, at = [], 0.0
-    for shape in generate_trace(20_000, 64, seed):
+    for shape in generate_trace(10_000, 64, seed):
         end = at + 8 + 0.03 * shape.num_tokens
         steps.append(Step(at, end, shape.num_tokens))
         at = end + (rng.uniform(100, 1000) if rng.random() < 0.01 else 0.0)
     return steps
 
 
-def main() -> None:
-    """Print a line for each trace, capacity and way."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("traces", nargs="*", type=Path)
-    parser.add_argument("--capacity", type=int, nargs="+", default=[64, 16, 8])
-    parser.add_argument("--max-size", type=int, default=512)
-    options = parser.parse_args()
-    sizes = ladder("vllm", options.max_size)
-    named = {path.name.removesuffix(".gz").removesuffix(".csv"): read(path) for path in options.traces}
-    for name, steps in (named or {f"generated {seed}": generated(seed) for seed in (0, 1)}).items():
-        idle = sum(max(0.0, b.start - a.end) for a, b in pairwise(steps)) / steps[-1].end
-        print(f"{name}: {len(steps)} steps, {100 * idle:.1f} % idle, {len(sizes)} sizes up to {sizes[-1]}")
-        for capacity in options.capacity:
-            for way in ("none", "predicted", "oracle"):
-                found = simulate(steps, sizes, capacity, way)
-                print(
-                    f"  {capacity:3} graphs, {way:9}: ready {100 * found.ready / found.served:7.3f} % "
-                    f"(first {EARLY} steps {100 * found.early_ready / max(1, found.early):7.3f} %), not ready "
-                    f"{found.served - found.ready:6}, captures in steps {found.captures - found.in_pauses:6}, "
-                    f"in pauses {found.in_pauses:5}, steps delayed by {found.stalled_ms / 1000:.2f} s in all"
-                )
-
-
-if __name__ == "__main__":
-    main()
+def rows(effort: Effort) -> list[Row]:
+    """The shares by trace, number of graphs and way; the steps at the start, where most is to be won, apart."""
+    traces = {path.name.removesuffix(".gz").removesuffix(".csv"): read(path) for path in effort.traces}
+    sizes, found = ladder("vllm", 512), []
+    for name, steps in (traces or {"generated": generated(0)}).items():
+        for capacity in (64, 16, 8):
+            without, *others = (simulate(steps, sizes, capacity, way) for way in ("none", "predicted", "oracle"))
+            for way, outcome in zip(("predicted", "oracle"), others, strict=True):
+                case = f"{name}, {capacity:2} graphs, {way}"
+                found.append(Row(case, outcome.missed, without.missed, "percent"))
+                found.append(Row(f"{case}, first {EARLY} steps", outcome.missed_early, without.missed_early, "percent"))
+                found.append(Row(f"{case}, steps delayed by captures", outcome.delayed, unit="percent"))
+    return found

@@ -1,8 +1,10 @@
 """Times calls side by side: the sides take turns, so that what disturbs the machine disturbs them alike."""
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -13,29 +15,31 @@ _TURN_SECONDS = 0.001  # a turn of one side lasts about this long, short beside 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure: turns of each side, and captures of each size."""
+    """How much to measure: turns of each side, captures of each size, and traces to simulate (none: generated ones)."""
 
     turns: int = 101
     captures: int = 3
+    traces: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: microseconds of a call, and of what it is compared with (None: of nothing)."""
+    """One line of the table: what a case takes, in ``unit``, and what it is compared with takes (None: nothing)."""
 
     case: str
-    us: float
-    base_us: float | None = None
+    value: float
+    base: float | None = None
+    unit: str = "us"
 
     @property
-    def extra_us(self) -> float | None:
-        """How much more the call takes, in microseconds."""
-        return None if self.base_us is None else self.us - self.base_us
+    def extra(self) -> float | None:
+        """How much more the case takes."""
+        return None if self.base is None else self.value - self.base
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster the call is than what it is compared with."""
-        return None if self.base_us is None else self.base_us / self.us
+        """How many times less the case takes than what it is compared with."""
+        return None if self.base is None else self.base / self.value if self.value else math.inf
 
 
 def interleaved(sides: Sequence[Callable[[], object]], turns: int) -> list[float]:

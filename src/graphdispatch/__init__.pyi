@@ -1,5 +1,6 @@
 """The public names, for type checkers; ``__init__.py`` finds them at run time."""
 
+from .adaptive_wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
 from .backends import (
     available_backends as available_backends,
 )
@@ -9,6 +10,8 @@ from .backends import (
 from .backends import (
     register_backend as register_backend,
 )
+from .cache.budget import MemoryBudget as MemoryBudget
+from .cache.eviction import EvictionPolicy as EvictionPolicy
 from .cache.registry import CUDAGraphRegistry as CUDAGraphRegistry
 from .capture.breaks import eager_break as eager_break
 from .capture.breaks import remove_eager_break as remove_eager_break
@@ -17,6 +20,8 @@ from .capture.entry import CUDAGraphEntry as CUDAGraphEntry
 from .capture.entry import GraphEntry as GraphEntry
 from .capture.outputs import OutputView as OutputView
 from .capture.padding import Pad as Pad
+from .capture.piecewise import BreakFigures as BreakFigures
+from .capture.piecewise import break_figures as break_figures
 from .config import CUDAGraphConfig as CUDAGraphConfig
 from .config import CUDAGraphOptions as CUDAGraphOptions
 from .descriptors import (
@@ -88,7 +93,11 @@ from .manager import CUDAGraphManager as CUDAGraphManager
 from .modes import CUDAGraphMode as CUDAGraphMode
 from .modes import DispatchMode as DispatchMode
 from .modes import EntryState as EntryState
+from .plan.scheduler import SchedulerModel as SchedulerModel
+from .plan.workload import Workload as Workload
 from .reasons import Reason as Reason
+from .simulator import SimulationResult as SimulationResult
+from .simulator import simulate as simulate
 from .sizes import get_cudagraph_sizes as get_cudagraph_sizes
 from .sizes import ladder as ladder
 from .stats import CUDAGraphStats as CUDAGraphStats

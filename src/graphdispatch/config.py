@@ -25,11 +25,11 @@ from .errors import ConfigError
 from .modes import CUDAGraphMode
 from .sizes import LADDERS, check_sizes, ladder, next_size_table
 
-__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode"]
+__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "roomy_config"]
 
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
-_LONGEST_RING = 1024
+_LONGEST_RING = 64
 
 _Count = Annotated[int, Field(ge=1)]
 _Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
@@ -150,6 +150,9 @@ class CUDAGraphOptions(_Options):
     """Runs before a capture, so that lazy initialisation does not end up in the graph."""
     verify: bool = True
     """Compare a new graph with eager on its first replay and on the next, different batch."""
+    verify_every: _Count | None = None
+    """Compare a graph with eager again once in so many of its replays: what no guard can see (a counter or a global
+    of Python that the capture froze) is found then. None never does."""
     rtol: _Tolerance = None
     """Relative tolerance of that comparison; None chooses by dtype."""
     atol: _Tolerance = None
@@ -188,7 +191,7 @@ class CUDAGraphOptions(_Options):
 
     @property
     def returns_handles(self) -> bool:
-        """Whether every call returns an ``OutputView``, whose ``get()`` gives the outputs or says that they are gone."""
+        """Whether a call returns an ``OutputView``, whose ``get()`` gives the outputs or says that they are gone."""
         return self.outputs == "view" or self.ring_length > 0
 
 
@@ -215,8 +218,12 @@ class CUDAGraphConfig(_Options):
     """The most graphs kept at once."""
     memory_budget_bytes: _Count | None = None
     """The most bytes that graphs may hold for themselves, apart from the pool they share; None sets no limit."""
+    eviction: str = "gdsf"
+    """Which graph goes when there is no room: ``"gdsf"``, ``"lfu"``, ``"lru"``, or the name of an installed policy."""
     capture_after: _Count = 2
     """Sightings of a size before it is captured; 1 captures at once."""
+    capture_window: _Count = 4096
+    """Those sightings count only if they come within so many uses (replays in the process, and sightings)."""
     max_signatures: _Count = 32
     """The most different kinds of argument lists (dtypes, trailing shapes, constants) that get graphs."""
     strict: bool = False
@@ -283,6 +290,24 @@ class ResolvedConfig(NamedTuple):
     def largest(self) -> int:
         """The largest size, or 0 if there is none."""
         return self.sizes[-1] if self.sizes else 0
+
+
+def roomy_config(
+    sizes: str | Iterable[int], max_size: int | None, max_graphs: int | None, settings: Mapping[str, Any]
+) -> CUDAGraphConfig:
+    """A configuration with room for every size: the largest size given is the largest batch, and all are kept.
+
+    ``max_size`` and ``max_graphs`` say otherwise; ``settings`` are other options. Raises ``ConfigError``.
+    """
+    settings = dict(settings)
+    if not isinstance(sizes, str):
+        sizes = tuple(sizes)
+        max_size = max(sizes, default=None) if max_size is None else max_size
+    if max_size is not None:
+        settings["max_batch_size"] = max_size
+    config = CUDAGraphConfig(capture_sizes=sizes, **settings)
+    needed = max(config.max_cached_graphs, 2 * len(config.resolve().sizes))
+    return config.replace(max_cached_graphs=needed if max_graphs is None else max_graphs)
 
 
 @lru_cache(maxsize=64)

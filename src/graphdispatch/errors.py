@@ -7,6 +7,7 @@ __all__ = [
     "CaptureError",
     "ConfigError",
     "ConsensusError",
+    "DeviceLostError",
     "FallbackError",
     "GraphDispatchError",
     "GuardError",
@@ -27,6 +28,13 @@ class ConfigError(GraphDispatchError, ValueError):
 
 class BackendError(GraphDispatchError, RuntimeError):
     """A backend is unknown, or its device is not available here."""
+
+
+class DeviceLostError(BackendError):
+    """The device fails whatever it is asked, so that nothing can be served, eagerly either; restart the process.
+
+    ``__cause__`` is the device's own error.
+    """
 
 
 class CaptureError(GraphDispatchError, RuntimeError):

@@ -13,16 +13,15 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import torch
 
 from .backends import get_backend
-from .cache import GraphCache, GraphSet
+from .cache import Admission, GraphSet, MemoryBudget, make_cache
 from .capture.calls import CallForm
 from .capture.collector import frozen_collector
 from .capture.entry import CUDAGraphEntry
 from .capture.family import Family, Form
 from .capture.job import Outcome
-from .capture.outputs import OutputView
 from .capture.rules import ArgumentRules, callable_name, make_rules
 from .capture.signature import Refusal
-from .config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
+from .config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
 from .dispatch.decision import Decision
 from .dispatch.routine import Found, Plan, Routine
 from .errors import ConfigError, FallbackError, ReplayError
@@ -50,7 +49,10 @@ def graphed(
     backend: str = "auto",
     max_cached_graphs: int | None = None,
     memory_budget_bytes: int | None = None,
+    eviction: str = "gdsf",
+    budget: MemoryBudget | None = None,
     capture_after: int = 2,
+    capture_window: int = 4096,
     max_signatures: int = 32,
     uniform_decode: Callable[..., bool] | None = None,
     options: CUDAGraphOptions | None = None,
@@ -67,8 +69,11 @@ def graphed(
     other; whether they are is checked when a graph is captured, and a model that mixes rows stays eager.
 
     ``sizes`` are the sizes to capture, or a ladder by name; the largest is ``max_size`` (default 256). A size is
-    captured when it is seen for the ``capture_after``-th time, or by ``prewarm``. ``outputs``: ``"clone"`` gives the
-    caller copies, ``"view"`` a handle (``.get()``) that raises ``StaleOutputError`` after the next replay,
+    captured when it is seen for the ``capture_after``-th time within ``capture_window`` uses, or by ``prewarm``. When
+    ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, ``eviction`` (``"gdsf"``, ``"lfu"``, ``"lru"``, or an
+    installed policy) says which graph goes; ``budget`` is one that several callables share. ``outputs``: ``"clone"``
+    gives the caller copies, ``"view"`` a handle (``.get()``) that raises ``StaleOutputError`` after the next replay,
+    ``"ring:3"`` such a handle on the next of three preallocated copies, which raises after three further calls,
     ``"static"`` the graph's own tensors. ``strict`` raises ``FallbackError`` instead of running a step eagerly.
 
     ``mode`` is ``"FULL"`` (one graph for the call), ``"PIECEWISE"`` (graphs between the parts that ``eager_break``
@@ -85,27 +90,15 @@ def graphed(
         "mode": parse_mode(mode),
         "backend": backend,
         "memory_budget_bytes": memory_budget_bytes,
+        "eviction": eviction,
         "capture_after": capture_after,
+        "capture_window": capture_window,
         "max_signatures": max_signatures,
         "strict": strict,
         "options": (options or CUDAGraphOptions()).replace(outputs=outputs),
     }
-    config = _make_config(sizes, max_size, max_cached_graphs, settings)
-    return Graphed(fn, config, make_rules(fn, dynamic, pad or {}, static), uniform_decode)
-
-
-def _make_config(
-    sizes: str | Sequence[int], max_size: int | None, max_graphs: int | None, settings: dict[str, Any]
-) -> CUDAGraphConfig:
-    """The configuration with room for every size: the largest size given is the largest batch, and all are kept."""
-    if not isinstance(sizes, str):
-        sizes = tuple(sizes)
-        max_size = max(sizes, default=None) if max_size is None else max_size
-    if max_size is not None:
-        settings["max_batch_size"] = max_size
-    config = CUDAGraphConfig(capture_sizes=sizes, **settings)
-    needed = max(config.max_cached_graphs, 2 * len(config.resolve().sizes))
-    return config.replace(max_cached_graphs=needed if max_graphs is None else max_graphs)
+    config = roomy_config(sizes, max_size, max_cached_graphs, settings)
+    return Graphed(fn, config, make_rules(fn, dynamic, pad or {}, static), uniform_decode, budget)
 
 
 class Graphed(Generic[P, R]):
@@ -117,6 +110,7 @@ class Graphed(Generic[P, R]):
         config: CUDAGraphConfig,
         rules: ArgumentRules,
         uniform_decode: Callable[..., bool] | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         if config.mode.separate_routine() and uniform_decode is None:
             raise ConfigError(
@@ -134,8 +128,9 @@ class Graphed(Generic[P, R]):
         self._graphs = GraphSet(
             fn,
             config.options,
-            GraphCache(config.max_cached_graphs, config.memory_budget_bytes),
+            make_cache(config, budget),
             backend=get_backend(config.backend) if config.backend != "auto" else None,
+            admission=Admission(config.capture_after, config.capture_window),
         )
         self._indices = itertools.count()
         self._local = threading.local()
@@ -179,7 +174,7 @@ class Graphed(Generic[P, R]):
             found = self._find(self._routine(args, kwargs), args, kwargs)
             if found.family is None or found.decision.mode is CUDAGraphMode.NONE:
                 return found.decision.explain()
-            return self._plan(found.family, found, found.family.sightings[found.decision.size] + 1).explain()
+            return self._plan(found.family, found).explain()
 
     def prewarm(self, *args: Any, sizes: Sequence[int] | None = None, progress: bool = False, **kwargs: Any) -> None:
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
@@ -257,10 +252,13 @@ class Graphed(Generic[P, R]):
             family, decision = found.family, found.decision
             if family is not None and decision.mode is not CUDAGraphMode.NONE:
                 family.sightings[decision.size] += 1
-                entry, decision = self._plan(family, found, family.sightings[decision.size])
+                entry, decision = self._plan(family, found)
                 if decision.reason is Reason.CAPTURED_NOW:
                     return self._capture(routine, family, found, decision)
+                if entry is None:
+                    self._graphs.admission.sight((family.index, found.decision.size))
                 if entry is not None and decision.reason is Reason.VERIFIED_NOW:
+                    self._local.decision = Decision.eager(Reason.CALL_RAISED, found.rows)  # if it does
                     outcome = self._graphs.verify(family, found.leaves, found.rows, entry)
                     self._publish(routine, family, outcome.entry)
                     return self._after_eager(Decision.eager(outcome.reason, found.rows, outcome.detail), outcome)
@@ -284,16 +282,15 @@ class Graphed(Generic[P, R]):
         self._local.decision = found.decision.as_mode(entry.mode)
         return result
 
-    def _plan(self, family: Family, found: Found, sightings: int) -> Plan:
+    def _plan(self, family: Family, found: Found) -> Plan:
         """What to do with a call that a graph of ``found.decision.size`` could serve; changes nothing."""
         decision, size = found.decision, found.decision.size
-        entry = family.entries.get(size)
+        entry = family.current(size)
         if entry is None:
             failure = family.blocked(size)
             if failure is not None:
                 return Plan(None, Decision.eager(failure.reason, found.rows, failure.detail))
-            seen = sightings >= self._config.capture_after
-            return Plan(None, Decision.eager(Reason.CAPTURED_NOW if seen else Reason.FIRST_SIGHTING, found.rows))
+            return Plan(None, Decision.eager(self._graphs.admit((family.index, size)), found.rows))
         clash = entry.clash(found.leaves)
         if clash is not None:
             return Plan(None, Decision.eager(Reason.ALIASED_ARGUMENTS, found.rows, clash))
@@ -333,6 +330,7 @@ class Graphed(Generic[P, R]):
 
     def _capture(self, routine: Routine, family: Family, found: Found, decision: Decision) -> Any:
         size = found.decision.size
+        self._local.decision = Decision.eager(Reason.CALL_RAISED, found.rows)  # if it does
         outcome = self._graphs.capture(family, found.leaves, found.rows, size, mode=routine.table.mode)
         self._publish(routine, family, outcome.entry)
         if outcome.entry is None:
@@ -383,17 +381,17 @@ class Graphed(Generic[P, R]):
 
     def _after_eager(self, decision: Decision, outcome: Outcome) -> Any:
         self._local.decision = decision
-        self.stats.record_miss(decision.reason)
+        self.stats.record_miss(decision.reason, decision.rows)
         if self._config.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from outcome.error
-        return self._hand_out(outcome.result)
+        return self._hand_out(outcome.answer())
 
     def _run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._local.decision = decision
-        self.stats.record_miss(decision.reason)
+        self.stats.record_miss(decision.reason, decision.rows)
         if self._config.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
         return self._hand_out(self._fn(*args, **kwargs))
 
     def _hand_out(self, result: Any) -> Any:
-        return OutputView(result, None) if self._config.options.outputs == "view" else result
+        return self._graphs.hand_out(result)

@@ -4,13 +4,13 @@ The front door for engines that think in batch size and sequence length rather t
 """
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from .backends import get_backend
+from .cache.budget import MemoryBudget
 from .cache.registry import CUDAGraphRegistry, Shapes, check_input_shapes, check_output_shapes
 from .capture.entry import CUDAGraphEntry
 from .capture.outputs import OutputView
@@ -27,16 +27,15 @@ class CUDAGraphManager:
     """Decides by configuration which batches graphs serve, and serves them. Thread-safe.
 
     ``execute_or_capture`` is the whole job in one call. A batch whose ``seq_len`` is 1 is uniform decode; in mode
-    ``FULL_DECODE_ONLY`` only such batches are served by graphs.
+    ``FULL_DECODE_ONLY`` only such batches are served by graphs. ``budget`` is one that other front doors share.
     """
 
-    def __init__(self, config: CUDAGraphConfig | None = None) -> None:
+    def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
         self.config = config or CUDAGraphConfig()
         self._mode = self._checked_mode(self.config.mode)
         self._resolved = self.config.resolve()
         self._backend = get_backend(self.config.backend)
-        self.registry = CUDAGraphRegistry(self.config)
-        self._sightings: Counter[tuple[int, int]] = Counter()
+        self.registry = CUDAGraphRegistry(self.config, budget=budget)
         self._lock = threading.RLock()
 
     @property
@@ -73,10 +72,7 @@ class CUDAGraphManager:
         if not self.get_mode_for_batch(batch_size, seq_len).has_graphs():
             return False
         key = self._key(batch_size, seq_len)
-        if self.registry.has(*key) or self._sightings[key] + 1 < self.config.capture_after:
-            return False
-        tried = self.registry.family_of(key)
-        return tried is None or tried[1].blocked(key[0]) is None
+        return not self.registry.has(*key) and self._refusal(key) is None
 
     def capture_graph(
         self,
@@ -150,7 +146,7 @@ class CUDAGraphManager:
         is_view = isinstance(result, OutputView)
         if output_shapes:
             check_output_shapes(result.get() if is_view else result, output_shapes)
-        return OutputView(result, None) if self.config.options.outputs == "view" and not is_view else result
+        return OutputView(result, None) if self.config.options.returns_handles and not is_view else result
 
     def _execute(
         self,
@@ -162,20 +158,20 @@ class CUDAGraphManager:
     ) -> Any:
         reason = self._eager_reason(batch_size, seq_len, inputs)
         if reason is not None:
-            return self._run_eagerly(execute_fn, inputs, reason)
+            return self._run_eagerly(execute_fn, inputs, batch_size, reason)
         key = self._key(batch_size, seq_len)
         with self._lock:
-            self._sightings[key] += 1
             entry = self.registry.get(*key)
             if entry is not None and self.registry.holds_for(key, execute_fn):
                 return self._serve_or_verify(key, entry, inputs, batch_size, execute_fn)
-            if entry is None and not self._may_capture(key):
-                return self._run_eagerly(execute_fn, inputs, self._waiting_reason(key))
+            if entry is None and (refused := self._refusal(key)) is not None:
+                self.registry.sight(key)
+                return self._run_eagerly(execute_fn, inputs, batch_size, refused)
             outcome = self.registry.run_and_capture(key, execute_fn, inputs, batch_size, key[0], dynamic=dynamic)
-            if outcome.result is None and outcome.entry is None:
-                return self._run_eagerly(execute_fn, inputs, outcome.reason, outcome.detail)
-            self.stats.record_miss(outcome.reason)
-            return self._unless_strict(outcome.result, outcome.reason, outcome.detail)
+            if outcome.entry is None and outcome.error is None:  # refused before anything ran
+                return self._run_eagerly(execute_fn, inputs, batch_size, outcome.reason, outcome.detail)
+            self.stats.record_miss(outcome.reason, batch_size)
+            return self._unless_strict(outcome.answer(), outcome.reason, outcome.detail)
 
     @property
     def stats(self) -> CUDAGraphStats:
@@ -186,7 +182,6 @@ class CUDAGraphManager:
         """Release all graphs and forget what was seen and counted."""
         with self._lock:
             self.registry.clear()
-            self._sightings.clear()
             self.stats.reset()
 
     def __repr__(self) -> str:
@@ -216,14 +211,12 @@ class CUDAGraphManager:
             return Reason.NEEDS_GRADIENTS
         return None
 
-    def _may_capture(self, key: tuple[int, int]) -> bool:
-        tried = self.registry.family_of(key)
-        return self._sightings[key] >= self.config.capture_after and (tried is None or not tried[1].blocked(key[0]))
-
-    def _waiting_reason(self, key: tuple[int, int]) -> Reason:
+    def _refusal(self, key: tuple[int, int]) -> Reason | None:
+        """Why a key without a graph is not captured now, or None."""
         tried = self.registry.family_of(key)
         failure = tried[1].blocked(key[0]) if tried is not None else None
-        return failure.reason if failure is not None else Reason.FIRST_SIGHTING
+        reason = failure.reason if failure is not None else self.registry.admit(key)
+        return None if reason is Reason.CAPTURED_NOW else reason
 
     def _serve_or_verify(
         self,
@@ -239,22 +232,28 @@ class CUDAGraphManager:
         try:
             values, _ = entry.check(inputs)
         except GuardError as error:
-            return self._run_eagerly(fn, inputs, Reason.ARGUMENTS_CHANGED, str(error))
+            return self._run_eagerly(fn, inputs, rows, Reason.ARGUMENTS_CHANGED, str(error))
         if family.needs_check(entry, values, rows):
             with torch.no_grad(), graphs.lock:
                 outcome = graphs.verify(family, values, rows, entry)
-            self.stats.record_miss(outcome.reason)
-            return self._unless_strict(outcome.result, outcome.reason, outcome.detail)
-        return entry.serve_timed(values, rows, self.stats)
+            self.stats.record_miss(outcome.reason, rows)
+            return self._unless_strict(outcome.answer(), outcome.reason, outcome.detail)
+        try:
+            return entry.serve_timed(values, rows, self.stats)
+        except ReplayError as error:
+            if error.had_effects:
+                raise
+            return self._run_eagerly(fn, inputs, rows, Reason.REPLAY_FAILED, str(error))
 
     def _run_eagerly(
         self,
         fn: Callable[..., Any],
         inputs: Mapping[str, torch.Tensor],
+        rows: int,
         reason: Reason,
         detail: str = "",
     ) -> Any:
-        self.stats.record_miss(reason)
+        self.stats.record_miss(reason, rows)
         self._unless_strict(None, reason, detail)
         return fn(**inputs)
 

@@ -15,6 +15,7 @@ class Reason(StrEnum):
 
     DISABLED = "disabled"
     FIRST_SIGHTING = "first_sighting"
+    CACHE_FULL = "cache_full"
     ABOVE_LARGEST_SIZE = "above_largest_size"
     NOT_CAPTURED = "not_captured"
     MODE_MISMATCH = "mode_mismatch"
@@ -44,9 +45,11 @@ class Reason(StrEnum):
     STATE_TOO_LARGE = "state_too_large"
     STATE_REBOUND = "state_rebound"
     PADDING_WRITES_STATE = "padding_writes_state"
+    PADDING_UNPROVEN = "padding_unproven"
     OUTPUT_UNSUPPORTED = "output_unsupported"
     OUTPUT_ROWS_UNKNOWN = "output_rows_unknown"
 
+    CALL_RAISED = "call_raised"
     CAPTURE_UNSAFE = "capture_unsafe"
     CAPTURE_FAILED = "capture_failed"
     OUT_OF_MEMORY = "out_of_memory"
@@ -84,6 +87,9 @@ _TEXTS: dict[Reason, str] = {
     Reason.VERIFIED_NOW: "this call compared the graph with eager; its answer is eager's",
     Reason.DISABLED: "graphs are switched off (mode NONE)",
     Reason.FIRST_SIGHTING: "this size was seen for the first time; it is captured when it comes again",
+    Reason.CACHE_FULL: (
+        "the cache is full of graphs that are used more often; raise max_cached_graphs or memory_budget_bytes"
+    ),
     Reason.ABOVE_LARGEST_SIZE: "the batch is larger than the largest graph; raise max_size to cover it",
     Reason.NOT_CAPTURED: "no graph is captured for this key",
     Reason.MODE_MISMATCH: "the mode of this call is not the one that the graphs here serve",
@@ -114,8 +120,13 @@ _TEXTS: dict[Reason, str] = {
         "padding rows changed state that the real rows leave alone; give a pad rule that points at scratch "
         "rows and padding_writes='allow'"
     ),
+    Reason.PADDING_UNPROVEN: (
+        "the graph would have to pad, and no padded batch was compared with eager yet; capture it from a smaller "
+        "example whose rows differ (size=), or with verify=False"
+    ),
     Reason.OUTPUT_UNSUPPORTED: "an output is an object that a graph cannot give back",
     Reason.OUTPUT_ROWS_UNKNOWN: "the rows of an output do not follow the batch in a way that can be sliced",
+    Reason.CALL_RAISED: "the call itself raised when its graph was to be captured or compared; its exception went on",
     Reason.CAPTURE_UNSAFE: "the model does something that a graph cannot hold",
     Reason.CAPTURE_FAILED: "the capture failed",
     Reason.OUT_OF_MEMORY: "the capture ran out of memory",

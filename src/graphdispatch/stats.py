@@ -1,13 +1,50 @@
 """Counters of what happened, bounded in memory, with a reason for every step that no graph served."""
 
 import threading
-from collections import Counter
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Hashable
+from enum import StrEnum
+from typing import Any, NamedTuple
 
+from .descriptors import BatchDescriptor
 from .modes import DispatchMode
 from .reasons import Reason
 
-__all__ = ["CUDAGraphStats", "DispatchStats"]
+__all__ = ["CUDAGraphStats", "DispatchStats", "Eviction", "EvictionReason"]
+
+_MOST_ROWS = 4096  # different numbers of rows that are counted apart
+_MOST_EVICTIONS = 64  # that are remembered one by one
+
+
+class EvictionReason(StrEnum):
+    """Why a graph was let go."""
+
+    COUNT = "count"
+    """There were as many graphs as may be kept."""
+    BYTES = "bytes"
+    """The graphs held as many bytes as they may."""
+    REPLACED = "replaced"
+    """Another graph was captured for its key."""
+    STALE = "stale"
+    """Weights moved, or a module changed its mode."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """A capture found no memory left on the device."""
+    DROPPED = "dropped"
+    """Its owner had no more use for it."""
+
+
+class Eviction(NamedTuple):
+    """A graph that was evicted: plain data, so that remembering it keeps no memory alive.
+
+    ``freed_bytes`` is what the backend's figures fell by when it was released: of memory that graphs share, nothing.
+    """
+
+    key: Hashable
+    descriptor: BatchDescriptor
+    replays: int
+    capture_time_ms: float
+    freed_bytes: int
+    reason: EvictionReason
 
 
 class CUDAGraphStats:
@@ -32,10 +69,15 @@ class CUDAGraphStats:
         self.misses = 0
         self.fallbacks = 0
         self.evictions = 0
+        self.evicted_bytes = 0
+        self._last_evictions: deque[Eviction] = deque(maxlen=_MOST_EVICTIONS)
         self.verifications = 0
         self.real_rows = 0
         self.padded_rows = 0
         self.reasons: Counter[Reason] = Counter()
+        # Two, since hits and misses are counted under different locks.
+        self._rows_of_hits: dict[int, int] = {}
+        self._rows_of_misses: dict[int, int] = {}
 
     def record_hit(self, real_rows: int, padded_rows: int) -> None:
         """Count a call that a graph served. The caller holds the lock of the graph's pool, so that it takes none."""
@@ -43,12 +85,19 @@ class CUDAGraphStats:
         self.replays += 1
         self.real_rows += real_rows
         self.padded_rows += padded_rows
+        try:
+            self._rows_of_hits[real_rows] += 1
+        except KeyError:
+            if len(self._rows_of_hits) < _MOST_ROWS:
+                self._rows_of_hits[real_rows] = 1
 
-    def record_miss(self, reason: Reason) -> None:
-        """Count a call that no graph served, and why."""
+    def record_miss(self, reason: Reason, rows: int = 0) -> None:
+        """Count a call that no graph served, and why; ``rows`` is its number of rows, if known."""
         with self._lock:
             self.misses += 1
             self.reasons[reason] += 1
+            if rows > 0 and (rows in self._rows_of_misses or len(self._rows_of_misses) < _MOST_ROWS):
+                self._rows_of_misses[rows] = self._rows_of_misses.get(rows, 0) + 1
             if reason is Reason.VERIFIED_NOW:
                 self.verifications += 1
             elif reason is not Reason.CAPTURED_NOW:
@@ -65,10 +114,18 @@ class CUDAGraphStats:
         with self._lock:
             self.capture_failures += 1
 
-    def record_evictions(self, count: int) -> None:
-        """Count entries released to make room."""
+    def record_eviction(self, eviction: Eviction) -> None:
+        """Count a graph that was released since it was evicted."""
         with self._lock:
-            self.evictions += count
+            self.evictions += 1
+            self.evicted_bytes += eviction.freed_bytes
+            self._last_evictions.append(eviction)
+
+    @property
+    def last_evictions(self) -> tuple[Eviction, ...]:
+        """The latest 64 evictions, the oldest first."""
+        with self._lock:
+            return tuple(self._last_evictions)
 
     @property
     def calls(self) -> int:
@@ -82,6 +139,11 @@ class CUDAGraphStats:
     def padding_ratio(self) -> float:
         """Padding rows as a share of all rows that graphs computed; 0.0 before the first hit."""
         return 1.0 - self.real_rows / self.padded_rows if self.padded_rows else 0.0
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """Calls by number of rows, where that was known: the first 4,096 different numbers of hits, and of misses."""
+        return dict(Counter(self._rows_of_hits.copy()) + Counter(self._rows_of_misses.copy()))
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as plain data, for JSON."""

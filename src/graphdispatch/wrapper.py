@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from .backends import Backend, Pool
-from .cache import GraphCache, GraphSet
+from .cache import EvictionPolicy, GraphCache, GraphSet, MemoryBudget
 from .capture.calls import CallForm
 from .capture.context import current_context
 from .capture.entry import CUDAGraphEntry
 from .capture.family import Family, Form
-from .capture.outputs import OutputView
 from .capture.rules import ArgumentRules
 from .capture.signature import Refusal
 from .config import CUDAGraphOptions, parse_mode
@@ -41,8 +40,9 @@ class CUDAGraphWrapper:
     takes the caller's tensors as the buffers and hands out the graph's own, as engines do. A call whose arguments do
     not fit runs eagerly, with a reason in ``get_stats()``.
 
-    ``backend`` and ``pool`` share memory between wrappers that never run at the same time. Other attributes are those
-    of the runnable. Thread-safe.
+    ``eviction`` says which graph goes when ``max_cached_graphs`` or ``memory_budget_bytes`` is reached; ``budget`` is
+    one that several wrappers share. ``backend`` and ``pool`` share memory between wrappers that never run at the same
+    time. Other attributes are those of the runnable. Thread-safe.
     """
 
     def __init__(
@@ -52,6 +52,9 @@ class CUDAGraphWrapper:
         options: CUDAGraphOptions | None = None,
         max_cached_graphs: int = 100,
         *,
+        memory_budget_bytes: int | None = None,
+        eviction: str | EvictionPolicy = "gdsf",
+        budget: MemoryBudget | None = None,
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -65,7 +68,8 @@ class CUDAGraphWrapper:
         self.runnable = runnable
         self.runtime_mode = mode
         self.options = options or CUDAGraphOptions()
-        self._graphs = GraphSet(runnable, self.options, GraphCache(max_cached_graphs), backend=backend, pool=pool)
+        cache = GraphCache(max_cached_graphs, memory_budget_bytes, eviction=eviction, budget=budget)
+        self._graphs = GraphSet(runnable, self.options, cache, backend=backend, pool=pool)
         self._forms: dict[BatchDescriptor, Form] = {}
         self._local = threading.local()
 
@@ -147,7 +151,9 @@ class CUDAGraphWrapper:
 
     def _call_slowly(self, args: tuple[Any, ...], kwargs: dict[str, Any], descriptor: BatchDescriptor) -> Any:
         graphs = self._graphs
-        if graphs.nested() is not None:
+        if (nested := graphs.nested()) is not None:
+            if nested is Reason.INSIDE_REPLAY:  # in a capture the call is part of the graph, and no step of its own
+                graphs.stats.record_miss(nested)
             return self._hand_out(self.runnable(*args, **kwargs))
         with graphs.lock:
             if not graphs.guard_holds():
@@ -187,22 +193,24 @@ class CUDAGraphWrapper:
         """Capture, verify or serve; the reason to run eagerly instead, or None and the answer."""
         graphs = self._graphs
         family.sightings[1] += 1
-        entry = family.entries.get(1)
+        entry = family.current(1)
         if entry is None:
             failure = family.blocked(1)
-            if failure is not None:
-                return failure.reason, None
+            reason = failure.reason if failure is not None else self._admit((family.index, 1))
+            if reason is not Reason.CAPTURED_NOW:
+                graphs.admission.sight((family.index, 1))
+                return reason, None
             outcome = graphs.capture(family, leaves, 1, 1, descriptor=descriptor, mode=self.runtime_mode)
             graphs.stats.record_miss(outcome.reason)
             self._publish(family, outcome.entry)
-            return None, self._hand_out(outcome.result)
+            return None, self._hand_out(outcome.answer())
         if entry.clash(leaves) is not None:
             return Reason.ALIASED_ARGUMENTS, None
         if family.needs_check(entry, leaves, 1):
             outcome = graphs.verify(family, leaves, 1, entry)
             graphs.stats.record_miss(outcome.reason)
             self._publish(family, outcome.entry)
-            return None, self._hand_out(outcome.result)
+            return None, self._hand_out(outcome.answer())
         try:
             return None, entry.serve(leaves, 1, graphs.stats)
         except ReplayError as error:
@@ -210,9 +218,13 @@ class CUDAGraphWrapper:
                 raise
             return Reason.REPLAY_FAILED, None
 
+    def _admit(self, key: tuple[Any, int]) -> Reason:
+        """``CAPTURED_NOW`` for a descriptor that is to be captured now, or the reason why not."""
+        return self._graphs.admit(key)
+
     def _publish(self, family: Family, entry: CUDAGraphEntry | None) -> None:
         if entry is not None and entry.state is EntryState.VERIFIED:
             family.served = {1: (entry,)}
 
     def _hand_out(self, result: Any) -> Any:
-        return OutputView(result, None) if self.options.outputs == "view" else result
+        return self._graphs.hand_out(result)

@@ -14,12 +14,10 @@ from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import ReplayError
 from graphdispatch.graphed_callable import Graphed, graphed
-from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 from graphdispatch.wrapper import CUDAGraphWrapper
 
-PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-ONE = BatchDescriptor(1)
+from .pieces import ONE, PIECEWISE, agrees, host_scale, pieces
 
 
 @pytest.fixture(autouse=True)
@@ -27,28 +25,6 @@ def _no_gradients() -> Iterator[None]:
     """Graphs are for inference."""
     with torch.no_grad():
         yield
-
-
-def pieces(fn: Callable[..., Any], sizes: tuple[int, ...] = (4,), **options: Any) -> Graphed[..., Any]:
-    """``fn`` of one tensor ``x`` whose rows are dimension 0, served in pieces and captured at once."""
-    served = graphed(fn, dynamic={"x": 0}, sizes=sizes, mode="PIECEWISE", capture_after=1, **options)
-    served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3))
-    return served
-
-
-def agrees(served: Graphed[..., Any], times: int = 4, rows: int = 4) -> None:
-    """Replays give eager's answer, bit for bit without padding; every call must be a hit."""
-    for _ in range(times):
-        x = torch.randn(rows, 3)
-        torch.testing.assert_close(served(x=x), served.unwrap()(x=x), rtol=0, atol=0 if rows == 4 else 1e-6)
-        assert served.last_decision is not None
-        assert served.last_decision.reason.is_graph, served.last_decision
-
-
-@eager_break
-def host_scale(x: Tensor) -> Tensor:
-    """Reads a value back, which no graph can; one of the first row, since padding rows shall not count."""
-    return x * (1.0 if float(x[0, 0]) > 0 else 3.0)
 
 
 # What a break must not do.

@@ -1,49 +1,17 @@
-"""``GraphCache``: limits by count and bytes, eviction of the least recently used, integrity."""
+"""``GraphCache``: limits by count and bytes, which entry goes, what an eviction reports, integrity."""
 
 from collections.abc import Hashable
+from threading import get_ident
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.backends import Graph
 from graphdispatch.cache import GraphCache
-from graphdispatch.capture.entry import CUDAGraphEntry
-from graphdispatch.capture.foreign import entry_around
 from graphdispatch.errors import ConfigError, IntegrityError
-from graphdispatch.testing import MockCUDAGraph
+from graphdispatch.stats import EvictionReason
 
-
-class Sized(Graph):
-    """A graph that does nothing and holds ``size`` bytes."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def replay(self) -> None:
-        """Nothing to run."""
-
-    def reset(self) -> None:
-        self._size = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._size
-
-
-def entry(nbytes: int = 0) -> CUDAGraphEntry:
-    """An entry whose graph holds ``nbytes`` bytes."""
-    made = entry_around(MockCUDAGraph(), "key")
-    made.graph = Sized(nbytes)
-    return made
-
-
-def filled(cache: GraphCache, *sizes: int) -> list[CUDAGraphEntry]:
-    """Put entries of these sizes into the cache under the keys 0, 1, 2, ..."""
-    entries = [entry(nbytes) for nbytes in sizes]
-    for key, made in enumerate(entries):
-        assert cache.add(key, made) == []
-    return entries
+from .sized import Sized, entry, filled, gone
 
 
 def test_the_least_recently_used_goes() -> None:
@@ -51,7 +19,7 @@ def test_the_least_recently_used_goes() -> None:
     cache = GraphCache(2)
     first, second = filled(cache, 0, 0)
     first.increment_replay()
-    assert cache.add(2, entry()) == [second]
+    assert gone(cache.add(2, entry())) == [second]
     assert cache.get(0) is first
     assert cache.get(1) is None
 
@@ -60,7 +28,7 @@ def test_room_is_made_before_adding() -> None:
     """At capacity one entry goes ahead of the capture, so that adding displaces nothing."""
     cache = GraphCache(2)
     first, _ = filled(cache, 0, 0)
-    assert cache.make_room() == [first]
+    assert gone(cache.make_room()) == [first]
     assert cache.add(2, entry()) == []
 
 
@@ -75,7 +43,7 @@ def test_bytes_are_a_limit() -> None:
     """As many of the least recently used go as the newcomer needs."""
     cache = GraphCache(10, max_bytes=100)
     first, second, third = filled(cache, 40, 30, 30)
-    assert cache.add("new", entry(60)) == [first, second]
+    assert gone(cache.add("new", entry(60))) == [first, second]
     assert list(cache) == [third, cache.get("new")]
     assert cache.nbytes == 90
 
@@ -85,7 +53,7 @@ def test_one_entry_over_the_budget_is_kept_alone() -> None:
     cache = GraphCache(10, max_bytes=100)
     small = filled(cache, 10, 10)
     big = entry(500)
-    assert cache.add("big", big) == small
+    assert gone(cache.add("big", big)) == small
     assert list(cache) == [big]
     cache.check_integrity()
 
@@ -95,7 +63,8 @@ def test_adding_a_key_again_displaces_its_entry() -> None:
     cache = GraphCache(2)
     first, second = filled(cache, 0, 0)
     again = entry()
-    assert cache.add(0, again) == [first]
+    (replaced,) = cache.add(0, again)
+    assert (replaced.entry, replaced.reason) == (first, EvictionReason.REPLACED)
     assert list(cache) == [second, again]
 
 
@@ -121,6 +90,86 @@ def test_no_sequence_of_additions_breaks_the_limits(additions: list[tuple[Hashab
         assert len(cache) + returned == count
 
 
+def test_room_is_made_for_the_bytes_to_come() -> None:
+    """Before a capture, as many bytes are freed as the entries there hold on average."""
+    cache = GraphCache(10, max_bytes=100)
+    first, _, _ = filled(cache, 30, 40, 20)
+    assert gone(cache.make_room()) == [first]
+    assert cache.add(3, entry(40)) == []
+
+
+def test_only_what_was_not_used_since_may_go() -> None:
+    """With ``since`` an entry that was used later stays, and there is no room if all were."""
+    cache = GraphCache(2)
+    first, second = filled(cache, 0, 0)
+    first.increment_replay()
+    assert not cache.has_room(second.last_used)
+    assert cache.has_room(first.last_used)
+    assert gone(cache.make_room(first.last_used)) == [second]
+    assert cache.has_room(0)
+    assert not cache.is_full
+
+
+def test_asking_for_room_changes_nothing() -> None:
+    """``has_room`` and ``is_full`` evict nothing and age nothing."""
+    cache = GraphCache(2)
+    filled(cache, 0, 0)
+    assert cache.is_full
+    assert [cache.has_room() for _ in range(3)] == [True] * 3
+    assert len(cache) == 2
+    assert gone(cache.make_room())[0].key == 0
+
+
+def test_what_frees_nothing_stays() -> None:
+    """Where bytes are short, an entry without bytes of its own is no victim, though it is worth least."""
+    cache = GraphCache(10, max_bytes=100)
+    empty, large = filled(cache, 0, 90)
+    assert gone(cache.add(2, entry(50))) == [large]
+    assert cache.get(0) is empty
+
+
+def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
+    """A break that leads to a capture runs half-way through a replay, whose graph must not go."""
+    cache = GraphCache(1)
+    (first,) = filled(cache, 0)
+    first.pool.replaying_on = get_ident()
+    assert not cache.has_room()
+    assert cache.make_room() == []
+    first.pool.replaying_on = None
+    assert gone(cache.make_room()) == [first]
+
+
+def test_a_release_is_reported_as_it_was() -> None:
+    """The record has the entry's history, the bytes that came back, and why; it holds no memory."""
+    cache = GraphCache(1)
+    old = entry(70, replays=3, capture_ms=5.0)
+    cache.add("old", old)
+    (victim,) = cache.make_room()
+    assert cache.stats.evictions == 0
+    freed = victim.release()
+    assert (freed.key, freed.replays, freed.capture_time_ms, freed.freed_bytes) == ("old", 3, 5.0, 70)
+    assert freed.reason is EvictionReason.COUNT
+    assert cache.stats.last_evictions == (freed,)
+    assert (cache.stats.evictions, cache.stats.evicted_bytes) == (1, 70)
+
+
+def test_the_reason_says_which_limit() -> None:
+    """Bytes and count are told apart."""
+    cache = GraphCache(10, max_bytes=100)
+    filled(cache, 90)
+    assert [victim.reason for victim in cache.add(1, entry(50))] == [EvictionReason.BYTES]
+
+
+def test_an_entry_is_retired_by_itself_and_not_by_its_key() -> None:
+    """Retiring an entry that another has replaced does nothing to the other."""
+    cache = GraphCache(2)
+    (first,) = filled(cache, 0)
+    again = entry(key=0)
+    cache.add(0, again)
+    assert cache.retire(first, EvictionReason.DROPPED) == []
+    assert gone(cache.retire(again, EvictionReason.DROPPED)) == [again]
+
+
 def test_a_released_entry_in_the_cache_is_found() -> None:
     """An entry that was released and is still looked up would fail each call."""
     cache = GraphCache(2)
@@ -142,7 +191,7 @@ def test_too_many_entries_are_found() -> None:
     """A limit that was lowered behind the cache's back shows."""
     cache = GraphCache(2)
     filled(cache, 0, 0)
-    cache.max_graphs = 1
+    cache.limit.max_cached_graphs = 1
     with pytest.raises(IntegrityError, match="2 entries, more than max_cached_graphs=1"):
         cache.check_integrity()
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from graphdispatch.capture.breaks import is_marked
+from graphdispatch.capture.piecewise import BreakFigures
 from graphdispatch.demo import (
     PRESETS,
     Decoder,
@@ -163,13 +164,29 @@ def test_weights_come_from_the_seed_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reqs", "tokens", "expected"),
-    [(1, 1, 1), (1, 100, 2), (5, 100, 16), (64, 8192, 128), (64, 70, 70), (200, 8192, 512), (300, 8192, 512)],
+    ("mode", "max_size", "expected"),
+    [
+        (CUDAGraphMode.FULL, 512, 300),
+        (CUDAGraphMode.FULL, 64, 64),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 512, 300),
+        (CUDAGraphMode.FULL_DECODE_ONLY, 512, 5),
+        (CUDAGraphMode.NONE, 512, 1),
+    ],
 )
-def test_the_largest_size_is_vllm_s(reqs: int, tokens: int, expected: int) -> None:
-    """Twice the most requests, as a power of two, at most 512 and the largest step."""
-    steps = [Step(reqs, reqs, 1, 1, True, 0), Step(max(tokens, reqs), reqs, 1, 1, tokens <= reqs, 1)]
-    assert largest_size(steps) == expected
+def test_the_largest_size_is_the_largest_step_that_may_be_served(
+    mode: CUDAGraphMode, max_size: int, expected: int
+) -> None:
+    """Mixed steps count where the mode has graphs for them, and ``max_size`` is the limit."""
+    steps = [Step(5, 5, 1, 1, True, 0), Step(300, 5, 296, 296, False, 1)]
+    assert largest_size(steps, DemoSettings(mode=mode, max_size=max_size)) == expected
+
+
+def test_the_largest_size_is_captured() -> None:
+    """Also where vLLM's ladder has no such step, so that nothing up to it is missed."""
+    side_by_side = SideBySide([Step(13, 2, 12, 12, False, 1), Step(2, 2, 1, 13, True, 0)], DemoSettings())
+    result = run(side_by_side)
+    assert (result.largest, result.captures, result.missed) == (13, 5, 0)
+    assert [r.rows for r in result.records] == [13, 2]
 
 
 def run(side_by_side: SideBySide) -> DemoResult:
@@ -184,7 +201,7 @@ def run(side_by_side: SideBySide) -> DemoResult:
 
 def test_every_step_up_to_the_largest_size_is_a_replay() -> None:
     """Pre-warmed, no output differs, no small step misses its graph, and every other one has its reason."""
-    result = run(SideBySide(generate_trace(60, 6), DemoSettings()))
+    result = run(SideBySide(generate_trace(60, 6), DemoSettings(max_size=16)))
     large = sum(r.num_tokens > result.largest for r in result.records)
     assert large > 0
     assert (result.differing, result.missed) == (0, 0)
@@ -194,7 +211,7 @@ def test_every_step_up_to_the_largest_size_is_a_replay() -> None:
 
 def test_the_sides_go_through_the_same_trace_with_the_same_cache() -> None:
     """After a run, both caches hold the same keys and values for every slot of a request."""
-    side_by_side = SideBySide(generate_trace(30, 4), DemoSettings(seed=5))
+    side_by_side = SideBySide(generate_trace(30, 4), DemoSettings(seed=5, max_size=16))
     run(side_by_side)
     eager, graphed = side_by_side.decoders
     assert eager.cache_keys.any()
@@ -248,7 +265,7 @@ FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 def test_each_mode_serves_the_steps_that_it_should(mode: CUDAGraphMode) -> None:
     """By the trace's flag, decode steps and mixed ones go to the mode's own graphs, and every step equals eager's."""
     steps = generate_trace(40, 6)
-    result = run(SideBySide(steps, DemoSettings(mode=mode)))
+    result = run(SideBySide(steps, DemoSettings(mode=mode, max_size=16)))
     assert (result.differing, result.missed) == (0, 0)
     assert any(r.mode.has_graphs() for r in result.records) is mode.has_graphs()
     for record in result.records:
@@ -258,8 +275,13 @@ def test_each_mode_serves_the_steps_that_it_should(mode: CUDAGraphMode) -> None:
 
 def test_attention_is_a_break_in_each_layer() -> None:
     """A piecewise step of two layers is three graphs with two breaks between them; a full one is one graph."""
-    result = run(SideBySide(generate_trace(40, 6), DemoSettings(mode=CUDAGraphMode.FULL_AND_PIECEWISE)))
+    settings = DemoSettings(mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_size=16)
+    result = run(SideBySide(generate_trace(40, 6), settings))
     assert result.pieces == {FULL: Pieces(1, 0), PIECEWISE: Pieces(3, 2)}
+    (part,) = result.breaks
+    assert (part.name, part.place.split(":")[0]) == ("_Attention", "decoder.py")
+    assert part.runs >= 2 * result.steps_by_mode[PIECEWISE] > 0
+    assert 0 < part.share < 1
 
 
 def test_the_eager_side_is_not_marked() -> None:
@@ -272,7 +294,8 @@ def test_the_eager_side_is_not_marked() -> None:
 def result_of(*records: StepRecord, mode: CUDAGraphMode = FULL) -> DemoResult:
     """A result with these records."""
     pieces = {FULL: Pieces(1, 0), PIECEWISE: Pieces(3, 2)}
-    return DemoResult(DemoSettings(mode=mode), "cpu", "float32", 1, 4, 3, 5.0, 1e-4, records, pieces)
+    breaks = (BreakFigures("Attention", "/model/decoder.py:12: x = self.attention(x)", 4, 3.0, 0.6),)
+    return DemoResult(DemoSettings(mode=mode), "cpu", "float32", 1, 4, 3, 5.0, 1e-4, records, pieces, breaks)
 
 
 HIT = StepRecord(3, True, Reason.PADDED, 4, eager_s=4e-3, graphed_s=1e-3, difference=1e-6, mode=FULL)
@@ -308,6 +331,7 @@ def test_the_table_counts_each_mode() -> None:
     assert cells["FULL"] == ["2", "1", "0"]
     assert cells["PIECEWISE"] == ["1", "3", "2"]
     assert cells["eager"] == ["1", "-", "-"]
+    assert cells["Attention"] == ["decoder.py:12", "4", "0.750 ms"]
 
 
 def test_the_figures_tell_the_modes() -> None:
@@ -319,6 +343,8 @@ def test_the_figures_tell_the_modes() -> None:
         "PIECEWISE": {"steps": 1, "graphs": 3, "breaks": 2},
         "NONE": {"steps": 1, "graphs": 0, "breaks": 0},
     }
+    (part,) = plain["breaks"]
+    assert (part["name"], part["runs"], part["share"]) == ("Attention", 4, 0.6)
 
 
 @pytest.mark.parametrize("difference", [2e-4, math.inf, math.nan])

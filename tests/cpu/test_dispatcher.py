@@ -240,10 +240,10 @@ def test_addresses_are_compared_in_nests() -> None:
     "script", [{"fail_replay_at": 1}, {"on_replay": lambda: torch.zeros(2) + torch.zeros(3)}], ids=["refuses", "raises"]
 )
 def test_a_graph_that_fails_is_dropped(script: dict[str, Any]) -> None:
-    """Whatever a foreign graph raises: the call runs eagerly, and the graph is not tried again."""
+    """Whatever an idempotent foreign graph raises: the call runs eagerly, and the graph is not tried again."""
     dispatcher = CudagraphDispatcher(eager)
     scripted = graph(**script)
-    dispatcher.register_graph(KEY, scripted)
+    dispatcher.register_graph(KEY, scripted, idempotent=True)
     assert [dispatcher.dispatch(KEY), dispatcher.dispatch(KEY)] == ["eager", "eager"]
     assert (dispatcher.has_graph(KEY), scripted.replays) == (False, 1)
     assert dispatcher.stats.reasons == {Reason.REPLAY_FAILED: 1, Reason.NOT_CAPTURED: 1}

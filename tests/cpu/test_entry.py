@@ -145,10 +145,12 @@ def test_output_is_graph_memory(entry: CUDAGraphEntry) -> None:
 
 def test_release_is_idempotent(entry: CUDAGraphEntry) -> None:
     """Released once, its bytes are gone and every way to replay raises."""
-    assert entry.nbytes > 0
-    entry.release()
-    entry.release()
-    assert (entry.state, entry.nbytes) == (EntryState.EVICTED, 0)
+    held = capture(lambda x: x + torch.arange(3), x=(4, 3))
+    assert held.nbytes == 3 * 8
+    for _ in range(2):
+        held.release()
+        entry.release()
+    assert (held.state, held.nbytes, entry.nbytes) == (EntryState.EVICTED, 0, 0)
     for how in (lambda: entry.replay({"x": torch.ones(4, 3)}), entry.replay):
         with pytest.raises(ReplayError, match="evicted"):
             how()

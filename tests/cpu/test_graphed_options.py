@@ -297,7 +297,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no cache": ({"max_cached_graphs": 0}, "max_cached_graphs must be greater than or equal to 1"),
     "capture_after": ({"capture_after": 0}, "capture_after must be greater than or equal to 1"),
     "mode": ({"mode": "PIECE"}, "mode must be one of"),
-    "outputs": ({"outputs": "copy"}, "outputs must be 'clone', 'view' or 'static'"),
+    "outputs": ({"outputs": "copy"}, "outputs must be 'clone', 'view', 'static' or 'ring:N'"),
     "backend": ({"backend": "tpu"}, "tpu"),
 }
 

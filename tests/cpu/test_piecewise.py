@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from graphdispatch.backends import get_backend
 from graphdispatch.capture.breaks import eager_break
 from graphdispatch.capture.context import cudagraph_context
-from graphdispatch.capture.piecewise import EagerPart, PiecewiseGraph
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.capture.piecewise import EagerPart, break_figures
+from graphdispatch.graphed_callable import graphed
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 from graphdispatch.wrapper import CUDAGraphWrapper
 
-PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-ONE = BatchDescriptor(1)
+from .pieces import FULL, ONE, PIECEWISE, agrees, graph_of, host_scale, pieces
 
 
 @pytest.fixture(autouse=True)
@@ -30,35 +28,6 @@ def _no_gradients() -> Iterator[None]:
     """Graphs are for inference."""
     with torch.no_grad():
         yield
-
-
-def pieces(fn: Callable[..., Any], sizes: tuple[int, ...] = (4,), **options: Any) -> Graphed[..., Any]:
-    """``fn`` of one tensor ``x`` whose rows are dimension 0, served in pieces and captured at once."""
-    served = graphed(fn, dynamic={"x": 0}, sizes=sizes, mode="PIECEWISE", capture_after=1, **options)
-    served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3))
-    return served
-
-
-def graph_of(served: Graphed[..., Any]) -> PiecewiseGraph:
-    """The graph of the only entry."""
-    (entry,) = served.entries
-    assert isinstance(entry.graph, PiecewiseGraph)
-    return entry.graph
-
-
-def agrees(served: Graphed[..., Any], times: int = 4, rows: int = 4) -> None:
-    """Replays give eager's answer, bit for bit without padding; every call must be a hit."""
-    for _ in range(times):
-        x = torch.randn(rows, 3)
-        torch.testing.assert_close(served(x=x), served.unwrap()(x=x), rtol=0, atol=0 if rows == 4 else 1e-6)
-        assert served.last_decision is not None
-        assert served.last_decision.reason.is_graph, served.last_decision
-
-
-@eager_break
-def host_scale(x: Tensor) -> Tensor:
-    """Reads a value back, which no graph can; one of the first row, since padding rows shall not count."""
-    return x * (1.0 if float(x[0, 0]) > 0 else 3.0)
 
 
 # What a capture consists of.
@@ -107,13 +76,53 @@ def test_a_break_may_read_values_back() -> None:
 
 
 def test_breaks_count_their_runs_and_time() -> None:
-    """Each break knows how often it ran and for how long."""
+    """Each break knows where it was called, how often it ran and for how long; the graph knows its time in all."""
     served = pieces(lambda x: host_scale(x + 1))
-    (part,) = graph_of(served).breaks
-    runs, time_ns = part.runs, part.time_ns
+    graph = graph_of(served)
+    (part,) = graph.breaks
+    before = part.runs, part.time_ns, graph.runs, graph.time_ns
     agrees(served, times=3)
-    assert part.runs == runs + 3
-    assert part.time_ns > time_ns
+    assert (part.runs, graph.runs) == (before[0] + 3, before[2] + 3)
+    assert part.time_ns > before[1]
+    assert part.time_ns - before[1] < graph.time_ns - before[3]
+    assert "test_piecewise.py:" in part.where
+    assert part.where.endswith("served = pieces(lambda x: host_scale(x + 1))")
+
+
+def test_figures_of_breaks_are_those_of_all_graphs() -> None:
+    """Breaks that one line calls, in any graph, are one; graphs in one piece have no part in it."""
+    negate = eager_break(torch.nn.Identity())
+
+    def model(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = host_scale(x + 1)
+        return negate(x)
+
+    served = pieces(lambda x: model(x), sizes=(2, 4))
+    found = {figures.name: figures for figures in break_figures([*served.entries, *pieces(lambda x: x + 1).entries])}
+    graphs = [entry.graph for entry in served.entries]
+    assert set(found) == {"host_scale", "Identity"}
+    for name, figures in found.items():
+        parts = [part for graph in graphs for part in graph.breaks if part.name == name]  # type: ignore[attr-defined]
+        assert figures.runs == sum(part.runs for part in parts)
+        assert figures.time_ms == pytest.approx(sum(part.time_ns for part in parts) / 1e6)
+        assert figures.share == pytest.approx(figures.time_ms / sum(g.time_ns / 1e6 for g in graphs))  # type: ignore[attr-defined]
+    assert found["host_scale"].runs == 2 * found["Identity"].runs > 0
+    assert 0 < sum(figures.share for figures in found.values()) < 1
+    assert found["Identity"].place.startswith("test_piecewise.py:")
+
+
+def test_an_explanation_names_the_breaks() -> None:
+    """``explain`` says of a graph in pieces how many there are and where it breaks; one in one piece has none."""
+    x = torch.randn(3, 3)
+    served = pieces(lambda x: host_scale(host_scale(x + 1)))
+    agrees(served, rows=3)
+    place = break_figures(served.entries)[0].place
+    text = served.explain(x=x)
+    assert text.startswith("PIECEWISE graph, 3 -> 4 rows, 25.0 % padding; graphs: 3, breaks: 2 x host_scale at ")
+    assert f"{place} (" in text
+    assert text.endswith(" % of the time)")
+    assert pieces(lambda x: x + 1).explain(x=x).endswith("; graphs: 1, breaks: none")
 
 
 # What a break returns.
@@ -141,6 +150,31 @@ def test_a_replay_retains_no_fresh_tensor() -> None:
     gc.collect()
     assert made
     assert all(ref() is None for ref in made)
+
+
+def test_a_replay_retains_no_quantised_activations() -> None:
+    """A break between quantised activations and their scales, which are new tensors each time, keeps none of them."""
+    made: list[weakref.ref[Tensor]] = []
+
+    @eager_break
+    def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax(1, keepdim=True) / 127
+        values = (x / scale).round().to(torch.int8)
+        made.extend((weakref.ref(values), weakref.ref(scale)))
+        return values, scale
+
+    def model(x: Tensor) -> Tensor:
+        values, scale = quantise(x + 1)
+        return values.float() * scale - x
+
+    served = pieces(model)
+    made.clear()
+    held = served.memory_bytes
+    agrees(served, times=3)
+    gc.collect()
+    assert len(made) == 2 * 6  # by the replay and by eager
+    assert all(ref() is None for ref in made)
+    assert served.memory_bytes == held
 
 
 def test_in_place_breaks() -> None:
@@ -313,6 +347,17 @@ def test_a_piecewise_wrapper_passes_other_modes_through(mode: CUDAGraphMode | No
     x = torch.randn(4, 3)
     assert torch.equal(wrapper(x, batch_descriptor=ONE, cudagraph_runtime_mode=mode), host_scale(x))
     assert wrapper.get_cached_descriptors() == []
+
+
+def test_a_wrapper_serves_full_steps_unless_told_otherwise() -> None:
+    """The default mode is FULL and no other, unlike that of vLLM's breakable wrapper, which takes any mode that has
+    graphs: a FULL wrapper around PIECEWISE ones must leave them their steps."""
+    wrapper = CUDAGraphWrapper(lambda x: host_scale(x + 1))
+    x = torch.randn(4, 3)
+    assert torch.equal(wrapper(x, batch_descriptor=ONE, cudagraph_runtime_mode=PIECEWISE), host_scale(x + 1))
+    assert (wrapper.runtime_mode, wrapper.get_stats().calls) == (FULL, 0)
+    wrapper(x, batch_descriptor=ONE, cudagraph_runtime_mode=FULL)
+    assert wrapper.get_stats().calls == 1
 
 
 def test_nested_wrappers_share_pool_and_serve_each_its_own_mode() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from .device import DEVICE
 from .models import SLOTS, WIDTH, RandomModel
 
 LAYOUTS = ("plain", "strided", "transposed", "expanded", "offset")
@@ -41,8 +42,8 @@ class Plan:
         x = x.t() if model.spec.batch_dim == 1 else x
         named: dict[str, Any] = {
             "x": x,
-            "ids": torch.randint(0, SLOTS, (self.rows,), generator=generator),
-            "slots": torch.randperm(SLOTS, generator=generator)[: self.rows],
+            "ids": torch.randint(0, SLOTS, (self.rows,), generator=generator).to(DEVICE),
+            "slots": torch.randperm(SLOTS, generator=generator)[: self.rows].to(DEVICE),
         }
         if self.aliased:
             named["ids"] = named["slots"]
@@ -64,7 +65,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 
 def _laid_out(layout: str, rows: int, generator: torch.Generator) -> Tensor:
-    big = torch.randn(2 * SLOTS + 2, 2 * WIDTH, generator=generator)
+    big = torch.randn(2 * SLOTS + 2, 2 * WIDTH, generator=generator).to(DEVICE)
     if layout == "strided":
         return big[: 2 * rows : 2, ::2]
     if layout == "transposed":
@@ -81,7 +82,7 @@ def _spoil(named: dict[str, Any], fault: str) -> None:
     spoilt: dict[str, Callable[[], Any]] = {
         "narrow": lambda: x[:, :1],
         "deep": lambda: x[None],
-        "no_dims": lambda: torch.tensor(1.0),
+        "no_dims": lambda: torch.tensor(1.0, device=DEVICE),
         "double": x.double,
         "half": x.bfloat16,
         "integer": x.long,

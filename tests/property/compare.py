@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from graphdispatch.capture.outputs import OutputView
 
 from .calls import CONTEXTS, Plan
+from .device import IS_BIT_EXACT
 from .models import SLOTS, RandomModel
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 5e-2}  # of the largest value, at least of 1.0
@@ -61,7 +62,7 @@ def assert_same(want: Any, got: Any, *, exact: bool) -> None:
 def _assert_same_tensor(want: Tensor, got: Tensor, *, exact: bool) -> None:
     assert isinstance(got, Tensor)
     assert (want.shape, want.dtype) == (got.shape, got.dtype)
-    tolerance = 0.0 if exact else _TOLERANCE.get(want.dtype, 0.0)
+    tolerance = 0.0 if exact and IS_BIT_EXACT else _TOLERANCE.get(want.dtype, 0.0)
     if tolerance and want.numel():
         scale = max(1.0, float(want.abs().max()))
         assert float((want - got).abs().max()) <= tolerance * scale

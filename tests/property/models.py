@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .device import DEVICE
+
 WIDTH = 4
 SLOTS = 8
 """Cache slots that calls may use; one more is the scratch slot."""
@@ -146,11 +148,11 @@ def _rearranged(h: Tensor, call: Call) -> Tensor:
 
 
 def _converted(h: Tensor, call: Call) -> Tensor:
-    return (h.double() * torch.tensor([1.0, 0.5, 0.25, 2.0])).to(h.dtype)
+    return (h.double() * torch.tensor([1.0, 0.5, 0.25, 2.0], device=h.device)).to(h.dtype)
 
 
 def _literal_written(h: Tensor, call: Call) -> Tensor:
-    bias = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    bias = torch.tensor([1.0, 2.0, 3.0, 4.0], device=h.device)
     bias *= 0.125
     return h * 0.5 + bias
 
@@ -176,7 +178,9 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "attends": lambda: Part(_attends_within_rows),
     "activated": lambda: Part(lambda h, call: functional.gelu(h) * call.scale),
     "selected": lambda: Part(lambda h, call: torch.where(call.ids[:, None] % 2 == 0, h, -h)),
-    "gathered": lambda: Part(lambda h, call: h.gather(1, (call.ids[:, None] + torch.arange(WIDTH)) % WIDTH)),
+    "gathered": lambda: Part(
+        lambda h, call: h.gather(1, (call.ids[:, None] + torch.arange(WIDTH, device=h.device)) % WIDTH)
+    ),
 }
 """Parts that keep rows apart and have no state."""
 
@@ -212,7 +216,7 @@ OUTPUTS: dict[str, Callable[["RandomModel", Tensor, Tensor], Any]] = {
     "expanded": lambda m, x, h: h[:, :1].expand(-1, 3),
     "input": lambda m, x, h: (x, h),
     "state": lambda m, x, h: (h, _first_state(m)),
-    "fixed": lambda m, x, h: (h, torch.arange(3) * 2),
+    "fixed": lambda m, x, h: (h, torch.arange(3, device=h.device) * 2),
     "count": lambda m, x, h: (h, len(h)),
     "summed": lambda m, x, h: (h, h.sum(0)),
     "integers": lambda m, x, h: (h > 0, (h * 100).to(torch.int64) // 50),
@@ -253,7 +257,7 @@ class RandomModel(nn.Module):
             torch.manual_seed(spec.seed)
             self.parts = nn.ModuleList(_ALL[name]() for name in spec.parts)
         self.spec = spec
-        self.requires_grad_(False).eval()
+        self.requires_grad_(False).eval().to(DEVICE)
 
     def forward(self, x: Tensor, ids: Tensor, slots: Tensor, scale: float = 1.0, fail: Any = None) -> Any:
         if self.spec.writes_argument:

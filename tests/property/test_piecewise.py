@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from graphdispatch.capture.breaks import eager_break
 from graphdispatch.graphed_callable import graphed
 
+from .device import DEVICE
+
 WIDTH = 4
 SIZES = (1, 2, 4, 8)
 
@@ -77,7 +79,7 @@ def _values(node: Node, h: Tensor) -> Tensor:
 
 
 def _numpy(node: Node, h: Tensor) -> Tensor:
-    return torch.from_numpy(h.numpy() * 0.5)
+    return torch.from_numpy(h.cpu().numpy() * 0.5).to(h.device)
 
 
 def run(node: Node, h: Tensor) -> Tensor:
@@ -137,12 +139,12 @@ roots = st.builds(lambda children: Tree("sequence", False, tuple(children)), st.
 def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> None:
     """Outputs and state of every call are eager's, whichever sizes came before in the same pool."""
     generator = torch.Generator().manual_seed(seed)
-    model = Node(root, generator)
+    model = Node(root, generator).to(DEVICE)
     twin = copy.deepcopy(model)
     served = graphed(lambda x: model(x.clone()), dynamic={"x": 0}, sizes=SIZES, mode="PIECEWISE", capture_after=1)
     with torch.no_grad():
         for count in (*rows, 3) * 3:
-            x = torch.randn(count, WIDTH, generator=generator)
+            x = torch.randn(count, WIDTH, generator=generator).to(DEVICE)
             torch.testing.assert_close(served(x), twin(x.clone()), rtol=1e-5, atol=1e-5)
             for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
                 assert torch.equal(ours, theirs)
@@ -154,7 +156,7 @@ def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> N
 def test_a_full_graph_gives_the_same_as_pieces(root: Tree, seed: int) -> None:
     """One callable in FULL_AND_PIECEWISE answers alike by either graph."""
     generator = torch.Generator().manual_seed(seed)
-    model = Node(root, generator)
+    model = Node(root, generator).to(DEVICE)
     served = graphed(
         lambda x, decode: model(x.clone()),
         dynamic={"x": 0},
@@ -165,5 +167,5 @@ def test_a_full_graph_gives_the_same_as_pieces(root: Tree, seed: int) -> None:
     )
     with torch.no_grad():
         for _ in range(3):
-            x = torch.randn(3, WIDTH, generator=generator)
+            x = torch.randn(3, WIDTH, generator=generator).to(DEVICE)
             torch.testing.assert_close(served(x, True), served(x, False), rtol=1e-5, atol=1e-5)

@@ -28,6 +28,7 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--seed", "-1"], "--seed"),
         (["--preset", "huge"], "'tiny', 'small', '1b'"),
         (["--device", "tpu"], "--device"),
+        (["--max-size", "0"], "--max-size"),
         (["--mode", "half"], "'full', 'piecewise'"),
         (["--trace", "/none.csv"], "trace /none.csv cannot be read"),
         (["--json", "/none/figures.json"], "--json /none/figures.json cannot be written"),
@@ -85,6 +86,14 @@ def test_a_trace_file_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     trace.write_text("num_tokens,num_reqs,max_query_len,max_seq_len,uniform_decode,num_prefill_reqs\n5,1,5,5,0,1\n")
     assert main(["demo", "--trace", str(trace), "--device", "cpu"]) == 0
     assert "1 (0 / 1)" in capsys.readouterr().out
+
+
+def test_the_largest_size_is_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--max-size is the size of the largest graph, and larger steps run eagerly."""
+    figures = tmp_path / "figures.json"
+    assert main([*SMALL, "--max-size", "4", "--json", str(figures)]) == 0
+    assert "raise max_size" in capsys.readouterr().out
+    assert json.loads(figures.read_text())["largest_size"] == 4
 
 
 @pytest.mark.parametrize("mode", ["piecewise", "FULL_AND_PIECEWISE", "none"])

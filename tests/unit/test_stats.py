@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.modes import DispatchMode
 from graphdispatch.reasons import Reason
-from graphdispatch.stats import CUDAGraphStats, DispatchStats
+from graphdispatch.stats import CUDAGraphStats, DispatchStats, Eviction, EvictionReason
 
 
 def test_rates_are_zero_before_the_first_call() -> None:
@@ -44,9 +45,34 @@ def test_captures_evictions_and_failures_are_counted_apart() -> None:
     stats.record_capture(1.5)
     stats.record_capture(2.0)
     stats.record_capture_failure()
-    stats.record_evictions(3)
+    for freed in (10, 20, 0):
+        stats.record_eviction(Eviction("key", BatchDescriptor(4), 7, 1.5, freed, EvictionReason.COUNT))
     assert (stats.captures, stats.capture_time_ms) == (2, 3.5)
-    assert (stats.capture_failures, stats.evictions, stats.calls) == (1, 3, 0)
+    assert (stats.capture_failures, stats.evictions, stats.evicted_bytes, stats.calls) == (1, 3, 30, 0)
+
+
+def test_only_the_latest_evictions_are_remembered() -> None:
+    """Memory for them is bounded, while the counters go on."""
+    stats = CUDAGraphStats()
+    for number in range(100):
+        stats.record_eviction(Eviction(number, BatchDescriptor(4), 7, 1.5, 1, EvictionReason.BYTES))
+    assert [eviction.key for eviction in stats.last_evictions] == list(range(36, 100))
+    assert (stats.evictions, stats.evicted_bytes) == (100, 100)
+
+
+def test_calls_are_counted_by_rows_in_bounded_memory() -> None:
+    """Hits and misses of known rows count together; beyond 4,096 numbers of each, sums alone go on."""
+    stats = CUDAGraphStats()
+    stats.record_hit(3, 4)
+    stats.record_miss(Reason.FIRST_SIGHTING, 3)
+    stats.record_miss(Reason.NO_ROWS)
+    assert stats.rows == {3: 2}
+    for rows in range(1, 10_001):
+        stats.record_hit(rows, rows)
+        stats.record_miss(Reason.ABOVE_LARGEST_SIZE, 10_000 + rows)
+    assert (len(stats.rows), stats.rows[3], stats.hits, stats.misses) == (8191, 3, 10_001, 10_002)
+    stats.reset()
+    assert stats.rows == {}
 
 
 def test_graph_counters_are_plain_data() -> None:

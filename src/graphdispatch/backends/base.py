@@ -17,14 +17,14 @@ Note [one capture at a time]
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from ..errors import ReplayError
+from ..errors import DeviceLostError, ReplayError
 from ..reasons import Reason
 
 __all__ = [
@@ -120,6 +120,9 @@ class Pool(ABC):
     differs from what it was when they were made.
     """
 
+    lifetime = 1
+    """After how many replays the memory of an output is used again."""
+
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.generation = 0
@@ -139,6 +142,10 @@ class Pool(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes that the pool holds on the device."""
+
+    def nbytes_of(self, graphs: "Sequence[Graph]") -> int:
+        """Bytes that the pool would hold with only these of its graphs; here all of them or, without graphs, none."""
+        return self.nbytes if graphs else 0
 
     @abstractmethod
     def order_after_last_use(self) -> None:
@@ -175,6 +182,11 @@ class Graph(ABC):
     def describe(self) -> str:
         """What a replay consists of, in a few words; nothing where that is one launch."""
         return ""
+
+    @property
+    def graphs(self) -> "Sequence[Graph]":
+        """The graphs that it consists of: itself, unless it is made of several."""
+        return [self]
 
     @property
     def driver_nbytes(self) -> int:
@@ -345,6 +357,17 @@ class Backend(ABC):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` says that the device has no memory left."""
         return isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the device will fail whatever it is asked from now on."""
+        return False
+
+    def raise_if_lost(self, error: BaseException) -> None:
+        """Raise ``DeviceLostError`` if ``error``, or what caused it, says that nothing can be served any more."""
+        if any(self.is_lost(e) for e in (error, error.__cause__) if e is not None):
+            raise DeviceLostError(
+                f"{self.device} is lost, so that no step can be served, eagerly either: {error}; restart the process"
+            ) from error
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.device}>"

@@ -1,7 +1,19 @@
-"""Keeping entries: how many, how many bytes, which one goes when there is no room; and the graphs of one callable."""
+"""Keeping entries: which get a graph, how many, how many bytes, which one goes; and the graphs of one callable."""
 
+from .admission import Admission
+from .budget import MemoryBudget
+from .eviction import EvictionPolicy, Probation
 from .graphset import GraphSet
 from .registry import CUDAGraphRegistry
-from .store import GraphCache
+from .store import GraphCache, make_cache
 
-__all__ = ["CUDAGraphRegistry", "GraphCache", "GraphSet"]
+__all__ = [
+    "Admission",
+    "CUDAGraphRegistry",
+    "EvictionPolicy",
+    "GraphCache",
+    "GraphSet",
+    "MemoryBudget",
+    "Probation",
+    "make_cache",
+]

@@ -3,8 +3,12 @@
 Every front door (``graphed``, ``CUDAGraphWrapper``, the registry) owns one and adds only how a call finds its family.
 """
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from sys import maxsize
 from typing import Any
 
 import torch
@@ -12,29 +16,36 @@ from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, Pool, available_backends, get_backend
 from ..capture.autobreak import AutoBreaks
+from ..capture.buffers import CallerBuffers, OutputRing, copy_into
 from ..capture.calls import Caller, CallForm
 from ..capture.capturer import capture_entry, verify_entry, warm_up
-from ..capture.entry import CUDAGraphEntry
+from ..capture.entry import CUDAGraphEntry, next_use
 from ..capture.family import Family
 from ..capture.guards import StateGuard
 from ..capture.inputs import StaticInputs
 from ..capture.job import CaptureJob, Outcome
+from ..capture.outputs import OutputView
 from ..capture.rules import ArgumentRules
 from ..capture.signature import Refusal, Signature, refusal
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
-from ..errors import BackendError
+from ..errors import BackendError, ConfigError, GraphDispatchError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..stats import CUDAGraphStats
+from ..stats import EvictionReason
+from .accounting import MemoryReport, memory_report
+from .admission import Admission
+from .budget import Victim
 from .store import GraphCache
 
 __all__ = ["GraphSet"]
 
+_log = logging.getLogger("graphdispatch")
+
 
 class GraphSet:
     """Captures, verifies and releases the graphs of ``fn``. Its methods are called with ``lock`` held, unless they
-    say otherwise; ``cache``, ``pool`` and ``stats`` may be shared with other sets."""
+    say otherwise; ``cache``, ``pool`` and ``admission`` may be shared with other sets."""
 
     def __init__(
         self,
@@ -44,15 +55,21 @@ class GraphSet:
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
-        stats: CUDAGraphStats | None = None,
+        admission: Admission | None = None,
+        out: Any = None,
     ) -> None:
+        if out is not None and options.outputs != "clone":
+            raise ConfigError(f"out must come with outputs='clone', got outputs={options.outputs!r}")
+        self.out = CallerBuffers(out, 0).given if out is not None else None
+        """The caller's tensors into which all outputs are copied, if any; checked."""
         self.fn = fn
         self.options = options
         self.cache = cache
         self.backend = backend
         self._owns_pool = pool is None
         self.pool = pool if pool is not None or backend is None else backend.make_pool()
-        self.stats = stats or CUDAGraphStats()
+        self.stats = cache.stats
+        self.admission = admission or Admission(1)
         self.guard = StateGuard(fn)
         self._guards_weights = options.guard_weights
         self.auto_breaks = AutoBreaks(fn, options.max_breaks) if options.breaks == "auto" else None
@@ -81,6 +98,7 @@ class GraphSet:
         backend = entry.backend
         return (
             not (backend.watch.depth or backend.is_capturing())
+            and entry.replay_count < entry.verify_at
             and (not self._guards_weights or self.guard.holds())
             and (not entry.writes_outside or entry.clash(values) is None)
         )
@@ -109,8 +127,22 @@ class GraphSet:
             return why_not
         signature = Signature(caller.leaves, leaves, rules, self.backend.device)
         inputs = self._shared_inputs(signature, capacity if signature.has_rows else 1)
+        return self._add_family(index, caller, signature, inputs), leaves
+
+    def trial(self, family: Family) -> tuple["GraphSet", Family]:
+        """An empty set of the same callable and options, with a pool, a cache and statistics of its own, and
+        ``family`` without its graphs in it: for captures that are thrown away."""
+        trial = GraphSet(self.fn, self.options, GraphCache(maxsize), backend=self.backend, out=self.out)
+        inputs = StaticInputs(family.signature.inputs, family.inputs.capacity)
+        return trial, trial._add_family(family.index, family.caller, family.signature, inputs)
+
+    def _add_family(self, index: Any, caller: Caller, signature: Signature, inputs: StaticInputs) -> Family:
         family = self.families[index] = Family(index, caller, signature, inputs)
-        return family, leaves
+        if self.out is not None:
+            family.buffers = CallerBuffers(self.out, inputs.capacity)
+        elif self.options.ring_length:
+            family.buffers = OutputRing(self.options.ring_length, inputs.capacity)
+        return family
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another family that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -122,6 +154,10 @@ class GraphSet:
     def warm_up(self, family: Family, values: Sequence[Any], size: int) -> None:
         """Run one size without capturing, and put everything back."""
         warm_up(self._job(family, values, size, size, BatchDescriptor(size), CUDAGraphMode.FULL))
+
+    def admit(self, key: Hashable) -> Reason:
+        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
+        return self.admission.decide(key, self.cache)
 
     def capture(
         self,
@@ -138,17 +174,22 @@ class GraphSet:
 
         Without ``keep_effects`` the call leaves none, as if it had not been made.
         """
-        if family.entries.get(size) is None:  # else it takes the place of the one that it replaces
-            self.release(self.cache.make_room())
+        if family.current(size) is None:  # else it takes the place of the one that it replaces
+            self.release(self.cache.make_room(self.admission.since((family.index, size))))
         job = self._job(family, values, rows, size, descriptor or BatchDescriptor(size), mode)
         job.keep_effects = keep_effects
-        outcome = capture_entry(job)
+        with self._counting(job):
+            outcome = capture_entry(job)
+        if outcome.reason is Reason.OUT_OF_MEMORY:
+            outcome = self._capture_with_less(job, outcome)
         entry = outcome.entry
         if entry is None:
             self.stats.record_capture_failure()
             family.quarantine(size, outcome.reason, outcome.detail, self.options.max_failures)
             return outcome
         self.stats.record_capture(entry.capture_time_ms)
+        self.admission.forget(entry.key)
+        self._schedule_check(entry)
         family.rule = entry.outputs.rule
         family.entries[size] = entry
         family.failures.pop(size, None)
@@ -167,9 +208,13 @@ class GraphSet:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
         job = self._job(family, values, rows, entry.size, entry.descriptor, entry.mode)
         job.keep_effects = keep_effects
-        outcome = verify_entry(job, entry)
+        with self._counting(job):
+            outcome = verify_entry(job, entry)
+        entry.last_used = next_use()
         entry.warm_batch = ()
+        self._schedule_check(entry)
         if outcome.entry is None:
+            self._report(entry, outcome, rows)
             self.stats.record_capture_failure()
             self.cache.remove(entry.key)
             family.drop(entry.size)
@@ -177,23 +222,30 @@ class GraphSet:
             entry.release()
         return outcome
 
-    def release(self, victims: Sequence[CUDAGraphEntry]) -> None:
-        """Let go of entries that left the cache; waits for calls that use them."""
-        for entry in victims:
-            for family in self.families.values():
-                if family.entries.get(entry.size) is entry:
-                    family.drop(entry.size)
-            entry.release()
-        if victims:
-            self.stats.record_evictions(len(victims))
+    def release(self, victims: Sequence[Victim]) -> None:
+        """Let go of entries that left the cache, or another one of the same budget; waits for calls that use them.
+
+        Entries of another set are found to be evicted when they are wanted again (``Family.current``).
+        """
+        with self.lock:
+            for victim in victims:
+                for family in self.families.values():
+                    if family.entries.get(victim.entry.size) is victim.entry:
+                        family.drop(victim.entry.size)
+                victim.release()
+            if victims:
+                read = {entry.inputs for family in self.families.values() for entry in family.entries.values()}
+                for unread in {family.inputs for family in self.families.values()} - read:
+                    unread.free()
 
     def rearm(self) -> None:
         """Weights moved, or a module changed its mode: every graph is stale. Capture anew when asked again."""
         self.guard = StateGuard(self.fn)
-        victims = []
+        victims: list[Victim] = []
         for family in self.families.values():
             family.failures.clear()
-            victims += [e for e in family.entries.values() if self.cache.remove(e.key) is not None]
+            for entry in family.entries.values():
+                victims += self.cache.retire(entry, EvictionReason.STALE)
         self.release(victims)
 
     def clear(self) -> None:
@@ -206,17 +258,64 @@ class GraphSet:
             self.pool.close()
             self.pool = self.backend.make_pool()
 
+    def hand_out(self, result: Any) -> Any:
+        """What an eager step returned, as the options and ``out`` want it. Needs no lock."""
+        if self.out is not None:
+            return copy_into(self.out, result)
+        return OutputView(result, None) if self.options.returns_handles else result
+
+    def memory_report(self) -> MemoryReport:
+        """The bytes held: the pool, static inputs, output rings, and what graphs hold for themselves. Needs no lock."""
+        families = list(self.families.values())
+        entries = [entry for family in families for entry in list(family.entries.values())]
+        pools = [self.pool] if self.pool is not None else []
+        return memory_report(entries, pools, [family.inputs for family in families])
+
     @property
     def memory_bytes(self) -> int:
-        """Bytes held: the pool, what graphs hold for themselves, and the static inputs. Needs no lock."""
-        families = list(self.families.values())
-        inputs = {id(f.inputs): f.inputs.nbytes for f in families}
-        own = sum(e.nbytes for f in families for e in list(f.entries.values()))
-        return own + sum(inputs.values()) + (self.pool.nbytes if self.pool is not None else 0)
+        """The total of ``memory_report``: what a memory budget must bound. Needs no lock."""
+        return self.memory_report().total
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off."""
         self.cache.check_integrity()
+
+    @contextmanager
+    def _counting(self, job: CaptureJob) -> Iterator[None]:
+        """Within the block the call runs; one that raises is counted as well."""
+        try:
+            yield
+        except BaseException:
+            if job.keep_effects:
+                self.stats.record_miss(Reason.CALL_RAISED, job.rows)
+            raise
+
+    def _schedule_check(self, entry: CUDAGraphEntry) -> None:
+        if self.options.verify_every is not None:
+            entry.verify_at = entry.replay_count + self.options.verify_every
+
+    def _report(self, entry: CUDAGraphEntry, outcome: Outcome, rows: int) -> None:
+        """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
+        if entry.replay_count and outcome.reason is Reason.VERIFICATION_FAILED:
+            shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in entry.inputs.specs)
+            _log.warning(
+                "%r served calls and no longer agrees with eager: %s; inputs: %s", entry, outcome.detail, shapes
+            )
+
+    def _capture_with_less(self, job: CaptureJob, failed: Outcome) -> Outcome:
+        """Release the least recently used graph and try once more, without effects: the caller has eager's answer."""
+        idle = min(self.cache, key=lambda entry: entry.last_used, default=None)
+        victims = self.cache.retire(idle, EvictionReason.OUT_OF_MEMORY) if idle is not None else []
+        if not victims:
+            return failed
+        self.release(victims)
+        job.keep_effects = False
+        try:
+            return replace(capture_entry(job), result=failed.result)
+        except GraphDispatchError:
+            raise
+        except Exception:  # of the callable, which this caller must not get: its own call went well
+            return failed
 
     def _job(
         self,
@@ -244,5 +343,6 @@ class GraphSet:
             options=self.options,
             guard=self.guard,
             rule=family.rule,
+            buffers=family.buffers,
             auto_breaks=self.auto_breaks,
         )

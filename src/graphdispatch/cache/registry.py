@@ -18,9 +18,13 @@ from ..config import CUDAGraphConfig
 from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, ConfigError
 from ..modes import CUDAGraphMode
+from ..reasons import Reason
 from ..stats import CUDAGraphStats
+from .accounting import memory_report
+from .admission import Admission
+from .budget import MemoryBudget
 from .graphset import GraphSet
-from .store import GraphCache
+from .store import make_cache
 
 __all__ = ["CUDAGraphRegistry"]
 
@@ -33,17 +37,19 @@ class CUDAGraphRegistry:
 
     A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every
     input's dimension 0 is the batch unless ``dynamic`` (name to dimension) says which inputs have one and where.
-    Thread-safe.
+    ``budget`` is one that other front doors share. Thread-safe.
     """
 
-    def __init__(self, config: CUDAGraphConfig | None = None) -> None:
+    def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
         self.config = config or CUDAGraphConfig()
         self._backend = get_backend(self.config.backend)
         self._pool = self._backend.make_pool()
-        self._cache = GraphCache(self.config.max_cached_graphs, self.config.memory_budget_bytes)
-        self._sets: dict[Key, GraphSet] = {}
         self.stats = CUDAGraphStats()
         """Captures, replays, hits, misses and reasons over all graphs."""
+        self._cache = make_cache(self.config, budget, self.stats)
+        self._sets: dict[Key, GraphSet] = {}
+        self.admission = Admission(self.config.capture_after, self.config.capture_window)
+        """For callers that capture what comes often (``CUDAGraphManager``)."""
 
     def capture(
         self,
@@ -102,6 +108,7 @@ class CUDAGraphRegistry:
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
         self._sets.clear()
+        self.admission.clear()
         for entry in self._cache.clear():
             entry.release()
         self._pool.close()
@@ -114,8 +121,8 @@ class CUDAGraphRegistry:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held by the pool and the graphs; the static inputs are not among them."""
-        return self._pool.nbytes + self._cache.nbytes
+        """Bytes held by the pool, the graphs, and their static inputs and output buffers."""
+        return memory_report(self._cache, [self._pool]).total
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off."""
@@ -130,6 +137,14 @@ class CUDAGraphRegistry:
         """The graph set and family of ``key``, once a capture was tried."""
         graphs = self._sets.get(key)
         return (graphs, graphs.families[key]) if graphs is not None and key in graphs.families else None
+
+    def admit(self, key: Key) -> Reason:
+        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
+        return self.admission.decide((key, key[0]), self._cache)
+
+    def sight(self, key: Key) -> None:
+        """Count a call that ran eagerly since its key has no graph yet."""
+        self.admission.sight((key, key[0]))
 
     def run_and_capture(
         self,
@@ -151,7 +166,12 @@ class CUDAGraphRegistry:
         if graphs is None or not self.holds_for(key, fn):
             self.remove(*key)
             graphs = GraphSet(
-                fn, self.config.options, self._cache, backend=self._backend, pool=self._pool, stats=self.stats
+                fn,
+                self.config.options,
+                self._cache,
+                backend=self._backend,
+                pool=self._pool,
+                admission=self.admission,
             )
             self._sets[key] = graphs
         with torch.no_grad(), graphs.lock:

@@ -1,103 +1,153 @@
-"""The one cache of entries, with limits by count and bytes and eviction of the least recently used."""
+"""The one cache of entries: looked up without a lock, within a limit of its own and, if given, a shared budget."""
 
-import threading
 from collections.abc import Hashable, Iterator
 
 from ..capture.entry import CUDAGraphEntry
-from ..errors import ConfigError, IntegrityError
+from ..config import CUDAGraphConfig
+from ..errors import IntegrityError
 from ..modes import EntryState
+from ..stats import CUDAGraphStats, EvictionReason
+from .accounting import bytes_of
+from .budget import MemoryBudget, Victim
+from .eviction import EvictionPolicy
 
-__all__ = ["GraphCache"]
+__all__ = ["GraphCache", "make_cache"]
 
 
 class GraphCache:
-    """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes. Thread-safe.
+    """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes, and within ``budget``. Thread-safe.
 
-    Methods that make room *return* the entries that no longer belong to the cache; the caller releases them, outside
-    of the cache's lock, since releasing waits for calls in flight. A lookup takes no lock. Recency is the entry's own
-    ``last_used``, which a hit sets anyway. There is intentionally no ``__contains__``: between the question and the
-    use another thread may evict.
+    Methods that make room *return* the victims; the caller releases them (``Victim.release``), outside of the cache's
+    lock, since releasing waits for calls in flight. A lookup takes no lock. Which entry goes is the policy
+    ``eviction``'s choice; under a shared ``budget`` victims may be those of another cache, and count in its ``stats``.
+    There is intentionally no ``__contains__``: between the question and the use another thread may evict.
     """
 
-    def __init__(self, max_graphs: int, max_bytes: int | None = None) -> None:
-        if max_graphs < 1:
-            raise ConfigError(f"max_cached_graphs must be at least 1, got {max_graphs}")
-        if max_bytes is not None and max_bytes < 1:
-            raise ConfigError(f"memory_budget_bytes must be at least 1 or None, got {max_bytes}")
-        self.max_graphs = max_graphs
-        self.max_bytes = max_bytes
-        self._entries: dict[Hashable, CUDAGraphEntry] = {}
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        max_graphs: int,
+        max_bytes: int | None = None,
+        *,
+        eviction: str | EvictionPolicy = "gdsf",
+        budget: MemoryBudget | None = None,
+        stats: CUDAGraphStats | None = None,
+    ) -> None:
+        self.limit = MemoryBudget(max_bytes, max_graphs, eviction=eviction)
+        self.budget = budget
+        self.stats = stats or CUDAGraphStats()
+        """Where evictions of this cache's entries are recorded."""
+        self.entries: dict[Hashable, CUDAGraphEntry] = {}
+        """Read anywhere; changed only by this class, with the lock held."""
+        self._budgets = (self.limit,) if budget is None else (self.limit, budget)
+        self._lock = self._budgets[-1].lock
+        for each in self._budgets:
+            each.join(self)
 
     def get(self, key: Hashable) -> CUDAGraphEntry | None:
         """The entry of ``key``, or None."""
-        return self._entries.get(key)
+        return self.entries.get(key)
 
-    def make_room(self) -> list[CUDAGraphEntry]:
-        """Drop what must go before one more entry is captured: at capacity, the least recently used."""
+    def has_room(self, since: int | None = None) -> bool:
+        """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
         with self._lock:
-            return self._evict(self.max_graphs - 1, self.max_bytes)
+            gone: set[CUDAGraphEntry] = set()
+            for budget in self._budgets:
+                choice = budget.choose(since=since, gone=gone)
+                gone |= {victim.entry for _, victim in choice.victims}
+                if not choice.is_enough:
+                    return False
+            return True
 
-    def add(self, key: Hashable, entry: CUDAGraphEntry) -> list[CUDAGraphEntry]:
+    @property
+    def is_full(self) -> bool:
+        """Whether one more entry would displace another."""
+        return not self.has_room(0)
+
+    def make_room(self, since: int | None = None) -> list[Victim]:
+        """Drop what must go before one more entry is captured, of those whose last use was before ``since``.
+
+        What it will hold for itself is not known yet, and expected to be as much as the others do on average.
+        """
+        with self._lock:
+            return self._evict(since=since)
+
+    def add(self, key: Hashable, entry: CUDAGraphEntry) -> list[Victim]:
         """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
 
         The new entry itself is never among them: one graph over the budget is kept, and no other with it.
         """
         with self._lock:
-            displaced = [old for old in (self._entries.pop(key, None),) if old is not None]
-            room = None if self.max_bytes is None else max(self.max_bytes - entry.nbytes, 0)
-            displaced += self._evict(self.max_graphs - 1, room)
-            self._entries[key] = entry
-            return displaced
+            victims = self._evict(entry, leaving=self.entries.get(key))
+            displaced = self._take(key, EvictionReason.REPLACED)
+            self.entries[key] = entry
+            return displaced + victims
 
     def remove(self, key: Hashable) -> CUDAGraphEntry | None:
         """Drop one entry and return it for release, or None."""
         with self._lock:
-            return self._entries.pop(key, None)
+            return self.entries.pop(key, None)
+
+    def retire(self, entry: CUDAGraphEntry, reason: EvictionReason) -> list[Victim]:
+        """Drop this entry, if it is still what its key stands for, so that its release counts as an eviction."""
+        with self._lock:
+            return self._take(entry.key, reason) if self.entries.get(entry.key) is entry else []
 
     def clear(self) -> list[CUDAGraphEntry]:
         """Drop all entries and return them for release."""
         with self._lock:
-            dropped = list(self._entries.values())
-            self._entries.clear()
+            dropped = list(self.entries.values())
+            self.entries.clear()
             return dropped
 
-    def _evict(self, max_graphs: int, max_bytes: int | None) -> list[CUDAGraphEntry]:
-        victims: list[CUDAGraphEntry] = []
-        order = sorted(self._entries.items(), key=lambda item: item[1].last_used)
-        total = sum(entry.nbytes for entry in self._entries.values())
-        for key, entry in order:
-            if len(self._entries) <= max_graphs and (max_bytes is None or total <= max_bytes):
-                break
-            victims.append(self._entries.pop(key))
-            total -= entry.nbytes
+    def _take(self, key: Hashable, reason: EvictionReason) -> list[Victim]:
+        entry = self.entries.pop(key, None)
+        return [] if entry is None else [Victim(self, key, entry, reason)]
+
+    def _evict(
+        self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: CUDAGraphEntry | None = None
+    ) -> list[Victim]:
+        victims: list[Victim] = []
+        for budget in self._budgets:
+            gone = {victim.entry for victim in victims} | ({leaving} if leaving is not None else set())
+            for worth, victim in budget.choose(newcomer, since, gone).victims:
+                budget.eviction.evicted(worth)
+                victims.append(victim)
+        for victim in victims:
+            del victim.cache.entries[victim.key]
         return victims
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the entries hold for themselves."""
-        return sum(entry.nbytes for entry in list(self._entries.values()))
+        """Bytes that the entries hold, everything that they share counted once."""
+        return bytes_of(self)
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the content breaks what this class promises."""
+        for budget in self._budgets:
+            budget.check_integrity()
         with self._lock:
-            entries = list(self._entries.values())
-        if len(entries) > self.max_graphs:
-            raise IntegrityError(f"{len(entries)} entries, more than max_cached_graphs={self.max_graphs}")
+            entries = list(self.entries.values())
         if len({id(entry) for entry in entries}) != len(entries):
             raise IntegrityError("an entry stands under two keys")
         for entry in entries:
             if entry.state is EntryState.EVICTED:
                 raise IntegrityError(f"{entry!r} was released and is still in the cache")
-        if self.max_bytes is not None and len(entries) > 1 and self.nbytes > self.max_bytes:
-            raise IntegrityError(f"{self.nbytes} bytes, more than memory_budget_bytes={self.max_bytes}")
 
     def __iter__(self) -> Iterator[CUDAGraphEntry]:
-        return iter(list(self._entries.values()))
+        return iter(list(self.entries.values()))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __repr__(self) -> str:
-        limit = "" if self.max_bytes is None else f" of {self.max_bytes}"
-        return f"<GraphCache {len(self)} of {self.max_graphs} graphs, {self.nbytes}{limit} bytes>"
+        limit = "" if self.limit.memory_budget_bytes is None else f" of {self.limit.memory_budget_bytes}"
+        return f"<GraphCache {len(self)} of {self.limit.max_cached_graphs} graphs, {self.nbytes}{limit} bytes>"
+
+
+def make_cache(
+    config: CUDAGraphConfig, budget: MemoryBudget | None = None, stats: CUDAGraphStats | None = None
+) -> GraphCache:
+    """The cache that a configuration describes."""
+    return GraphCache(
+        config.max_cached_graphs, config.memory_budget_bytes, eviction=config.eviction, budget=budget, stats=stats
+    )

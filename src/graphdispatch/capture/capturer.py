@@ -14,19 +14,20 @@ import logging
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..backends.base import Capture, Graph
-from ..errors import CaptureError, GraphDispatchError, ReplayError, VerificationError
+from ..errors import CaptureError, ReplayError, VerificationError
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from .collector import paused_collector
-from .effects import EffectRecorder, Region, redo, undo, written_elsewhere
+from .effects import EffectRecorder, Region, insist, redo, undo, written_elsewhere
 from .entry import CUDAGraphEntry, WrittenSpans
-from .job import CaptureJob, EagerRun, Outcome, keep_small, refusal_of, run_eagerly
+from .job import CaptureJob, EagerRun, Outcome, failure, keep_small, refusal_of, run_eagerly
 from .outputs import OutputRule, Outputs, check_values, learn_output_rule
 from .piecewise import PiecewiseCapture
 from .verify import difference, tolerance_for
@@ -41,22 +42,19 @@ def capture_entry(job: CaptureJob) -> Outcome:
     """Run the call eagerly and capture it; see the module's text. The pool's lock is held throughout.
 
     Raises what the callable itself raises on the real rows, unchanged. Nothing else is raised but
-    ``KeyboardInterrupt`` and its like, and those only after everything was put back.
+    ``KeyboardInterrupt`` and its like, and those only after everything was put back; ``DeviceLostError`` where nothing
+    can be served any more; ``CaptureError`` if what was written cannot be put back.
     """
     with job.pool.lock, job.backend.watched():
         job.pool.order_after_last_use()
         eager = run_eagerly(job)
-        if isinstance(eager, CaptureError):
-            return Outcome(None, None, eager.reason, str(eager), eager)
+        if isinstance(eager, Outcome):
+            return eager
         attempt = _Attempt(job, eager)
-        refusal = refusal_of(job, eager)
-        if refusal is not None:
-            attempt.restore()
-            return Outcome(eager.result, None, refusal.reason, str(refusal), refusal)
         try:
             entry = attempt.capture()
         except Exception as error:
-            return _failed(job, eager, error, attempt)
+            return failure(job, eager.result, error, attempt.stage)
         finally:
             attempt.restore()
         return Outcome(eager.result, entry, Reason.CAPTURED_NOW)
@@ -67,15 +65,15 @@ def verify_entry(job: CaptureJob, entry: CUDAGraphEntry) -> Outcome:
     with job.pool.lock, job.backend.watched():
         job.pool.order_after_last_use()
         eager = run_eagerly(job)
-        if isinstance(eager, CaptureError):
+        if isinstance(eager, Outcome):
             entry.state = EntryState.FAILED
-            return Outcome(None, None, eager.reason, str(eager), eager)
+            return eager
         attempt = _Attempt(job, eager)
         try:
             attempt.verify(entry)
         except Exception as error:
             entry.state = EntryState.FAILED
-            return _failed(job, eager, error, attempt)
+            return failure(job, eager.result, error, attempt.stage)
         finally:
             attempt.restore()
         entry.state = EntryState.VERIFIED
@@ -92,29 +90,21 @@ def warm_up(job: CaptureJob) -> None:
         job.pool.order_after_last_use()
         before = job.backend.rng_state()
         effects = EffectRecorder(job.options.state_limit_bytes, strict=True)
-        try:
-            job.inputs.load(job.values, job.rows, job.size)
-            with effects:
-                job.call(job.static_values())
-        except Exception as error:
-            _log.debug("warming up %s failed: %s", job.key, error)
-        finally:
+
+        def take_back() -> None:
             undo(effects.regions)
             job.backend.set_rng_state(before)
 
-
-def _failed(job: CaptureJob, eager: EagerRun, error: Exception, attempt: "_Attempt") -> Outcome:
-    reason = error.reason if isinstance(error, CaptureError) else Reason.CAPTURE_FAILED
-    if isinstance(error, VerificationError):
-        reason = Reason.VERIFICATION_FAILED
-    elif isinstance(error, ReplayError):
-        reason = Reason.REPLAY_FAILED
-    elif job.backend.is_out_of_memory(error):
-        reason = Reason.OUT_OF_MEMORY
-    detail = str(error) if isinstance(error, GraphDispatchError) else f"{type(error).__name__}: {error}"
-    detail = f"{detail} (while {attempt.stage})"
-    _log.debug("no graph for %s: %s", job.key, detail)
-    return Outcome(eager.result, None, reason, detail, error)
+        try:
+            static = job.static_values()
+            job.inputs.load(job.values, job.rows, job.size)
+            with effects:
+                job.call(static)
+        except Exception as error:
+            job.backend.raise_if_lost(error)
+            _log.debug("warming up %s failed: %s", job.key, error)
+        finally:
+            insist(take_back)
 
 
 @dataclass
@@ -123,7 +113,8 @@ class _Attempt:
 
     job: CaptureJob
     eager: EagerRun
-    stage: str = "undoing the eager run"
+    stage: str = ""
+    """What it is doing, once it runs anything."""
     proven: set[int] = field(default_factory=set)
     """Inputs whose padding the comparison tested."""
     _padded: list[Region] = field(default_factory=list)
@@ -133,17 +124,27 @@ class _Attempt:
 
     def restore(self) -> None:
         """Leave exactly the eager run's effects, or none if the job does not want them, whatever was run since."""
-        if self._dirty or not self.job.keep_effects:
-            self._back_to_start()
-            if self.job.keep_effects:
-                redo(self.eager.effects.regions)
-                self.job.backend.set_rng_state(self.eager.rng_after)
-            if self._warm is not None and any(self._warm.writes_to(v) for v in self.job.inputs.views(self.job.size)):
-                self.job.inputs.soil()
+        if not self._dirty and self.job.keep_effects:
+            return
+        try:
+            insist(self._put_back)
+        except Exception as error:
+            self.job.backend.raise_if_lost(error)
+            raise CaptureError(
+                f"what the call writes could not be put back as eager left it, and holds values of another run: {error}"
+            ) from error
+
+    def _put_back(self) -> None:
+        self._back_to_start()
+        if self.job.keep_effects:
+            redo(self.eager.effects.regions)
+            self.job.backend.set_rng_state(self.eager.rng_after)
+        self.job.inputs.soil()
 
     def capture(self) -> CUDAGraphEntry:
         """Warm up, capture and verify; returns a complete entry."""
         job = self.job
+        self._refuse()
         started = time.perf_counter()
         for _ in range(job.options.warmup_iterations):
             self._warm_up()
@@ -165,9 +166,16 @@ class _Attempt:
 
     def verify(self, entry: CUDAGraphEntry) -> None:
         """Compare the entry's replay on this batch with the eager run."""
+        self._refuse()
         self._warm_up()
         check_values(self.eager.result, entry.output)
         self._compare_replay(entry)
+
+    def _refuse(self) -> None:
+        """Before anything is run again: an eager run that cannot be undone must not be."""
+        refusal = refusal_of(self.job, self.eager)
+        if refusal is not None:
+            raise refusal
 
     def _back_to_start(self) -> None:
         self._dirty = True
@@ -252,10 +260,11 @@ class _Attempt:
             pool=job.pool,
             backend=job.backend,
             inputs=job.inputs,
-            outputs=Outputs(output, rule, is_own, job.options.outputs, job.pool),
+            outputs=Outputs(output, rule, is_own, job.options.outputs, job.pool, job.buffers),
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
             held=tuple(self._warm.outside.values()),
+            draws=self._warm.draws,
             warm_batch=tuple(map(keep_small, job.values)),
         )
 
@@ -318,7 +327,7 @@ class _Attempt:
                 Reason.OUTPUT_ROWS_UNKNOWN,
             ) from error
         finally:
-            undo(effects.regions)
+            insist(partial(undo, effects.regions))
         return learn_output_rule(output, job.size, probed, rows)
 
     def _compare_replay(self, entry: CUDAGraphEntry) -> None:
@@ -329,7 +338,7 @@ class _Attempt:
         entry.inputs.load(job.values, job.rows, job.size)
         if job.rows != job.size:
             self.proven = entry.inputs.tells_rows_apart(job.size)
-        entry.graph.replay()
+        self._replay(entry.graph)
         for index, (want, got) in enumerate(zip(self.eager.tensors, entry.outputs.peek(job.rows), strict=True)):
             self._check(f"output {index}", want, got)
         for index, want in self.eager.written_inputs.items():
@@ -346,6 +355,14 @@ class _Attempt:
             self._check(f"state of shape {tuple(region.target.shape)}", region.after, region.read())
         if job.rows != job.size and job.options.padding_writes == "refuse":
             self._check_padding_writes()
+
+    def _replay(self, graph: Graph) -> None:
+        try:
+            graph.replay()
+        except Exception as error:
+            if isinstance(error, ReplayError) or self.job.backend.is_out_of_memory(error):
+                raise
+            raise ReplayError(f"{type(error).__name__}: {error}") from error
 
     def _check(self, what: str, want: torch.Tensor, got: torch.Tensor) -> None:
         job = self.job

@@ -5,36 +5,68 @@ collecting once per capture makes a batch of captures several times slower (pyto
 """
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["frozen_collector", "paused_collector"]
 
 
+class _Pauses:
+    """The process has one collector, which several threads may pause; the last one to end lets it run again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._was_running = False
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._was_running = gc.isenabled()
+                gc.disable()
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._was_running:
+                gc.enable()
+
+
+_PAUSES = _Pauses()
+
+
 @contextmanager
 def paused_collector(enabled: bool = True) -> Iterator[None]:
     """No collection within the block; the collector's former state comes back on every way out."""
-    was_running = gc.isenabled()
-    if enabled:
-        gc.disable()
+    if not enabled:
+        yield
+        return
+    _PAUSES.begin()
     try:
         yield
     finally:
-        if enabled and was_running:
-            gc.enable()
+        _PAUSES.end()
 
 
 @contextmanager
 def frozen_collector(enabled: bool = True) -> Iterator[None]:
-    """For a batch of captures: collect before, take what exists out of the collector's sight, collect after."""
+    """For a batch of captures: collect before, take what exists out of the collector's sight, collect after.
+
+    What the process has frozen itself stays frozen: it could not be told from the rest, so that nothing is added.
+    """
     if not enabled:
         yield
         return
     gc.collect()
-    gc.freeze()
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
     try:
         with paused_collector():
             yield
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         gc.collect()

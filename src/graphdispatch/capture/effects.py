@@ -21,7 +21,7 @@ from ..backends.operators import OperatorKind, is_composite, kind_of, tensors_in
 from ..errors import CaptureError
 from ..reasons import Reason
 
-__all__ = ["EffectRecorder", "Region", "redo", "undo", "written_elsewhere"]
+__all__ = ["EffectRecorder", "Region", "insist", "redo", "undo", "written_elsewhere"]
 
 
 @dataclass(eq=False)
@@ -76,6 +76,17 @@ def redo(regions: list[Region]) -> None:
                 region.write(region.after)
 
 
+def insist(put_back: Callable[[], None]) -> None:
+    """Call a function that writes saved values; once more if it fails or is interrupted, which does no harm."""
+    try:
+        put_back()
+    except Exception:
+        put_back()
+    except BaseException:
+        put_back()
+        raise
+
+
 def written_elsewhere(regions: list[Region], allowed: list[Region]) -> Region | None:
     """The first region with an element that no region of ``allowed`` covers, or None. Reads indices to the host."""
     for region in regions:
@@ -93,15 +104,17 @@ def written_elsewhere(regions: list[Region], allowed: list[Region]) -> Region | 
 class EffectRecorder(TorchDispatchMode):
     """Watches one run of a callable: saves what it overwrites, and notes the memory that it reads from outside.
 
-    ``limit_bytes`` bounds what is saved. Once it is passed the run itself goes on undisturbed, but ``overflowed`` is
-    set and the run can no longer be undone. With ``strict`` a write past the limit raises ``CaptureError`` before it
-    happens (for runs that must be undone).
+    ``limit_bytes`` bounds what is saved. Once it is passed, or if saving fails, the run itself goes on undisturbed, but
+    can no longer be undone, and ``unsaved`` says why. With ``strict`` that is raised before the write happens (for runs
+    that must be undone).
     """
 
     def __init__(self, limit_bytes: int, *, strict: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.regions: list[Region] = []
-        self.overflowed = False
+        self.unsaved: Exception | None = None
+        self.draws = False
+        """Whether the run drew from a random generator."""
         self.outside: dict[int, torch.Tensor] = {}
         """Tensors that the run used and did not make, one for each storage."""
         self._limit = limit_bytes
@@ -122,8 +135,9 @@ class EffectRecorder(TorchDispatchMode):
             for tensor in tensors_in(args, kwargs):
                 self._note_use(tensor)
             if kind is OperatorKind.WRITE:
-                self._save(func, args, kwargs)
+                self._save_written(func, args, kwargs)
             if kind is OperatorKind.RANDOM or kwargs.get("generator") is not None:
+                self.draws = True
                 self._save_generators(args, kwargs)
             result = func(*args, **kwargs)
             for tensor in tensors_in(result):
@@ -154,23 +168,31 @@ class EffectRecorder(TorchDispatchMode):
             if key not in self.outside and key not in self._made:
                 self._made[key] = StorageWeakRef(tensor.untyped_storage())
 
-    def _save(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _save_written(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(func, args, kwargs):
-            if _storage_key(tensor) in self._made or tensor.numel() == 0:
-                continue
-            place = _place(tensor)
-            if place in self._whole:
-                continue
-            region = _indexed_region(func, args) if tensor is args[0] else None
-            size = tensor.nbytes if region is None else region.before.nbytes
-            if self._saved + size > self._limit:
-                self._overflow(func, tensor, size)
-                continue
-            self._saved += size
-            if region is None:
-                region = _whole_region(tensor)
-                self._whole.add(place)
-            self.regions.append(region)
+            try:
+                self._save(func, tensor, args)
+            except Exception as error:
+                self.unsaved = self.unsaved or error
+                if self._strict:
+                    raise
+
+    def _save(self, func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+        place = _place(tensor)
+        if _storage_key(tensor) in self._made or tensor.numel() == 0 or place in self._whole:
+            return
+        region = _indexed_region(func, args) if tensor is args[0] else None
+        size = tensor.nbytes if region is None else region.before.nbytes
+        if self._saved + size > self._limit:
+            raise CaptureError(
+                f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the call does not own; saving it "
+                f"takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; raise the limit",
+                Reason.STATE_TOO_LARGE,
+            )
+        self.regions.append(region or _whole_region(tensor))
+        self._saved += size
+        if region is None:
+            self._whole.add(place)
 
     def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The default generator is put back by whoever runs the call; one of the model's own is state."""
@@ -179,15 +201,6 @@ class EffectRecorder(TorchDispatchMode):
                 self._generators[id(value)] = value
                 state = value.get_state()
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
-
-    def _overflow(self, func: OpOverload, tensor: torch.Tensor, size: int) -> None:
-        self.overflowed = True
-        if self._strict:
-            raise CaptureError(
-                f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the call does not own; saving it "
-                f"takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; raise the limit",
-                Reason.STATE_TOO_LARGE,
-            )
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

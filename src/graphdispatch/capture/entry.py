@@ -1,6 +1,7 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
 
 import itertools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,14 @@ from ..stats import CUDAGraphStats
 from .inputs import StaticInputs
 from .outputs import Outputs
 
-__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
+__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans", "next_use"]
 
 _USES = itertools.count(1)  # a clock of uses: cheaper than time, and strictly increasing across threads
+
+
+def next_use() -> int:
+    """A tick of the clock that ``last_used`` is read from: later than every use so far, of any graph."""
+    return next(_USES)
 
 
 @dataclass(eq=False)
@@ -51,6 +57,12 @@ class CUDAGraphEntry:
     unproven: set[int] = field(init=False)
     """Inputs (by index) with a batch dimension that no padded batch compared with eager has tested; nothing else shows
     that the model keeps their rows apart."""
+    verify_at: float = math.inf
+    """The number of replays from which on the next batch is compared with eager."""
+    draws: bool = False
+    """Whether it draws from the device's default random generator."""
+    knows_effects: bool = True
+    """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
     writes_outside: bool = field(init=False)
     """Whether it writes to arguments or to memory of others, so that a call's arguments must be compared with them."""
     _timer: Timer | None = None
@@ -70,7 +82,8 @@ class CUDAGraphEntry:
 
         Counts the hit in ``stats``. Raises ``ReplayError`` if the entry was evicted meanwhile, where nothing was
         copied, or if the replay stopped half-way, after which the entry is ``FAILED`` until it is verified again;
-        ``had_effects`` tells whether the caller can see anything of it. A break's own exception passes through.
+        ``had_effects`` tells whether the caller can see anything of it. A break's own exception passes through, and so
+        does that of an operator behind a write, where eager would have stopped too. Raises ``DeviceLostError``.
         """
         pool = self.pool
         with pool.lock:
@@ -79,11 +92,13 @@ class CUDAGraphEntry:
             if pool.replaying_on is not None:
                 pool.refuse_inside_replay()
             pool.order_after_last_use()
-            self.inputs.load(values, rows, self.size)
+            before = self.backend.rng_state() if self.draws else None
             try:
+                self.inputs.load(values, rows, self.size)
                 self.graph.replay()
+                result = self.outputs.take(rows)
             except BaseException as error:
-                self._fail(error)
+                self._fail(error, before)
                 raise
             self.replay_count += 1
             self.last_used = next(_USES)
@@ -91,14 +106,28 @@ class CUDAGraphEntry:
                 self._copy_back(values, rows)
             if stats is not None:
                 stats.record_hit(rows, self.size)
-            return self.outputs.take(rows)
+            return result
 
-    def _fail(self, error: BaseException) -> None:
-        if self.mutated:
-            self.inputs.soil()
-        if isinstance(error, ReplayError):
-            self.state = EntryState.FAILED
-            error.had_effects = self.written is not None
+    def _fail(self, error: BaseException, before: Any) -> None:
+        """Raise ``ReplayError`` for a replay that stopped half-way; after one without effects the caller can run the
+        step eagerly, and the generator is where it was. Returns for an error that is the caller's own."""
+        self.inputs.soil()
+        self.backend.raise_if_lost(error)
+        if not isinstance(error, Exception):
+            return
+        failure = error if isinstance(error, ReplayError) else None
+        if failure is None:
+            is_plain = self.written is None and self.mode is CUDAGraphMode.FULL
+            if not is_plain and not self.backend.is_out_of_memory(error):
+                return  # a break's, or one that eager would raise at the same operator, after the same writes
+            failure = ReplayError(f"the replay failed: {type(error).__name__}: {error}")
+        self.state = EntryState.FAILED
+        if self.knows_effects:
+            failure.had_effects = self.written is not None
+        if before is not None and not failure.had_effects:
+            self.backend.set_rng_state(before)
+        if failure is not error:
+            raise failure from error
 
     def clash(self, values: Sequence[Any]) -> str | None:
         """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
@@ -135,7 +164,12 @@ class CUDAGraphEntry:
                 raise ReplayError(f"the graph for {self.key} was evicted")
             self.pool.refuse_inside_replay()
             self.pool.order_after_last_use()
-            self.graph.replay()
+            before = self.backend.rng_state() if self.draws else None
+            try:
+                self.graph.replay()
+            except BaseException as error:
+                self._fail(error, before)
+                raise
             self.increment_replay()
             self.inputs.soil()
             return self.outputs.take(self.size)

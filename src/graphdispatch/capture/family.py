@@ -9,6 +9,7 @@ import torch
 
 from ..modes import EntryState
 from ..reasons import Reason
+from .buffers import OutputBuffers
 from .calls import Caller, CallForm
 from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
@@ -41,12 +42,25 @@ class Family:
     served: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     """By number of rows: the verified entry that serves it, with whatever the owner wants beside it."""
     sightings: Counter[int] = field(default_factory=Counter)
+    past_replays: Counter[int] = field(default_factory=Counter)
+    """By size, the replays of entries that are gone."""
     failures: dict[int, Failure] = field(default_factory=dict)
     rule: OutputRule | None = None
+    buffers: OutputBuffers | None = None
+    """Where copies of outputs go, if they go to preallocated memory."""
+
+    def current(self, size: int) -> CUDAGraphEntry | None:
+        """The entry of ``size``, if there is one; forgets it if it was evicted, which another family's owner may do."""
+        entry = self.entries.get(size)
+        if entry is not None and entry.state is EntryState.EVICTED:
+            self.drop(size)
+            return None
+        return entry
 
     def drop(self, size: int) -> None:
         """Forget the entry of ``size``."""
-        self.entries.pop(size, None)
+        gone = self.entries.pop(size, None)
+        self.past_replays[size] += gone.replay_count if gone is not None else 0
         self.served = {rows: what for rows, what in self.served.items() if what[0].size != size}
 
     def quarantine(self, size: int, reason: Reason, detail: str, max_failures: int) -> None:
@@ -66,8 +80,8 @@ class Family:
 
     def needs_check(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> bool:
         """Whether this batch must be compared with eager before the entry serves it: the second one, the first that is
-        padded, and one after a replay that failed."""
-        if rows != entry.size and entry.unproven:
+        padded, one after a replay that failed, and one in every ``verify_every``."""
+        if (rows != entry.size and entry.unproven) or entry.replay_count >= entry.verify_at:
             return True
         return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
 

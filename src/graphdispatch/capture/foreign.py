@@ -27,9 +27,10 @@ class Replayable(Protocol):
 
 
 class _ForeignGraph(Graph):
-    def __init__(self, graph: Replayable, pool: Pool) -> None:
+    def __init__(self, graph: Replayable, pool: Pool, is_idempotent: bool) -> None:
         self._graph: Replayable | None = graph
         self._pool = pool
+        self._is_idempotent = is_idempotent
 
     def replay(self) -> None:
         if self._graph is None:
@@ -37,8 +38,15 @@ class _ForeignGraph(Graph):
         self._pool.generation += 1
         try:
             self._graph.replay()
+        except ReplayError:  # a graph that raises it says itself whether it had effects
+            raise
         except Exception as error:
-            raise ReplayError(f"the registered graph failed to replay: {type(error).__name__}: {error}") from error
+            failure = ReplayError(
+                f"the registered graph failed to replay: {type(error).__name__}: {error}; what it wrote before cannot "
+                "be known: register it with idempotent=True if its step may be run again"
+            )
+            failure.had_effects = not self._is_idempotent
+            raise failure from error
 
     def reset(self) -> None:
         self._graph = None
@@ -65,10 +73,13 @@ class _ForeignPool(Pool):
         """The memory is not ours to release."""
 
 
-def entry_around(graph: Replayable, key: Hashable, outputs: Any = None, *, piecewise: bool = False) -> CUDAGraphEntry:
+def entry_around(
+    graph: Replayable, key: Hashable, outputs: Any = None, *, piecewise: bool = False, idempotent: bool = False
+) -> CUDAGraphEntry:
     """An entry that replays ``graph`` and hands out ``outputs`` (tensors that it writes, or any nest) as they are.
 
-    The graph's inputs are its owner's to fill; releasing the entry only lets go of the graph.
+    The graph's inputs are its owner's to fill; releasing the entry only lets go of the graph. ``idempotent`` says that
+    the step may be run again after a replay that stopped half-way, whatever that wrote.
     """
     pool = _ForeignPool()
     tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(outputs))
@@ -78,10 +89,11 @@ def entry_around(graph: Replayable, key: Hashable, outputs: Any = None, *, piece
         mode=CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.FULL,
         key=key,
         size=rows,
-        graph=_ForeignGraph(graph, pool),
+        graph=_ForeignGraph(graph, pool, idempotent),
         pool=pool,
         backend=get_backend("auto"),
         inputs=StaticInputs((), 0),
         outputs=Outputs(outputs, OutputRule(((),) * tensors), [False] * tensors, "static", pool),
         state=EntryState.VERIFIED,
+        knows_effects=False,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverloadPacket
 
 __all__ = ["StateGuard", "find_modules", "same_callable", "same_objects"]
 
@@ -63,7 +64,8 @@ class StateGuard:
 
     def attributes(self) -> list[Any]:
         """What hangs now on the modules, objects, dicts and lists that the callable reaches, two levels deep."""
-        reached = [v for v in _reached(self._fn) if not isinstance(v, (type, types.ModuleType))]
+        # A packet of operators (``torch.ops.aten.add``) keeps the overloads that were asked for.
+        reached = [v for v in _reached(self._fn) if not isinstance(v, (type, types.ModuleType, OpOverloadPacket))]
         outer = [value for holder in (*self._modules, *reached) for value in _content(holder)]
         return outer + [value for holder in outer if isinstance(holder, (dict, list)) for value in _content(holder)]
 

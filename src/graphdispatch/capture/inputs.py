@@ -59,16 +59,20 @@ class StaticInputs:
     def __init__(self, specs: Sequence[InputSpec], capacity: int) -> None:
         self.specs = tuple(specs)
         self.capacity = capacity
-        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._plans: dict[tuple[int, int], _LoadPlan] = {}
         self._sources = tuple(spec.position for spec in self.specs)
         self._padded = [i for i, spec in enumerate(self.specs) if spec.dim is not None and spec.pad.kind != "leave"]
         self._follows_data = any(self.specs[i].pad.follows_data for i in self._padded)
+        self._one_layout = all(spec.dim is None or spec.order[0] == spec.dim for spec in self.specs)
+        self.free()
+
+    def free(self) -> None:
+        """Let go of the buffers, when no graph reads them any more; the next capture gets new ones."""
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._plans: dict[tuple[int, int], _LoadPlan] = {}
         # Rows from here on hold padding already, for graphs of _layout_size rows (or of any size, when the batch
         # is the slowest dimension of every argument and so lies at one address for all sizes).
-        self._clean_from = capacity
+        self._clean_from = self.capacity
         self._layout_size = 0
-        self._one_layout = all(spec.dim is None or spec.order[0] == spec.dim for spec in self.specs)
         self._flat: list[torch.Tensor] = []
         self._constants: dict[int, tuple[torch.Tensor | None, int]] = {}
 
@@ -102,17 +106,18 @@ class StaticInputs:
             return
         plan = self._plans.get((rows, size)) or self._make_plan(rows, size)
         targets = plan.targets
+        # Noted before the copy: of one that stops half-way, nothing shall be taken for padding.
+        if not self._one_layout and self._layout_size != size:
+            self._layout_size = size
+            self._clean_from = size
+        if rows > self._clean_from:
+            self._clean_from = rows
         if len(targets) == 1:
             targets[0].copy_(values[plan.sources[0]])
         elif targets:
             torch._foreach_copy_(targets, [values[position] for position in plan.sources])
-        if not self._one_layout and self._layout_size != size:
-            self._layout_size = size
-            self._clean_from = size
         if rows < size and (self._follows_data or rows < self._clean_from):
             self._pad(rows, size)
-        elif rows > self._clean_from:
-            self._clean_from = rows
 
     def real(self, index: int, rows: int, size: int) -> torch.Tensor:
         """The real rows of argument ``index`` (in ``specs``) as they lie in the buffer."""

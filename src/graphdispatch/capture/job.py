@@ -1,5 +1,6 @@
 """What a capture or a verification is given and gives back, and the watched eager run that both begin with."""
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,20 +11,22 @@ from torch.utils._pytree import tree_flatten
 from ..backends.base import Backend, Pool
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
-from ..errors import CaptureError
+from ..errors import CaptureError, ConfigError, GraphDispatchError, ReplayError, VerificationError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .autobreak import AutoBreaks
-from .effects import EffectRecorder, undo
+from .buffers import OutputBuffers
+from .effects import EffectRecorder, insist, undo
 from .entry import CUDAGraphEntry
 from .guards import StateGuard, same_objects
 from .inputs import StaticInputs
 from .outputs import OutputRule
 from .signature import PLAIN_TENSORS
 
-__all__ = ["CaptureJob", "EagerRun", "Outcome", "keep_small", "refusal_of", "run_eagerly"]
+__all__ = ["CaptureJob", "EagerRun", "Outcome", "failure", "keep_small", "refusal_of", "run_eagerly"]
 
 _SMALL_BYTES = 1 << 20
+_log = logging.getLogger("graphdispatch")
 
 
 @dataclass
@@ -44,6 +47,8 @@ class CaptureJob:
     guard: StateGuard
     rule: OutputRule | None = None
     """How outputs follow the batch, if a former capture of the same signature learnt it."""
+    buffers: OutputBuffers | None = None
+    """Where copies of outputs go, if they go to preallocated memory."""
     auto_breaks: AutoBreaks | None = None
     """The modules to break at, to which a failed capture adds; None if only marks count."""
     keep_effects: bool = True
@@ -67,6 +72,11 @@ class Outcome:
     detail: str = ""
     error: BaseException | None = None
 
+    def answer(self) -> Any:
+        """The result. Lets go of the error: its traceback leads back to the frame that holds this, with the batch."""
+        self.error = None
+        return self.result
+
 
 @dataclass
 class EagerRun:
@@ -83,40 +93,67 @@ class EagerRun:
     """Whether it left another object in an attribute, dict or list than was there before."""
 
 
-def run_eagerly(job: CaptureJob) -> EagerRun | CaptureError:
+def run_eagerly(job: CaptureJob) -> EagerRun | Outcome:
     """The watched run; an error of the callable passes through. A run whose effects are not wanted is undone on the
-    way out, and refused (returned as an error) before it writes more than can be."""
+    way out. An ``Outcome`` is why there can be no graph: what the run wrote could not be saved, or what it did could
+    not be noted (no memory left)."""
     before = job.backend.rng_state()
     attributes = job.guard.attributes()
     effects = EffectRecorder(job.options.state_limit_bytes, strict=not job.keep_effects)
+
+    def take_back() -> None:
+        if not job.keep_effects:
+            undo(effects.regions)
+            job.backend.set_rng_state(before)
+
     try:
         with effects:
             result = job.call(job.values)
     except BaseException as error:
-        if not job.keep_effects:
-            undo(effects.regions)
-            job.backend.set_rng_state(before)
-            if isinstance(error, CaptureError):
-                return error
+        insist(take_back)
+        if effects.unsaved is not None and not job.keep_effects and isinstance(error, Exception):
+            return failure(job, None, error, "saving what it overwrites")
         raise
-    after = job.backend.rng_state()
-    rebinds = not same_objects(attributes, job.guard.attributes())
-    for region in effects.regions:
-        region.keep_after()
-    tensors = [t.detach().clone() for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
-    arguments = [job.values[spec.position] for spec in job.inputs.specs]
-    written = {i: t.detach().clone() for i, t in enumerate(arguments) if effects.writes_to(t)}
+    try:
+        after = job.backend.rng_state()
+        rebinds = not same_objects(attributes, job.guard.attributes())
+        for region in effects.regions:
+            region.keep_after()
+        tensors = [t.detach().clone() for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+        arguments = [job.values[spec.position] for spec in job.inputs.specs]
+        written = {i: t.detach().clone() for i, t in enumerate(arguments) if effects.writes_to(t)}
+    except BaseException as error:
+        insist(take_back)
+        if isinstance(error, Exception):
+            return failure(job, result, error, "noting what the eager run did")
+        raise
     return EagerRun(result, effects, tensors, written, before, after, rebinds)
+
+
+def failure(job: CaptureJob, result: Any, error: Exception, stage: str) -> Outcome:
+    """The outcome of a capture or verification that failed while it did ``stage``. Raises ``DeviceLostError``, and a
+    ``ConfigError`` for what the user gave (``out=``), which no later try would mend."""
+    job.backend.raise_if_lost(error)
+    if isinstance(error, ConfigError):
+        raise error
+    reason = error.reason if isinstance(error, CaptureError) else job.backend.classify_error(error)
+    if isinstance(error, VerificationError):
+        reason = Reason.VERIFICATION_FAILED
+    elif isinstance(error, ReplayError):
+        reason = Reason.REPLAY_FAILED
+    detail = str(error) if isinstance(error, GraphDispatchError) else f"{type(error).__name__}: {error}"
+    detail = f"{detail} (while {stage})" if stage else detail
+    _log.debug("no graph for %s: %s", job.key, detail)
+    return Outcome(result, None, reason, detail, error)
 
 
 def refusal_of(job: CaptureJob, eager: EagerRun) -> CaptureError | None:
     """Why this call must not be captured, seen from its eager run."""
-    if eager.effects.overflowed:
-        return CaptureError(
-            f"the call writes more than state_limit_bytes={job.options.state_limit_bytes} bytes of state that it does "
-            "not own, which a capture would have to save and put back; raise the limit",
-            Reason.STATE_TOO_LARGE,
-        )
+    unsaved = eager.effects.unsaved
+    if unsaved is not None:
+        if isinstance(unsaved, CaptureError):
+            return unsaved
+        return CaptureError(f"saving what the call overwrites failed: {unsaved}", job.backend.classify_error(unsaved))
     if eager.rebinds or not job.guard.holds():
         return CaptureError(
             "the call rebinds a parameter, buffer, attribute or captured variable (self.x = ..., self.n += 1); keep it "

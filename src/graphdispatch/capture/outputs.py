@@ -1,12 +1,18 @@
 """Outputs: which part of what a graph writes belongs to the batch, and how it is handed out.
 
+    clone     copies, one allocation each
+    ring:N    a handle on the next of N preallocated copies; stale after N further calls of the signature
+    out=      copies in the caller's own tensors, of which the call returns the first rows
+    view      a handle on graph memory; stale after the pool's next replay
+    static    graph memory as it is
+
 Which dimension of an output follows the batch is learnt by comparing a run of the real rows with a run of another
 number of rows, never from a dimension that merely equals the number of rows.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -14,38 +20,40 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..backends.base import Pool
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
+from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
 
 __all__ = ["OutputRule", "OutputView", "Outputs", "learn_output_rule"]
 
-OutputMode = Literal["clone", "view", "static"]
 _SHAREABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class OutputView:
-    """A handle on outputs that live in graph memory: ``get()`` returns them, or raises once they were overwritten.
+    """A handle on outputs in memory that is used again: ``get()`` returns them, or raises once they were overwritten.
 
-    The tensors are valid until the next replay of any graph in the same pool. Not to be kept past it.
+    Those in graph memory are valid until the next replay of any graph in the same pool, those in a ring of N copies
+    for N - 1 further calls of the same signature. Not to be kept past that.
     """
 
-    __slots__ = ("_generation", "_pool", "_value")
+    __slots__ = ("_generation", "_source", "_value")
 
-    def __init__(self, value: Any, pool: Pool | None) -> None:
-        """``pool=None`` is for outputs that no replay touches (of an eager step)."""
+    def __init__(self, value: Any, source: Pool | OutputRing | None) -> None:
+        """``source`` is whose memory it is; None is for outputs that no replay touches (of an eager step)."""
         self._value = value
-        self._pool = pool
-        self._generation = pool.generation if pool is not None else 0
+        self._source = source
+        self._generation = source.generation if source is not None else 0
 
     @property
     def is_stale(self) -> bool:
         """Whether a later replay has used the memory."""
-        return self._pool is not None and self._pool.generation != self._generation
+        source = self._source
+        return source is not None and source.generation - self._generation >= source.lifetime
 
     def get(self) -> Any:
         """The outputs. Raises ``StaleOutputError`` if a later replay has used their memory."""
         if self.is_stale:
             raise StaleOutputError(
                 "this view of a graph's output is stale: a later replay has used its memory; "
-                "read it before the next call, or use outputs='clone'"
+                "read it before the next call, or use outputs='clone' (or a longer ring)"
             )
         return self._value
 
@@ -98,14 +106,31 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
+class _Copy(NamedTuple):
+    """What is copied for one number of rows into one set of buffers, and what is handed out then."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    result: list[torch.Tensor]
+
+
 class Outputs:
     """What one graph writes, cut to the real rows and handed out as the mode says.
 
     ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the
-    model returns) is handed out itself, as eager would.
+    model returns) is handed out itself, as eager would. With ``buffers`` (a ring, or the caller's own tensors) what
+    is handed out is copied there: allocated, checked and cut once, so that a hit only copies.
     """
 
-    def __init__(self, tree: Any, rule: OutputRule, is_own: Sequence[bool], mode: OutputMode, pool: Pool) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        rule: OutputRule,
+        is_own: Sequence[bool],
+        mode: str,
+        pool: Pool,
+        buffers: OutputBuffers | None = None,
+    ) -> None:
         self.tree = tree
         self.rule = rule
         leaves, spec = tree_flatten(tree)
@@ -117,7 +142,13 @@ class Outputs:
         self._build = _builder(leaves, spec)
         self._cuts: dict[int, list[torch.Tensor]] = {}
         self._clones = tuple(own and mode == "clone" for own in self._is_own)
-        self._is_one_clone = self._clones == (True,) and spec.is_leaf()
+        self._is_one_clone = self._clones == (True,) and spec.is_leaf() and buffers is None
+        self.buffers = buffers
+        self._copies: dict[tuple[int, int], _Copy] = {}
+        if buffers is not None:
+            parts = zip(self._places, rule.follows, self._is_own, strict=True)
+            outputs = [_spec(leaves[place], place, dims, own, buffers.capacity) for place, dims, own in parts]
+            buffers.prepare(outputs, spec)
 
     def take(self, rows: int) -> Any:
         """The outputs of the latest replay for ``rows`` real rows. Hold the pool's lock."""
@@ -126,10 +157,32 @@ class Outputs:
             cut = self._cut(rows)
         if self._is_one_clone:
             return cut[0].clone()
+        if self.buffers is not None:
+            return self._take_copy(self.buffers, rows)
         if self._mode == "clone":
             cut = [t.clone() if own else t for t, own in zip(cut, self._clones, strict=True)]
         value = self._build(cut)
         return OutputView(value, self._pool) if self._mode == "view" else value
+
+    def _take_copy(self, buffers: OutputBuffers, rows: int) -> Any:
+        turn = buffers.generation % buffers.lifetime
+        buffers.generation += 1
+        copy = self._copies.get((rows, turn))
+        if copy is None:
+            copy = self._copies[rows, turn] = self._make_copy(buffers, turn, rows)
+        if copy.targets:
+            torch._foreach_copy_(copy.targets, copy.sources)
+        value = self._build(copy.result)
+        return OutputView(value, buffers) if isinstance(buffers, OutputRing) else value
+
+    def _make_copy(self, buffers: OutputBuffers, turn: int, rows: int) -> _Copy:
+        copy = _Copy([], [], [])
+        for source, buffer in zip(self.peek(rows), buffers.sets[turn], strict=True):
+            if buffer is not None:
+                copy.targets.append(first_part(buffer, source.shape))
+                copy.sources.append(source)
+            copy.result.append(source if buffer is None else copy.targets[-1])
+        return copy
 
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
@@ -145,6 +198,12 @@ class Outputs:
                 cut.append(tensor)
         self._cuts[rows] = cut
         return cut
+
+
+def _spec(tensor: torch.Tensor, place: int, dims: tuple[tuple[int, int], ...], own: bool, rows: int) -> OutputSpec:
+    factors = dict(dims)
+    shape = [rows * factors[dim] if dim in factors else extent for dim, extent in enumerate(tensor.shape)]
+    return OutputSpec(tensor, place, frozenset(factors), tuple(shape), own)
 
 
 def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]], Any]:

@@ -50,6 +50,11 @@ class BreakFigures(NamedTuple):
     time_ms: float
     share: float
 
+    @property
+    def place(self) -> str:
+        """``where`` in short: ``decoder.py:12``."""
+        return PurePath(self.where.split(": ")[0]).name
+
 
 def break_figures(entries: Iterable[CUDAGraphEntry]) -> list[BreakFigures]:
     """Where the graphs of ``entries`` break, how often that was, and its share of their time; the longest first.
@@ -146,9 +151,7 @@ class EagerPart:
 class PiecewiseGraph(Graph):
     """Graphs and eager parts in turn; one object to whoever replays it."""
 
-    def __init__(
-        self, parts: list[Graph | EagerPart], held: list[torch.Tensor], backend: Backend, pool: Pool
-    ) -> None:
+    def __init__(self, parts: list[Graph | EagerPart], held: list[torch.Tensor], pool: Pool) -> None:
         self._parts = parts
         self._calls = [part.run if isinstance(part, EagerPart) else part.replay for part in parts]
         self._has_breaks = any(isinstance(part, EagerPart) for part in parts)
@@ -211,8 +214,10 @@ class PiecewiseGraph(Graph):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all graphs."""
-        return sum(graph.nbytes for graph in self.graphs)
+        """Bytes of all graphs, and of what the breaks made, which the graphs behind them read."""
+        made = [leaf for part in self.breaks for leaf, is_made in zip(part.leaves, part.made, strict=True) if is_made]
+        kept: dict[int, int] = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in made}
+        return sum(graph.nbytes for graph in self.graphs) + sum(kept.values())
 
     @property
     def driver_nbytes(self) -> int:
@@ -223,10 +228,10 @@ class PiecewiseGraph(Graph):
         """Its graphs and breaks, and what the breaks took of the replays so far."""
         counts = Counter((part.name, part.where) for part in self.breaks)
         texts = [
-            f"{counts[figures.name, figures.where]} at {_short(figures)} ({100 * figures.share:.0f} % of the time)"
-            for figures in _figures([self])
+            f"{counts[f.name, f.where]} x {f.name} at {f.place} ({100 * f.share:.0f} % of the time)"
+            for f in _figures([self])
         ]
-        return f"{len(self.graphs)} graphs, {len(self.breaks)} breaks" + (f": {', '.join(texts)}" if texts else "")
+        return f"graphs: {len(self.graphs)}, breaks: {', '.join(texts) or 'none'}"
 
     def __repr__(self) -> str:
         return f"<PiecewiseGraph {len(self.graphs)} graphs, {len(self.breaks)} breaks, {self.nbytes} bytes>"
@@ -287,7 +292,7 @@ class PiecewiseCapture:
     @property
     def graph(self) -> PiecewiseGraph:
         """What was captured."""
-        return PiecewiseGraph(self.parts, self.watch.crossing, self.backend, self.pool)
+        return PiecewiseGraph(self.parts, self.watch.crossing, self.pool)
 
     def run_operator(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Break at one operator."""
@@ -337,11 +342,6 @@ class PiecewiseCapture:
             made.append(is_made)
         self.watch.keep_back(self.watch.storages() - before - {storage_key(t) for t in _strided(owned)}, name)
         return owned, made
-
-
-def _short(figures: BreakFigures) -> str:
-    """``Attention, decoder.py:12``."""
-    return f"{figures.name}, {PurePath(figures.where.split(': ')[0]).name}"
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:

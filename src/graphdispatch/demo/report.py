@@ -59,8 +59,9 @@ def _breaks(result: DemoResult) -> Table:
     table = Table("break", "called at", title="what ran eagerly between graphs, the captures' checks included")
     for name in ("runs", "mean", "of the time in pieces"):
         table.add_column(name, justify="right")
-    for name, where, runs, time_ms, share in result.breaks:
-        table.add_row(name, where.rsplit("/", 1)[-1], str(runs), f"{time_ms / runs:.3f} ms", f"{100 * share:.1f} %")
+    for part in result.breaks:
+        mean_ms = part.time_ms / part.runs if part.runs else 0.0
+        table.add_row(part.name, part.place, str(part.runs), f"{mean_ms:.3f} ms", f"{100 * part.share:.1f} %")
     return table
 
 

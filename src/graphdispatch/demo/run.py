@@ -36,10 +36,10 @@ def largest_size(steps: Sequence[Step], settings: DemoSettings) -> int:
 class SideBySide:
     """Two decoders on the same weights, one called as it is and one through ``graphed``; fed with equal inputs.
 
-    ``prewarm`` captures every size, vLLM's ladder up to the largest; ``run`` yields a record for each step; ``result`` sums up; ``close`` releases
-    the graphs. ``decoders`` are the eager and the graphed one, ``largest`` is the size of the largest graph. In
-    piecewise graphs the attention of each layer is a break. In a mode that tells uniform decode steps from mixed ones,
-    the trace's flag does.
+    ``prewarm`` captures every size, vLLM's ladder up to the largest; ``run`` yields a record for each step; ``result``
+    sums up; ``close`` releases the graphs. ``decoders`` are the eager and the graphed one, ``largest`` is the size of
+    the largest graph. In piecewise graphs the attention of each layer is a break. In a mode that tells uniform decode
+    steps from mixed ones, the trace's flag does.
     Raises ``ConfigError`` for an unknown preset and ``BackendError`` for a device that is not there. Not
     thread-safe.
     """

@@ -331,31 +331,31 @@ class _Plain:
 
     @property
     def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
-        return [(key, found.entry) for (key, _), found in self.dispatcher.registered()]
+        return [(found.key, found.entry) for found in self.dispatcher.registered()]
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         start = perf_counter_ns()
-        found, reason = self.dispatcher.choose(key, args, kwargs)
+        found, decision = self.dispatcher.choose(key, args, kwargs)
         spent = perf_counter_ns() - start
         if found is None:
-            return False, None, reason
+            return False, None, decision.reason
         try:
-            result = self.dispatcher.run(found, args, kwargs)
+            result = found.entry.serve(*found.arguments(args, kwargs))
         except GuardError:
             return False, None, Reason.ARGUMENTS_CHANGED
         except ReplayError:
-            self.dispatcher.drop(key, found)
+            self.dispatcher.drop(found)
             raise
-        self.stats.record(found.mode, Reason.EXACT, spent)
-        return True, result, Reason.EXACT
+        self.stats.record(found.mode, decision.reason, spent)
+        return True, result, decision.reason
 
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         return self.dispatcher.dispatch(key, *args, **kwargs)
 
     def discard(self, entry: CUDAGraphEntry) -> None:
-        for (key, _), found in self.dispatcher.registered():
+        for found in self.dispatcher.registered():
             if found.entry is entry:
-                self.dispatcher.drop(key, found)
+                self.dispatcher.drop(found)
 
     def __repr__(self) -> str:
         return repr(self.dispatcher)

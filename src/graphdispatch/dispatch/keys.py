@@ -16,7 +16,6 @@ from .table import CostModel, KeyTable
 __all__ = ["CudagraphKeyDispatcher"]
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-_NO_GRAPH: tuple[CUDAGraphMode, BatchDescriptor | None] = (NONE, None)
 
 
 class CudagraphKeyDispatcher:
@@ -133,15 +132,7 @@ class CudagraphKeyDispatcher:
         name no requests serve every number of them.
         """
         table = self._table
-        answers = table.piecewise_answers if use_cascade_attn else table.answers
-        found = answers.get(batch_descriptor)
-        if found is not None:
-            return found
-        num_tokens, num_reqs, uniform, variant = batch_descriptor
-        if num_reqs is None:
-            return _NO_GRAPH
-        uniform = uniform and num_reqs * (table.query_len or 0) == num_tokens
-        return answers.get(BatchDescriptor(num_tokens, None, uniform, variant), _NO_GRAPH)
+        return (table.piecewise_answers if use_cascade_attn else table.answers)[batch_descriptor]
 
     def decide(
         self,
@@ -160,32 +151,11 @@ class CudagraphKeyDispatcher:
         as many requests as tokens (or ``max_num_reqs``). An integer ``variant`` is rounded up to a captured one, any
         other must be captured itself. ``allowed_modes`` less ``excluded_modes`` are the runtime modes to choose from.
 
-        One lookup, unless modes are excluded or ``allowed_modes`` is not a frozenset with NONE. Raises ``ConfigError``
+        A batch that was decided before is one lookup, hit or miss. Raises ``ConfigError``
         for a negative ``num_tokens`` or if no mode is left, and ``FallbackError`` if no graph serves the batch and NONE
         is not allowed.
         """
-        table = self._table
-        if query_len is not None and num_reqs is not None and num_reqs * query_len != num_tokens:
-            query_len = None
-        plain = allowed_modes is None or allowed_modes.__class__ is frozenset
-        if plain and not excluded_modes and (num_reqs or num_tokens) <= table.free:
-            row = table.rows.get((query_len, variant, allowed_modes))
-            if row is not None and num_tokens >= 0:
-                decisions, misses, reason, detail = row
-                if num_tokens < len(decisions):
-                    return decisions[num_tokens]
-                if num_tokens < len(misses):
-                    return misses[num_tokens]
-                # Decision.eager would make this the slowest answer of all.
-                return tuple.__new__(Decision, (NONE, None, num_tokens, reason, num_tokens, detail))
-        return table.decide(
-            num_tokens,
-            num_reqs,
-            query_len=query_len,
-            variant=variant,
-            allowed_modes=allowed_modes,
-            excluded_modes=excluded_modes,
-        )
+        return self._table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """What to capture, largest first: piecewise graphs, then full ones; empty until the keys are initialised."""
@@ -237,14 +207,7 @@ class CudagraphKeyDispatcher:
         mode: CUDAGraphMode | None,
         query_len: int | None,
     ) -> KeyTable:
-        return KeyTable(
-            keys,
-            mode=mode,
-            query_len=query_len,
-            max_num_reqs=self.max_num_reqs,
-            max_num_tokens=self.max_num_tokens,
-            cost=self._cost,
-        )
+        return KeyTable(keys, mode=mode, query_len=query_len, max_num_reqs=self.max_num_reqs, cost=self._cost)
 
 
 def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:

@@ -1,46 +1,27 @@
 """Ladders: the graphs that one kind of batch may use in one mode, in order of preference.
 
-A batch is uniform decode (every request schedules the same number of tokens, its *query length*) or mixed. Within a
-mode the nearest size comes first, then the nearest variant, then a uniform graph before a general one, then the one
-captured for fewer requests.
+A batch is uniform decode (every request schedules the same number of tokens, its *query length*) or mixed.
 """
 
 import sys
+from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from functools import partial
-from itertools import repeat
 
 from ..descriptors import BatchDescriptor
 from ..modes import CUDAGraphMode
-from ..reasons import Reason
-from .decision import Decision
 
-__all__ = [
-    "NO_ROWS",
-    "Ladder",
-    "group_by_kind",
-    "make_decisions",
-    "order_variants",
-    "query_len_of",
-    "request_limit",
-    "steps_by_variant",
-]
+__all__ = ["Group", "Ladder", "group_keys", "order_variants", "query_len_of", "request_limit"]
 
-_Kind = tuple[CUDAGraphMode, int | None]
-_Steps = dict[int, list[BatchDescriptor]]
-
-# Half the cost of Decision(...), which matters for the hundred thousand decisions of a large table.
-_new = partial(tuple.__new__, Decision)
-
-NO_ROWS = Decision.eager(Reason.NO_ROWS)
-"""The decision for an empty batch."""
+Group = tuple[CUDAGraphMode, int | None, Hashable]
+"""A mode, the query length of its uniform graphs (None: those for any batch), and a variant."""
 
 
 def request_limit(key: BatchDescriptor) -> int:
     """The most requests of a batch that the graph of ``key`` serves, ``sys.maxsize`` where its tokens already say."""
-    if key.num_reqs is None or key.is_uniform_decode or key.num_reqs >= key.num_tokens:
+    num_tokens, num_reqs, is_uniform_decode, _ = key
+    if num_reqs is None or is_uniform_decode or num_reqs >= num_tokens:
         return sys.maxsize
-    return key.num_reqs
+    return num_reqs
 
 
 def query_len_of(key: BatchDescriptor, default: int | None) -> int | None:
@@ -50,67 +31,47 @@ def query_len_of(key: BatchDescriptor, default: int | None) -> int | None:
     return key.num_tokens // key.num_reqs if key.num_reqs > 0 and key.num_tokens % key.num_reqs == 0 else None
 
 
-def make_decisions(
-    mode: CUDAGraphMode,
-    keys: Iterable[BatchDescriptor | None],
-    sizes: Iterable[int],
-    reasons: Iterable[Reason],
-    rows: Iterable[int],
-    detail: str = "",
-) -> tuple[Decision, ...]:
-    """Many decisions at once, as long as the shortest of the arguments."""
-    return tuple(map(_new, zip(repeat(mode), keys, sizes, reasons, rows, repeat(detail))))
-
-
 class Ladder:
-    """The graphs of one mode that one kind of batch may use, nearest size first. Immutable.
+    """The graphs of one mode, kind of batch and variant: the nearest size first, then the one for fewer requests."""
 
-    ``decisions[n]`` is the answer for ``n`` tokens, up to the largest size, where no request limit binds.
-    """
+    __slots__ = ("_keys", "_limits", "_sizes")
 
-    __slots__ = ("_first", "decisions", "keys", "limits")
+    def __init__(self, keys: Iterable[BatchDescriptor]) -> None:
+        # The order is total, so that every process decides alike, whatever order its sets have.
+        self._keys = sorted(keys, key=lambda key: (key.num_tokens, request_limit(key), key.num_reqs or 0))
+        self._sizes = [key.num_tokens for key in self._keys]
+        self._limits = [request_limit(key) for key in self._keys]
 
-    def __init__(self, mode: CUDAGraphMode, steps: Mapping[int, Iterable[BatchDescriptor]]) -> None:
-        keys: list[BatchDescriptor] = []
-        first: list[int] = []
-        sizes: list[int] = []
-        for size in sorted(steps):
-            missing = size + 1 - len(first)
-            first += [len(keys)] * missing
-            sizes += [size] * missing
-            keys += steps[size]
-        reasons = [Reason.PADDED] * len(sizes)
-        for size in steps:
-            reasons[size] = Reason.EXACT
-        self.keys = tuple(keys)
-        self.limits = tuple(map(request_limit, keys))
-        decisions = make_decisions(mode, map(keys.__getitem__, first), sizes, reasons, range(len(sizes)))
-        self.decisions = (NO_ROWS, *decisions[1:])
-        self._first = tuple(first)
+    @property
+    def largest(self) -> int:
+        """The largest size, or 0 if there is none."""
+        return self._sizes[-1] if self._sizes else 0
 
     def find(self, num_tokens: int, num_reqs: int) -> BatchDescriptor | None:
         """The first graph with room for this many tokens and requests; walks past those for fewer requests."""
-        if num_tokens >= len(self._first):
-            return None
-        for index in range(self._first[num_tokens], len(self.keys)):
-            if num_reqs <= self.limits[index]:
-                return self.keys[index]
+        for index in range(bisect_left(self._sizes, num_tokens), len(self._keys)):
+            if num_reqs <= self._limits[index]:
+                return self._keys[index]
         return None
 
 
-def group_by_kind(
+def group_keys(
     keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]], query_len: int | None
-) -> dict[_Kind, list[BatchDescriptor]]:
-    """The graphs that each kind of batch may use; a uniform batch may use the general ones as well."""
-    kinds: dict[_Kind, list[BatchDescriptor]] = {}
+) -> dict[Group, list[BatchDescriptor]]:
+    """The keys by mode, query length that they serve (None: any batch) and variant; those that serve none are left out.
+
+    ``query_len`` is that of uniform keys which name no requests.
+    """
+    groups: dict[Group, list[BatchDescriptor]] = {}
     for mode, descriptors in keys.items():
         for key in descriptors:
-            if not key.is_uniform_decode:
-                kinds.setdefault((mode, None), []).append(key)
-            elif mode is CUDAGraphMode.FULL and (served := query_len_of(key, query_len)) is not None:
-                kinds.setdefault((mode, served), []).append(key)
-    general = kinds.get((CUDAGraphMode.FULL, None), [])
-    return {(mode, kind): [*group, *(general if kind else ())] for (mode, kind), group in kinds.items()}
+            kind = None
+            if key.is_uniform_decode:
+                kind = query_len_of(key, query_len) if mode is CUDAGraphMode.FULL else None
+                if kind is None:
+                    continue
+            groups.setdefault((mode, kind, key.variant), []).append(key)
+    return groups
 
 
 def order_variants(found: Iterable[Hashable]) -> tuple[tuple[Hashable, ...], tuple[int, ...]]:
@@ -119,33 +80,3 @@ def order_variants(found: Iterable[Hashable]) -> tuple[tuple[Hashable, ...], tup
     counts = tuple(sorted(variant for variant in distinct if isinstance(variant, int)))
     others = sorted((variant for variant in distinct if not isinstance(variant, int)), key=repr)
     return (*others, *counts), counts
-
-
-def steps_by_variant(group: Iterable[BatchDescriptor], variants: tuple[Hashable, ...]) -> dict[Hashable, _Steps]:
-    """By variant and size: the graphs in order of preference, each for more requests than those before it."""
-    own: dict[Hashable, _Steps] = {variant: {} for variant in variants}
-    for key in group:
-        own[key.variant].setdefault(key.num_tokens, []).append(key)
-    steps: dict[Hashable, _Steps] = {}
-    above: _Steps = {}
-    for variant in reversed(variants):
-        merged = dict(above) if isinstance(variant, int) else {}
-        for size, keys in own[variant].items():
-            merged[size] = _rising(keys, merged.get(size, []))
-        steps[variant] = merged
-        if isinstance(variant, int):
-            above = merged
-    return steps
-
-
-def _rising(keys: list[BatchDescriptor], larger_variants: list[BatchDescriptor]) -> list[BatchDescriptor]:
-    if len(keys) > 1:
-        # The order is total, so that every process decides alike, whatever order its sets have.
-        keys = sorted(keys, key=lambda key: (not key.is_uniform_decode, request_limit(key), key.num_reqs or 0))
-    kept = keys[:1]
-    if kept[0].num_reqs is None:
-        return kept
-    for key in (*keys[1:], *larger_variants):
-        if request_limit(key) > request_limit(kept[-1]):
-            kept.append(key)
-    return kept

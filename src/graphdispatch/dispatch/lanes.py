@@ -29,7 +29,9 @@ from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import CaptureError, GuardError
 from ..modes import DispatchMode, EntryState
 from ..reasons import Reason
+from ..stats import EvictionReason
 from .dispatcher import CudagraphDispatcher
+from .registered import Registered
 
 __all__ = ["Lane", "LaneResult", "LaneStep"]
 
@@ -131,7 +133,7 @@ class Lane:
     @property
     def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
         """The graphs of the lane, with their keys."""
-        return [(key, found.entry) for (key, _), found in self.table.registered()]
+        return [(found.key, found.entry) for found in self.table.registered()]
 
     def launch(self, step: Callable[[], Any], arguments: Any) -> LaneResult:
         """Put a step on the lane's queue: see Note [a step on a lane]. Raises ``BackendError`` after ``close``."""
@@ -161,12 +163,12 @@ class Lane:
 
     def step(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LaneStep | Reason:
         """The step that serves a call by a graph of this lane, or why there is none."""
-        found, reason = self.table.choose(key, args, kwargs)
+        found, decision = self.table.choose(key, args, kwargs)
         if found is None:
-            return reason
+            return decision.reason
         captured = self._captured.get(found.entry)
         if captured is None:
-            return _registered_step(found.entry, found.mode, args, kwargs)
+            return _registered_step(found, decision.reason, args, kwargs)
         return self._captured_step(found.entry, captured, args, kwargs)
 
     def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CUDAGraphEntry:
@@ -183,17 +185,17 @@ class Lane:
     def drop(self, entry: CUDAGraphEntry) -> None:
         """Forget an entry, whatever its key; one that was captured here is released."""
         with self._changes:
-            for (key, _), found in self.table.registered():
+            for found in self.table.registered():
                 if found.entry is entry:
-                    self.table.drop(key, found)
+                    self.table.drop(found)
             self._release(entry)
 
     def tidy(self) -> None:
         """Make the table of graphs and the graphs captured here agree, after either lost one."""
         with self._changes:
-            for (key, _), found in self.table.registered():
+            for found in self.table.registered():
                 if found.entry.state in (EntryState.EVICTED, EntryState.FAILED):
-                    self.table.drop(key, found)
+                    self.table.drop(found)
             kept = {entry for _, entry in self.entries}
             for entry in [entry for entry in self._captured if entry not in kept]:
                 self._release(entry)
@@ -208,8 +210,7 @@ class Lane:
 
     def _release(self, entry: CUDAGraphEntry) -> None:
         if self._captured.pop(entry, None) is not None:
-            self._graphs.cache.remove(entry.key)
-            self._graphs.release([entry])
+            self._graphs.release(self._graphs.cache.retire(entry, EvictionReason.DROPPED))
 
     def _capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CUDAGraphEntry:
         graphs = self._graphs
@@ -266,19 +267,13 @@ class Lane:
 
 
 def _registered_step(
-    entry: CUDAGraphEntry, mode: DispatchMode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    found: Registered, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> LaneStep | Reason:
-    specs = entry.inputs.specs
-    if not specs:
-        return LaneStep(lambda: _serve(entry, (), entry.size), mode, Reason.EXACT)
-    if len(args) > len(specs):
-        return Reason.ARGUMENTS_CHANGED
-    named = {spec.name: value for spec, value in zip(specs, args, strict=False)}
     try:
-        values, rows = entry.check(named | kwargs)
+        values, rows = found.arguments(args, kwargs)
     except GuardError:
         return Reason.ARGUMENTS_CHANGED
-    return LaneStep(lambda: _serve(entry, values, rows), mode, Reason.EXACT)
+    return LaneStep(lambda: _serve(found.entry, values, rows), found.mode, reason)
 
 
 def _serve(entry: CUDAGraphEntry, values: Any, rows: int) -> Any:

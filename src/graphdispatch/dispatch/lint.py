@@ -4,7 +4,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError
@@ -53,7 +53,7 @@ def lint(plan: KeyTable | HasTable, *, max_num_tokens: int, max_num_reqs: int, q
 
     The scheduler sends mixed batches of up to ``max_num_tokens`` tokens, and uniform decode batches of up to
     ``max_num_reqs`` requests with ``query_len`` tokens each, or a query length that has graphs of its own. The plan is
-    asked for each of them and each captured variant, so the cost grows with their product. That large *mixed* batches
+    asked about each captured size and variant, with a cost model about every batch. That large *mixed* batches
     run eagerly is no finding, since engines choose that; that a decode batch does is. A plan without graphs has none.
     """
     for name, value in (("max_num_tokens", max_num_tokens), ("max_num_reqs", max_num_reqs), ("query_len", query_len)):
@@ -84,6 +84,13 @@ _SHADOWED = "serve only calls that exclude FULL; drop them unless such calls com
 _UNREACHED = "serve no batch that can come, and hold memory for nothing; drop them, or raise the scheduler's limits"
 
 
+class _Like(NamedTuple):
+    """Batches of these numbers of tokens that are decided alike, and the decision for the largest of them."""
+
+    decision: Decision
+    sizes: range
+
+
 class _Scheduler:
     """All batches that can come, and what the table decides for them."""
 
@@ -92,33 +99,47 @@ class _Scheduler:
         self.max_num_tokens = max_num_tokens
         self.max_num_reqs = max_num_reqs
         self.query_len = query_len
+        self._sizes = {key.num_tokens for group in table.keys.values() for key in group}
 
-    def decode(self, variant: Hashable, query_len: int, excluded: Collection[CUDAGraphMode] = ()) -> Iterator[Decision]:
-        """The decisions for uniform decode, by number of requests."""
-        for reqs in range(1, min(self.max_num_reqs, self.max_num_tokens // query_len) + 1):
-            yield self.table.decide(
-                reqs * query_len, reqs, query_len=query_len, variant=variant, excluded_modes=excluded
+    def decode(self, variant: Hashable, query_len: int, excluded: Collection[CUDAGraphMode] = ()) -> Iterator[_Like]:
+        """What is decided for uniform decode."""
+        most = min(self.max_num_reqs, self.max_num_tokens // query_len)
+        for low, reqs in self._steps((size // query_len for size in self._sizes), most):
+            sizes = range(low * query_len, reqs * query_len + 1, query_len)
+            yield _Like(
+                self.table.decide(
+                    reqs * query_len, reqs, query_len=query_len, variant=variant, excluded_modes=excluded
+                ),
+                sizes,
             )
 
-    def mixed(self, variant: Hashable, excluded: Collection[CUDAGraphMode] = ()) -> Iterator[Decision]:
-        """The decisions for mixed batches, by number of tokens and by every number of requests that matters."""
-        limits = {limit for ladder in self.table.ladders.values() for limit in ladder.limits} | {self.max_num_reqs}
-        for tokens in range(1, self.max_num_tokens + 1):
-            for reqs in {min(limit, tokens, self.max_num_reqs) for limit in limits}:
-                yield self.table.decide(tokens, reqs, variant=variant, excluded_modes=excluded)
+    def mixed(self, variant: Hashable, excluded: Collection[CUDAGraphMode] = ()) -> Iterator[_Like]:
+        """What is decided for mixed batches, for every number of requests that matters."""
+        for low, tokens in self._steps(self._sizes, self.max_num_tokens):
+            for reqs in {min(limit, tokens, self.max_num_reqs) for limit in (*self.table.limits, self.max_num_reqs)}:
+                decision = self.table.decide(tokens, reqs, variant=variant, excluded_modes=excluded)
+                yield _Like(decision, range(low, tokens + 1))
 
     def reached(self, excluded: Collection[CUDAGraphMode]) -> set[_Key]:
         """The graphs that some batch is served by, where the calls exclude these modes."""
         found: set[_Key] = set()
         for variant in self.table.variants:
-            decisions = [self.mixed(variant, excluded)]
-            decisions += [self.decode(variant, length, excluded) for length in {*self.table.query_lens, self.query_len}]
+            batches = [self.mixed(variant, excluded)]
+            batches += [self.decode(variant, length, excluded) for length in {*self.table.query_lens, self.query_len}]
             found.update(
                 (decision.mode, decision.descriptor)
-                for decision in chain.from_iterable(decisions)
+                for decision, _ in chain.from_iterable(batches)
                 if decision.descriptor is not None
             )
         return found
+
+    def _steps(self, sizes: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
+        """The counts from 1 to ``most`` in runs, first and last, between which no graph or request limit ends."""
+        ends = range(1, most + 1) if self.table.has_cost else {*sizes, *self.table.limits, self.max_num_reqs, most}
+        first = 1
+        for end in sorted(end for end in ends if 1 <= end <= most):
+            yield first, end
+            first = end + 1
 
 
 def _is_broken(key: _Key, table: KeyTable) -> bool:
@@ -159,26 +180,31 @@ def _uncovered(scheduler: _Scheduler) -> list[LintFinding]:
     return findings
 
 
-def _holes(decode: list[Decision], mixed: list[Decision]) -> Iterator[tuple[LintCode, str, tuple[int, ...]]]:
+def _holes(decode: list[_Like], mixed: list[_Like]) -> Iterator[tuple[LintCode, str, tuple[int, ...]]]:
     """Batches without a graph, though larger ones of their kind have one; all decode batches, if none has one."""
-    for kind, decisions in (("decode", decode), ("mixed", mixed)):
-        largest = max((found.rows for found in decisions if found.mode is not NONE), default=0)
+    for kind, batches in (("decode", decode), ("mixed", mixed)):
+        largest = max((found.rows for found, _ in batches if found.mode is not NONE), default=0)
         if not largest and kind == "decode":
-            largest = max((found.rows for found in decisions), default=0)
-        sizes = tuple(sorted({found.rows for found in decisions if found.rows <= largest and _is_unserved(found)}))
+            largest = max((found.rows for found, _ in batches), default=0)
+        unserved = [like for found, like in batches if found.rows <= largest and _is_unserved(found)]
+        sizes = tuple(sorted(set(chain.from_iterable(unserved))))
         if sizes:
             text = f"no graph serves {kind} batches of {_ranges(sizes)} tokens; capture a graph that does"
             yield LintCode.UNSERVED_SIZES, text, sizes
 
 
-def _cliff(decode: list[Decision]) -> Iterator[tuple[LintCode, str, tuple[int, ...]]]:
+def _cliff(decode: list[_Like]) -> Iterator[tuple[LintCode, str, tuple[int, ...]]]:
     """The step down beyond the largest graph of the best mode, which a loaded scheduler does not come back from."""
-    best = max((found.mode for found in decode), default=NONE)
-    largest = max((found.rows for found in decode if found.mode is best), default=0)
-    beyond = [found for found in decode if found.rows > largest and (found.mode is not NONE or _is_unserved(found))]
+    best = max((found.mode for found, _ in decode), default=NONE)
+    largest = max((found.rows for found, _ in decode if found.mode is best), default=0)
+    beyond = [
+        (found, like)
+        for found, like in decode
+        if found.rows > largest and (found.mode is not NONE or _is_unserved(found))
+    ]
     if best is not NONE and beyond:
-        sizes = tuple(found.rows for found in beyond)
-        instead = {"eagerly" if found.mode is NONE else f"in {found.mode.name} graphs" for found in beyond}
+        sizes = tuple(chain.from_iterable(like for _, like in beyond))
+        instead = {"eagerly" if found.mode is NONE else f"in {found.mode.name} graphs" for found, _ in beyond}
         text = (
             f"the largest {best.name} graph for decode serves {largest} tokens, and the scheduler sends up to "
             f"{sizes[-1]}: batches of {_ranges(sizes)} tokens run {' and '.join(sorted(instead))}; "

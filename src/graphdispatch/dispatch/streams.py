@@ -14,6 +14,7 @@ from ..descriptors import DispatchKey
 from ..errors import BackendError, ConfigError, ReplayError
 from ..modes import DispatchMode
 from ..reasons import Reason
+from .decision import Decision
 from .dispatcher import CudagraphDispatcher
 from .lanes import Lane, LaneResult, LaneStep
 from .policies import DispatchPolicy
@@ -74,6 +75,7 @@ class StreamDispatcher(CudagraphDispatcher):
         *,
         outputs: Any = None,
         mode: DispatchMode = DispatchMode.CUDAGRAPH,
+        idempotent: bool = False,
         lane: int | None = None,
     ) -> None:
         """Serve ``key`` on ``lane`` by ``graph``; see ``CudagraphDispatcher.register_graph``.
@@ -85,7 +87,7 @@ class StreamDispatcher(CudagraphDispatcher):
             chosen = self._lane(lane) if lane is not None else self._emptiest(key)
             if isinstance(graph, CUDAGraphEntry):
                 self._check_apart(graph, chosen)
-            chosen.table.register_graph(key, graph, input_ptrs, outputs=outputs, mode=mode)
+            chosen.table.register_graph(key, graph, input_ptrs, outputs=outputs, mode=mode, idempotent=idempotent)
             chosen.tidy()
 
     def capture(
@@ -162,6 +164,14 @@ class StreamDispatcher(CudagraphDispatcher):
             return result
 
         return self._launch(lane, run, (args, kwargs))
+
+    def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
+        """How ``dispatch`` would run this call, on which lane, and why, as one line. Nothing is run or counted."""
+        lane, step = self._choose(key, args, kwargs)
+        if lane is None or isinstance(step, Reason):
+            assert isinstance(step, Reason)
+            return Decision.eager(step, key.num_tokens).explain()
+        return f"{lane.table.explain(key, *args, **kwargs)}, on lane {lane.index}"
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Serve a call by a graph: whether one did, the outputs, and the reason. Never runs the runner.

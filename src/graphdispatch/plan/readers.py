@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
-from .tables import Field, Table, open_table
+from .tables import Field, Table, decode_text, open_table
 from .traffic import LARGEST_STEP, Floats, Requests, Steps, booleans, floats, integers
 
 __all__ = ["read_requests", "read_trace"]
@@ -43,7 +43,7 @@ def read_trace(path: str | Path) -> Steps | tuple[Mapping[int, float], Mapping[i
     """
     data = _read(path)
     if _LOG_HEADER.search(data):
-        return _parse_log(path, _decode(path, data))
+        return _parse_log(path, decode_text(path, data))
     table = open_table(path, data)
     kind = next((field for field in _KINDS if field.name in table.names), None)
     wanted = [_TOKENS, *([kind] if kind else []), *([_REQS] if _REQS.name in table.names else [])]
@@ -94,7 +94,7 @@ def _arrivals(path: str | Path, table: Table) -> Floats:
     if unit:
         return np.array(texts, np.float64) * unit
     dates = np.array([_without_zone(text) for text in texts], "datetime64[ns]")
-    return (dates - dates.min()) / np.timedelta64(1, "ms")
+    return np.asarray((dates - dates.min()) / np.timedelta64(1, "ms"), np.float64)
 
 
 def _without_zone(text: str) -> str:
@@ -117,8 +117,39 @@ def _read(path: str | Path) -> bytes:
     return data
 
 
-def _decode(path: str | Path, data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is neither text nor Parquet: {error}") from error
+def _parse_log(path: str | Path, text: str) -> tuple[dict[int, float], dict[int, float]]:
+    """Steps by size, all and those that ran FULL; tables of one log add up, and lines may have a prefix."""
+    counts: dict[int, float] = {}
+    decode: dict[int, float] = {}
+    in_table = False
+    for number, line in enumerate(text.splitlines(), 1):
+        cells = tuple(cell.strip() for cell in line.split("|")[1:-1])
+        if cells == _LOG_COLUMNS:
+            in_table = True
+        elif not cells:
+            in_table = False
+        elif in_table and set("".join(cells)) != {"-"}:
+            size, count, mode = _log_row(f"{path}, line {number}", cells)
+            counts[size] = counts.get(size, 0) + count
+            if mode == "FULL":
+                decode[size] = decode.get(size, 0) + count
+    if not counts:
+        raise ConfigError(f"{path} has no rows in its tables of graph statistics; run vLLM with --cudagraph-metrics")
+    return counts, decode
+
+
+def _log_row(where: str, cells: tuple[str, ...]) -> tuple[int, int, str]:
+    if len(cells) != len(_LOG_COLUMNS):
+        raise ConfigError(f"{where}: expected the {len(_LOG_COLUMNS)} columns {', '.join(_LOG_COLUMNS)}, got {cells}")
+    numbers = []
+    for name, cell in zip(_LOG_COLUMNS, cells, strict=True):
+        if name != "Runtime Mode":
+            least = 1 if name == "Count" else 0
+            number = Field(name, least, _LONGEST_REQUEST if name == "Count" else LARGEST_STEP).parse(cell)
+            if number is None:
+                raise ConfigError(f"{where}, column {name}: expected an integer from {least}, got {cell[:40]!r}")
+            numbers.append(number)
+    size, padded, padding, count = numbers
+    if size < 1 or padded - padding != size:
+        raise ConfigError(f"{where}: expected Padded Tokens = Unpadded Tokens + Num Paddings, got {cells}")
+    return size, count, cells[3].removeprefix("CUDAGraphMode.")

@@ -28,8 +28,8 @@ class SchedulerModel:
 
     Without ``chunked_prefill`` a prompt waits until the whole of it fits. ``step_ms(num_tokens)`` is how long a step
     takes; the default, 8 ms and 0.03 ms for each token, stands for an 8-billion-parameter model on one large GPU. The
-    KV cache is taken to be large enough: nothing is preempted and no prefix is shared. Raises ``ConfigError`` for limits
-    that no scheduler can have.
+    KV cache is taken to be large enough: nothing is preempted and no prefix is shared. Raises ``ConfigError`` for
+    limits that no scheduler can have.
     """
 
     max_num_seqs: int = 256

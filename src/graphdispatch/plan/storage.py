@@ -18,7 +18,7 @@ Document = TypeVar("Document", bound=BaseModel)
 
 
 def write_document(path: str | Path, document: BaseModel) -> None:
-    """Write ``document`` as JSON, replacing a file there in one step; a failure leaves the old one. Raises ``OSError``."""
+    """Write ``document`` as JSON, replacing a file there in one step; an ``OSError`` leaves the old one as it was."""
     path = Path(path)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -46,5 +46,6 @@ def read_document(path: str | Path, kind: type[Document]) -> Document:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise ConfigError(
-            f"{path} is not valid at {where}: {first['msg']}, got {reprlib.repr(first['input'])}; write it anew with save()"
+            f"{path} is not valid at {where}: {first['msg']}, got {reprlib.repr(first['input'])}; "
+            "write it anew with save()"
         ) from None

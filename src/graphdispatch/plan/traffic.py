@@ -7,7 +7,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ConfigError
 
-__all__ = ["LARGEST_STEP", "Bools", "Floats", "Ints", "Requests", "Steps", "booleans", "floats", "integers", "read_only"]
+__all__ = [
+    "LARGEST_STEP",
+    "Bools",
+    "Floats",
+    "Ints",
+    "Requests",
+    "Steps",
+    "booleans",
+    "floats",
+    "integers",
+    "read_only",
+]
 
 LARGEST_STEP = 2**20
 """The most tokens of a step, as in ``CUDAGraphConfig``: tables have an entry for each, so a typo would fill memory."""

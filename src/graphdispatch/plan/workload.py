@@ -14,7 +14,7 @@ from ..stats import CUDAGraphStats
 from .readers import read_requests, read_trace
 from .scheduler import SchedulerModel
 from .storage import read_document, write_document
-from .traffic import LARGEST_STEP, Floats, Ints, Steps, booleans, floats, integers, read_only
+from .traffic import LARGEST_STEP, Bools, Floats, Ints, Steps, booleans, floats, integers, read_only
 
 __all__ = ["Steps", "Workload"]
 
@@ -38,7 +38,7 @@ class Workload:
     def from_steps(
         cls, num_tokens: ArrayLike, is_decode: ArrayLike | None = None, num_reqs: ArrayLike | None = None
     ) -> Self:
-        """The workload of steps in order; without ``is_decode`` all count as uniform decode, which full graphs serve."""
+        """The workload of steps in order; without ``is_decode`` all are uniform decode, which full graphs serve."""
         tokens = integers("num_tokens", num_tokens)
         kinds = booleans("is_decode", np.ones(len(tokens), bool) if is_decode is None else is_decode)
         reqs = None if num_reqs is None else integers("num_reqs", num_reqs)
@@ -48,8 +48,7 @@ class Workload:
         if reqs is not None and (reqs > tokens).any():
             index = int((reqs > tokens).argmax())
             raise ConfigError(f"num_reqs[{index}] must be at most num_tokens={tokens[index]}, got {reqs[index]}")
-        decode, mixed = np.bincount(tokens, kinds), np.bincount(tokens, ~kinds)
-        return cls._of(np.flatnonzero(decode + mixed), decode, mixed, Steps(tokens, kinds, reqs))
+        return cls._of(_by_size(tokens, kinds), _by_size(tokens, ~kinds), Steps(tokens, kinds, reqs))
 
     @classmethod
     def from_histogram(cls, counts: Mapping[int, float], decode: Mapping[int, float] | None = None) -> Self:
@@ -62,30 +61,33 @@ class Workload:
             uniform[:] = 0.0
             for size, weight in decode.items():
                 if not 0 <= weight <= counts.get(size, -1.0):
-                    raise ConfigError(f"decode[{size}] must be from 0 to counts[{size}]={counts.get(size)}, got {weight}")
+                    raise ConfigError(
+                        f"decode[{size}] must be from 0 to counts[{size}]={counts.get(size)}, got {weight}"
+                    )
                 uniform[size] = weight
         if not every.any():
             raise ConfigError("counts must hold a size with a weight above 0, got none")
-        return cls._of(np.flatnonzero(every), uniform, every - uniform, None)
+        return cls._of(uniform, every - uniform)
 
     @classmethod
     def from_trace(cls, path: str | Path) -> Self:
-        """The steps in a file: CSV (also .gz), JSON lines, Parquet, or a log with vLLM's ``--cudagraph-metrics`` tables.
+        """The steps in a file: CSV, JSON lines, Parquet, or a log with vLLM's ``--cudagraph-metrics`` tables; also .gz.
 
         Columns: ``num_tokens``, and ``uniform_decode`` and ``num_reqs`` where there are any. The log has no order, and
         counts steps by mode: those that ran FULL are taken for uniform decode. Raises ``ConfigError`` that names the
         file, and the line and field at fault.
         """
         found = read_trace(path)
-        if isinstance(found, Steps):
-            return cls.from_steps(*found)
-        return cls.from_histogram(*found)
+        try:
+            return cls.from_steps(*found) if isinstance(found, Steps) else cls.from_histogram(*found)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
     def from_requests(cls, path: str | Path, scheduler: SchedulerModel | None = None) -> Self:
         """The steps into which ``scheduler`` (default: vLLM's limits) batches the requests in a CSV or JSON-lines file.
 
-        ``read_requests`` lists the columns. Raises ``ConfigError`` that names the file, and the line and field at fault.
+        ``read_requests`` lists the columns. Raises ``ConfigError`` that names the file, line and field at fault.
         """
         return cls.from_steps(*(scheduler or SchedulerModel()).run(read_requests(path)))
 
@@ -137,7 +139,7 @@ class Workload:
         for part in parts:
             decode[part.sizes] += part.decode
             mixed[part.sizes] += part.mixed
-        return Workload._of(np.flatnonzero(decode + mixed), decode, mixed, None)
+        return Workload._of(decode, mixed)
 
     def decayed(self, half_life_steps: float) -> Self:
         """The same traffic with older steps weighing less, half as much for every ``half_life_steps``; without order.
@@ -149,21 +151,19 @@ class Workload:
             raise ConfigError(f"half_life_steps must be a finite number above 0, got {half_life_steps}")
         tokens, kinds, _ = steps
         weights = np.exp2(np.arange(1.0 - len(tokens), 1.0) / half_life_steps)
-        decode, mixed = np.bincount(tokens, weights * kinds), np.bincount(tokens, weights * ~kinds)
-        return self._of(np.flatnonzero(decode + mixed), decode, mixed, None)
+        return self._of(_by_size(tokens, weights * kinds), _by_size(tokens, weights * ~kinds))
 
     def save(self, path: str | Path) -> None:
-        """Write the workload to ``path`` as JSON, with the ordered steps if known, replacing a file there in one step."""
+        """Write the workload to ``path`` as JSON, ordered steps included, replacing a file there in one step."""
         steps = histogram = None
         if self.steps is not None:
-            columns = (None if column is None else column.tolist() for column in self.steps)
-            steps = _StepList(**dict(zip(Steps._fields, columns, strict=True)))
+            tokens, kinds, reqs = self.steps
+            counts = None if reqs is None else reqs.tolist()
+            steps = _StepList(num_tokens=tokens.tolist(), is_decode=kinds.tolist(), num_reqs=counts)
         else:
-            columns = (column.tolist() for column in (self.sizes, self.decode, self.mixed))
-            histogram = _Histogram(**dict(zip(("sizes", "decode", "mixed"), columns, strict=True)))
-        write_document(
-            path, _Document(format="graphdispatch.workload", version=1, steps=steps, histogram=histogram)
-        )
+            sizes, decode, mixed = self.sizes.tolist(), self.decode.tolist(), self.mixed.tolist()
+            histogram = _Histogram(sizes=sizes, decode=decode, mixed=mixed)
+        write_document(path, _Document(format="graphdispatch.workload", version=1, steps=steps, histogram=histogram))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -172,12 +172,15 @@ class Workload:
         try:
             if document.steps is not None:
                 return cls.from_steps(*document.steps.model_dump().values())
-            assert document.histogram is not None
-            sizes, decode, mixed = document.histogram.model_dump().values()
-            counts = dict(zip(sizes, np.add(decode, mixed).tolist(), strict=True))
-            return cls.from_histogram(counts, dict(zip(sizes, decode, strict=True)))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+        assert document.histogram is not None
+        sizes = document.histogram.sizes
+        decode, mixed = np.zeros((2, max(sizes) + 1))
+        decode[sizes], mixed[sizes] = document.histogram.decode, document.histogram.mixed
+        if np.count_nonzero(decode + mixed) != len(sizes):
+            raise ConfigError(f"{path} is not valid at histogram: sizes must be unique, and have weights above 0")
+        return cls._of(decode, mixed)
 
     def __repr__(self) -> str:
         share = 100 * float(self.decode.sum()) / self.total
@@ -188,10 +191,10 @@ class Workload:
         )
 
     @classmethod
-    def _of(cls, sizes: Ints, decode: Floats, mixed: Floats, steps: Steps | None) -> Self:
+    def _of(cls, decode: Floats, mixed: Floats, steps: Steps | None = None) -> Self:
         """The workload of weights that are indexed by size."""
-        columns = (sizes.astype(np.int64), decode[sizes].astype(float), mixed[sizes].astype(float))
-        return cls(*map(read_only, columns), steps)
+        sizes = np.flatnonzero(decode + mixed).astype(np.int64)
+        return cls(read_only(sizes), read_only(decode[sizes]), read_only(mixed[sizes]), steps)
 
     def _ordered(self, verb: str) -> Steps:
         if self.steps is None:
@@ -199,6 +202,10 @@ class Workload:
                 f"a workload without ordered steps cannot {verb} in time; make it with from_steps or from a trace"
             )
         return self.steps
+
+
+def _by_size(tokens: Ints, weights: Floats | Bools) -> Floats:
+    return np.bincount(tokens, weights).astype(np.float64)
 
 
 _Size = Annotated[int, Field(ge=1, le=LARGEST_STEP)]

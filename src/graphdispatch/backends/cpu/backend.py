@@ -1,6 +1,7 @@
 """The CPU backend: capture by recording, streams that are threads, memory figures of the host."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream, Timer
 from .graph import CPUGraph, CPUPool
-from .recorder import HostReadGuard, Recorder
+from .recorder import HostReadGuard, Recorder, Recording
 from .streams import StreamState
 
 __all__ = ["CPUBackend"]
@@ -46,7 +47,7 @@ class CPUBackend(Backend):
             raise BackendError(f"pool must come from the CPU backend, got {pool!r}; make one with its make_pool()")
         if self.is_capturing():
             raise CaptureError("a capture is under way on this thread already; end it first", Reason.INSIDE_CAPTURE)
-        return _CPUCapture(pool)
+        return _CPUCapture(pool, self.classify_error)
 
     def is_capturing(self) -> bool:
         """Whether the calling thread is being recorded by this backend."""
@@ -92,24 +93,31 @@ class CPUBackend(Backend):
         """Put the state of the default CPU generator back."""
         torch.set_rng_state(state)
 
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an allocation failed; torch's allocator of host memory says so by text alone."""
+        texts = ("can't allocate memory", "not enough memory")
+        is_named = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+        return is_named or super().is_out_of_memory(error)
+
 
 class _CPUCapture(Capture):
-    def __init__(self, pool: CPUPool) -> None:
+    def __init__(self, pool: CPUPool, classify: Callable[[BaseException], Reason]) -> None:
         self._pool = pool
+        self._classify = classify
         self._open = False
         self._is_counted = False
         self._spec: TreeSpec | None = None
+        self._recorder = Recorder()
+        self._modes = ExitStack()
         CAPTURE_LOCK.acquire()
         try:
-            self._recorder = Recorder()
-            self._modes = ExitStack()
             self._modes.enter_context(HostReadGuard(self._recorder))
             self._modes.enter_context(self._recorder)
+            self._count()
+            self._open = True
         except BaseException:
-            CAPTURE_LOCK.release()
+            self._close()
             raise
-        self._count()
-        self._open = True
 
     @property
     def is_open(self) -> bool:
@@ -122,7 +130,7 @@ class _CPUCapture(Capture):
         self._uncount()
         try:
             with _disable_current_modes():  # whoever watches the callable is still entered, and shall not see this
-                return CPUGraph(program, self._pool)
+                return self._bind(program)
         except BaseException:
             self.abort()
             raise
@@ -146,10 +154,17 @@ class _CPUCapture(Capture):
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         program = self._recorder.pause()
         self._close()
-        self.graph = graph = CPUGraph(program, self._pool)
+        self.graph = graph = self._bind(program)
         if self._spec is not None:
             self.outputs = tree_unflatten(graph.outputs, self._spec)
         return graph
+
+    def _bind(self, program: Recording) -> CPUGraph:
+        try:
+            return CPUGraph(program, self._pool)
+        except Exception as error:
+            reason = self._classify(error)
+            raise CaptureError(f"what was recorded gets no memory: {type(error).__name__}: {error}", reason) from error
 
     def abort(self) -> None:
         """Stop recording and forget the program."""

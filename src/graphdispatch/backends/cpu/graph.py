@@ -1,7 +1,7 @@
 """A recorded program bound to memory, and the pool whose arenas the programs of one pool share."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,12 @@ class CPUPool(Pool):
     def nbytes(self) -> int:
         """Bytes of all arenas; what graphs hold for themselves is in ``CPUGraph.nbytes``."""
         return sum(arena.nbytes for arena in self._live_arenas())
+
+    def nbytes_of(self, graphs: Sequence[Graph]) -> int:
+        """Bytes of the arenas that these graphs keep alive."""
+        parts = [part for graph in graphs for part in graph.graphs]
+        arenas = {id(p.arena): p.arena for p in parts if isinstance(p, CPUGraph) and p.arena is not None}
+        return sum(arena.nbytes for arena in arenas.values())
 
     def take_arena(self, nbytes: int) -> torch.Tensor:
         """An arena of at least ``nbytes`` bytes; the caller holds it as long as it uses it."""
@@ -82,7 +88,9 @@ class CPUGraph(Graph):
         self._default = pool.streams.default
         binder = _Binder(recording, pool)
         self._calls: list[Callable[[], Any]] | None = binder.calls
-        self._memory: tuple[torch.Tensor | torch.UntypedStorage, ...] = binder.memory
+        self._memory = binder.memory
+        self.arena = binder.arena
+        """The pool's memory that it uses, if any."""
         self._nbytes = binder.nbytes
         self.outputs = binder.outputs
         """The leaves of the shared outputs, in order; as the arena, they hold the latest replay of the pool."""
@@ -105,13 +113,14 @@ class CPUGraph(Graph):
     def reset(self) -> None:
         """Let go of the calls and their memory."""
         self._calls = None
-        self._memory = ()
+        self._memory = []
+        self.arena = None
         self._nbytes = 0
         self.outputs = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of constants, and of results that somebody holds, which are the graph's own; the arena is the pool's."""
+        """Bytes of constants and of results that somebody holds, which are its own; the arena is the pool's."""
         return self._nbytes
 
     @property
@@ -144,9 +153,9 @@ class _Binder:
         for slot in (constant | literals) - set(self._storages):
             self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8).untyped_storage()
         layout = place(each, set(self._storages), shared)
-        arena = pool.take_arena(layout.nbytes) if layout.nbytes else None
-        if arena is not None:
-            self._storages |= dict.fromkeys(layout.offsets, arena.untyped_storage())
+        self.arena = pool.take_arena(layout.nbytes) if layout.nbytes else None
+        if self.arena is not None:
+            self._storages |= dict.fromkeys(layout.offsets, self.arena.untyped_storage())
             self._offsets = layout.offsets
         own = [s for slot, s in self._storages.items() if slot not in self._offsets]
         self.nbytes = sum(storage.nbytes() for storage in own)
@@ -156,7 +165,7 @@ class _Binder:
                 self._bind(instruction)()
             self.calls = [*self._restores(recording, each), *map(self._bind, each)]
             self.outputs = [self._tensor(leaf) if isinstance(leaf, TensorRef) else leaf for leaf in recording.outputs]
-        self.memory = (*own, *([arena] if arena is not None else ()))
+        self.memory = own
 
     def _write_literals(self, recording: Recording) -> None:
         for literal in recording.literals:

@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         self.program: list[Instruction] = []
         self.literals: list[Literal] = []
         self._slots: dict[int, Slot] = {}
-        self._outputs: list[Any] = []
+        self._outputs = []
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and note it."""

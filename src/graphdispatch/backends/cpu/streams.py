@@ -15,7 +15,6 @@ Note [inside a stream's own thread]
 """
 
 import contextlib
-import contextvars
 import itertools
 import threading
 import time
@@ -25,11 +24,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 
-import torch
-
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import Event, Stream, Timer
+from .inherit import with_callers_modes
 
 __all__ = ["CPUEvent", "CPUStream", "CPUTimer", "InlineStream", "StreamState"]
 
@@ -119,7 +117,7 @@ class CPUStream(_OrderedStream):
     """A daemon thread that runs the work it was given one after the other.
 
     Work runs with this stream current, and with the submitting thread's context variables, gradient and inference
-    mode and CPU autocast. For failures see Note [failures on a stream], for work that uses its own stream
+    mode, CPU autocast and dispatch modes. For failures see Note [failures on a stream], for work that uses its own one
     Note [inside a stream's own thread]. All methods may be called from any thread. The thread ends with ``close``,
     or once nobody holds the stream and its queue is empty.
     """
@@ -155,7 +153,7 @@ class CPUStream(_OrderedStream):
             with self._state.use(self):
                 work()
         else:
-            self._enqueue(partial(self._run, _with_callers_modes(work)))
+            self._enqueue(partial(self._run, with_callers_modes(work)))
 
     def mark(self) -> _Mark:
         """A mark behind all work given so far."""
@@ -360,24 +358,6 @@ def _serve(queue: "SimpleQueue[_Job | None]") -> None:
     while (job := queue.get()) is not None:
         job()
         del job  # it holds the stream, which would otherwise live until the next job comes
-
-
-def _with_callers_modes(work: _Job) -> _Job:
-    """``work``, to be called on another thread as if on this one: torch keeps these modes for each thread apart."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu")
-    context = contextvars.copy_context()
-
-    def call() -> None:
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(inference))
-            modes.enter_context(torch.set_grad_enabled(grad))
-            if autocast:
-                modes.enter_context(torch.autocast("cpu", dtype=dtype))
-            context.run(work)
-
-    return call
 
 
 def _checked(stream: Stream) -> InlineStream | CPUStream:

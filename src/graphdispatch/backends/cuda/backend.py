@@ -10,7 +10,7 @@ import torch
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, MemoryFigures, Pool, Stream, Timer
-from .errors import diagnose, is_out_of_memory
+from .errors import diagnose, is_lost, is_out_of_memory
 from .graph import CUDACapture, raise_classified
 from .pool import CUDAPool
 from .streams import CUDAEvent, CUDAStream, CUDATimer, native
@@ -127,6 +127,10 @@ class CUDABackend(Backend):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` says that the device has no memory left."""
         return is_out_of_memory(error)
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the device's context is corrupt."""
+        return is_lost(error)
 
     def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the same memory that does not keep it: for outputs that a graph's pool may use again.

@@ -6,7 +6,7 @@ import torch
 
 from ...reasons import Reason
 
-__all__ = ["Diagnosis", "diagnose", "is_out_of_memory"]
+__all__ = ["Diagnosis", "diagnose", "is_lost", "is_out_of_memory"]
 
 
 class Diagnosis(NamedTuple):
@@ -88,6 +88,11 @@ _BY_CODE = {code: diagnosis for code, _, diagnosis in _SIGNS if code is not None
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that the device has no memory left."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or diagnose(error) is _MEMORY
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether ``error`` is one after which CUDA fails whatever it is asked: its context is corrupt."""
+    return diagnose(error) is _LOST
 
 
 def diagnose(error: BaseException) -> Diagnosis:

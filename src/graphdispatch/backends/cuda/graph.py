@@ -171,7 +171,8 @@ class CUDACapture(Capture):
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         try:
             torch.cuda.set_stream(self._stream)  # the user's code may have left another one current
-            with may_be_empty():  # a callable may do nothing before its first break, and replays are compared with eager
+            # A callable may do nothing before its first break; a wrong stream shows when replays are compared.
+            with may_be_empty():
                 self._native.capture_end()
         except BaseException as error:
             self._throw_away()
@@ -234,12 +235,14 @@ def _forget_caches() -> None:
 
 
 def _make_room(device: torch.device) -> None:
-    """Give cached memory back to the driver if that is where most of the free memory is.
+    """Give cached memory back to the driver if that is where most of what this process may still use is.
 
     While a capture runs, the allocator cannot do that by itself, and would report that there is no memory left.
     """
-    free, _ = torch.cuda.mem_get_info(device)
-    if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > free:
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    if reserved - torch.cuda.memory_allocated(device) > min(free, allowed - reserved):
         torch.cuda.empty_cache()
 
 

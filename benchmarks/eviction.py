@@ -1,0 +1,133 @@
+"""How eviction policies fare on a trace with less room than it has sizes: the library's own cache, no device.
+
+    python -m benchmarks.eviction [--capture-ms MS] [TRACE.csv[.gz] ...]
+
+A trace has a column ``num_tokens``; without one, one is generated, and a cycle over more sizes than there is room for
+always comes last. Graphs are wanted for the sizes of vLLM's ladder up to 512, or for exactly the tokens of each step,
+which are many more. A size is captured at its second sighting within the window. *Guarded* is how the library works: a
+graph goes only if it was not used since the newcomer's first sighting. The optimum knows the future and may decline to
+capture (Belady); no policy can hit more often.
+"""
+
+import argparse
+import csv
+import gzip
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from graphdispatch.cache import Admission, GraphCache
+from graphdispatch.capture.foreign import entry_around
+from graphdispatch.demo.trace import generate_trace
+from graphdispatch.sizes import ladder
+from graphdispatch.testing import MockCUDAGraph
+
+LARGEST = 512
+ROOM = {"ladder": (8, 16), "exact": (16, 64)}
+WAYS = {
+    "lru unguarded": ("lru", False),
+    "lru": ("lru", True),
+    "lfu": ("lfu", True),
+    "gdsf": ("gdsf", True),
+}
+
+
+class Outcome(NamedTuple):
+    """How many steps found their graph, and how many captures that took."""
+
+    hits: int
+    captures: int
+
+
+def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool, capture_ms: float) -> Outcome:
+    """Run the steps on a cache of ``room`` graphs."""
+    cache, admission = GraphCache(room, eviction=eviction), Admission()
+    hits = captures = 0
+    for key in keys:
+        entry = cache.get(key)
+        if entry is not None:
+            entry.increment_replay()
+            hits += 1
+            continue
+        since = admission.since(key)
+        if since is None or (guarded and not cache.has_room(since)):
+            admission.sight(key)
+            continue
+        for victim in cache.make_room(since if guarded else None):
+            victim.release()
+        entry = entry_around(MockCUDAGraph(), key)
+        entry.capture_time_ms = capture_ms
+        cache.add(key, entry)
+        admission.forget(key)
+        captures += 1
+    return Outcome(hits, captures)
+
+
+def optimum(keys: Sequence[int], room: int) -> Outcome:
+    """Keep what is needed soonest; do not capture what is needed later than all that is kept."""
+    following, later = [0] * len(keys), dict[int, int]()
+    for step in range(len(keys) - 1, -1, -1):
+        following[step] = later.get(keys[step], len(keys))
+        later[keys[step]] = step
+    kept: dict[int, int] = {}
+    hits = captures = 0
+    for key, needed in zip(keys, following, strict=True):
+        if key in kept:
+            hits += 1
+        elif needed == len(keys):
+            continue
+        elif len(kept) < room:
+            captures += 1
+        else:
+            latest = max(kept, key=kept.__getitem__)
+            if kept[latest] <= needed:
+                continue
+            del kept[latest]
+            captures += 1
+        kept[key] = needed
+    return Outcome(hits, captures)
+
+
+def read(path: Path) -> list[int]:
+    """The tokens of each step of a trace file."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        return [int(row["num_tokens"]) for row in csv.DictReader(file)]
+
+
+def keys_of(tokens: Sequence[int], kind: str) -> list[int]:
+    """The graph that each step wants, without the steps that are larger than all graphs."""
+    small = [count for count in tokens if count <= LARGEST]
+    sizes = ladder("vllm", LARGEST)
+    return small if kind == "exact" else [sizes[bisect_left(sizes, count)] for count in small]
+
+
+def show(name: str, keys: Sequence[int], room: int, capture_ms: float) -> None:
+    """Print a line for each way, under one for the optimum."""
+    print(f"{name}: {len(keys)} steps, {len(set(keys))} sizes, room for {room}")
+    outcomes = {"optimum": optimum(keys, room)}
+    for way, (eviction, guarded) in WAYS.items():
+        outcomes[way] = simulate(keys, room, eviction, guarded=guarded, capture_ms=capture_ms)
+    for way, found in outcomes.items():
+        print(
+            f"  {way:14} hits {100 * found.hits / len(keys):7.3f} %, captures {found.captures:6}, "
+            f"capturing {found.captures * capture_ms / 1000:8.2f} s"
+        )
+
+
+def main() -> None:
+    """Print a table for each trace, kind of sizes and room."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("--capture-ms", type=float, default=60.0)
+    options = parser.parse_args()
+    named = {path.name.split(".")[0]: read(path) for path in options.traces}
+    for name, tokens in (named or {"generated": [shape.num_tokens for shape in generate_trace(20_000, 64, 0)]}).items():
+        for kind, rooms in ROOM.items():
+            for room in rooms:
+                show(f"{name}, {kind}", keys_of(tokens, kind), room, options.capture_ms)
+    show("cycle", [*range(20)] * 500, 16, options.capture_ms)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Measures what graphs are worth on a GPU, each figure beside its peers, and writes ``gpu.json`` and ``gpu.md``.
+
+    python -m benchmarks.gpu [--only SECTION ...] [--quick] [--device cuda] [--trace FILE] [--out FOLDER]
+
+Each section runs in a process of its own, with a time limit; a row is kept as soon as it is measured, so that a section
+that is cut off, or that takes the device down with it, costs neither its own rows so far nor the other sections.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import adaptive, capture, decode, fields, overhead
+from .bench import Bench, Row
+from .report import save, table, where
+
+_SECTIONS: dict[str, Any] = {
+    "overhead": overhead,
+    "decode": decode,
+    "capture": capture,
+    "fields": fields,
+    "adaptive": adaptive,
+}
+_LIMITS_S = {"overhead": 150, "decode": 480, "capture": 240, "fields": 180, "adaptive": 90}
+_GRACE_S = 30.0  # a section looks at the clock only between measurements
+
+
+def main() -> None:
+    """Run the sections that were asked for; or, in a process started for it, one section."""
+    options = _options()
+    if options.rows is not None:
+        _run_section(options)
+        return
+    place = where(torch.device(options.device), options.commit)
+    print("  ".join(f"{name}: {value}" for name, value in place.items()), flush=True)
+    sections: dict[str, dict[str, Any]] = {}
+    for name in options.only:
+        sections[name] = _measure(name, options)
+        save(options.out, place, sections)
+        print(f"\n{name}: {sections[name]['status']}, {sections[name]['seconds']:.0f} s", flush=True)
+        print(table([Row(*row) for row in sections[name]["rows"]]), flush=True)
+    if any(section["status"] != "complete" for section in sections.values()):
+        sys.exit(1)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What graphs are worth on a GPU.")
+    parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS), metavar="SECTION")
+    parser.add_argument("--quick", action="store_true", help="small models and few turns: to see that it works")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--trace", type=Path, help="batch sizes from this file (default: a generated trace)")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--limit", type=float, help="seconds for each section (default: by section)")
+    parser.add_argument("--commit", help="what to write as the commit where there is no repository")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One section in a process of its own: its title, how it ended, its seconds and rows."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = options.out / f"gpu-{name}.rows"
+    rows.unlink(missing_ok=True)
+    limit = options.limit or _LIMITS_S[name]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--rows", str(rows), "--limit", str(limit)]
+    command += ["--device", options.device]
+    command += ["--trace", str(options.trace)] if options.trace is not None else []
+    command += ["--quick"] if options.quick else []
+    command += ["--no-compile"] if options.no_compile else []
+    start = time.monotonic()
+    try:
+        code = subprocess.run(command, timeout=limit + _GRACE_S, check=False).returncode
+        status = "complete" if code == 0 else f"failed with exit code {code}"
+    except subprocess.TimeoutExpired:
+        status = f"cut off after {limit + _GRACE_S:.0f} s"
+    lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
+    rows.unlink(missing_ok=True)
+    seconds = time.monotonic() - start
+    title = _SECTIONS[name].TITLE
+    return {"title": title, "status": status, "seconds": seconds, "rows": [json.loads(line) for line in lines]}
+
+
+def _run_section(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    with options.rows.open("w", encoding="utf-8", buffering=1) as file, torch.no_grad():
+        bench = Bench(
+            device=device,
+            quick=options.quick,
+            compiles=not options.no_compile,
+            trace=options.trace,
+            deadline=time.monotonic() + options.limit,
+            emit=lambda row: print(json.dumps(row), file=file),
+        )
+        _SECTIONS[options.only[0]].run(bench)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What it costs to capture a whole ladder: seconds and bytes, by ``prewarm``, by hand, and by ``torch.compile``."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdispatch import ladder
+from graphdispatch.demo import Decoder
+
+from .bench import Bench, Figures, Row
+from .decode import Inputs, make_decoder, prewarmed
+from .peers import compiled, mark_step, new_pool, raw_graph
+
+__all__ = ["TITLE", "run"]
+
+TITLE = "Capture of vLLM's ladder (bytes: what the device lost, and what of it the allocator reserved)"
+_COMPILE_SECONDS = 90.0
+
+
+def run(bench: Bench) -> None:
+    """All sides on one decoder; each gives its graphs back before the next."""
+    name = "tiny" if bench.quick or bench.device.type == "cpu" else "1B"
+    decoder = make_decoder(bench, name)
+    sizes = ladder("vllm", 16 if bench.quick else 512)
+    example = _example(bench, decoder, sizes[-1])
+    decoder(*example)
+    case = f"{name}, {len(sizes)} sizes to {sizes[-1]}"
+    sides: dict[str, Callable[[], Any]] = {
+        "graphed().prewarm": lambda: prewarmed(decoder, sizes, example),
+        "torch.cuda.graph in a loop": lambda: _loop(bench, decoder, sizes, example, collects=False),
+        "torch.cuda.graph in a loop, gc each": lambda: _loop(bench, decoder, sizes, example, collects=True),
+    }
+    prewarmed(decoder, sizes[:1], example).clear()  # what is loaded on first use is nobody's cost
+    if bench.compiles:
+        sides["reduce-overhead, compilation included"] = lambda: _compiled(decoder, sizes, example)
+    for side, make in sides.items():
+        if bench.has_time(_COMPILE_SECONDS if side.startswith("reduce") else 10):
+            figures = bench.attempt(case, side, partial(_cost, bench, make))
+            if figures is not None:
+                bench.emit(Row(case, side, figures))
+
+
+def _cost(bench: Bench, make: Callable[[], Any]) -> Figures:
+    """Seconds to make the graphs, and the memory that is gone while they are kept."""
+    before = _settled(bench)
+    start = time.perf_counter()
+    kept = make()
+    bench.synchronize()
+    seconds = time.perf_counter() - start
+    after = _settled(bench)
+    figures: Figures = {"seconds": seconds}
+    if bench.device.type == "cuda":
+        figures |= {
+            "device_MiB": (before.free - after.free) / 2**20,
+            "reserved_MiB": (after.reserved - before.reserved) / 2**20,
+        }
+    if hasattr(kept, "memory_bytes"):
+        figures["accounted_MiB"] = kept.memory_bytes / 2**20
+        kept.clear()
+    del kept
+    torch._dynamo.reset()
+    _settled(bench)
+    return figures
+
+
+def _settled(bench: Bench) -> Any:
+    gc.collect()
+    bench.synchronize()
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return bench.backend.memory()
+
+
+def _loop(bench: Bench, decoder: Decoder, sizes: Sequence[int], example: Inputs, *, collects: bool) -> list[Any]:
+    pool, kept = new_pool(bench), []
+    for size in reversed(sizes):
+        if collects:
+            gc.collect()
+        kept.append(raw_graph(bench, decoder, [x[:size] for x in example], pool))
+    return kept
+
+
+def _compiled(decoder: Decoder, sizes: Sequence[int], example: Inputs) -> Callable[..., Tensor]:
+    step = compiled(decoder, dynamic=True)
+    for size in reversed(sizes):
+        for _ in range(2):  # once to warm up, once to record
+            mark_step()
+            step(*(x[:size] for x in example))
+    return step
+
+
+def _example(bench: Bench, decoder: Decoder, rows: int) -> Inputs:
+    """Distinct places, as a step has them."""
+    row, window = torch.arange(rows, device=bench.device), decoder.config.window
+    return row % decoder.config.vocab, row // window, row % window

@@ -1,0 +1,173 @@
+"""A Llama-architecture decoder at the batch sizes of a trace: tokens per second and step latency, by graphs or not."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from graphdispatch import CUDAGraphOptions, Graphed, Pad, eager_break, graphed, ladder
+from graphdispatch.demo import PRESETS, Decoder, DecoderConfig
+
+from .bench import Bench, Call, Figures, Row, difference, latencies, percentile
+from .peers import PaddedRawGraphs, compiled, mark_step
+
+__all__ = ["MODELS", "TITLE", "Inputs", "batches", "make_decoder", "prewarmed", "run"]
+
+TITLE = "Decode steps, batch sizes from a trace (latency: from the call to the end of its work)"
+MODELS: Mapping[str, DecoderConfig] = {
+    "tiny": PRESETS["tiny"],
+    "0.1B": DecoderConfig(layers=12, hidden=768, heads=12, kv_heads=4, head_dim=64, ffn=2048, vocab=32_000, window=256),
+    "1B": PRESETS["1b"],
+    # The dimensions of Llama 3 8B (its config.json), with a short window.
+    "8B": DecoderConfig(
+        layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14_336, vocab=128_256, window=256
+    ),
+}
+Inputs = tuple[Tensor, Tensor, Tensor]
+Step = Callable[..., Tensor]
+_Makers = dict[str, tuple[Callable[[], Step], Decoder]]
+"""For each side, how to make it, and the decoder whose cache it writes."""
+_SIDE_SECONDS = 60.0  # left out when less time than this remains: a compilation takes about as long
+
+
+def run(bench: Bench) -> None:
+    """Each model while there is time, the larger ones last."""
+    for name in ("tiny",) if bench.quick or bench.device.type == "cpu" else ("0.1B", "1B", "8B"):
+        if not bench.has_time(30):
+            return
+        decoder = make_decoder(bench, name)
+        steps = batches(bench, decoder.config, 12 if bench.quick else 200)
+        _measure(bench, name, decoder, steps)
+        del decoder, steps
+        bench.backend.synchronize()
+
+
+def make_decoder(bench: Bench, name: str) -> Decoder:
+    """Random weights and an empty cache, with a slot for each request of the trace."""
+    slots = max(step.num_reqs for step in bench.steps(1_000_000))
+    return Decoder(MODELS[name], slots, device=bench.device, dtype=bench.dtype)
+
+
+def batches(bench: Bench, config: DecoderConfig, count: int) -> list[Inputs]:
+    """The decode batches of the trace's steps, on the device: a row for each request, each in its own slot."""
+    generator = torch.Generator().manual_seed(0)
+    slots = max(step.num_reqs for step in bench.steps(1_000_000))
+    made = []
+    for step in bench.steps(count):
+        rows = step.num_reqs
+        made.append(
+            (
+                torch.randint(config.vocab, (rows,), generator=generator).to(bench.device),
+                torch.randperm(slots, generator=generator)[:rows].to(bench.device),
+                torch.randint(config.window, (rows,), generator=generator).to(bench.device),
+            )
+        )
+    return made
+
+
+def prewarmed(
+    decoder: Decoder, sizes: Sequence[int], example: Inputs, mode: str = "FULL"
+) -> Graphed[[Tensor, Tensor, Tensor], Tensor]:
+    """The decoder behind ``graphed``, every size captured."""
+    step = graphed(
+        decoder,
+        dynamic={"token_ids": 0, "slots": 0, "positions": 0},
+        pad={"slots": Pad.value(decoder.scratch_slot)},
+        sizes=sizes,
+        mode=mode,
+        options=CUDAGraphOptions(padding_writes="allow"),
+    )
+    step.prewarm(*example)
+    return step
+
+
+def _measure(bench: Bench, name: str, decoder: Decoder, steps: list[Inputs]) -> None:
+    largest = max(len(ids) for ids, _, _ in steps)
+    sizes = sorted({*ladder("vllm", largest), largest})
+    example = next(step for step in steps if len(step[0]) == largest)
+    pieces = decoder.twin()
+    for layer in pieces.layers:
+        eager_break(layer.get_submodule("attention"))
+    hand = (0, decoder.scratch_slot, 0)
+    by_graphs: _Makers = {
+        "eager": (lambda: decoder, decoder),
+        "raw graphs by hand": (lambda: PaddedRawGraphs(bench, decoder, example, hand, sizes), decoder),
+        "graphed() FULL": (lambda: prewarmed(decoder, sizes, example), decoder),
+        "graphed() PIECEWISE": (lambda: prewarmed(pieces, sizes, example, "PIECEWISE"), pieces),
+    }
+    _emit(bench, name, steps, by_graphs)
+    if bench.compiles and bench.has_time(_SIDE_SECONDS):
+        step = partial(_marked, compiled(decoder, dynamic=True))
+        padded: _Makers = {
+            "eager, again": (lambda: decoder, decoder),
+            "reduce-overhead, padded": (lambda: _Padded(step, sizes, decoder.scratch_slot), decoder),
+        }
+        _emit(bench, name, steps, padded)
+        if bench.has_time(_SIDE_SECONDS):
+            _emit(bench, name, steps, {"reduce-overhead, not padded": (lambda: step, decoder)})
+        torch._dynamo.reset()
+
+
+def _emit(bench: Bench, name: str, steps: list[Inputs], makers: _Makers) -> None:
+    """Make each side and run it over all steps twice, check it, then time all of them; a row for each side."""
+    case = f"{name}, {len(steps)} steps"
+    made = {side: bench.attempt(case, side, partial(_ready, make, steps)) for side, (make, _) in makers.items()}
+    sides = {side: fn for side, fn in made.items() if fn is not None}
+    errors = {side: _error(fn, makers[side][1], steps[len(steps) // 2]) for side, fn in sides.items()}
+    calls: dict[str, list[Call]] = {side: [partial(fn, *inputs) for inputs in steps] for side, fn in sides.items()}
+    tokens = sum(len(inputs[0]) for inputs in steps)
+    for side, taken in latencies(bench, calls).items():
+        figures: Figures = {
+            "tokens_per_s": tokens / sum(taken),
+            "p50_ms": 1e3 * percentile(taken, 50),
+            "p99_ms": 1e3 * percentile(taken, 99),
+            "difference": errors[side],
+        }
+        bench.emit(Row(case, side, {**figures, **_skips(side)}))
+
+
+def _ready(make: Callable[[], Step], steps: list[Inputs]) -> Step:
+    fn = make()
+    for inputs in (*steps, *steps):
+        fn(*inputs)
+    return fn
+
+
+def _error(fn: Step, decoder: Decoder, inputs: Inputs) -> float:
+    """How far one step is from eager's, both on an empty cache."""
+    answers = []
+    for one in (decoder, fn):
+        decoder.cache_keys.zero_()
+        decoder.cache_values.zero_()
+        answers.append(one(*inputs).clone())
+    return difference(*answers)
+
+
+def _skips(side: str) -> dict[str, float]:
+    """How many of Inductor's graphs were not captured, which it does without an error."""
+    if not side.startswith("reduce"):
+        return {}
+    counters = torch._dynamo.utils.counters["inductor"]
+    return {"cudagraph_skips": float(counters["cudagraph_skips"])}
+
+
+def _marked(step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    mark_step()
+    return step(*inputs)
+
+
+class _Padded:
+    """Pads by hand before a compiled step, so that it sees the ladder's sizes alone."""
+
+    def __init__(self, step: Callable[..., Tensor], sizes: Sequence[int], scratch_slot: int) -> None:
+        self._step = step
+        self._size_of = [min(s for s in sizes if s >= rows) for rows in range(max(sizes) + 1)]
+        self._pads = (0, scratch_slot, 0)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        rows = len(inputs[0])
+        more = self._size_of[rows] - rows
+        if more:
+            inputs = tuple(torch.cat([x, x.new_full((more,), p)]) for x, p in zip(inputs, self._pads, strict=True))
+        return self._step(*inputs)[:rows].clone()

@@ -1,0 +1,163 @@
+"""Eviction policies: what each one values, by name or installed."""
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, EntryPoints
+
+import pytest
+
+from graphdispatch.cache import EvictionPolicy, GraphCache, Probation, eviction
+from graphdispatch.cache.eviction import GDSF, LFU, LRU, available_evictions, make_eviction
+from graphdispatch.capture.entry import CUDAGraphEntry
+from graphdispatch.config import CUDAGraphConfig
+from graphdispatch.errors import ConfigError
+from graphdispatch.manager import CUDAGraphManager
+
+from .sized import MIB, entry, filled, gone
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "gdsf": GDSF,
+    "probation": lambda: Probation(3, GDSF()),
+}
+every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+
+
+class Oldest(EvictionPolicy):
+    """First captured, first out."""
+
+    def worths(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
+        return [entry.capture_time_ms for entry in entries]
+
+
+@every_policy
+def test_the_unused_go_in_the_order_of_their_capture(make: Callable[[], EvictionPolicy]) -> None:
+    """Entries that differ in nothing else go from the least recently used on."""
+    cache = GraphCache(3, eviction=make())
+    entries = filled(cache, 0, 0, 0)
+    order = [gone(cache.add(key, entry()))[0] for key in (3, 4, 5)]
+    assert order == entries
+
+
+@every_policy
+def test_what_is_used_stays(make: Callable[[], EvictionPolicy]) -> None:
+    """An entry that is replayed between all captures outlives a scan of others."""
+    cache = GraphCache(3, eviction=make())
+    used, *_ = filled(cache, 0, 0, 0)
+    for key in range(3, 30):
+        for _ in range(4):
+            used.increment_replay()
+        cache.add(key, entry())
+    assert cache.get(0) is used
+
+
+@every_policy
+def test_worth_is_only_read(make: Callable[[], EvictionPolicy]) -> None:
+    """Asking twice gives the same."""
+    policy = make()
+    entries = [entry(MIB, replays) for replays in (0, 1, 5)]
+    assert policy.worths(entries) == policy.worths(entries)
+
+
+def test_lru_values_the_last_use() -> None:
+    """Many replays long ago count for nothing."""
+    cache = GraphCache(2, eviction="lru")
+    first, _ = entry(replays=9), entry()
+    cache.add(0, first)
+    cache.add(1, entry(replays=1))
+    assert gone(cache.make_room()) == [first]
+
+
+def test_lfu_values_the_number_of_uses() -> None:
+    """One replay less, and a later last use does not help."""
+    cache = GraphCache(2, eviction="lfu")
+    cache.add(0, entry(replays=2))
+    late = entry(replays=1)
+    cache.add(1, late)
+    assert gone(cache.make_room()) == [late]
+
+
+@pytest.mark.parametrize(
+    ("stays", "goes"),
+    [
+        ({"replays": 3}, {"replays": 2}),
+        ({"replays": 2, "capture_ms": 40.0}, {"replays": 3, "capture_ms": 20.0}),
+        ({"replays": 2, "nbytes": 2 * MIB}, {"replays": 3, "nbytes": 4 * MIB}),
+        ({"replays": 3, "nbytes": MIB}, {"replays": 2, "nbytes": 1}),
+    ],
+    ids=["uses", "capture time", "bytes", "small differences of bytes are noise"],
+)
+def test_gdsf_values_uses_times_time_for_each_byte(stays: dict[str, float], goes: dict[str, float]) -> None:
+    """The entry of least replays x capture time / bytes goes, whichever was used last."""
+    for late in (True, False):
+        cache = GraphCache(2, eviction="gdsf")
+        kinds = (stays, goes) if late else (goes, stays)
+        entries = [entry(**kind) for kind in kinds]  # type: ignore[arg-type]
+        for key, made in enumerate(entries):
+            cache.add(key, made)
+        assert gone(cache.make_room()) == [entries[late]]
+
+
+def test_gdsf_lets_go_of_what_was_used_much_and_long_ago() -> None:
+    """Each eviction raises the worth of what is used from then on, until the old favourite is worth least."""
+    cache = GraphCache(2, eviction="gdsf")
+    favourite = entry(replays=10)
+    cache.add("favourite", favourite)
+    for key in range(20):
+        cache.add(key, entry(replays=3))
+        if cache.get("favourite") is None:
+            break
+    assert 1 < key < 10
+
+
+def test_gdsf_counts_from_the_age_at_the_last_use() -> None:
+    """An old entry that is used again after evictions is worth more than one that is not."""
+    cache = GraphCache(3, eviction="gdsf")
+    used, idle = entry(replays=4), entry(replays=4)
+    cache.add("used", used)
+    cache.add("idle", idle)
+    cache.add(0, entry(replays=3))
+    cache.add(1, entry(replays=1))  # evicts 0 and raises the age to its worth
+    used.increment_replay()
+    assert cache.limit.eviction.worths([used, idle]) == pytest.approx([(3 + 5) / MIB, 4 / MIB])
+
+
+def test_probation_comes_before_worth() -> None:
+    """An entry with too few replays goes first, be it ever so expensive."""
+    cache = GraphCache(2, eviction=Probation(3, LFU()))
+    costly, proven = entry(replays=2, capture_ms=1e6), entry(replays=3)
+    cache.add(0, proven)
+    cache.add(1, costly)
+    assert gone(cache.make_room()) == [costly]
+
+
+def test_an_installed_policy_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point of the group is a name like those built in."""
+    point = EntryPoint("oldest", f"{__name__}:Oldest", "graphdispatch.eviction")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: Oldest)
+    monkeypatch.setattr(eviction, "entry_points", lambda group: EntryPoints([point]) if group == point.group else ())
+    assert "oldest" in available_evictions()
+    assert isinstance(make_eviction("oldest"), Oldest)
+    assert isinstance(CUDAGraphManager(CUDAGraphConfig(eviction="oldest")).registry._cache.limit.eviction, Oldest)
+
+
+def test_an_installed_policy_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an entry point names is checked when it is made."""
+    point = EntryPoint("odd", "builtins:dict", "graphdispatch.eviction")
+    monkeypatch.setattr(eviction, "entry_points", lambda group: EntryPoints([point]))
+    with pytest.raises(ConfigError, match="eviction 'odd' must be a subclass of EvictionPolicy, got 'builtins:dict'"):
+        make_eviction("odd")
+
+
+@pytest.mark.parametrize("name", ["mru", "", 3])
+def test_an_unknown_name_is_refused(name: str) -> None:
+    """The message lists what there is."""
+    with pytest.raises(ConfigError, match=f"eviction must be one of 'gdsf', 'lfu', 'lru', got {name!r}"):
+        GraphCache(2, eviction=name)
+
+
+@pytest.mark.parametrize("least", [-1, True, 1.5])
+def test_min_replays_is_checked(least: int) -> None:
+    """A number of replays is a whole number."""
+    with pytest.raises(ConfigError, match=f"min_replays_to_keep must be an integer >= 0, got {least!r}"):
+        Probation(least, LRU())

@@ -1,0 +1,161 @@
+"""What graphs hold: one pool for the outputs of all sizes, and figures that are the bytes of the living storages."""
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch.backends import get_backend
+from graphdispatch.cache.accounting import bytes_of
+from graphdispatch.capture.breaks import eager_break
+from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.sizes import ladder
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def made(sizes: Any = "vllm", **options: Any) -> Graphed[..., Any]:
+    """A small network whose output is its largest tensor, with graphs of ``sizes`` up to 512 rows."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64)).eval()
+    step = graphed(model, dynamic={"input": 0}, sizes=sizes, max_size=512, **options)
+    step.prewarm(torch.randn(512, 8))
+    return step
+
+
+def living_bytes() -> int:
+    """Bytes of all storages that the collector can find."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor or type(thing) is torch.UntypedStorage:
+            storage = thing.untyped_storage() if type(thing) is torch.Tensor else thing
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("mode", "outputs"), [("FULL", "clone"), ("FULL", "ring:2"), ("PIECEWISE", "clone")])
+def test_51_sizes_cost_what_the_largest_costs(mode: str, outputs: str) -> None:
+    """Static inputs and outputs of all of vLLM's sizes hold at most 1.1 times the bytes of the largest size alone."""
+    every, largest = made(mode=mode, outputs=outputs), made((512,), mode=mode, outputs=outputs)
+    assert len(every.entries) == len(ladder("vllm", 512)) == 51
+    written = sum(entry.output.nbytes for entry in every.entries)
+    assert written > 10 * largest.entries[0].output.nbytes
+    assert every.memory_bytes <= 1.1 * largest.memory_bytes
+    assert {entry.outputs.tree.untyped_storage().data_ptr() for entry in every.entries} == {largest_storage(every)}, (
+        "every size writes its outputs to one arena"
+    )
+
+
+def largest_storage(step: Graphed[..., Any]) -> int:
+    """Where the memory of the largest graph's output begins."""
+    return step.entries[-1].outputs.tree.untyped_storage().data_ptr()
+
+
+def test_shared_outputs_are_right_in_any_order() -> None:
+    """Sizes that write to the same memory give each call its own answer."""
+    step = made((2, 64, 512))
+    kept = [(x, step(x)) for x in (torch.randn(rows, 8) for rows in (512, 2, 64, 1, 512, 33))]
+    assert step.stats.hits == 6
+    for x, got in kept:
+        torch.testing.assert_close(got, step.unwrap()(x))
+
+
+@pytest.mark.parametrize("outputs", ["view", "static"])
+def test_what_is_handed_out_is_not_shared(outputs: str) -> None:
+    """Where graph memory itself is handed out, each size keeps its own, so that another size leaves it alone."""
+    step = made((2, 4), outputs=outputs)
+    assert len({entry.outputs.tree.untyped_storage().data_ptr() for entry in step.entries}) == 2
+
+
+def test_an_output_that_somebody_holds_is_not_shared() -> None:
+    """It stays where its holder sees the replays, as on a device; the others of the nest are shared."""
+    backend = get_backend("cpu")
+    pool, x, kept = backend.make_pool(), torch.ones(4, 2), []
+    with backend.begin_capture(pool) as capture:
+        kept.append(x * 2)
+        capture.hand_over({"kept": kept[0], "input": x, "free": x * 3}, shared=True)
+    held, given, free = capture.outputs.values()
+    x.fill_(5.0)
+    capture.graph.replay()
+    assert (kept[0][0, 0], held[0, 0], free[0, 0]) == (10, 10, 15)
+    assert held.data_ptr() == kept[0].data_ptr()
+    assert given is x
+    assert (capture.graph.nbytes, pool.nbytes) == (4 * 2 * 4, 64)
+
+
+def test_an_output_without_an_operator_has_a_place() -> None:
+    """Memory that the callable returns without having written to it is laid out as well."""
+    backend = get_backend("cpu")
+    with backend.begin_capture(backend.make_pool()) as capture:
+        capture.hand_over(torch.empty(3, 5), shared=True)
+    assert capture.outputs.shape == (3, 5)
+
+
+MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "plain": (lambda x: (x @ x.t()[:, :1]).relu(), {}),
+    "several outputs": (lambda x: {"a": x * 2, "b": (x.sum(), x.t())}, {}),
+    "constants": (lambda x: x + torch.arange(4).float(), {}),
+    "output ring": (lambda x: (x * 2, x + 1), {"outputs": "ring:3"}),
+    "views": (lambda x: x.cumsum(0), {"outputs": "view"}),
+    "pieces": (eager_break(lambda x: x * 2), {"mode": "PIECEWISE"}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_report_is_what_is_alive(name: str) -> None:
+    """The total is, within small change, by how much the storages of the process fall when all is cleared."""
+    fn, options = MODELS[name]
+    with_x = torch.randn(256, 4)
+    step = graphed(
+        lambda x: fn(x) if options.get("mode") is None else fn(x.relu()),
+        dynamic={"x": 0},
+        sizes=(64, 128, 256),
+        **options,
+    )
+    step.prewarm(with_x)
+    total, before = step.memory_bytes, living_bytes()
+    step.clear()
+    freed = before - living_bytes()
+    assert total == pytest.approx(freed, rel=0.02)
+    assert total > 256 * 4 * 4
+
+
+def test_a_report_is_plain_and_readable() -> None:
+    """It adds up, JSON can hold it, and its text names each part."""
+    step = graphed(lambda x: x + torch.arange(3.0), dynamic={"x": 0}, sizes=(2, 4), outputs="ring:2")
+    step.prewarm(torch.randn(4, 3))
+    report = step._graphs.memory_report()
+    assert (report.input_bytes, report.ring_bytes, report.driver_bytes) == (4 * 3 * 4, 2 * 4 * 3 * 4, 0)
+    assert [(e.size, e.mode, e.own, e.outputs) for e in report.entries] == [(2, "FULL", 12, 24), (4, "FULL", 12, 48)]
+    assert report.entry_bytes == 24
+    assert report.total == step.memory_bytes == report.pool_bytes + 48 + 96 + 24
+    assert json.loads(json.dumps(report.to_dict()))["total"] == report.total
+    for line in (
+        "static inputs         48 B",
+        "2 graphs              24 B",
+        "FULL 4 rows: 12 B own, 0 B driver, writes 48 B",
+    ):
+        assert line in str(report)
+
+
+def test_without_the_largest_the_pool_is_smaller() -> None:
+    """What entries cost together counts shared memory once, and only what they keep of it."""
+    step = graphed(lambda x: x.cumsum(0).relu(), dynamic={"x": 0}, sizes=(8, 64), capture_after=1)
+    for rows in (8, 64):  # ascending: the second needs a larger arena than the first
+        step(torch.randn(rows, 16))
+    small, large = step.entries
+    arenas = [entry.graph.arena.nbytes for entry in (small, large)]  # type: ignore[attr-defined]
+    inputs = small.inputs.nbytes
+    assert bytes_of([small]) == arenas[0] + inputs
+    assert bytes_of([large]) == arenas[1] + inputs
+    assert bytes_of([small, large]) == sum(arenas) + inputs == step.memory_bytes
+    assert bytes_of([]) == 0

@@ -1,0 +1,254 @@
+"""Faults of the device: when a capture begins, ends or gets no memory, at the first and at later replays, for good."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphdispatch.config import CUDAGraphOptions
+from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
+from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.manager import CUDAGraphManager
+from graphdispatch.reasons import Reason
+from graphdispatch.stats import EvictionReason
+
+from .inject import DeviceGoneError, Faults, FaultyBackend, Model, batch, nothing_left_behind
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError,
+    MemoryError,
+    lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+]
+
+
+def serve(model: Model, **settings: Any) -> Graphed[..., Any]:
+    """The model on the faulty backend, captured at once, for three rows and for five."""
+    settings.setdefault("mode", "PIECEWISE" if model.kind == "broken" else "FULL")
+    return graphed(
+        model.step,
+        dynamic={"x": 0, "slots": 0},
+        backend="faulty",
+        sizes=settings.pop("sizes", (3, 5)),
+        capture_after=1,
+        options=CUDAGraphOptions(**settings.pop("options", {})),
+        **settings,
+    )
+
+
+def agrees(model: Model, step: Graphed[..., Any], number: int, rows: int = 3) -> Reason:
+    """One call whose answer and state are eager's, exactly once; the reason of its decision."""
+    twin = model.copy()
+    torch.manual_seed(number)
+    want = twin.step(*batch(number, rows))
+    torch.manual_seed(number)
+    with nothing_left_behind(step, step._graphs.backend):
+        got = step(*batch(number, rows))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert model.same_state(twin)
+    assert step.last_decision is not None
+    return step.last_decision.reason
+
+
+@pytest.mark.parametrize("kind", ["pure", "stateful", "broken"])
+@pytest.mark.parametrize("point", ["begin", "end", "arena", "replay"])
+def test_a_capture_that_fails_is_contained(backend: FaultyBackend, faults: Faults, point: str, kind: str) -> None:
+    """Wherever it fails, the call has eager's answer and effects, once; the size is quarantined, others are served."""
+    model = Model(kind)
+    step = serve(model)
+    faults.set(point, 1)
+    reason = agrees(model, step, 0)
+    assert faults.visits[point], "the fault was never reached"
+    assert reason is (Reason.REPLAY_FAILED if point == "replay" else Reason.CAPTURE_FAILED)
+    assert "ArithmeticError" in step.last_decision.detail
+    assert step.entries == []
+    assert agrees(model, step, 1) is reason
+    assert [agrees(model, step, n, rows=5) for n in (2, 3, 4)] == [
+        Reason.CAPTURED_NOW,
+        Reason.VERIFIED_NOW,
+        Reason.EXACT,
+    ]
+
+
+def test_a_later_part_that_fails_takes_the_whole_capture(faults: Faults) -> None:
+    """The graph in front of a break is released with the one behind it."""
+    model = Model("broken")
+    step = serve(model)
+    faults.set("end", 1)
+    assert agrees(model, step, 0) is Reason.CAPTURE_FAILED
+    assert step.memory_bytes == step._graphs.families[0].inputs.nbytes
+
+
+def test_a_failed_size_is_tried_again_ever_later_and_at_last_no_more(faults: Faults) -> None:
+    """After 16 sightings, then 64; ``max_failures`` is the end of it, until the weights change."""
+    model = Model("stateful")
+    step = serve(model, options={"max_failures": 3})
+    faults.set("end", 1, 2, 3)
+    tries = []
+    for number in range(100):
+        before = faults.visits["end"]
+        agrees(model, step, number)
+        if faults.visits["end"] > before:
+            tries.append(number)
+    assert tries == [0, 16, 80]
+    assert (step.stats.capture_failures, step.stats.captures) == (3, 0)
+
+
+def test_moved_weights_arm_it_again(faults: Faults) -> None:
+    """A quarantine was of the old weights; new ones get a new try."""
+    layer = torch.nn.Linear(3, 3).eval()
+    step = graphed(layer, dynamic={"input": 0}, sizes=(3,), capture_after=1, backend="faulty")
+    faults.set("end", 1)
+    step(torch.randn(3, 3))
+    assert step.last_decision.reason is Reason.CAPTURE_FAILED
+    layer.weight = torch.nn.Parameter(torch.randn(3, 3))
+    x = torch.randn(3, 3)
+    assert torch.equal(step(x), layer(x))
+    assert step.last_decision.reason is Reason.CAPTURED_NOW
+
+
+def test_strict_raises_with_the_cause(faults: Faults) -> None:
+    """The reason and the original exception are in the error."""
+    step = serve(Model("pure"), strict=True)
+    faults.set("end", 1)
+    with nothing_left_behind(step), pytest.raises(FallbackError, match="ArithmeticError") as caught:
+        step(*batch(0))
+    assert caught.value.reason is Reason.CAPTURE_FAILED
+    assert isinstance(caught.value.__cause__.__cause__, ArithmeticError)
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "python", "allocator"])
+@pytest.mark.parametrize("point", ["begin", "end", "arena"])
+def test_out_of_memory_evicts_and_tries_once_more(faults: Faults, point: str, error: Any) -> None:
+    """The least recently used graph goes, the second try succeeds, and the call happens once."""
+    model = Model("stateful")
+    step = serve(model)
+    for number in range(3):
+        agrees(model, step, number, rows=5)
+    faults.set(point, 1, error=error)
+    assert agrees(model, step, 3) is Reason.CAPTURED_NOW
+    assert [entry.size for entry in step.entries] == [3]
+    assert [eviction.reason for eviction in step.stats.last_evictions] == [EvictionReason.OUT_OF_MEMORY]
+    assert [agrees(model, step, n) for n in (4, 5)] == [Reason.VERIFIED_NOW, Reason.EXACT]
+
+
+@pytest.mark.parametrize(("graphs", "tries"), [(0, 1), (2, 2)])
+def test_out_of_memory_for_good_runs_eagerly(faults: Faults, graphs: int, tries: int) -> None:
+    """Without a graph to evict there is no second try, and with many no third; one graph pays for it at most."""
+    model = Model("stateful")
+    step = serve(model, sizes=(3, 5, 7))
+    for rows in (5, 7)[:graphs]:
+        agrees(model, step, rows, rows=rows)
+    faults.set("end", *range(1, 9), error=torch.OutOfMemoryError)
+    assert agrees(model, step, 0) is Reason.OUT_OF_MEMORY
+    assert faults.visits["end"] == tries
+    assert len(step.entries) == max(graphs - 1, 0)
+    assert agrees(model, step, 1) is Reason.OUT_OF_MEMORY
+    assert faults.visits["end"] == tries
+
+
+def test_a_second_try_whose_call_raises_is_not_the_callers(faults: Faults) -> None:
+    """Its own call went well, so that it gets that answer."""
+    healthy = [True]
+
+    def fickle(x: Tensor) -> Tensor:
+        if not healthy[0]:
+            raise ValueError("only once")
+        return x * 2
+
+    step = graphed(fickle, dynamic={"x": 0}, sizes=(3, 5), capture_after=1, backend="faulty")
+    step(torch.randn(5, 2))
+
+    def fail() -> BaseException:
+        healthy[0] = False
+        return MemoryError()
+
+    faults.set("end", 1, error=fail)
+    x = torch.randn(3, 2)
+    assert torch.equal(step(x), x * 2)
+    assert step.last_decision.reason is Reason.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("visit", [1, 2, 7])
+@pytest.mark.parametrize("error", [ArithmeticError, MemoryError, ReplayError], ids=["error", "memory", "replay"])
+def test_a_later_replay_that_fails_runs_eagerly(faults: Faults, error: type[Exception], visit: int) -> None:
+    """Random numbers that it drew are given back, the entry is compared with eager, and serves again."""
+    model = Model("pure")
+    step = serve(model)
+    for number in range(3):
+        agrees(model, step, number)
+    faults.set("replay", visit, error=error)
+    reasons = [agrees(model, step, number) for number in range(3, 12)]
+    assert reasons == [Reason.EXACT] * (visit - 1) + [Reason.VERIFIED_NOW] + [Reason.EXACT] * (9 - visit)
+
+
+def test_a_replay_that_fails_twice_is_given_up(faults: Faults) -> None:
+    """Its comparison with eager fails as well: the graph is released, and the size quarantined."""
+    model = Model("pure")
+    step = serve(model)
+    for number in range(3):
+        agrees(model, step, number)
+    faults.set("replay", 1, 2)
+    assert [agrees(model, step, number) for number in (3, 4)] == [Reason.REPLAY_FAILED] * 2
+    assert step.entries == []
+
+
+def test_a_replay_that_fails_behind_a_write_is_an_error(faults: Faults) -> None:
+    """Where the graph writes state, a second run might write it twice; the next call compares, and serves again."""
+    model = Model("stateful")
+    step = serve(model)
+    for number in range(3):
+        agrees(model, step, number)
+    faults.set("replay", 1, error=MemoryError)
+    with nothing_left_behind(step), pytest.raises(ReplayError, match="the replay failed: MemoryError") as caught:
+        step(*batch(3))
+    assert caught.value.had_effects
+    assert [agrees(model, step, n) for n in (4, 5)] == [Reason.VERIFIED_NOW, Reason.EXACT]
+
+
+def test_a_manager_runs_a_failed_replay_eagerly(faults: Faults) -> None:
+    """As the other front doors do."""
+    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), capture_after=1))
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    for number in range(4):
+        if number == 3:
+            faults.set("replay", 1)
+        x = torch.full((4, 2), float(number + 1))
+        assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), x * 2)
+    assert manager.stats.reasons[Reason.REPLAY_FAILED] == 1
+
+
+def test_a_manager_runs_a_call_without_result_once(faults: Faults) -> None:
+    """A capture that fails after the step has run does not run it again, whatever it returned."""
+    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), capture_after=1))
+    state = torch.zeros(4, 2)
+    faults.set("end", 1)
+    manager.execute_or_capture(4, 1, lambda x: (state.add_(x), None)[1], {"x": torch.ones(4, 2)})
+    assert torch.equal(state, torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("point", ["begin", "end", "replay"])
+def test_a_lost_device_is_said_to_be_lost(faults: Faults, point: str) -> None:
+    """Nothing can be served, eagerly either: the error says so, and its cause is the device's."""
+    model = Model("pure")
+    step = serve(model)
+    for number in range(3 if point == "replay" else 0):
+        agrees(model, step, number)
+    faults.set(point, 1, error=lambda: DeviceGoneError("bus error"))
+    with nothing_left_behind(step), pytest.raises(DeviceLostError, match=r"is lost.*bus error.*restart") as caught:
+        step(*batch(3))
+    assert isinstance(caught.value.__cause__, Exception)
+
+
+def test_prewarm_goes_on_after_a_size_that_fails(faults: Faults) -> None:
+    """The other sizes are captured; the collector is not left frozen."""
+    model = Model("pure")
+    step = serve(model)
+    faults.set("end", 1)
+    with nothing_left_behind(step):
+        step.prewarm(*batch(0))
+    assert [entry.size for entry in step.entries] == [3]
+    assert agrees(model, step, 1, rows=5) is Reason.CAPTURE_FAILED

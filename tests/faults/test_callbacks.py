@@ -1,0 +1,174 @@
+"""Faults of the user's own code: a pad function, a break, a graph that they captured, the model itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphdispatch.capture.breaks import eager_break
+from graphdispatch.capture.foreign import entry_around
+from graphdispatch.descriptors import DispatchKey
+from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
+from graphdispatch.errors import ReplayError
+from graphdispatch.graphed_callable import graphed
+from graphdispatch.reasons import Reason
+from graphdispatch.testing import MockCUDAGraph
+
+from .inject import nothing_left_behind
+
+KEY = DispatchKey(3, 3)
+
+
+class TroubleError(Exception):
+    """The user's own."""
+
+
+class Switch:
+    """Raises while it is on; without ``__dict__``, so that no guard takes it for the model's state."""
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("at", [0, 1, 4], ids=["capture", "verification", "hit"])
+def test_a_pad_function_that_raises(at: int) -> None:
+    """Eager needs no padding, so that the call has its answer; what the function left half done is padded anew."""
+    switch = Switch()
+
+    def pad(padding: Tensor, real: Tensor) -> None:
+        padding.fill_(1e30)
+        switch()
+        padding.zero_()
+
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, pad={"x": pad}, sizes=(4,), capture_after=1)
+    for number in range(8):
+        x = torch.randn(3, 2)
+        switch.error = TroubleError() if number == at else None
+        with nothing_left_behind(step):
+            assert torch.equal(step(x), x * 2)
+    assert step.stats.reasons[Reason.CAPTURE_FAILED] >= (at < 4)
+
+
+def test_rows_of_a_copy_that_failed_are_no_padding() -> None:
+    """A batch whose padding was interrupted leaves its rows in the buffer; the next smaller one is padded over them."""
+    switch = Switch()
+
+    def pad(padding: Tensor, real: Tensor) -> None:
+        switch()
+        padding.zero_()
+
+    step = graphed(lambda x: x + x.sum() * 0 + x, dynamic={"x": 0}, pad={"x": pad}, sizes=(8,), capture_after=1)
+    for rows in (3, 8, 3, 8, 2):
+        step(torch.randn(rows, 2))
+    switch.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        step(torch.full((6, 2), 7.0))
+    switch.error = None
+    step(torch.randn(2, 2))
+    assert step.last_decision.reason is Reason.PADDED
+    assert torch.equal(step.entries[0].inputs.views(8)[0][2:], torch.zeros(6, 2))
+
+
+@pytest.mark.parametrize("at", [0, 1, 3], ids=["capture", "verification", "hit"])
+@pytest.mark.parametrize("error", [TroubleError, KeyboardInterrupt])
+def test_a_break_that_raises(at: int, error: type[BaseException]) -> None:
+    """It is part of the model: its exception is the caller's, unchanged, and the next call is right."""
+    switch = Switch()
+
+    @eager_break
+    def middle(x: Tensor) -> Tensor:
+        switch()
+        return x + 1
+
+    step = graphed(lambda x: middle(x * 2) * 3, dynamic={"x": 0}, sizes=(4,), capture_after=1, mode="PIECEWISE")
+    for number in range(6):
+        x = torch.randn(4, 2)
+        switch.error = error() if number == at else None
+        with nothing_left_behind(step):
+            if number == at:
+                with pytest.raises(error) as caught:
+                    step(x)
+                assert caught.value is switch.error
+            else:
+                assert torch.equal(step(x), (x * 2 + 1) * 3)
+    assert step.last_decision.reason is Reason.EXACT
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_model_that_raises_is_decided_and_counted(number: int) -> None:
+    """While its graph is captured or compared: the exception is its own, and the decision says that the call raised."""
+    switch = Switch()
+
+    def model(x: Tensor) -> Tensor:
+        switch()
+        return x * 2
+
+    step = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for _ in range(number):
+        step(torch.randn(4, 2))
+    switch.error = TroubleError("mine")
+    with nothing_left_behind(step), pytest.raises(TroubleError, match="mine"):
+        step(torch.randn(4, 2))
+    assert step.last_decision.reason is Reason.CALL_RAISED
+    assert (step.stats.calls, step.stats.reasons[Reason.CALL_RAISED]) == (number + 1, 1)
+    assert step.stats.capture_failures == 0
+
+
+def mock(**script: Any) -> MockCUDAGraph:
+    """A captured scripted graph."""
+    graph = MockCUDAGraph("graph", **script)
+    graph.capture_begin()
+    graph.capture_end()
+    return graph
+
+
+def test_a_foreign_graph_that_stops_half_way_is_an_error() -> None:
+    """What it wrote before cannot be known, so that the step is not run again; the graph is dropped."""
+    written = []
+
+    def stop() -> None:
+        written.append("half")
+        raise TroubleError("half-way")
+
+    dispatcher = CudagraphDispatcher(lambda: written.append("eager"))
+    dispatcher.register_graph(KEY, mock(on_replay=stop))
+    with pytest.raises(ReplayError, match=r"TroubleError: half-way; what it wrote.*idempotent=True") as caught:
+        dispatcher.dispatch(KEY)
+    assert caught.value.had_effects
+    assert (written, dispatcher.num_graphs) == (["half"], 0)
+
+
+def test_an_idempotent_foreign_graph_is_answered_eagerly() -> None:
+    """Its owner says that the step may be run again."""
+
+    def stop() -> None:
+        raise TroubleError
+
+    dispatcher = CudagraphDispatcher(lambda: "eager")
+    dispatcher.register_graph(KEY, mock(on_replay=stop), idempotent=True)
+    assert dispatcher.dispatch(KEY) == "eager"
+    assert dispatcher.stats.reasons[Reason.REPLAY_FAILED] == 1
+
+
+def test_a_foreign_graph_that_refuses_says_so_itself() -> None:
+    """A ``ReplayError`` of its own tells whether anything has happened."""
+    entry = entry_around(MockCUDAGraph(), KEY)
+    with pytest.raises(ReplayError, match="without a capture") as caught:
+        entry.replay()
+    assert not caught.value.had_effects
+
+
+def test_a_packet_of_operators_is_no_state() -> None:
+    """That ``torch.ops`` remembers an overload on its first use is no rebinding by the model."""
+    packet = torch.ops.aten.rsub
+    vars(packet).pop("Tensor", None)
+    step = graphed(lambda x: packet.Tensor(x, x), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step(torch.randn(4, 2))
+    assert step.last_decision.reason is Reason.CAPTURED_NOW

@@ -1,0 +1,168 @@
+"""Faults among streams, threads and the collector."""
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphdispatch.backends import get_backend
+from graphdispatch.capture.breaks import eager_break
+from graphdispatch.capture.collector import frozen_collector, paused_collector
+from graphdispatch.errors import CaptureError
+from graphdispatch.graphed_callable import graphed
+from graphdispatch.reasons import Reason
+
+from .inject import FailAt, nothing_left_behind
+
+
+def fail() -> None:
+    """A piece of work that breaks down."""
+    raise ArithmeticError("the work broke down")
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
+    """The calling thread copies in and out itself: it waits for what the stream has, and for the replay."""
+    weight = torch.randn(256, 256)
+    middle = eager_break(lambda h: h * 2) if mode == "PIECEWISE" else lambda h: h * 2
+    step = graphed(lambda x: middle(x @ weight) @ weight, dynamic={"x": 0}, sizes=(64,), capture_after=1, mode=mode)
+    for _ in range(3):
+        step(torch.randn(64, 256))
+    stream = get_backend("cpu").make_stream()
+    gate = threading.Event()
+    with get_backend("cpu").use_stream(stream):
+        for number in range(5):
+            x, late = torch.zeros(64, 256), torch.randn(64, 256)
+            stream.submit(gate.wait)
+            stream.submit(lambda x=x, late=late: x.copy_(late))
+            gate.set()
+            assert torch.equal(step(x), step.unwrap()(late)), number
+            assert step.last_decision.reason is Reason.EXACT
+    stream.close()
+
+
+@pytest.mark.parametrize("ended", ["failed", "closed"])
+def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
+    """Its failure is told to who synchronizes it; the next calls of the graph, elsewhere, are served."""
+    backend = get_backend("cpu")
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for _ in range(3):
+        step(torch.randn(4, 2))
+    stream = backend.make_stream()
+    with backend.use_stream(stream):
+        step(torch.randn(4, 2))
+        if ended == "failed":
+            stream.submit(fail)
+    if ended == "closed":
+        stream.close()
+    for _ in range(2):
+        x = torch.randn(4, 2)
+        with nothing_left_behind(step):
+            assert torch.equal(step(x), x * 2)
+        assert step.last_decision.reason is Reason.EXACT
+    if ended == "failed":
+        with pytest.raises(ArithmeticError, match="broke down"):
+            stream.close()
+
+
+def test_a_failed_stream_tells_its_own_next_call() -> None:
+    """A call on a stream whose earlier work failed gets that failure, once; nothing was copied or counted."""
+    backend = get_backend("cpu")
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for _ in range(3):
+        step(torch.randn(4, 2))
+    hits = step.stats.hits
+    stream = backend.make_stream()
+    with backend.use_stream(stream):
+        stream.submit(fail)
+        with nothing_left_behind(step), pytest.raises(ArithmeticError, match="broke down"):
+            step(torch.randn(4, 2))
+        assert step.stats.hits == hits
+        x = torch.randn(4, 2)
+        assert torch.equal(step(x), x * 2)
+    stream.close()
+
+
+def test_captures_that_fail_beside_calls_that_are_served() -> None:
+    """One thread's captures fail at every third operator, while another's calls of the same graphs are all right."""
+    weight = torch.randn(3, 3)
+
+    def model(x: Tensor) -> Tensor:
+        return (x @ weight).relu() + x
+
+    step = graphed(model, dynamic={"x": 0}, sizes=(2, 4), capture_after=1)
+    for _ in range(3):
+        step(torch.randn(4, 3))
+    done = threading.Event()
+
+    @torch.no_grad()
+    def failing() -> None:
+        for index in range(0, 60, 3):
+            beside = graphed(model, dynamic={"x": 0}, sizes=(2,), capture_after=1)
+            with FailAt(index, KeyboardInterrupt()), suppress(KeyboardInterrupt):
+                for _ in range(9):
+                    beside(torch.ones(2, 3))
+        done.set()
+
+    @torch.no_grad()
+    def served() -> int:
+        count = 0
+        while not done.is_set() or count < 50:
+            x = torch.randn(2 + count % 3, 3)
+            torch.testing.assert_close(step(x), model(x))
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(2) as pool:
+        calls, failures = pool.submit(served), pool.submit(failing)
+        failures.result(timeout=60)
+        assert calls.result(timeout=60) >= 50
+    step.check_integrity()
+
+
+def test_threads_that_pause_the_collector_do_not_wake_it_for_each_other() -> None:
+    """It runs again when the last of them is done, and not when the first is."""
+    assert gc.isenabled()
+    first, second = paused_collector(), paused_collector()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_the_process_has_frozen_stays_frozen(frozen: bool) -> None:
+    """A batch of captures that fails leaves the collector as the process had it."""
+    if frozen:
+        gc.freeze()
+    try:
+        with suppress(KeyboardInterrupt), frozen_collector():
+            assert not gc.isenabled()
+            assert gc.get_freeze_count() > 0
+            raise KeyboardInterrupt
+        assert gc.isenabled()
+        assert (gc.get_freeze_count() > 0) is frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_a_capture_inside_another_leaves_the_outer_one_alone() -> None:
+    """It is refused before it takes anything."""
+    backend = get_backend("cpu")
+    pool = backend.make_pool()
+    x = torch.ones(3)
+    with backend.begin_capture(pool) as outer:
+        y: Any = x + 1
+        with pytest.raises(CaptureError, match="under way"):
+            backend.begin_capture(pool)
+        y = y * 2
+    x.fill_(2)
+    outer.graph.replay()
+    assert y.tolist() == [6.0] * 3

@@ -1,0 +1,319 @@
+"""What the CUDA backend asks of torch and puts back whatever fails, on a stand-in for ``torch.cuda``: runs anywhere."""
+
+import threading
+
+import pytest
+import torch
+
+from graphdispatch.backends.base import CAPTURE_LOCK, Graph
+from graphdispatch.backends.cuda import CUDABackend
+from graphdispatch.backends.cuda.errors import diagnose
+from graphdispatch.backends.cuda.pool import CUDAPool
+from graphdispatch.errors import CaptureError, ReplayError
+from graphdispatch.reasons import Reason
+
+from .scripted_cuda import ScriptedCUDA, ScriptedStream
+
+INVALID = "CUDA error: operation failed due to a previous error during capture"
+BUSY_GENERATOR = "Offset increment outside graph capture encountered unexpectedly."
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ScriptedCUDA:
+    """A fresh stand-in, in the place of ``torch.cuda``."""
+    made = ScriptedCUDA()
+    made.install(monkeypatch)
+    return made
+
+
+@pytest.fixture
+def backend(driver: ScriptedCUDA) -> CUDABackend:
+    """The backend of the second device, while the first one is current."""
+    return CUDABackend(torch.device("cuda", 1))
+
+
+@pytest.fixture
+def pool(backend: CUDABackend) -> CUDAPool:
+    """An open pool."""
+    made = backend.make_pool()
+    assert isinstance(made, CUDAPool)
+    return made
+
+
+def capture(backend: CUDABackend, pool: CUDAPool) -> Graph:
+    """A graph of nothing."""
+    with backend.begin_capture(pool) as made:
+        pass
+    return made.graph
+
+
+def can_take_lock_elsewhere() -> bool:
+    """Whether another thread may begin a capture now."""
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(CAPTURE_LOCK.acquire(blocking=False))
+        if taken[0]:
+            CAPTURE_LOCK.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
+
+
+def assert_restored(driver: ScriptedCUDA) -> None:
+    """Stream, device, allocator and lock are as if there had been no capture."""
+    assert (driver.device, driver.currents) == (0, driver.defaults)
+    assert driver.recording == set()
+    assert can_take_lock_elsewhere()
+
+
+def test_a_capture_is_prepared_and_cleaned_up_in_order(
+    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
+) -> None:
+    """The device is idle and the workspaces are forgotten before; after it they are forgotten again."""
+    capture(backend, pool)
+    placeholder, rest = driver.log[:2], driver.log[2:]
+    assert placeholder == ["begin", "end"]
+    assert rest == [
+        "synchronize",
+        "clear workspaces",
+        "stream 1 waits for 0",
+        "begin",
+        "end",
+        "clear workspaces",
+        "stream 0 waits for 1",
+    ]
+
+
+def test_all_captures_of_a_device_run_on_one_stream(driver: ScriptedCUDA, backend: CUDABackend) -> None:
+    """Of whichever pool: blocks are shared only within a stream."""
+    seen: list[ScriptedStream] = []
+    for _ in range(2):
+        with backend.begin_capture(backend.make_pool()):
+            seen.append(driver.current)
+    assert seen[0] is seen[1]
+    assert (seen[0].device, driver.streams) == (torch.device("cuda", 1), 1)
+
+
+def test_the_placeholder_keeps_the_handle_between_graphs(
+    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
+) -> None:
+    """A handle whose last real graph went is still good for the next; after ``close`` nothing holds it."""
+    first = capture(backend, pool)
+    (handle,) = driver.held()
+    first.reset()
+    second = capture(backend, pool)
+    assert driver.held() == {handle: 2}
+    second.reset()
+    pool.close()
+    assert driver.held() == {}
+
+
+def test_a_capture_that_cannot_end_is_contained(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """The allocator's recording is ended, its count given back, the handle left to older graphs, the cause kept."""
+    older = capture(backend, pool)
+    (old,) = driver.held()
+    failing = backend.begin_capture(pool)
+    driver.current.spoilt = fault = RuntimeError(INVALID)
+    with pytest.raises(CaptureError, match="own error was swallowed") as caught:
+        failing.end()
+    assert (caught.value.__cause__, caught.value.reason) == (fault, Reason.CAPTURE_UNSAFE)
+    assert driver.held()[old] == 1
+    capture(backend, pool)
+    assert driver.held()[old] == 1
+    assert_restored(driver)
+    older.reset()
+    assert old in driver.finished
+
+
+def test_the_users_error_wins_over_the_captures(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """In a capture that its error also made invalid."""
+    mine = ValueError("mine")
+
+    def failing() -> None:
+        with backend.begin_capture(pool):
+            driver.current.spoilt = RuntimeError(INVALID)
+            raise mine
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        failing()
+    assert caught.value is mine
+    assert sum(driver.held().values()) == 1
+    assert_restored(driver)
+
+
+def test_out_of_memory_in_a_capture_keeps_the_pool(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """The capture itself is still valid: it is ended and dropped, and the handle goes on."""
+    kept = capture(backend, pool)
+    before = driver.held()
+
+    def failing() -> None:
+        with backend.begin_capture(pool):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        failing()
+    assert backend.classify_error(caught.value) is Reason.OUT_OF_MEMORY
+    assert driver.held() == before
+    assert_restored(driver)
+    kept.replay()
+
+
+@pytest.mark.parametrize("place", ["begin", "instantiate"])
+def test_a_fault_of_the_driver_leaves_no_count(
+    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool, place: str
+) -> None:
+    """Whether the stream refused to begin, or the finished graph found no memory."""
+    capture(backend, pool).reset()
+    driver.faults[place] = [RuntimeError("CUDA error: out of memory")]
+    with pytest.raises(CaptureError, match="fewer or smaller") as caught:
+        capture(backend, pool)
+    assert caught.value.reason is Reason.OUT_OF_MEMORY
+    assert sum(driver.held().values()) == 1, "the placeholder of the new handle"
+    assert_restored(driver)
+    pool.close()
+    assert driver.held() == {}
+
+
+def test_a_placeholder_that_fails_is_tried_again(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """The first use of a pool may find no memory; the next one begins from nothing."""
+    driver.faults["begin"] = [RuntimeError("CUDA error: out of memory")]
+    with pytest.raises(CaptureError, match="out of memory"):
+        backend.begin_capture(pool)
+    assert driver.held() == {}
+    assert_restored(driver)
+    capture(backend, pool).replay()
+
+
+def test_a_resume_that_fails_is_contained(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """The lock, which a pause gave back, is not kept; the graph before the pause stays good."""
+    paused = backend.begin_capture(pool)
+    first = paused.pause()
+    assert_restored(driver)
+    driver.faults["begin"] = [RuntimeError("CUDA error: out of memory")]
+    with pytest.raises(CaptureError, match="out of memory"):
+        paused.resume()
+    assert_restored(driver)
+    first.replay()
+
+
+def test_another_stream_left_current_inside_is_no_trap(
+    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
+) -> None:
+    """The capture ends on its own stream, and the caller's is put back."""
+    with backend.begin_capture(pool) as made:
+        driver.set_stream(backend.make_stream().native)  # type: ignore[attr-defined]
+        driver.set_device(0)
+    made.graph.replay()
+    assert_restored(driver)
+
+
+def test_an_empty_graph_is_no_warning(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """A callable may begin with a break; warnings are errors here."""
+    driver.warns_of_empty_graphs = True
+    capture(backend, pool)
+    assert_restored(driver)
+
+
+@pytest.mark.parametrize(("free", "fraction", "is_emptied"), [(1000, 1.0, False), (10, 1.0, True), (1000, 0.5, True)])
+def test_cached_memory_is_given_back_when_most_is_cached(
+    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool, free: int, fraction: float, is_emptied: bool
+) -> None:
+    """Whether the device or the limit of this process is what is near; else it would cost time for nothing."""
+    driver.free, driver.fraction, driver.reserved, driver.allocated = free, fraction, 900, 100
+    capture(backend, pool)
+    assert ("empty cache" in driver.log) is is_emptied
+    assert driver.log[-3:] == ["end", "clear workspaces", "stream 0 waits for 1"]
+
+
+def test_a_replay_refused_for_a_capture_elsewhere_is_made_after_it(
+    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
+) -> None:
+    """See Note [random numbers during a capture]: it waits for the lock, and launches once."""
+    graph = capture(backend, pool)
+    other = backend.begin_capture(backend.make_pool())
+    driver.faults["replay"] = [RuntimeError(BUSY_GENERATOR)]
+    thread = threading.Thread(target=graph.replay)
+    thread.start()
+    thread.join(0.05)
+    assert (thread.is_alive(), "replay" in driver.log) == (True, False)
+    other.abort()
+    thread.join()
+    assert driver.log.count("replay") == 1
+
+
+@pytest.mark.parametrize("texts", [["CUDA error: misaligned address"], [BUSY_GENERATOR, BUSY_GENERATOR]])
+def test_a_replay_that_stays_refused_is_an_error(
+    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool, texts: list[str]
+) -> None:
+    """With CUDA's error as its cause."""
+    graph = capture(backend, pool)
+    driver.faults["replay"] = [RuntimeError(text) for text in texts]
+    with pytest.raises(ReplayError, match="refused to replay") as caught:
+        graph.replay()
+    assert str(caught.value.__cause__) == texts[-1]
+
+
+def test_a_graph_is_released_only_when_idle(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """The replays in flight come to their end first."""
+    graph = capture(backend, pool)
+    graph.replay()
+    graph.reset()
+    assert driver.log[-2:] == ["wait until idle", "reset"]
+
+
+def test_only_a_change_of_stream_is_ordered(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """The same stream again costs nothing; another one waits once."""
+    capture(backend, pool)
+    pool.order_after_last_use()
+    quiet = len(driver.log)
+    driver.currents[1] = driver.new_stream(backend.device)
+    for _ in range(2):
+        pool.order_after_last_use()
+    assert driver.log[quiet:] == [f"stream {driver.currents[1].cuda_stream} waits for 0"]
+
+
+def test_a_pool_counts_its_segments_alone(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """Those of its handles on its device."""
+    capture(backend, pool)
+    (mine,) = driver.held()
+    driver.segments = [
+        {"segment_pool_id": mine, "device": 1, "total_size": 7},
+        {"segment_pool_id": mine, "device": 0, "total_size": 100},
+        {"segment_pool_id": (0, 99), "device": 1, "total_size": 100},
+    ]
+    assert pool.nbytes == 7
+
+
+def test_memory_that_the_driver_took_is_the_graphs(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """What the device lost during the capture and the allocator does not have; none after the release."""
+    with backend.begin_capture(pool) as made:
+        driver.free -= 30
+        driver.reserved += 10
+    assert (made.graph.nbytes, made.graph.driver_nbytes) == (20, 20)
+    made.graph.reset()
+    assert (made.graph.nbytes, made.graph.driver_nbytes) == (0, 0)
+
+
+def test_closing_gives_the_memory_back_at_once(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """torch gives the memory of a finished pool to nobody else; a pool that was never used costs nothing."""
+    capture(backend, pool).reset()
+    pool.close()
+    assert driver.log[-2:] == ["reset", "empty cache"]
+    said = len(driver.log)
+    pool.close()
+    backend.make_pool().close()
+    assert len(driver.log) == said
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(2, Reason.OUT_OF_MEMORY), (900, Reason.CAPTURE_UNSAFE), (905, Reason.CAPTURE_UNSAFE), (1, Reason.CAPTURE_FAILED)],
+)
+def test_an_error_code_is_read_before_the_text(code: int, reason: Reason) -> None:
+    """Newer torch versions hand the code on."""
+    error = torch.AcceleratorError("CUDA error: said in other words")
+    error.error_code = code  # type: ignore[attr-defined]
+    assert diagnose(error).reason is reason

@@ -1,0 +1,206 @@
+"""Many threads, random sizes, invalidations, evictions and failures, each answer compared with eager's.
+
+    GRAPHDISPATCH_SOAK_CALLS=200000 pytest tests/soak -s
+
+makes as many calls in all, instead of the few that fit into every run of the tests.
+"""
+
+import gc
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphdispatch.backends import get_backend
+from graphdispatch.capture.breaks import eager_break
+from graphdispatch.graphed_callable import Graphed, graphed
+
+THREADS = 16
+CALLS = int(os.environ.get("GRAPHDISPATCH_SOAK_CALLS", "8000"))
+LARGEST, WIDTH = 12, 8
+_SPARE_BYTES = 64 << 20
+"""What the resident memory may grow by after the first third: the allocator's own, and statistics with a bound."""
+
+
+class Tripped(Exception):
+    """The model's own failure."""
+
+
+class Trip(threading.local):
+    """How many more runs of the model on this thread go well before one raises; None for all of them."""
+
+    left: int | None = None
+
+
+class Net(nn.Module):
+    """Two layers, a stretch that may be a break, and a trip wire that a thread sets for itself."""
+
+    def __init__(self, trip: Trip, *, broken: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self._tripped = _tripping(trip)
+        self._middle = eager_break(torch.relu) if broken else torch.relu
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self._middle(self.first(x))
+        self._tripped()
+        return self.second(hidden) * scale
+
+
+def _tripping(trip: Trip) -> Any:
+    def check() -> None:
+        if trip.left is not None:
+            trip.left -= 1
+            if trip.left < 0:
+                trip.left = None
+                raise Tripped
+
+    return check
+
+
+class Gate:
+    """Calls enter together; who moves the weights enters alone, as the owner of a model would see to it."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._inside = 0
+        self._waiting = 0
+
+    def __enter__(self) -> None:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._waiting)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._condition:
+            self._inside -= 1
+            self._condition.notify_all()
+
+    def alone(self, work: Any) -> None:
+        """Run ``work`` while nobody is inside."""
+        with self._condition:
+            self._waiting += 1
+            self._condition.wait_for(lambda: not self._inside)
+            work()
+            self._waiting -= 1
+            self._condition.notify_all()
+
+
+class Soak:
+    """The shared objects, and what one thread does with them."""
+
+    def __init__(self) -> None:
+        self.trip = Trip()
+        self.gate = Gate()
+        self.nets = [Net(self.trip, broken=broken).eval() for broken in (False, True)]
+        self.steps: list[Graphed[..., Any]] = [
+            graphed(
+                net,
+                dynamic={"x": 0},
+                sizes=(1, 2, 4, 8),
+                max_cached_graphs=5,
+                memory_budget_bytes=1 << 20,
+                max_signatures=8,
+                mode="PIECEWISE" if index else "FULL",
+            )
+            for index, net in enumerate(self.nets)
+        ]
+        self.lock = threading.Lock()
+        self.calls = self.tripped = self.moves = self.clears = 0
+
+    def count(self, **events: int) -> None:
+        """Add to the counters."""
+        with self.lock:
+            for name, number in events.items():
+                setattr(self, name, getattr(self, name) + number)
+
+    @torch.no_grad()
+    def work(self, seed: int, calls: int) -> None:
+        """One thread's calls; raises at the first answer that is not eager's."""
+        chance = random.Random(seed)
+        backend = get_backend("cpu")
+        stream = backend.make_stream() if seed % 4 == 0 else None
+        made = 0
+        while made < calls:
+            which, event = chance.randrange(2), chance.random()
+            net, step = self.nets[which], self.steps[which]
+            if event < 0.002:
+                self.gate.alone(lambda net=net: self._move(net, chance))
+                self.count(moves=1)
+            elif event < 0.006:
+                step.clear()
+                self.count(clears=1)
+            with self.gate, backend.use_stream(stream) if stream is not None else nullcontext():
+                self._call(net, step, chance)
+            made += 1
+        if stream is not None:
+            stream.close()
+        self.count(calls=made)
+
+    def _move(self, net: Net, chance: random.Random) -> None:
+        """New values where the old ones are, or a new tensor altogether: both must show in the next answer."""
+        if chance.random() < 0.5:
+            net.first.weight.copy_(torch.randn(16, WIDTH))
+        else:
+            net.second.weight = nn.Parameter(torch.randn(WIDTH, 16))
+
+    def _call(self, net: Net, step: Graphed[..., Any], chance: random.Random) -> None:
+        rows = min(int(chance.expovariate(0.3)) + 1, LARGEST)
+        x = torch.randn(rows, WIDTH)
+        scale = chance.choice((1.0, 1.0, 1.0, 0.5))
+        want = net(x, scale)
+        self.trip.left = chance.randrange(3) if chance.random() < 0.02 else None
+        try:
+            got = step(x, scale)
+        except Tripped:
+            self.count(tripped=1)
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        finally:
+            self.trip.left = None
+
+    def run(self, calls: int) -> None:
+        """``calls`` calls over all threads; raises what any of them raises."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            seeds = range(self.calls, self.calls + THREADS)
+            for future in [pool.submit(self.work, seed, calls // THREADS) for seed in seeds]:
+                future.result()
+        for step in self.steps:
+            step.check_integrity()
+
+    def held(self) -> tuple[int, int]:
+        """Bytes that the library says it holds, and the resident memory of the process."""
+        gc.collect()
+        return sum(step.memory_bytes for step in self.steps), get_backend("cpu").memory().allocated
+
+
+def test_soak() -> None:
+    """No answer differs from eager's, the caches stay sound, and memory stays flat."""
+    torch.manual_seed(0)
+    soak = Soak()
+    threads = threading.active_count()
+    soak.run(CALLS // 3)
+    _, resident = soak.held()
+    soak.run(CALLS // 3)
+    soak.run(CALLS // 3)
+    tracked, later = soak.held()
+    stats = [step.stats for step in soak.steps]
+    print(f"\n{soak.calls} calls, {soak.tripped} tripped, {soak.moves} moves, {soak.clears} clears")
+    for each in stats:
+        print(each, f"{each.evictions} evictions, {dict(each.reasons)}")
+    print(f"tracked {tracked} bytes, resident {resident >> 20} -> {later >> 20} MiB")
+    assert later - resident < _SPARE_BYTES
+    assert min(soak.tripped, soak.moves, soak.clears) > 0
+    for each in stats:
+        assert min(each.hits, each.captures, each.evictions, each.verifications) > 0
+    # Every call was counted once, those that raised in their break excepted.
+    assert soak.calls - soak.tripped <= sum(each.calls for each in stats) <= soak.calls
+    for step in soak.steps:
+        step.clear()
+    assert soak.held()[0] == 0
+    assert threading.active_count() == threads
