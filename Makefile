@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: demo test gpu-test bench lint format types check clean
+.PHONY: demo test gpu-test gpu-bench bench lint format types check clean
 
 demo: $(VENV)/.test
 	@$(BIN)/graphdispatch demo $(ARGS)
@@ -15,8 +15,22 @@ demo: $(VENV)/.test
 test: $(VENV)/.test
 	@$(BIN)/python -m pytest $(ARGS)
 
-gpu-test: $(VENV)/.test
-	@$(BIN)/python -m pytest tests/gpu $(ARGS)
+# On a GPU: GPU_PYTHON=python3 takes a python that has torch with CUDA, and pytest and hypothesis, instead of $(VENV).
+ifdef GPU_PYTHON
+gpu-test gpu-bench: export PYTHONPATH := src
+else
+GPU_PYTHON := $(BIN)/python
+gpu-test gpu-bench: $(VENV)/.test
+endif
+
+gpu-test:
+	@$(GPU_PYTHON) -c 'import torch; torch.cuda.is_available() or exit("gpu-test needs a CUDA device; none found")'
+	@$(GPU_PYTHON) -m pytest tests/gpu tests/conformance $(ARGS)
+	@GRAPHDISPATCH_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest tests/property/test_piecewise.py tests/property/test_threads.py \
+		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
+
+gpu-bench:
+	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 bench: $(VENV)/.test
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -18,7 +18,7 @@ import torch
 
 from . import adaptive, capture, decode, fields, overhead
 from .bench import Bench, Row
-from .report import save, table, where
+from .report import earlier, save, table, where
 
 _SECTIONS: dict[str, Any] = {
     "overhead": overhead,
@@ -39,13 +39,13 @@ def main() -> None:
         return
     place = where(torch.device(options.device), options.commit)
     print("  ".join(f"{name}: {value}" for name, value in place.items()), flush=True)
-    sections: dict[str, dict[str, Any]] = {}
+    sections = earlier(options.out, place)
     for name in options.only:
         sections[name] = _measure(name, options)
         save(options.out, place, sections)
         print(f"\n{name}: {sections[name]['status']}, {sections[name]['seconds']:.0f} s", flush=True)
         print(table([Row(*row) for row in sections[name]["rows"]]), flush=True)
-    if any(section["status"] != "complete" for section in sections.values()):
+    if any(sections[name]["status"] != "complete" for name in options.only):
         sys.exit(1)
 
 

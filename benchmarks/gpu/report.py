@@ -11,7 +11,7 @@ import torch
 
 from .bench import Row
 
-__all__ = ["save", "where"]
+__all__ = ["earlier", "save", "table", "where"]
 
 
 def where(device: torch.device, commit: str | None) -> dict[str, str]:
@@ -25,6 +25,14 @@ def where(device: torch.device, commit: str | None) -> dict[str, str]:
         "python": platform.python_version(),
         "commit": commit or _output("git", "describe", "--always", "--dirty"),
     }
+
+
+def earlier(folder: Path, place: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The sections that lie in ``folder`` from the same place and software, so that a run may be made in parts."""
+    path = folder / "gpu.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    sections: dict[str, dict[str, Any]] = content.get("sections", {}) if content.get("where") == place else {}
+    return sections
 
 
 def save(folder: Path, place: dict[str, str], sections: dict[str, dict[str, Any]]) -> None:

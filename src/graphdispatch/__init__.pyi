@@ -65,6 +65,7 @@ from .errors import (
     ConfigError as ConfigError,
 )
 from .errors import ConsensusError as ConsensusError
+from .errors import DeviceLostError as DeviceLostError
 from .errors import (
     FallbackError as FallbackError,
 )
@@ -93,6 +94,13 @@ from .manager import CUDAGraphManager as CUDAGraphManager
 from .modes import CUDAGraphMode as CUDAGraphMode
 from .modes import DispatchMode as DispatchMode
 from .modes import EntryState as EntryState
+from .plan.compare import Comparison as Comparison
+from .plan.compare import compare as compare
+from .plan.cost import CostModel as CostModel
+from .plan.plan import Evaluation as Evaluation
+from .plan.plan import Plan as Plan
+from .plan.planner import plan_capture_sizes as plan_capture_sizes
+from .plan.prior import Prior as Prior
 from .plan.scheduler import SchedulerModel as SchedulerModel
 from .plan.workload import Workload as Workload
 from .reasons import Reason as Reason

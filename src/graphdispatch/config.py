@@ -51,6 +51,7 @@ def parse_mode(value: object) -> CUDAGraphMode:
 
 
 def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
+    value = getattr(value, "sizes", value)  # a plan
     if isinstance(value, str):
         if value != "auto" and value not in LADDERS:
             known = ", ".join(map(repr, ("auto", *LADDERS)))
@@ -207,7 +208,7 @@ class CUDAGraphConfig(_Options):
     backend: str = "auto"
     """The name of a backend; ``"auto"`` follows the device of the arguments."""
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
-    """``"auto"``, a ladder's name (both end at ``max_batch_size``), or the sizes themselves."""
+    """``"auto"``, a ladder's name (both end at ``max_batch_size``), a ``Plan``, or the sizes themselves."""
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
     """The largest batch that a graph may serve, in rows."""
     max_seq_len: _Count = 8192
@@ -217,7 +218,7 @@ class CUDAGraphConfig(_Options):
     max_cached_graphs: _Count = 64
     """The most graphs kept at once."""
     memory_budget_bytes: _Count | None = None
-    """The most bytes that graphs may hold for themselves, apart from the pool they share; None sets no limit."""
+    """The most bytes that graphs may hold: their pool, static inputs, outputs and what is their own; None: no limit."""
     eviction: str = "gdsf"
     """Which graph goes when there is no room: ``"gdsf"``, ``"lfu"``, ``"lru"``, or the name of an installed policy."""
     capture_after: _Count = 2
@@ -293,15 +294,15 @@ class ResolvedConfig(NamedTuple):
 
 
 def roomy_config(
-    sizes: str | Iterable[int], max_size: int | None, max_graphs: int | None, settings: Mapping[str, Any]
+    sizes: object, max_size: int | None, max_graphs: int | None, settings: Mapping[str, Any]
 ) -> CUDAGraphConfig:
     """A configuration with room for every size: the largest size given is the largest batch, and all are kept.
 
     ``max_size`` and ``max_graphs`` say otherwise; ``settings`` are other options. Raises ``ConfigError``.
     """
     settings = dict(settings)
+    sizes = _parse_capture_sizes(sizes)
     if not isinstance(sizes, str):
-        sizes = tuple(sizes)
         max_size = max(sizes, default=None) if max_size is None else max_size
     if max_size is not None:
         settings["max_batch_size"] = max_size

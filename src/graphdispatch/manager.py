@@ -15,7 +15,7 @@ from .cache.registry import CUDAGraphRegistry, Shapes, check_input_shapes, check
 from .capture.entry import CUDAGraphEntry
 from .capture.outputs import OutputView
 from .config import CUDAGraphConfig, parse_mode
-from .errors import ConfigError, FallbackError, GuardError, ReplayError
+from .errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError
 from .modes import CUDAGraphMode
 from .reasons import Reason
 from .stats import CUDAGraphStats
@@ -36,6 +36,7 @@ class CUDAGraphManager:
         self._resolved = self.config.resolve()
         self._backend = get_backend(self.config.backend)
         self.registry = CUDAGraphRegistry(self.config, budget=budget)
+        self._is_asleep = False
         self._lock = threading.RLock()
 
     @property
@@ -88,8 +89,11 @@ class CUDAGraphManager:
     ) -> CUDAGraphEntry:
         """Capture now, for the size that serves ``batch_size`` rows; as ``CUDAGraphRegistry.capture``.
 
-        The shapes are those of ``batch_size`` rows. Raises ``ConfigError`` for a batch that no graph may serve.
+        The shapes are those of ``batch_size`` rows. Raises ``ConfigError`` for a batch that no graph may serve, and
+        ``CaptureError`` if there can be no graph or between ``sleep()`` and ``wake()``.
         """
+        if self._is_asleep:
+            raise CaptureError(f"no capture: {Reason.ASLEEP.text}", Reason.ASLEEP)
         if not self.get_mode_for_batch(batch_size, seq_len).has_graphs():
             raise ConfigError(
                 f"batch_size={batch_size}, seq_len={seq_len} is served by no graph in mode {self._mode.name} with at "
@@ -117,8 +121,7 @@ class CUDAGraphManager:
         entry = self.registry.get(*key)
         if entry is None:
             raise ReplayError(f"no graph serves batch_size={batch_size}, seq_len={seq_len}; capture_graph() it first")
-        tried = self.registry.family_of(key)
-        if tried is not None and not tried[0].guard_holds():
+        if not self.registry.is_current(key):
             raise ReplayError("weights or captured variables moved since the capture; capture_graph() again")
         values, rows = entry.check(inputs)
         if rows != batch_size and any(spec.dim is not None for spec in entry.inputs.specs):
@@ -178,6 +181,25 @@ class CUDAGraphManager:
         """What happened so far."""
         return self.registry.stats
 
+    def invalidate(self, tag: str = "") -> None:
+        """Release all graphs, since what they captured changed in a way that no guard sees; batches capture anew.
+
+        ``tag`` says what changed, and is kept with ``stats.last_evictions``.
+        """
+        with self._lock:
+            self.registry.invalidate(tag)
+
+    def sleep(self, tag: str = "") -> None:
+        """Release graphs, buffers and pool, and run batches eagerly until ``wake()``: while weights are unloaded or
+        replaced. Waits for batches that a graph serves now."""
+        with self._lock:
+            self._is_asleep = True
+            self.registry.sleep(tag)
+
+    def wake(self) -> None:
+        """End ``sleep()``: graphs are captured again as batches come. Harmless when awake."""
+        self._is_asleep = False
+
     def reset(self) -> None:
         """Release all graphs and forget what was seen and counted."""
         with self._lock:
@@ -199,6 +221,8 @@ class CUDAGraphManager:
         """Why this batch cannot be served whatever is captured, or None."""
         if not self.is_enabled:
             return Reason.DISABLED
+        if self._is_asleep:
+            return Reason.ASLEEP
         if self._backend.is_watched():
             return Reason.INSIDE_CAPTURE
         if batch_size < 1:
@@ -213,6 +237,8 @@ class CUDAGraphManager:
 
     def _refusal(self, key: tuple[int, int]) -> Reason | None:
         """Why a key without a graph is not captured now, or None."""
+        if self._is_asleep:
+            return Reason.ASLEEP
         tried = self.registry.family_of(key)
         failure = tried[1].blocked(key[0]) if tried is not None else None
         reason = failure.reason if failure is not None else self.registry.admit(key)

@@ -14,6 +14,7 @@ class Reason(StrEnum):
     VERIFIED_NOW = "verified_now"
 
     DISABLED = "disabled"
+    ASLEEP = "asleep"
     FIRST_SIGHTING = "first_sighting"
     CACHE_FULL = "cache_full"
     ABOVE_LARGEST_SIZE = "above_largest_size"
@@ -86,6 +87,7 @@ _TEXTS: dict[Reason, str] = {
     Reason.CAPTURED_NOW: "this call captured the graph; its answer is eager's",
     Reason.VERIFIED_NOW: "this call compared the graph with eager; its answer is eager's",
     Reason.DISABLED: "graphs are switched off (mode NONE)",
+    Reason.ASLEEP: "the graphs were released by sleep(); wake() lets them come back",
     Reason.FIRST_SIGHTING: "this size was seen for the first time; it is captured when it comes again",
     Reason.CACHE_FULL: (
         "the cache is full of graphs that are used more often; raise max_cached_graphs or memory_budget_bytes"

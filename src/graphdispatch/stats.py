@@ -26,7 +26,11 @@ class EvictionReason(StrEnum):
     REPLACED = "replaced"
     """Another graph was captured for its key."""
     STALE = "stale"
-    """Weights moved, or a module changed its mode."""
+    """Weights or a workspace moved, or a module changed its mode."""
+    INVALIDATED = "invalidated"
+    """``invalidate()`` said that it is stale."""
+    ASLEEP = "asleep"
+    """``sleep()`` released all graphs."""
     OUT_OF_MEMORY = "out_of_memory"
     """A capture found no memory left on the device."""
     DROPPED = "dropped"
@@ -37,6 +41,7 @@ class Eviction(NamedTuple):
     """A graph that was evicted: plain data, so that remembering it keeps no memory alive.
 
     ``freed_bytes`` is what the backend's figures fell by when it was released: of memory that graphs share, nothing.
+    ``tag`` is what ``invalidate(tag)`` was told.
     """
 
     key: Hashable
@@ -45,6 +50,7 @@ class Eviction(NamedTuple):
     capture_time_ms: float
     freed_bytes: int
     reason: EvictionReason
+    tag: str = ""
 
 
 class CUDAGraphStats:
@@ -52,11 +58,13 @@ class CUDAGraphStats:
 
     A *hit* is a call that a graph served; every other call is a *miss*, and a *fallback* is a miss that ran
     eagerly instead of capturing. ``real_rows`` and ``padded_rows`` count the rows of hits before and after
-    padding. Thread-safe, where all graphs that count in it are of one pool.
+    padding. ``knows_rows=False`` says that calls arrive padded, so that their real rows are unknown. Thread-safe, where
+    all graphs that count in it are of one pool.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, knows_rows: bool = True) -> None:
         self._lock = threading.Lock()
+        self._knows_rows = knows_rows
         self.reset()
 
     def reset(self) -> None:
@@ -142,7 +150,9 @@ class CUDAGraphStats:
 
     @property
     def rows(self) -> dict[int, int]:
-        """Calls by number of rows, where that was known: the first 4,096 different numbers of hits, and of misses."""
+        """Calls by number of rows, where that is known: the first 4,096 different numbers of hits, and of misses."""
+        if not self._knows_rows:
+            return {}
         return dict(Counter(self._rows_of_hits.copy()) + Counter(self._rows_of_misses.copy()))
 
     def to_dict(self) -> dict[str, Any]:

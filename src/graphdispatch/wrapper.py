@@ -23,7 +23,7 @@ from .descriptors import BatchDescriptor
 from .errors import ConfigError, ReplayError
 from .modes import CUDAGraphMode, EntryState
 from .reasons import Reason
-from .stats import CUDAGraphStats
+from .stats import CUDAGraphStats, EvictionReason
 
 __all__ = ["CUDAGraphWrapper"]
 
@@ -68,7 +68,8 @@ class CUDAGraphWrapper:
         self.runnable = runnable
         self.runtime_mode = mode
         self.options = options or CUDAGraphOptions()
-        cache = GraphCache(max_cached_graphs, memory_budget_bytes, eviction=eviction, budget=budget)
+        stats = CUDAGraphStats(knows_rows=False)
+        cache = GraphCache(max_cached_graphs, memory_budget_bytes, eviction=eviction, budget=budget, stats=stats)
         self._graphs = GraphSet(runnable, self.options, cache, backend=backend, pool=pool)
         self._forms: dict[BatchDescriptor, Form] = {}
         self._local = threading.local()
@@ -127,6 +128,23 @@ class CUDAGraphWrapper:
             self._forms.clear()
             self._graphs.clear()
 
+    def invalidate(self, tag: str = "") -> None:
+        """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
+        ``get_stats().last_evictions``."""
+        with self._graphs.lock:
+            self._graphs.rearm(EvictionReason.INVALIDATED, tag)
+
+    def sleep(self, tag: str = "") -> None:
+        """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
+        The memory of a ``pool`` that was given is its owner's."""
+        with self._graphs.lock:
+            self._graphs.sleep(tag)
+
+    def wake(self) -> None:
+        """End ``sleep()``: graphs are captured again as their descriptors come."""
+        with self._graphs.lock:
+            self._graphs.wake()
+
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off."""
         self._graphs.check_integrity()
@@ -151,9 +169,9 @@ class CUDAGraphWrapper:
 
     def _call_slowly(self, args: tuple[Any, ...], kwargs: dict[str, Any], descriptor: BatchDescriptor) -> Any:
         graphs = self._graphs
-        if (nested := graphs.nested()) is not None:
-            if nested is Reason.INSIDE_REPLAY:  # in a capture the call is part of the graph, and no step of its own
-                graphs.stats.record_miss(nested)
+        if (closed := graphs.closed()) is not None:
+            if closed is not Reason.INSIDE_CAPTURE:  # there the call is part of the graph, and no step of its own
+                graphs.stats.record_miss(closed)
             return self._hand_out(self.runnable(*args, **kwargs))
         with graphs.lock:
             if not graphs.guard_holds():
@@ -193,7 +211,7 @@ class CUDAGraphWrapper:
         """Capture, verify or serve; the reason to run eagerly instead, or None and the answer."""
         graphs = self._graphs
         family.sightings[1] += 1
-        entry = family.current(1)
+        entry = graphs.current(family, 1)
         if entry is None:
             failure = family.blocked(1)
             reason = failure.reason if failure is not None else self._admit((family.index, 1))

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from graphdispatch.backends import get_backend
+from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.dispatch.ranks import Agreement, RankConsensus
 from graphdispatch.errors import ConfigError, ConsensusError
 from graphdispatch.modes import CUDAGraphMode
@@ -97,6 +99,40 @@ def collective(rank: int, world: int) -> Any:
     return {"steps": answers, "hits": wrapper.get_stats().hits}
 
 
+def functional_collectives(rank: int, world: int) -> Any:
+    """Functional collectives inside the graph, waited for by what uses them or explicitly: answers and hits."""
+    group = dist.group.WORLD
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x * 2, "sum", group) + 1
+
+    def waited(x: torch.Tensor) -> torch.Tensor:
+        return functional.wait_tensor(functional.all_reduce(x * 2, "sum", group)).view(-1)
+
+    def several(x: torch.Tensor) -> torch.Tensor:
+        one, other = functional.all_reduce_coalesced([x, x * 3], "sum", group)
+        return one + other
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(x + 1, world, group.group_name)) * 2
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        ops, y = torch.ops._c10d_functional, x * 2
+        return ops.wait_tensor(ops.all_reduce_(y, "sum", group.group_name)) + y
+
+    found = {}
+    for fn in (reduced, waited, several, gathered, in_place):
+        wrapper = CUDAGraphWrapper(fn)
+        answers = []
+        for step in range(4):
+            x = torch.arange(8.0).view(4, 2) + 10 * step + rank
+            answer = wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL)
+            answers.append(torch.equal(answer, fn(x)))
+        found[fn.__name__] = [answers, wrapper.get_stats().hits]
+    return found
+
+
 def late(rank: int, world: int) -> Any:
     """The last rank comes to the second step only when the others have given it up."""
     consensus = RankConsensus(sizes=SIZES, timeout_s=SHORT_S)
@@ -146,7 +182,7 @@ def alone(rank: int, world: int) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[int, int], Any]] = {
-    f.__name__: f for f in (disagree, collective, late, death, sizes, alone)
+    f.__name__: f for f in (disagree, collective, functional_collectives, late, death, sizes, alone)
 }
 
 

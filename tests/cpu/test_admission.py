@@ -24,6 +24,7 @@ class Clock:
 
 
 def sighted(admission: Admission, clock: Clock, times: Iterable[int], key: str = "key") -> Admission:
+    """The same object, after sightings of ``key`` at these times."""
     for clock.now in times:
         admission.sight(key)
     return admission
@@ -137,6 +138,14 @@ def test_new_habits_displace_old_ones() -> None:
     step = served([1, 2, 3] * 20 + [7, 8, 9] * 4, max_cached_graphs=3)
     assert [entry.size for entry in step.entries] == [7, 8, 9]
     assert step.stats.evictions == 3
+
+
+def test_an_evicted_size_begins_anew() -> None:
+    """The sightings that led to the graph it had do not count again."""
+    step = served([1, 1, 2, 2, 1], max_cached_graphs=1)
+    assert [entry.size for entry in step.entries] == [2]
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.FIRST_SIGHTING
 
 
 def test_sightings_outside_the_window_do_not_count() -> None:

@@ -15,12 +15,14 @@ from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.manager import CUDAGraphManager
 from graphdispatch.modes import CUDAGraphMode, EntryState
+from graphdispatch.stats import CUDAGraphStats
 from graphdispatch.wrapper import CUDAGraphWrapper
 
 from .sized import Sized, entry, filled, gone
 
 
 def members(budget: MemoryBudget, count: int = 2) -> list[GraphCache]:
+    """Caches that share the budget and have room of their own."""
     return [GraphCache(10, eviction="lru", budget=budget) for _ in range(count)]
 
 
@@ -147,38 +149,46 @@ def test_repr_is_a_status_line() -> None:
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
+    """What all front doors serve."""
     return x * 2
 
 
-def by_graphed(budget: MemoryBudget) -> Callable[[torch.Tensor], torch.Tensor]:
-    return graphed(double, dynamic={"x": 0}, sizes=(4,), capture_after=1, budget=budget)
+Door = tuple[Callable[[torch.Tensor], torch.Tensor], CUDAGraphStats]
 
 
-def by_wrapper(budget: MemoryBudget) -> Callable[[torch.Tensor], torch.Tensor]:
+def by_graphed(budget: MemoryBudget) -> Door:
+    """``double`` behind ``graphed``."""
+    step: Graphed[..., torch.Tensor] = graphed(double, dynamic={"x": 0}, sizes=(4,), capture_after=1, budget=budget)
+    return step, step.stats
+
+
+def by_wrapper(budget: MemoryBudget) -> Door:
+    """``double`` behind a wrapper."""
     wrapper = CUDAGraphWrapper(double, budget=budget)
     how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
-    return lambda x: wrapper(x, **how)
+    return lambda x: wrapper(x, **how), wrapper.get_stats()
 
 
-def by_manager(budget: MemoryBudget) -> Callable[[torch.Tensor], torch.Tensor]:
+def by_manager(budget: MemoryBudget) -> Door:
+    """``double`` behind a manager."""
     manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), capture_after=1), budget=budget)
-    return lambda x: manager.execute_or_capture(4, 1, double, {"x": x})
+    return lambda x: manager.execute_or_capture(4, 1, double, {"x": x}), manager.stats
 
 
 @pytest.mark.parametrize("make", [by_graphed, by_wrapper, by_manager])
-def test_a_front_door_whose_graph_another_evicted_captures_anew(
-    make: Callable[[MemoryBudget], Callable[[torch.Tensor], torch.Tensor]],
-) -> None:
+def test_a_front_door_whose_graph_another_evicted_captures_anew(make: Callable[[MemoryBudget], Door]) -> None:
     """Two front doors that share room for one graph take turns, and every answer is eager's."""
     budget = MemoryBudget(max_cached_graphs=1)
     doors = [make(budget), by_graphed(budget)]
-    for _ in range(3):
-        for door in doors:
+    for turn in (1, 2, 3):
+        for serve, stats in doors:
             for _ in range(4):
                 x = torch.randn(4, 3)
-                assert torch.equal(door(x), x * 2)
+                assert torch.equal(serve(x), x * 2)
+            assert (stats.captures, stats.hits) == (turn, 2 * turn)
             assert budget.num_graphs == 1
     budget.check_integrity()
+    assert [stats.evictions for _, stats in doors] == [3, 2]
 
 
 def test_an_evicted_graph_gives_its_memory_back() -> None:

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from graphdispatch.cache import GraphCache, MemoryBudget
 from graphdispatch.cache.budget import Victim
-from graphdispatch.capture.entry import CUDAGraphEntry, next_use
+from graphdispatch.capture.entry import CUDAGraphEntry
 from graphdispatch.modes import EntryState
 from graphdispatch.stats import EvictionReason
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from graphdispatch.backends import get_backend
+from graphdispatch.backends.base import Pool
+from graphdispatch.backends.cpu.graph import CPUPool
 from graphdispatch.cache import GraphCache, GraphSet
 from graphdispatch.cache.accounting import EntryMemory, MemoryReport
 from graphdispatch.cache.estimate import BudgetedCapture, MemoryEstimate, SizeEstimate, _extrapolate, estimate_memory
@@ -74,14 +76,18 @@ def test_an_estimate_is_near_what_is_measured(model: str) -> None:
     assert json.loads(json.dumps(estimate.to_dict()))["total"] == estimate.total
 
 
-def test_an_estimate_leaves_no_trace() -> None:
-    """State, random numbers, statistics, cache and pool are as before; nothing was counted."""
+def test_an_estimate_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State, random numbers, statistics, cache and pool are as before; nothing was counted, and the pool of the trial
+    was closed, without which a device would not give it back."""
+    closed: list[Pool] = []
+    monkeypatch.setattr(CPUPool, "close", closed.append)
     model, graphs, family, leaves = decoder()
     cache, rng = model.cache_keys.normal_().clone(), torch.get_rng_state()
     estimate_memory(graphs, family, leaves, SIZES)
     assert torch.equal(model.cache_keys, cache)
     assert torch.equal(torch.get_rng_state(), rng)
     assert (graphs.memory_bytes, len(graphs.cache), graphs.stats.captures) == (0, 0, 0)
+    assert [pool is graphs.pool for pool in closed] == [False]
     assert (family.entries, family.failures, family.rule, family.sightings.total()) == ({}, {}, None, 0)
 
 

@@ -186,7 +186,9 @@ def run_ranks(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The scenarios on two processes."""
-    return run_ranks(2, tmp_path_factory.mktemp("two"), "disagree", "collective", "sizes", "alone", "death")
+    return run_ranks(
+        2, tmp_path_factory.mktemp("two"), "disagree", "collective", "functional_collectives", "sizes", "alone", "death"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +230,21 @@ def test_collectives_inside_the_graph_pair_up(two: list[dict[str, Any]]) -> None
     for result in two:
         assert all(is_right for _, is_right in result["collective"]["steps"])
         assert result["collective"]["hits"] == 4
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The functional collectives on one process."""
+    return run_ranks(1, tmp_path_factory.mktemp("one"), "functional_collectives")
+
+
+@pytest.mark.parametrize("world", ["one", "two"])
+def test_functional_collectives_run_in_the_graph(world: str, request: pytest.FixtureRequest) -> None:
+    """A replay runs the collective and its wait: two calls of four are hits, and all answers are eager's."""
+    for result in request.getfixturevalue(world):
+        assert result["functional_collectives"] == {
+            name: [[True] * 4, 2] for name in ("reduced", "waited", "several", "gathered", "in_place")
+        }
 
 
 def test_other_sizes_are_refused(two: list[dict[str, Any]]) -> None:

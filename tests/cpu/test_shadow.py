@@ -18,7 +18,8 @@ HIDDEN = {"factor": 2.0, "calls": 0}  # values of Python that a graph freezes
 class _Hidden:
     """Reads a value that no guard compares: it lies three levels deep."""
 
-    state = {"deep": {"deeper": HIDDEN}}
+    def __init__(self) -> None:
+        self.state = {"deep": {"deeper": HIDDEN}}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         HIDDEN["calls"] += 1

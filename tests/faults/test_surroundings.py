@@ -88,6 +88,29 @@ def test_a_failed_stream_tells_its_own_next_call() -> None:
     stream.close()
 
 
+def test_stale_graphs_serve_nobody_while_they_are_released() -> None:
+    """Between the release of one graph whose weights moved and that of the next, a call gets none of them."""
+    layer = torch.nn.Linear(3, 3).eval()
+    step = graphed(layer, dynamic={"input": 0}, sizes=(2, 4), capture_after=1)
+    for number in range(3):
+        for rows in (2, 4):
+            step(torch.full((rows, 3), float(number)))
+    seen = []
+    record = step.stats.record_eviction
+
+    def call_in_between(eviction: Any) -> None:
+        record(eviction)
+        for rows in (2, 4):
+            x = torch.randn(rows, 3)
+            seen.append(torch.equal(step(x), layer(x)))
+
+    step.stats.record_eviction = call_in_between
+    layer.weight = torch.nn.Parameter(torch.randn(3, 3))
+    step(torch.randn(2, 3))
+    assert seen
+    assert all(seen)
+
+
 def test_captures_that_fail_beside_calls_that_are_served() -> None:
     """One thread's captures fail at every third operator, while another's calls of the same graphs are all right."""
     weight = torch.randn(3, 3)

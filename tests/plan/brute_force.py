@@ -97,7 +97,9 @@ def _sets(case: Case, kind: CUDAGraphMode, weights: Any) -> Any:
     for count in range(min(len(candidates), options["max_graphs"] or 99) + 1):
         for sizes in itertools.combinations(candidates, count):
             steps = itertools.pairwise((0, *sizes))
-            if set(must) - set(sizes) or any(b > (1 + (padding or 0)) * (a + 1) + 1e-9 for a, b in steps if padding is not None):
+            if set(must) - set(sizes) or any(
+                b > (1 + (padding or 0)) * (a + 1) + 1e-9 for a, b in steps if padding is not None
+            ):
                 continue
             graph = np.array([*(step[size] for size in sizes), np.inf])
             ms = weights @ np.minimum(eager, graph[np.searchsorted(sizes, workload.sizes)])

@@ -95,8 +95,11 @@ def test_older_steps_decay_by_half_for_each_half_life() -> None:
 def test_live_counters_are_a_workload() -> None:
     """Hits and misses count alike, by real rows; calls of unknown rows do not."""
     stats = CUDAGraphStats()
-    with pytest.raises(ConfigError, match="stats must have counted a call"):
-        Workload.from_stats(stats)
+    padded = CUDAGraphStats(knows_rows=False)
+    padded.record_hit(1, 1)
+    for unknown in (stats, padded):
+        with pytest.raises(ConfigError, match="stats must have counted calls by rows"):
+            Workload.from_stats(unknown)
     stats.record_hit(3, 4)
     stats.record_hit(3, 4)
     stats.record_miss(Reason.ABOVE_LARGEST_SIZE, 900)

@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch.capture.outputs import OutputView
+from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import StaleOutputError
 from graphdispatch.graphed_callable import graphed
 
 _SIZES = (1, 2, 4)
+_QUICK = CUDAGraphOptions(gc_disable=False)
 _ROWS = st.integers(1, 6)  # above 4 a step is eager
 
 
@@ -22,7 +24,9 @@ _ROWS = st.integers(1, 6)  # above 4 a step is eager
 def test_a_handle_is_right_or_raises(outputs: str, mode: str, steps: list[int | str]) -> None:
     """Whatever is called in between, a kept handle gives its own call's outputs or raises; the latest always gives."""
     with torch.no_grad():
-        step = graphed(lambda x: (x * 2, x.t() + 1), dynamic={"x": 0}, sizes=_SIZES, outputs=outputs, mode=mode)
+        step = graphed(
+            lambda x: (x * 2, x.t() + 1), dynamic={"x": 0}, sizes=_SIZES, outputs=outputs, mode=mode, options=_QUICK
+        )
         step.prewarm(torch.arange(8.0).view(4, 2))
         hits: list[OutputView] = []
         kept: list[tuple[torch.Tensor, OutputView]] = []

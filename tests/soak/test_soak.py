@@ -27,7 +27,7 @@ _SPARE_BYTES = 64 << 20
 """What the resident memory may grow by after the first third: the allocator's own, and statistics with a bound."""
 
 
-class Tripped(Exception):
+class TrippedError(Exception):
     """The model's own failure."""
 
 
@@ -58,7 +58,7 @@ def _tripping(trip: Trip) -> Any:
             trip.left -= 1
             if trip.left < 0:
                 trip.left = None
-                raise Tripped
+                raise TrippedError
 
     return check
 
@@ -157,7 +157,7 @@ class Soak:
         self.trip.left = chance.randrange(3) if chance.random() < 0.02 else None
         try:
             got = step(x, scale)
-        except Tripped:
+        except TrippedError:
             self.count(tripped=1)
         else:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

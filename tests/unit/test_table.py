@@ -127,6 +127,21 @@ def test_every_miss_has_its_own_reason(plan: KeyTable, batch: dict[str, int], re
     assert found.explain().startswith("eager")
 
 
+@pytest.mark.parametrize("tokens", [8, 7, 9, 10**6])
+def test_a_batch_is_decided_once(tokens: int) -> None:
+    """A hit or a miss, however large: the second time gives the very decision of the first, so that it is a lookup."""
+    plan = table([key(8)])
+    assert plan.decide(tokens, 3) is plan.decide(tokens, 3)
+
+
+def test_a_batch_above_a_request_limit_is_decided_once_too() -> None:
+    """Also where the number of requests matters."""
+    plan = table([key(8, 2), key(16)])
+    assert plan.decide(7, 3) is plan.decide(7, 3)
+    assert plan.decide(7, 3).size == 16
+    assert plan.decide(7, 2).size == 8
+
+
 def test_a_miss_says_which_size_was_the_largest() -> None:
     """The line for a person names the size to go beyond."""
     assert table([key(8)]).decide(9).explain() == (

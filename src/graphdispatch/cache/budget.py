@@ -25,6 +25,7 @@ class Victim(NamedTuple):
     key: Hashable
     entry: CUDAGraphEntry
     reason: EvictionReason
+    tag: str = ""
 
     def release(self) -> Eviction:
         """Release the entry and record in its cache's statistics what that freed; waits for calls that use it.
@@ -36,7 +37,9 @@ class Victim(NamedTuple):
             before = entry.nbytes + entry.pool.nbytes
             entry.release()
             freed = before - entry.nbytes - entry.pool.nbytes
-        eviction = Eviction(self.key, entry.descriptor, entry.replay_count, entry.capture_time_ms, freed, self.reason)
+        eviction = Eviction(
+            self.key, entry.descriptor, entry.replay_count, entry.capture_time_ms, freed, self.reason, self.tag
+        )
         self.cache.stats.record_eviction(eviction)
         return eviction
 

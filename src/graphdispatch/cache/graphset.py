@@ -75,6 +75,7 @@ class GraphSet:
         self.auto_breaks = AutoBreaks(fn, options.max_breaks) if options.breaks == "auto" else None
         """The modules that cost this callable its full graph, if breaks are automatic."""
         self.families: dict[Any, Family] = {}
+        self.is_asleep = False
         self.lock = threading.RLock()
 
     def guard_holds(self) -> bool:
@@ -86,12 +87,15 @@ class GraphSet:
         wants = any(isinstance(v, torch.Tensor) and v.requires_grad for v in tree_leaves((args, kwargs)))
         return wants or self.guard.trainable
 
-    def nested(self) -> Reason | None:
+    def closed(self) -> Reason | None:
         """Why no graph may replay on the calling thread now: it is in a capture, or in a break of a replay in this
-        pool. Needs no lock, and must be asked before one is taken: a break runs with its pool's lock held."""
+        pool, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs with its
+        pool's lock held."""
         if self.backend is not None and self.backend.is_watched():
             return Reason.INSIDE_CAPTURE
-        return Reason.INSIDE_REPLAY if self.pool is not None and self.pool.is_inside_replay() else None
+        if self.pool is not None and self.pool.is_inside_replay():
+            return Reason.INSIDE_REPLAY
+        return Reason.ASLEEP if self.is_asleep else None
 
     def may_serve(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
         """Whether a verified entry may serve a call whose arguments fit. Part of every hit; needs no lock."""
@@ -99,6 +103,7 @@ class GraphSet:
         return (
             not (backend.watch.depth or backend.is_capturing())
             and entry.replay_count < entry.verify_at
+            and (entry.workspaces is None or entry.workspaces.holds())
             and (not self._guards_weights or self.guard.holds())
             and (not entry.writes_outside or entry.clash(values) is None)
         )
@@ -155,9 +160,17 @@ class GraphSet:
         """Run one size without capturing, and put everything back."""
         warm_up(self._job(family, values, size, size, BatchDescriptor(size), CUDAGraphMode.FULL))
 
+    def current(self, family: Family, size: int) -> CUDAGraphEntry | None:
+        """The entry of ``size``, if there is one; one whose workspace has grown or moved is released."""
+        entry = family.current(size)
+        if entry is not None and entry.workspaces is not None and not entry.workspaces.holds():
+            self.release(self.cache.retire(entry, EvictionReason.STALE))
+            return None
+        return entry
+
     def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
-        return self.admission.decide(key, self.cache)
+        return Reason.ASLEEP if self.is_asleep else self.admission.decide(key, self.cache)
 
     def capture(
         self,
@@ -174,7 +187,7 @@ class GraphSet:
 
         Without ``keep_effects`` the call leaves none, as if it had not been made.
         """
-        if family.current(size) is None:  # else it takes the place of the one that it replaces
+        if self.current(family, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.admission.since((family.index, size))))
         job = self._job(family, values, rows, size, descriptor or BatchDescriptor(size), mode)
         job.keep_effects = keep_effects
@@ -238,15 +251,31 @@ class GraphSet:
                 for unread in {family.inputs for family in self.families.values()} - read:
                     unread.free()
 
-    def rearm(self) -> None:
-        """Weights moved, or a module changed its mode: every graph is stale. Capture anew when asked again."""
-        self.guard = StateGuard(self.fn)
+    def rearm(self, reason: EvictionReason = EvictionReason.STALE, tag: str = "") -> None:
+        """Every graph is stale (weights moved, a module changed its mode, or the user says so): release them all, with
+        the buffers that they shared, and capture anew when asked again."""
         victims: list[Victim] = []
         for family in self.families.values():
             family.failures.clear()
-            for entry in family.entries.values():
-                victims += self.cache.retire(entry, EvictionReason.STALE)
+            for entry in list(family.entries.values()):
+                victims += self.cache.retire(entry, reason, tag)
+                family.drop(entry.size)
         self.release(victims)
+        # Last: hits ask the guard without a lock, and a new one holds for stale graphs as well.
+        self.guard = StateGuard(self.fn)
+
+    def sleep(self, tag: str = "") -> None:
+        """Release all graphs, their buffers, and the pool if it is the set's own; no graph is made until ``wake``."""
+        self.is_asleep = True
+        if self.backend is not None:
+            self.backend.synchronize()
+        self.rearm(EvictionReason.ASLEEP, tag)
+        self._renew_pool()
+
+    def wake(self) -> None:
+        """Let graphs be captured again when they are wanted; weights may be elsewhere now."""
+        self.guard = StateGuard(self.fn)
+        self.is_asleep = False
 
     def clear(self) -> None:
         """Release everything and forget all signatures; a pool of its own is closed, and another made."""
@@ -254,6 +283,9 @@ class GraphSet:
         self.families.clear()
         for entry in victims:
             entry.release()
+        self._renew_pool()
+
+    def _renew_pool(self) -> None:
         if self._owns_pool and self.pool is not None and self.backend is not None:
             self.pool.close()
             self.pool = self.backend.make_pool()

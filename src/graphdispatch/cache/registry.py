@@ -19,7 +19,7 @@ from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, ConfigError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..stats import CUDAGraphStats
+from ..stats import CUDAGraphStats, EvictionReason
 from .accounting import memory_report
 from .admission import Admission
 from .budget import MemoryBudget
@@ -105,12 +105,32 @@ class CUDAGraphRegistry:
             entry.release()
         return entry is not None
 
+    def invalidate(self, tag: str = "") -> None:
+        """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
+        ``stats.last_evictions``."""
+        self._rearm(EvictionReason.INVALIDATED, tag)
+
+    def sleep(self, tag: str = "") -> None:
+        """Release all graphs, their buffers and the pool, until captures bring them back."""
+        self._backend.synchronize()
+        self._rearm(EvictionReason.ASLEEP, tag)
+        self._sets.clear()
+        self._renew_pool()
+
+    def _rearm(self, reason: EvictionReason, tag: str) -> None:
+        for graphs in list(self._sets.values()):
+            with graphs.lock:
+                graphs.rearm(reason, tag)
+
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
         self._sets.clear()
         self.admission.clear()
         for entry in self._cache.clear():
             entry.release()
+        self._renew_pool()
+
+    def _renew_pool(self) -> None:
         self._pool.close()
         self._pool = self._backend.make_pool()
 
@@ -131,7 +151,14 @@ class CUDAGraphRegistry:
     def holds_for(self, key: Key, fn: Callable[..., Any]) -> bool:
         """Whether the graphs of ``key`` were captured from ``fn``, and its weights are as they were then."""
         graphs = self._sets.get(key)
-        return graphs is not None and same_callable(graphs.fn, fn) and graphs.guard_holds()
+        return graphs is not None and same_callable(graphs.fn, fn) and self.is_current(key)
+
+    def is_current(self, key: Key) -> bool:
+        """Whether the weights and workspaces that the graph of ``key`` reads are what and where they were."""
+        graphs, entry = self._sets.get(key), self.get(*key)
+        if entry is not None and entry.workspaces is not None and not entry.workspaces.holds():
+            return False
+        return graphs is not None and graphs.guard_holds()
 
     def family_of(self, key: Key) -> tuple[GraphSet, Family] | None:
         """The graph set and family of ``key``, once a capture was tried."""

@@ -87,10 +87,10 @@ class GraphCache:
         with self._lock:
             return self.entries.pop(key, None)
 
-    def retire(self, entry: CUDAGraphEntry, reason: EvictionReason) -> list[Victim]:
+    def retire(self, entry: CUDAGraphEntry, reason: EvictionReason, tag: str = "") -> list[Victim]:
         """Drop this entry, if it is still what its key stands for, so that its release counts as an eviction."""
         with self._lock:
-            return self._take(entry.key, reason) if self.entries.get(entry.key) is entry else []
+            return self._take(entry.key, reason, tag) if self.entries.get(entry.key) is entry else []
 
     def clear(self) -> list[CUDAGraphEntry]:
         """Drop all entries and return them for release."""
@@ -99,9 +99,9 @@ class GraphCache:
             self.entries.clear()
             return dropped
 
-    def _take(self, key: Hashable, reason: EvictionReason) -> list[Victim]:
+    def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
         entry = self.entries.pop(key, None)
-        return [] if entry is None else [Victim(self, key, entry, reason)]
+        return [] if entry is None else [Victim(self, key, entry, reason, tag)]
 
     def _evict(
         self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: CUDAGraphEntry | None = None

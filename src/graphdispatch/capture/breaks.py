@@ -78,9 +78,9 @@ def eager_break(target: Any, *more: Any) -> Any:
     the same shapes each time; they are copied to where the next graph reads them. A tensor that it did not make (an
     argument, a cache) must be the same view of the same memory each time, and what it returns besides tensors the same
     value. Everything that later parts read must be returned. What it raises ends the call, even where the model would
-    catch it. It may use streams of its own if it joins them before it ends, and call what graphs serve: such a call runs
-    eagerly where the graph shares the memory of the one that is being replayed (``Reason.INSIDE_REPLAY``), also when it
-    is that one; on another thread it would wait for this replay to end, so do not wait for it in the break.
+    catch it. It may use streams of its own if it joins them before it ends. It may call what graphs serve: such a call
+    runs eagerly (``Reason.INSIDE_REPLAY``) where the graph is the one that is being replayed or shares its memory; made
+    on another thread it waits for the replay to end, so that a break which waits for it hangs.
 
     A module is marked in place and returned; ``remove_eager_break`` takes the mark back. Nested marks run inside the
     outer one, and ``torch.compile`` traces through a mark. Raises ``ConfigError`` for anything else.

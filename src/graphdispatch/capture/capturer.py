@@ -27,6 +27,7 @@ from ..reasons import Reason
 from .collector import paused_collector
 from .effects import EffectRecorder, Region, insist, redo, undo, written_elsewhere
 from .entry import CUDAGraphEntry, WrittenSpans
+from .guards import WorkspaceGuard
 from .job import CaptureJob, EagerRun, Outcome, failure, keep_small, refusal_of, run_eagerly
 from .outputs import OutputRule, Outputs, check_values, learn_output_rule
 from .piecewise import PiecewiseCapture
@@ -251,6 +252,8 @@ class _Attempt:
         if job.options.shares_outputs:
             output = tree_map_only(torch.Tensor, job.backend.weak_reference, output)
         written = [r.target for r in self._padded if r.target.untyped_storage()._cdata not in buffers]
+        held = {key: tensor for key, tensor in self._warm.outside.items() if key not in buffers}
+        workspaces = [held[key] for key in held.keys() - job.guard.storages]
         return CUDAGraphEntry(
             descriptor=job.descriptor,
             mode=job.mode,
@@ -263,7 +266,8 @@ class _Attempt:
             outputs=Outputs(output, rule, is_own, job.options.outputs, job.pool, job.buffers),
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
-            held=tuple(self._warm.outside.values()),
+            held=tuple(held.values()),
+            workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             draws=self._warm.draws,
             warm_batch=tuple(map(keep_small, job.values)),
         )

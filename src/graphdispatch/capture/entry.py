@@ -13,6 +13,7 @@ from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
 from ..stats import CUDAGraphStats
+from .guards import WorkspaceGuard
 from .inputs import StaticInputs
 from .outputs import Outputs
 
@@ -48,6 +49,8 @@ class CUDAGraphEntry:
     """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
     held: tuple[torch.Tensor, ...] = ()
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
+    workspaces: WorkspaceGuard | None = None
+    """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
     capture_time_ms: float = 0.0
     state: EntryState = EntryState.CAPTURED
     replay_count: int = 0
@@ -254,6 +257,7 @@ class CUDAGraphEntry:
                 self.state = EntryState.EVICTED
                 self.graph.reset()
                 self.held = ()
+                self.workspaces = None
 
     def __repr__(self) -> str:
         return (

@@ -46,6 +46,8 @@ class Family:
     """By size, the replays of entries that are gone."""
     failures: dict[int, Failure] = field(default_factory=dict)
     rule: OutputRule | None = None
+    example: list[Any] = field(default_factory=list)
+    """The values of a call of two rows; empty if none is kept."""
     buffers: OutputBuffers | None = None
     """Where copies of outputs go, if they go to preallocated memory."""
 
@@ -84,6 +86,11 @@ class Family:
         if (rows != entry.size and entry.unproven) or entry.replay_count >= entry.verify_at:
             return True
         return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
+
+    def keep_example(self, values: Sequence[Any]) -> None:
+        """Keep two rows of a call, so that further sizes can be captured when none is under way."""
+        if not self.example:
+            self.example = self.resized(values, 2)
 
     def differs(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
         """Whether a batch is another one than that with which the entry was captured (yes, if that was not kept)."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverloadPacket
 
-__all__ = ["StateGuard", "find_modules", "same_callable", "same_objects"]
+__all__ = ["StateGuard", "WorkspaceGuard", "find_modules", "same_callable", "same_objects"]
 
 _END = object()
 _CONSTANTS = (bool, int, float, complex, str, type(None))
@@ -76,8 +76,32 @@ class StateGuard:
         training = not self._modules or any(map(_training, self._modules))
         return training and any(map(_requires_grad, self._tensors))
 
+    @property
+    def storages(self) -> set[int]:
+        """The storages whose address ``holds`` compares (by their ``_cdata``)."""
+        return {tensor.untyped_storage()._cdata for tensor in self._tensors}
+
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+class WorkspaceGuard:
+    """Holds memory that a graph reads and that neither the graph, nor its inputs, nor a ``StateGuard`` owns, such as a
+    workspace that a library keeps; ``holds()`` tells whether it is still where it was, and as large."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._spans = self._read()
+
+    def holds(self) -> bool:
+        """Whether no storage has grown, shrunk or moved."""
+        return self._read() == self._spans
+
+    def _read(self) -> list[tuple[int, int]]:
+        return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
+
+    def __len__(self) -> int:
+        return len(self._storages)
 
 
 def same_callable(a: Any, b: Any) -> bool:

@@ -76,7 +76,7 @@ class _Attention(nn.Module):
         step = _ROWS_PER_GATHER
         parts = [
             _attend(queries[i : i + step], keys, values, rows.slots[i : i + step], rows.bias[i : i + step])
-            for i in range(0, n, step)
+            for i in (range(0, n, step) if n > step else (0,))  # a loop over n would be compiled for each n anew
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         projected: Tensor = self.out(mixed)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol, cast
 
+from ..cache.accounting import bytes_of
 from ..capture.entry import CUDAGraphEntry
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, GuardError, ReplayError
@@ -189,7 +190,7 @@ class CompositeDispatcher:
             for member, entry in sorted(self._owned(), key=lambda pair: pair[1].last_used):
                 if now <= self.memory_budget_bytes:
                     break
-                if entry is keep or not entry.nbytes or not entry.pool.is_idle():
+                if entry is keep or not bytes_of([entry]) or not entry.pool.is_idle():
                     continue
                 member.dispatcher.discard(entry)
                 if self._on_evict is None:
@@ -251,10 +252,7 @@ class CompositeDispatcher:
     @property
     def memory_bytes(self) -> int:
         """Bytes of all members' graphs, pools and static inputs, each counted once."""
-        entries = {entry for _, entry in self.entries}
-        pools = {entry.pool for entry in entries}
-        inputs = {entry.inputs for entry in entries}
-        return sum(thing.nbytes for group in (entries, pools, inputs) for thing in group)
+        return bytes_of({entry for _, entry in self.entries})
 
     def __repr__(self) -> str:
         names = [m.name + (" (quarantined)" if self._is_quarantined(m) else "") for m in self._members]

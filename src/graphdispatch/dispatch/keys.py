@@ -25,8 +25,9 @@ class CudagraphKeyDispatcher:
     one of ``variants``. A batch has at most ``max_num_reqs`` requests and ``max_num_tokens`` tokens; if that is known,
     the keys are linted when they are initialised. ``query_lens`` are uniform query lengths besides the
     initialised one; naming any (the initialised one too) stages the uniform sizes at multiples of the query length.
-    ``piecewise`` says that the model is split around what no graph can hold. ``cost`` can prefer another graph, or
-    eager, to the better mode.
+    ``compile_sizes`` are those that the model was compiled for one by one: up to the largest captured size each must be
+    captured itself, since padding would take a batch past the code made for it. ``piecewise`` says that the model is
+    split around what no graph can hold. ``cost`` can prefer another graph, or eager, to the better mode.
 
     It runs nothing and needs no torch. Thread-safe: a change builds a new table and swaps it whole, under a lock that
     no decision takes.
@@ -40,6 +41,7 @@ class CudagraphKeyDispatcher:
         max_num_tokens: int | None = None,
         variants: Iterable[Hashable] = (None,),
         query_lens: Iterable[int] = (),
+        compile_sizes: Iterable[int] = (),
         piecewise: bool = True,
         cost: CostModel | None = None,
     ) -> None:
@@ -56,6 +58,12 @@ class CudagraphKeyDispatcher:
         self.query_lens = tuple(sorted(set(query_lens)))
         for query_len in self.query_lens:
             _check_positive("query_lens", query_len)
+        padded = [size for size in compile_sizes if size <= self.capture_sizes[-1] and size not in self.capture_sizes]
+        if padded:
+            raise ConfigError(
+                f"compile_sizes must be among the capture_sizes up to {self.capture_sizes[-1]}, got {padded}, which "
+                "would be padded away from the code compiled for them; capture them too, or drop them"
+            )
         self.piecewise = piecewise
         self._cost = cost
         self._lock = threading.Lock()

@@ -43,16 +43,21 @@ class Routine:
     """
 
     def __init__(self, mode: CUDAGraphMode, resolved: ResolvedConfig) -> None:
-        sizes, table, config = resolved
-        is_off = not mode.has_graphs()
-        self.table = SizeTable(() if is_off else sizes, () if is_off else table, mode, pad_batches=config.pad_batches)
+        self.table = SizeTable((), (), mode)
+        if mode.has_graphs():
+            self.resize(resolved)
         self.forms: dict[tuple[Any, ...], Form] = {}
         self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
         """The decision for calls without a batch dimension."""
 
+    def resize(self, resolved: ResolvedConfig) -> None:
+        """Decide by other sizes, from one call to the next."""
+        sizes, table, config = resolved
+        self.table = SizeTable(sizes, table, self.table.mode, pad_batches=config.pad_batches)
+
     def decisions_of(self, size: int) -> list[Decision]:
-        """The decisions for every number of rows that the graph of ``size`` serves."""
-        return [self.table.decide(rows) for rows in self.table.served_by(size)]
+        """The decisions for every number of rows that the graph of ``size`` serves; none if it is no size here."""
+        return [self.table.decide(rows) for rows in self.table.served_by(size)] if size in self.table.sizes else []
 
     def checked_sizes(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
         """``sizes``, or all; raises ``ConfigError`` for one that is not captured here."""

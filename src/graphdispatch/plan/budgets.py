@@ -20,7 +20,7 @@ from .traffic import Floats
 __all__ = ["Budgets", "Spent", "optimise"]
 
 _ROUNDS = 120
-_MOST_TRIED = 300_000
+_MOST_TRIED = 100_000
 _NEARLY = 1.1
 _ROUNDING = 1e-9
 
@@ -28,7 +28,7 @@ _ROUNDING = 1e-9
 class Spent(NamedTuple):
     """What graphs cost besides step time."""
 
-    count: float = 0.0
+    graphs: float = 0.0
     capture_ms: float = 0.0
     graph_bytes: float = 0.0
     pool_bytes: float = 0.0
@@ -37,7 +37,7 @@ class Spent(NamedTuple):
         """With one graph more."""
         at = graph - 1
         return Spent(
-            self.count + 1,
+            self.graphs + 1,
             self.capture_ms + float(routine.capture_ms[at]),
             self.graph_bytes + float(routine.graph_bytes[at]),
             max(self.pool_bytes, float(routine.pool_bytes[at])),
@@ -57,7 +57,7 @@ class Spent(NamedTuple):
 class Budgets:
     """The most that all graphs together may cost; infinity where there is no limit."""
 
-    count: float = math.inf
+    graphs: float = math.inf
     capture_ms: float = math.inf
     memory: float = math.inf
 
@@ -65,7 +65,7 @@ class Budgets:
         """Whether ``spent`` is within ``share`` of the budgets (of the memory besides the pool)."""
         slack = 1 + _ROUNDING
         return (
-            spent.count <= self.count * share * slack
+            spent.graphs <= self.graphs * share * slack
             and spent.capture_ms <= self.capture_ms * share * slack
             and spent.graph_bytes <= (self.memory * slack - spent.pool_bytes) * share
         )
@@ -73,7 +73,7 @@ class Budgets:
 
 def optimise(routines: Sequence[Routine], budgets: Budgets) -> tuple[Found, float] | None:
     """The best paths within the budgets and a proved lower bound of the cost; None if none was found that fits."""
-    limit = min(budgets.count, sum(len(routine.candidates) for routine in routines))
+    limit = min(budgets.graphs, sum(len(routine.candidates) for routine in routines))
     for name, budget in (("capture_ms", budgets.capture_ms), ("graph_bytes", budgets.memory)):
         each = np.concatenate([getattr(routine, name) for routine in routines])
         if not math.isfinite(budget) or not each.any():
@@ -119,19 +119,19 @@ def _by_pool(routines: Sequence[Routine], limit: int, budgets: Budgets, each: fl
 class _Prices(NamedTuple):
     """The price of a graph, a millisecond of capture, and a byte."""
 
-    count: float = 0.0
+    graphs: float = 0.0
     capture_ms: float = 0.0
     memory: float = 0.0
 
     def of(self, routine: Routine) -> Floats:
         """By graph, from 0 on."""
-        each = self.count + self.capture_ms * routine.capture_ms + self.memory * routine.graph_bytes
+        each = self.graphs + self.capture_ms * routine.capture_ms + self.memory * routine.graph_bytes
         return np.concatenate([[0.0], each])
 
     def value(self, spent: Spent) -> float:
         """What is paid for ``spent``."""
         memory = spent.graph_bytes + spent.pool_bytes
-        return self.count * spent.count + self.capture_ms * spent.capture_ms + self.memory * memory
+        return self.graphs * spent.graphs + self.capture_ms * spent.capture_ms + self.memory * memory
 
 
 class _Relaxed(NamedTuple):
@@ -161,7 +161,7 @@ def _relaxed(routines: Sequence[Routine], prices: _Prices) -> _Relaxed:
 
 def _priced(routines: Sequence[Routine], budgets: Budgets) -> tuple[Found, float] | None:
     """Graphs that cost different time or bytes: raise the prices, mend what they suggest, search what is left open."""
-    limits = np.array([budgets.count, budgets.capture_ms, budgets.memory])
+    limits = np.array([budgets.graphs, budgets.capture_ms, budgets.memory])
     limited = np.isfinite(limits)
     price, scale = np.zeros(3), np.where(limited, 1 / np.where(limited, limits, 1.0), 0.0)
     eager = sum(routine.table.eager[-1] for routine in routines)
@@ -171,7 +171,7 @@ def _priced(routines: Sequence[Routine], budgets: Budgets) -> tuple[Found, float
     for _ in range(_rounds(routines)):
         prices = _Prices(*price * scale)
         relaxed = _relaxed(routines, prices)
-        proved = relaxed.value - price.sum()
+        proved = relaxed.value - float(price.sum())
         if proved > bound:
             bound, kept = proved, prices
         else:
@@ -180,12 +180,13 @@ def _priced(routines: Sequence[Routine], budgets: Budgets) -> tuple[Found, float
         if mended is not None and (best is None or mended.cost < best.cost):
             best = mended
         spent = Spent.by(routines, relaxed.found.paths)
-        over = np.array([spent.count, spent.capture_ms, spent.graph_bytes + spent.pool_bytes]) * scale - limited
+        over = np.array([spent.graphs, spent.capture_ms, spent.graph_bytes + spent.pool_bytes]) * scale - limited
         over[(price <= 0) & (over < 0)] = 0.0
         aim = best.cost if best is not None else eager
         if aim - bound <= _ROUNDING * aim or not over.any():
             break
         price = np.maximum(price + step * max(aim - proved, _ROUNDING * aim) / (over @ over) * over, 0.0)
+    best = best and _improved(routines, budgets, best)
     if best is not None and best.cost - bound <= _ROUNDING * best.cost:
         return best, min(bound, best.cost)
     searched, whole = _search(routines, budgets, kept, best)
@@ -197,11 +198,11 @@ def _priced(routines: Sequence[Routine], budgets: Budgets) -> tuple[Found, float
 def _rounds(routines: Sequence[Routine]) -> int:
     """How many prices to try: fewer where each takes long."""
     candidates = sum(len(routine.candidates) for routine in routines)
-    return max(_ROUNDS // 4, min(_ROUNDS, _MOST_TRIED // max(candidates, 1)))
+    return max(_ROUNDS // 4, min(_ROUNDS, 3 * _MOST_TRIED // max(candidates, 1)))
 
 
 def _mended(routines: Sequence[Routine], budgets: Budgets, found: Found) -> Found | None:
-    """``found`` without the graphs that matter least, until it is within the budgets; None where it is far from that."""
+    """``found`` without the graphs that matter least, until it is within the budgets; None if it is far from that."""
     paths = [list(path) for path in found.paths]
     if not budgets.allow(Spent.by(routines, paths), _NEARLY):
         return None
@@ -229,6 +230,41 @@ def _loss(routine: Routine, path: Sequence[int], at: int) -> float | None:
     return table.cost(i, k) - table.cost(i, j) - table.cost(j, k) if table.least[k] <= i else None
 
 
+def _improved(routines: Sequence[Routine], budgets: Budgets, found: Found) -> Found:
+    """``found`` after adding and moving single graphs for as long as that helps and fits."""
+    paths = [list(path) for path in found.paths]
+    places = [(r, at, kept) for r, path in enumerate(paths) for at in range(len(path) + 1) for kept in (at, at + 1)]
+    while sum(_place(routines, budgets, paths, *place) for place in places):
+        continue
+    return Found.of(routines, paths)
+
+
+def _place(routines: Sequence[Routine], budgets: Budgets, paths: list[list[int]], r: int, at: int, after: int) -> bool:
+    """Put the best graph that fits between two of a path, instead of what is there; whether that helped."""
+    routine, path = routines[r], paths[r]
+    if after > len(path):
+        return False
+    table, (i, *_), between = routine.table, [*path[at - 1 : at], 0], path[at:after]
+    k = path[after] if after < len(path) else len(table.ends)
+
+    def cost(*graphs: int) -> float:
+        steps = zip((i, *graphs), graphs, strict=False)
+        ending = table.rest((i, *graphs)[-1]) if k == len(table.ends) else table.cost((i, *graphs)[-1], k)
+        return sum(table.cost(a, b) for a, b in steps) + ending
+
+    first = table.least[k] if k < len(table.ends) else routine.last
+    choices = sorted((cost(j), j) for j in range(max(i + 1, first), k) if table.least[j] <= i)
+    usual = cost(*between) * (1 - _ROUNDING)
+    spent = Spent.by(routines, [*paths[:r], [*path[:at], *path[after:]], *paths[r + 1 :]])
+    for ms, j in choices:
+        if ms >= usual:
+            break
+        if budgets.allow(spent.plus(routine, j)):
+            path[at:after] = [j]
+            return True
+    return False
+
+
 class _Label(NamedTuple):
     """A partial path from the end of all batches down to a graph: its cost, what it spent, its graphs by routine."""
 
@@ -242,10 +278,10 @@ def _search(
 ) -> tuple[Found | None, bool]:
     """The best paths by all partial paths that the bound of ``prices`` leaves open, and whether none was left out."""
     relaxed = _relaxed(routines, prices)
-    limits = _Prices(budgets.count, budgets.capture_ms, budgets.memory)
+    limits = _Prices(budgets.graphs, budgets.capture_ms, budgets.memory)
     paid = sum(price * limit for price, limit in zip(prices, limits, strict=True) if price)
     floors = [
-        min(l + routine.table.rest(i) for i, l in enumerate(least) if i >= routine.last)
+        min(least[i] + routine.table.rest(i) for i in range(routine.last, len(least)))
         for routine, least in zip(routines, relaxed.least, strict=True)
     ]
     aim = best.cost if best is not None else math.inf

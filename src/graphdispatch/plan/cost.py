@@ -1,9 +1,10 @@
 """``CostModel``: what a step, a capture and a graph's memory cost, by batch size; measured, stated, or the default."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,17 +27,7 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Frozen(BaseModel):
-    """Frozen data whose every bad value is a ``ConfigError``."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or type(self).__name__
-            raise ConfigError(f"{where} of the cost is not valid: {first['msg']}, got {first['input']!r:.80}") from None
 
 
 class Curve(_Frozen):
@@ -76,13 +67,17 @@ class Curve(_Frozen):
         values, errors = (tuple(map(float, column)) for column in zip(*pairs, strict=True))
         try:
             return cls(sizes=tuple(size for size, _ in points), values=values, errors=errors if any(errors) else ())
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join((name, *map(str, first["loc"])))
+            raise ConfigError(f"{where} is not valid: {first['msg']}, got {reprlib.repr(first['input'])}") from None
 
     @cached_property
     def fitted(self) -> tuple[float, ...]:
         """The values after the isotonic fit (pool adjacent violators)."""
-        weights = [error**-2 for error in self.errors] if self.errors and min(self.errors) > 0 else [1.0] * len(self.sizes)
+        weights = (
+            [error**-2 for error in self.errors] if self.errors and min(self.errors) > 0 else [1.0] * len(self.sizes)
+        )
         blocks: list[tuple[float, float, int]] = []
         for value, weight in zip(self.values, weights, strict=True):
             mean, mass, count = value, weight, 1
@@ -101,7 +96,7 @@ class Curve(_Frozen):
     def at(self, sizes: ArrayLike) -> Floats:
         """The cost at each of ``sizes``."""
         wanted = np.asarray(sizes, float)
-        values = np.interp(wanted, self.sizes, self.fitted)
+        values: Floats = np.interp(wanted, self.sizes, self.fitted)
         if len(self.sizes) > 1:
             rise = np.diff(self.fitted[-2:])[0] / (self.sizes[-1] - self.sizes[-2])
             average = (self.fitted[-1] - self.fitted[0]) / (self.sizes[-1] - self.sizes[0])
@@ -133,9 +128,9 @@ class CostModel(_Frozen):
     ``source`` tells where the figures come from: ``measured``, ``stated``, or ``default``.
     """
 
-    format: Literal["graphdispatch.cost"] = "graphdispatch.cost"
-    version: Literal[1] = 1
-    source: Literal["measured", "stated", "default"] = "stated"
+    format: Literal["graphdispatch.cost"]
+    version: Literal[1]
+    source: Literal["measured", "stated", "default"]
     eager_ms: Curve
     full: GraphCosts | None = None
     piecewise: GraphCosts | None = None
@@ -167,7 +162,13 @@ class CostModel(_Frozen):
             raise ConfigError("full_ms or piecewise_ms must be given, got neither; a plan is of graphs")
         modes = {name: GraphCosts(step_ms=Curve.of(time, f"{name}_ms"), **shared) for name, time in given.items()}
         measured = all(isinstance(time, Mapping) for time in (eager_ms, *given.values()))
-        return cls(source="measured" if measured else "stated", eager_ms=Curve.of(eager_ms, "eager_ms"), **modes)
+        return cls(
+            format="graphdispatch.cost",
+            version=1,
+            source="measured" if measured else "stated",
+            eager_ms=Curve.of(eager_ms, "eager_ms"),
+            **modes,
+        )
 
     @classmethod
     def default(cls) -> Self:

@@ -9,9 +9,9 @@ fall, ``C(a, c) + C(b, d) <= C(a, d) + C(b, c)`` for ``a <= b <= c <= d`` (Monge
 - The least cost is convex in the number of graphs: a price for each graph finds any number (``by_count``), and where
   several numbers cost the same at one price, paths are spliced.
 
-Both hold with lower limits on the predecessor (``least``) that do not fall, which is what ``must_include`` and the guard
-against unseen traffic amount to. With ``max_padding`` a path may end where it cannot go on; the second then holds only
-among the paths with one last graph, and ``by_count`` tries the last graphs in the order of their bounds.
+Both hold with lower limits on the predecessor (``least``) that do not fall, which is what ``must_include`` and the
+guard against unseen traffic amount to. With ``max_padding`` a path may end where it cannot go on; the second then
+holds only among the paths with one last graph, and ``by_count`` tries the last graphs in the order of their bounds.
 """
 
 import math
@@ -119,7 +119,7 @@ class Found(NamedTuple):
 
     paths: tuple[tuple[int, ...], ...]
     cost: float
-    count: int
+    graphs: int
 
     @classmethod
     def of(cls, routines: Sequence[Routine], paths: Sequence[Sequence[int]]) -> "Found":
@@ -130,7 +130,7 @@ class Found(NamedTuple):
 
 def cheapest(table: Table, prices: Sequence[float]) -> tuple[list[float], list[int]]:
     """For each graph, the least cost of a path that ends there and pays ``prices`` for its graphs; its predecessor."""
-    ends, splits, graph_ms, weight, _, _, expires = table
+    ends, splits, graph_ms, weight, eager, _, expires = table
     count = len(ends)
     least, before = [0.0] * count, [0] * count
     queue, begins, head = [0], [1], 0
@@ -139,21 +139,22 @@ def cheapest(table: Table, prices: Sequence[float]) -> tuple[list[float], list[i
         """The first graph above ``b`` to which ``b`` is a predecessor at least as good as ``a``, below ``b``."""
         gain, heavier = least[b] - least[a], weight[ends[b]] - weight[ends[a]]
         limit = max(expires[a], b + 1)
+        first = b + 1 if gain <= 0 else limit
         if heavier:
             first = bisect_left(graph_ms, gain / heavier, b + 1, limit)
-        else:
-            first = b + 1 if gain <= 0 else limit
         if first < limit and splits[first] > ends[a]:
             # Part of the batches run eagerly, and save less than the graph's whole time: a later start, by bisection.
-            saved = lambda j: table.cost(a, j) - table.cost(b, j) >= gain  # noqa: E731
-            first = bisect_left(range(limit), True, first, limit, key=saved)
+            first += bisect_left(range(first, limit), gain, key=lambda j: table.cost(a, j) - table.cost(b, j))
         return first
 
     for j in range(1, count):
         while head + 1 < len(queue) and begins[head + 1] <= j:
             head += 1
         before[j] = i = queue[head]
-        least[j] = least[i] + table.cost(i, j) + prices[j]
+        begin = ends[i]
+        split = splits[j] if splits[j] > begin else begin  # table.cost(i, j), without the call
+        step = eager[split] - eager[begin] + graph_ms[j] * (weight[ends[j]] - weight[split])
+        least[j] = least[i] + step + prices[j]
         begin = takes_over(queue[-1], j)
         while begin <= begins[-1]:
             queue.pop()
@@ -224,28 +225,28 @@ def by_count(routines: Sequence[Routine], limit: int) -> Optimum | None:
 def _by_price(routines: Sequence[Routine], limit: int) -> Optimum | None:
     """The best paths of at most ``limit`` graphs, where the cost is convex in their number."""
     high, low_price, high_price = solve(routines, 0.0), sum(routine.table.eager[-1] for routine in routines) + 1.0, 0.0
-    if high.count <= limit:
+    if high.graphs <= limit:
         return Optimum(high, high.cost, 0.0)
     low = solve(routines, low_price)
-    if low.count > limit:
+    if low.graphs > limit:
         return None
-    while low.count < limit:
-        chord = (low.cost - high.cost) / (high.count - low.count)
+    while low.graphs < limit:
+        chord = (low.cost - high.cost) / (high.graphs - low.graphs)
         # The price is about a power of the number, which finds the number in a few tries; only the chord proves an end.
         # Where one end is near, aim beyond ``limit``, so that the other end comes near too.
-        under, over = limit - low.count, high.count - limit
+        under, over = limit - low.graphs, high.graphs - limit
         goal = limit - 2 * over if 8 * over < under else limit + 2 * under if 8 * under < over else limit
-        price = _between(low.count, low_price, high.count, high_price, goal)
+        price = _between(low.graphs, low_price, high.graphs, high_price, goal)
         if price is None:
             price = chord
         middle = solve(routines, price)
-        if middle.count in (low.count, high.count):
+        if middle.graphs in (low.graphs, high.graphs):
             price, middle = chord, solve(routines, chord)
-        least = low.cost + chord * low.count
-        if price == chord and middle.cost + chord * middle.count >= least - _ROUNDING * least:
+        least = low.cost + chord * low.graphs
+        if price == chord and middle.cost + chord * middle.graphs >= least - _ROUNDING * least:
             best = _splice(routines, low, high, limit)
             return Optimum(best, min(best.cost, least - chord * limit), chord)
-        if middle.count <= limit:
+        if middle.graphs <= limit:
             low, low_price = middle, price
         else:
             high, high_price = middle, price

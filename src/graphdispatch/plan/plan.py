@@ -107,7 +107,8 @@ class Plan:
         for graph in self.graphs:
             if graph.mode not in runtime or not 1 <= graph.first <= graph.size + 1 <= LARGEST_STEP + 1:
                 raise ConfigError(
-                    f"graphs must be of the modes of {self.mode.name}, with 1 <= first <= size + 1, size <= {LARGEST_STEP}, "
+                    f"graphs must be of the modes of {self.mode.name}, with 1 <= first <= size + 1 and size <= "
+                    f"{LARGEST_STEP}, "
                     f"got {graph.mode.name} {graph.first}..{graph.size}"
                 )
         keys = [(graph.mode, graph.size) for graph in self.graphs]
@@ -125,7 +126,7 @@ class Plan:
         """The plan of a ladder by name up to ``max_size``, or of increasing sizes, in each runtime mode of ``mode``."""
         mode = parse_mode(mode)
         checked = ladder(sizes, max_size) if isinstance(sizes, str) else check_sizes(sizes, "sizes")
-        return cls.of(mode, {kind: checked for kind in _runtime(mode)})
+        return cls.of(mode, dict.fromkeys(_runtime(mode), checked))
 
     @classmethod
     def of(cls, mode: CUDAGraphMode, sizes: dict[CUDAGraphMode, Iterable[int]], proof: Proof | None = None) -> Self:
@@ -189,9 +190,10 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to ``path`` as JSON, replacing a file there in one step."""
-        graphs = [_Graph(mode=graph.mode.name, size=graph.size, first=graph.first) for graph in self.graphs]
-        proof = _Proof(**asdict(self.proof)) if self.proof is not None else None
-        write_document(path, _Document(format="graphdispatch.plan", version=1, mode=self.mode.name, graphs=graphs, proof=proof))
+        graphs = [{"mode": graph.mode.name, "size": graph.size, "first": graph.first} for graph in self.graphs]
+        content = {"format": "graphdispatch.plan", "version": 1, "mode": self.mode.name, "graphs": graphs}
+        proof = asdict(self.proof) if self.proof is not None else None
+        write_document(path, _Document.model_validate(content | {"proof": proof}))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,15 +15,16 @@ from .budgets import Budgets, Spent, optimise
 from .cost import CostModel
 from .intervals import Found, Routine
 from .plan import Plan, PlannedGraph, Proof, routines_of
-from .prior import Prior, widest
-from .traffic import LARGEST_STEP, Floats, Ints
+from .prior import Prior, reach
+from .traffic import LARGEST_STEP, Floats
 from .workload import Workload
 
 __all__ = ["plan_capture_sizes"]
 
 _LOOSEST = 16.0
+_TIGHT = 4
 _FOR_THE_GUARD = 0.9
-_FOR_A_LOOSER_GUARD = 0.6
+_FOR_A_LOOSE_GUARD = 0.6
 
 
 def plan_capture_sizes(
@@ -56,62 +58,79 @@ def plan_capture_sizes(
     cost, prior, mode = cost or CostModel.default(), Prior.of(prior), parse_mode(mode)
     if not mode.has_graphs():
         raise ConfigError("mode must have graphs to plan, got NONE")
+    grid = _grid(workload, max_size, must_include, multiple_of, max_padding)
+    if max_graphs is None and memory is None and capture_time is None:
+        max_graphs = len(ladder("vllm", grid.top))
+    budgets = Budgets(
+        math.inf if max_graphs is None else _whole("max_graphs", max_graphs),
+        math.inf if capture_time is None else 1e3 * _amount("capture_time", capture_time),
+        math.inf if memory is None else _amount("memory", memory),
+    )
+    routines, constant = [], 0.0
+    for kind, weights in routines_of(mode, workload).items():
+        seen = weights > 0
+        if kind is CUDAGraphMode.NONE:
+            constant += float(weights @ cost.eager_ms.at(workload.sizes)) / workload.total
+        elif seen.any():
+            end = grid.reach(int(workload.sizes[seen][-1])) if mode.separate_routine() else grid.top
+            expected = float(weights.sum()) / workload.total * prior.expected(workload.sizes[seen], weights[seen], end)
+            routine, above = _routine(kind, expected, end, cost, grid, prior != Prior(0.0, 0.0, None))
+            routines.append(routine)
+            constant += above
+    if not any(len(routine.candidates) for routine in routines):
+        raise ConfigError(f"mode and max_size must leave steps to serve, and {mode.name} up to {grid.top} serves none")
+    _check_one_graph_fits(routines, budgets)
+    guarded, regret = _guarded(routines, budgets, prior.regret)
+    best = optimise(guarded, budgets)
+    if best is None and regret is not None:
+        guarded, regret = routines, None
+        best = optimise(guarded, budgets)
+    if best is None:
+        raise ConfigError(
+            f"the budgets must pay for must_include={grid.must} with max_padding={max_padding}, and do not; raise "
+            "max_graphs, memory or capture_time, or ask for less"
+        )
+    found, bound = best
+    expected_ms, bound_ms = float(found.cost + constant), float(bound + constant)
+    proof = Proof(expected_ms, bound_ms, cost.source, prior.share, prior.drift, regret, grid.top)
+    return Plan(mode, _graphs(guarded, found), proof)
+
+
+class _Grid(NamedTuple):
+    """Which sizes may be captured: multiples up to ``top``; which must be; and how far batches may be padded."""
+
+    top: int
+    multiple_of: int
+    must: tuple[int, ...]
+    max_padding: float | None
+
+    def reach(self, largest: int) -> int:
+        """The end of the range of a kind of batch of which ``largest`` was seen: twice that, on the grid."""
+        return max(min(self.top, math.ceil(2 * largest / self.multiple_of) * self.multiple_of), *self.must, 1)
+
+
+def _grid(
+    workload: Workload, max_size: int | None, must_include: Iterable[int], multiple_of: int, max_padding: float | None
+) -> _Grid:
     multiple_of = _whole("multiple_of", multiple_of)
     if max_size is None:
         max_size = min(math.ceil(workload.largest / multiple_of) * multiple_of, LARGEST_STEP)
     top = _whole("max_size", max_size) // multiple_of * multiple_of
     if not top:
         raise ConfigError(f"max_size must be at least multiple_of={multiple_of}, got {max_size}")
-    must = _checked_must(must_include, multiple_of, max_size)
+    must = tuple(sorted({_whole("must_include", size) for size in must_include}))
+    for size in must:
+        if size % multiple_of:
+            raise ConfigError(f"must_include must hold multiples of multiple_of={multiple_of}, got {size}")
+        if size > top:
+            raise ConfigError(f"must_include must not exceed max_size={max_size}, got {size}; raise max_size")
     if max_padding is not None and not 0 <= max_padding < math.inf:
         raise ConfigError(f"max_padding must be a finite share from 0, got {max_padding!r}")
-    if max_graphs is None and memory is None and capture_time is None:
-        max_graphs = len(ladder("vllm", top))
-    budgets = Budgets(
-        math.inf if max_graphs is None else _whole("max_graphs", max_graphs),
-        math.inf if capture_time is None else 1e3 * _amount("capture_time", capture_time),
-        math.inf if memory is None else _amount("memory", memory),
-    )
     if max_padding is not None and multiple_of > 1 + max_padding:
-        raise ConfigError(f"max_padding must be at least {multiple_of - 1} with multiple_of={multiple_of}, got {max_padding}")
-    everywhere = prior.share > 0 or prior.regret is not None or max_padding is not None
-    routines, constant = [], 0.0
-    for kind, weights in routines_of(mode, workload).items():
-        share = float(weights.sum()) / workload.total
-        if not weights.any():
-            continue
-        sizes = workload.sizes[weights > 0]
-        if kind is CUDAGraphMode.NONE:
-            constant += share * float(cost.eager_ms.at(sizes) @ weights[weights > 0]) / float(weights.sum())
-            continue
-        reach = top if not mode.separate_routine() else _reach(int(sizes[-1]), top, multiple_of, must)
-        routine, rest = _routine(kind, sizes, weights[weights > 0], share, reach, cost, prior, (multiple_of, must, everywhere))
-        constant += rest
-        routines.append(routine)
-    if not any(len(routine.candidates) for routine in routines):
-        raise ConfigError(f"mode and max_size must leave steps to serve, and {mode.name} up to {max_size} serves none")
-    _check_one_graph_fits(routines, budgets)
-    limited = [_limited(routine, must, max_padding) for routine in routines]
-    guarded, regret = _guarded(limited, budgets, prior.regret)
-    best = optimise(guarded, budgets)
-    if best is None and regret is not None:
-        regret, best = None, optimise(limited, budgets)
-    if best is None:
         raise ConfigError(
-            f"the budgets must pay for must_include={must} with max_padding={max_padding}, and do not; raise "
-            "max_graphs, memory or capture_time, or ask for less"
+            f"max_padding must be at least {multiple_of - 1} with multiple_of={multiple_of}, got {max_padding}"
         )
-    found, bound = best
-    proof = Proof(
-        expected_ms=found.cost + constant,
-        bound_ms=bound + constant,
-        cost=cost.source,
-        prior=prior.share,
-        drift=prior.drift,
-        regret=regret,
-        largest=top,
-    )
-    return Plan(mode, _graphs(guarded, found), proof)
+    return _Grid(top, multiple_of, must, max_padding)
 
 
 def _whole(name: str, value: object) -> int:
@@ -126,76 +145,60 @@ def _amount(name: str, value: object) -> float:
     return float(value)
 
 
-def _reach(largest: int, top: int, multiple_of: int, must: Sequence[int]) -> int:
-    """The end of the range of one kind of batch of which ``largest`` was seen: twice that, on the grid."""
-    return max(min(top, math.ceil(2 * largest / multiple_of) * multiple_of), *must, 1)
-
-
-def _checked_must(must_include: Iterable[int], multiple_of: int, max_size: int) -> tuple[int, ...]:
-    must = tuple(sorted({_whole("must_include", size) for size in must_include}))
-    for size in must:
-        if size % multiple_of:
-            raise ConfigError(f"must_include must hold multiples of multiple_of={multiple_of}, got {size}")
-        if size > max_size:
-            raise ConfigError(f"must_include must not exceed max_size={max_size}, got {size}; raise max_size")
-    return must
-
-
 def _routine(
-    mode: CUDAGraphMode,
-    sizes: Ints,
-    weights: Floats,
-    share: float,
-    largest: int,
-    cost: CostModel,
-    prior: Prior,
-    rules: tuple[int, tuple[int, ...], bool],
+    mode: CUDAGraphMode, expected: Floats, end: int, cost: CostModel, grid: _Grid, is_open: bool
 ) -> tuple[Routine, float]:
-    """The routine of a mode up to ``largest``, and the expected time of the steps above, which run eagerly."""
-    multiple_of, must, everywhere = rules
-    expected = share * prior.expected(sizes, weights, largest)
+    """The routine of a mode up to ``end``, and the expected time of the steps above, which run eagerly.
+
+    ``expected`` are the shares of steps by size. Sizes that no expected step needs are candidates where the plan is
+    ``is_open`` to unseen traffic, or where ``max_padding`` may ask for them.
+    """
     batches = np.flatnonzero(expected) + 1
     eager_ms = cost.eager_ms.at(batches)
-    above = batches > largest
+    above = batches > end
     rest = float(expected[batches[above] - 1] @ eager_ms[above])
     batches, eager_ms = batches[~above], eager_ms[~above]
-    candidates = np.arange(multiple_of, largest + 1, multiple_of)
-    if not everywhere:
-        needed = np.union1d(-(-batches // multiple_of) * multiple_of, np.array(must, np.int64))
-        candidates = needed[needed <= largest]
+    candidates = np.arange(grid.multiple_of, end + 1, grid.multiple_of)
+    if not is_open and grid.max_padding is None:
+        needed = np.union1d(-(-batches // grid.multiple_of) * grid.multiple_of, np.array(grid.must, np.int64))
+        candidates = needed[needed <= end]
     costs = cost.graphs(mode)
     columns = (costs.step_ms, costs.capture_ms, costs.graph_bytes, costs.pool_bytes)
-    free = np.zeros(len(candidates) + 1, np.int64)
-    values = (column.at(candidates) for column in columns)
-    return Routine(mode, batches, expected[batches - 1], eager_ms, candidates, *values, free), rest
-
-
-def _limited(routine: Routine, must: Sequence[int], max_padding: float | None) -> Routine:
-    """With the predecessors that ``must_include`` and ``max_padding`` allow."""
-    count = len(routine.candidates)
-    numbers = np.searchsorted(routine.candidates, must) + 1
-    least = np.zeros(count + 1, np.int64)
-    for number in numbers:
+    step_ms, capture_ms, graph_bytes, pool_bytes = (column.at(candidates) for column in columns)
+    least = np.zeros(len(candidates) + 1, np.int64)
+    must = np.searchsorted(candidates, grid.must) + 1
+    for number in must:
         least[number + 1 :] = number
-    if max_padding is not None:
-        below = np.ceil(routine.candidates / (1 + max_padding) - 1e-9).astype(np.int64) - 1
-        least[1:] = np.maximum(least[1:], _number(routine, below))
-    return replace(routine, least=np.maximum.accumulate(least), last=int(numbers.max(initial=0)))
-
-
-def _number(routine: Routine, sizes: Ints) -> Ints:
-    """The number of the first graph of at least each of ``sizes``; 0 for 0."""
-    return np.where(sizes > 0, np.searchsorted(routine.candidates, sizes) + 1, 0)
+    if grid.max_padding is not None:
+        below = np.ceil(candidates / (1 + grid.max_padding) - 1e-9).astype(np.int64) - 1
+        numbers = np.where(below > 0, np.searchsorted(candidates, below) + 1, 0)
+        least[1:] = np.maximum(least[1:], numbers)
+    least = np.maximum.accumulate(least)
+    routine = Routine(
+        mode=mode,
+        sizes=batches,
+        weights=expected[batches - 1],
+        eager_ms=eager_ms,
+        candidates=candidates,
+        graph_ms=step_ms,
+        capture_ms=capture_ms,
+        graph_bytes=graph_bytes,
+        pool_bytes=pool_bytes,
+        least=least,
+        last=int(max(must, default=0)),
+    )
+    return routine, rest
 
 
 def _guarded(routines: list[Routine], budgets: Budgets, regret: float | None) -> tuple[list[Routine], float | None]:
-    """With the guard against unseen traffic, at the least regret that leaves the budgets something for what was seen."""
-    share = _FOR_THE_GUARD
-    while regret is not None and regret <= _LOOSEST:
+    """With the guard against unseen traffic, at the least regret that leaves the budgets something to spare."""
+    wanted = regret
+    while wanted is not None and regret is not None and regret <= _LOOSEST:
         guarded = [_guard(routine, budgets, regret) for routine in routines]
+        share = _FOR_THE_GUARD if regret <= _TIGHT * wanted else _FOR_A_LOOSE_GUARD
         if budgets.allow(Spent.by(guarded, [_fewest(routine) for routine in guarded]), share):
             return guarded, regret
-        regret, share = 2 * regret, _FOR_A_LOOSER_GUARD
+        regret *= 2
     return routines, None
 
 
@@ -206,9 +209,9 @@ def _guard(routine: Routine, budgets: Budgets, regret: float) -> Routine:
     winning = [j for j in range(1, affordable + 1) if table.splits[j] < table.ends[j]]
     if not winning:
         return routine
-    below = routine.candidates - widest(routine.candidates, regret)
-    least = np.minimum(_number(routine, below), np.arange(len(below)))
-    least = np.maximum.accumulate(np.maximum(routine.least, np.concatenate([[0], least])))
+    near = np.searchsorted(reach(routine.candidates, regret), routine.candidates)
+    near = np.minimum(near, np.arange(len(near)))  # a coarse grid may leave only the next candidate
+    least = np.maximum(routine.least, np.concatenate([[0], near]))
     last = max(routine.last, winning[-1])
     return replace(replace(routine, least=least).upto(last), last=last)
 
@@ -229,7 +232,9 @@ def _check_one_graph_fits(routines: Sequence[Routine], budgets: Budgets) -> None
         ("memory", budgets.memory, 1.0, [(r.graph_bytes + r.pool_bytes).min(initial=math.inf) for r in routines]),
     ):
         if budget < min(each):
-            raise ConfigError(f"{name}={budget * unit:g} is too small for one graph, which takes {min(each) * unit:g}; raise it")
+            raise ConfigError(
+                f"{name}={budget * unit:g} is too small for one graph, which takes {min(each) * unit:g}; raise it"
+            )
 
 
 def _graphs(routines: Sequence[Routine], found: Found) -> tuple[PlannedGraph, ...]:

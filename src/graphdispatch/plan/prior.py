@@ -8,8 +8,9 @@ from ..errors import ConfigError
 from ..sizes import ladder
 from .traffic import Floats, Ints
 
-__all__ = ["Prior", "widest"]
+__all__ = ["Prior", "reach"]
 
+_FIRST_LIMIT = 6
 _FACTORS = np.geomspace(0.5, 2.0, 21)
 
 
@@ -20,9 +21,10 @@ class Prior:
     ``share`` of the steps is expected anywhere in the range, half of it as 1/size and half at the powers of two, where
     the limits of engines lie at which an overloaded one runs. ``drift`` of the steps is expected at half to twice their
     size, evenly over the logarithm, as when the load changes. ``regret`` is a guard: graphs lie so close that steps
-    spread evenly over the sizes between two graphs are padded by at most that share of their tokens more than by vLLM's
-    ladder. Where that takes more than nine tenths of a budget it is doubled until it takes at most six tenths, so that
-    something is left for what was seen. None means no guard.
+    spread evenly over the sizes between graphs are padded by at most about that share of their tokens more than by
+    vLLM's ladder, and there is one at each power of two from 64. Where that takes more than nine tenths of a budget it
+    is doubled, and beyond four times until it takes six tenths, so that something is left for what was seen. None means
+    no guard.
     """
 
     share: float = 0.02
@@ -53,26 +55,31 @@ class Prior:
         """
         top = max(largest, int(sizes[-1]))
         seen = np.bincount(sizes, weights / weights.sum(), top + 1)[1:]
-        anywhere, moved = np.zeros((2, top))
+        anywhere, moved = np.zeros(top), np.zeros(top)
         if self.share:
             anywhere[:largest] = 0.5 / np.arange(1, largest + 1) / (1.0 / np.arange(1, largest + 1)).sum()
-            powers = 2 ** np.arange(largest.bit_length())
+            powers = 1 << np.arange(largest.bit_length())
             anywhere[powers - 1] += 0.5 / len(powers)
         if self.drift:
             shifted = np.maximum(np.rint(np.outer(_FACTORS, sizes)), 1).astype(np.int64).ravel()
             reached = shifted <= top
-            moved = np.bincount(shifted[reached], np.tile(weights, len(_FACTORS))[reached], top + 1)[1:]
-            moved /= moved.sum()
+            counts = np.bincount(shifted[reached], np.tile(weights, len(_FACTORS))[reached], top + 1)[1:]
+            moved = counts / counts.sum()
         return (1.0 - self.share - self.drift) * seen + self.share * anywhere + self.drift * moved
 
 
-def widest(candidates: Ints, regret: float) -> Ints:
-    """For each of ``candidates``, how far below it the next graph may lie for the guard of ``regret``.
+def reach(candidates: Ints, regret: float) -> Ints:
+    """How far above 0 and each of ``candidates`` the next graph may lie for the guard of ``regret``; it rises.
 
     Between graphs ``d`` apart, padding at a size ``n`` is ``(d - 1) / (2 n)`` on average; so ``d`` may be
-    ``2 n * regret`` more than the step of vLLM's ladder there.
+    ``2 n * regret`` more than the steps of vLLM's ladder there (the mean of two, so that graphs need not be its own).
     """
-    steps = np.array(ladder("vllm", max(int(candidates[-1]), 16)))
+    sizes = np.concatenate([[0], candidates])
+    steps = np.array(ladder("vllm", max(int(sizes[-1]), 16)))
     gaps = np.diff(steps, prepend=0)
-    gaps = gaps[np.minimum(np.searchsorted(steps, candidates), len(gaps) - 1)]
-    return np.floor(gaps + 2 * regret * candidates).astype(np.int64)
+    after = np.searchsorted(steps, sizes + 1)
+    here, above = (gaps[np.minimum(at, len(gaps) - 1)] for at in (after, after + 1))
+    far = np.maximum.accumulate(np.floor(sizes + (here + above) / 2 + 2 * regret * sizes).astype(np.int64))
+    for limit in 2 ** np.arange(_FIRST_LIMIT, int(sizes[-1]).bit_length()):
+        far[sizes < limit] = np.minimum(far[sizes < limit], limit)
+    return far

@@ -95,7 +95,10 @@ class Workload:
     def from_stats(cls, stats: CUDAGraphStats) -> Self:
         """The calls that live counters have seen, by number of rows; all count as uniform decode."""
         if not stats.rows:
-            raise ConfigError("stats must have counted a call, got none; serve some traffic first")
+            raise ConfigError(
+                "stats must have counted calls by rows, got none: serve some traffic first; a wrapper's calls arrive "
+                "padded, and their real rows are not known"
+            )
         return cls.from_histogram(stats.rows)
 
     @property

@@ -150,11 +150,18 @@ class Recorder(TorchDispatchMode):
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if any(hasattr(t, "trigger_wait") for t in tensors_in(args, kwargs)):
+            # A functional collective under way, which eager waits for below the modes; here in sight of this one.
+            with self:
+                args, kwargs = tree_map(lambda v: v.trigger_wait() if hasattr(v, "trigger_wait") else v, (args, kwargs))
+                return func(*args, **kwargs)
         self._refuse(func, args, kwargs)
         kind = kind_of(func)
         if func is torch.ops.aten.lift_fresh.default:
             self._note_literal(args[0])
         result = func(*args, **kwargs)
+        if hasattr(result, "trigger_wait"):
+            return result  # only wraps its argument
         if any(t.layout is not torch.strided for t in tensors_in(result)):
             raise CaptureError(f"{func} makes a tensor without strided layout; at {user_line()}", Reason.CAPTURE_UNSAFE)
         results = [t for t in tensors_in(result) if self._slot_of(t) is None and not _same_memory(t, args, kwargs)]

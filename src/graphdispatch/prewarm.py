@@ -1,0 +1,194 @@
+"""Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .cache.estimate import BudgetedCapture, MemoryEstimate, estimate_memory
+from .capture.collector import frozen_collector
+from .capture.family import Family
+from .dispatch.routine import Routine
+from .errors import CaptureError, ConfigError, FallbackError
+from .modes import CUDAGraphMode, EntryState
+from .progress import progress_bar
+from .slow_path import SlowPath
+
+__all__ = ["Limits", "PrewarmReport", "capture_size", "estimate", "prewarm"]
+
+
+class Limits(NamedTuple):
+    """What a prewarm may take: seconds, and bytes held in the end; None for no limit of its own."""
+
+    max_seconds: float | None = None
+    max_bytes: int | None = None
+
+    def checked(self) -> "Limits":
+        """Itself. Raises ``ConfigError`` for what is no amount."""
+        for name, value in self._asdict().items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+                raise ConfigError(f"{name} must be a number above 0 or None, got {value!r}")
+        return self
+
+
+@dataclass(frozen=True)
+class PrewarmReport:
+    """What a prewarm did: sizes by mode, in the order of capture, and why each of the others has no graph."""
+
+    captured: dict[CUDAGraphMode, tuple[int, ...]]
+    left_out: dict[tuple[CUDAGraphMode, int], str]
+    seconds: float
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(sizes)} {mode.name} graphs captured" + (f": {' '.join(map(str, sizes))}" if sizes else "")
+            for mode, sizes in self.captured.items()
+        ]
+        lines.append(f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held")
+        return "\n".join(lines + [f"{mode.name} {size} left out: {why}" for (mode, size), why in self.left_out.items()])
+
+
+def prewarm(
+    path: SlowPath,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    sizes: Sequence[int] | None,
+    limits: Limits,
+    progress: bool,
+) -> PrewarmReport:
+    """See ``Graphed.prewarm``. Called with the lock of ``path.graphs`` held."""
+    started = time.perf_counter()
+    batch = _Batch(path, limits.checked(), started)
+    if not path.graphs.guard_holds():
+        path.graphs.rearm()
+    with frozen_collector(path.config.options.gc_disable):
+        for routine in path.routines or [path.decode]:
+            batch.capture(routine, args, kwargs, sizes, progress)
+    captured = {mode: tuple(done) for mode, done in batch.captured.items()}
+    return PrewarmReport(captured, batch.left_out, time.perf_counter() - started, path.graphs.memory_bytes)
+
+
+def estimate(
+    path: SlowPath, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
+) -> MemoryEstimate:
+    """See ``Graphed.estimate_memory``. Called with the lock of ``path.graphs`` held."""
+    routine = (path.routines or [path.decode])[0]
+    family, leaves = _example(path, routine, args, kwargs)
+    wanted = routine.checked_sizes(sizes) if family.signature.has_rows else (1,)
+    return estimate_memory(path.graphs, family, leaves, wanted, routine.table.mode)
+
+
+def capture_size(path: SlowPath, size: int) -> bool:
+    """See ``Graphed.capture_size``. Called with the lock of ``path.graphs`` held."""
+    largest = max((routine.table.largest for routine in path.routines), default=0)
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= largest:
+        raise ConfigError(f"size must be an integer from 1 to {largest}, the largest size, got {size!r}")
+    if path.graphs.closed() is not None or not path.graphs.guard_holds():
+        return False
+    done = []
+    for routine in path.routines:
+        for family in (family for form in routine.forms.values() for family in form.families):
+            if not family.signature.has_rows:
+                continue
+            if path.graphs.current(family, size) is None and family.example and family.blocked(size) is None:
+                below = [smaller for smaller in routine.table.sizes if smaller < size]
+                _capture(path, routine, family, family.example, max(below, default=0) + 1, size)
+            done.append(size in family.entries)
+    return bool(done) and all(done)
+
+
+class _Batch:
+    """The captures of one prewarm, over all routines."""
+
+    def __init__(self, path: SlowPath, limits: Limits, started: float) -> None:
+        self.path = path
+        self.limits = limits
+        self.captured: dict[CUDAGraphMode, list[int]] = {}
+        self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
+        self._started = started
+
+    def capture(
+        self,
+        routine: Routine,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: Sequence[int] | None,
+        progress: bool,
+    ) -> None:
+        """Capture the sizes of one routine that have no graph yet."""
+        path, mode = self.path, routine.table.mode
+        family, leaves = _example(path, routine, args, kwargs)
+        wanted = routine.checked_sizes(sizes) if family.signature.has_rows else (1,)
+        todo = [size for size in sorted(wanted, reverse=True) if size not in family.entries]
+        if len(todo) > path.config.max_cached_graphs:
+            raise ConfigError(
+                f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, "
+                f"got {path.config.max_cached_graphs}; raise it, or name fewer in sizes="
+            )
+        for size in todo:
+            path.graphs.warm_up(family, family.resized(leaves, size), size)
+        done = self.captured.setdefault(mode, [])
+        within = self._within_budget(family, leaves, todo, mode)
+        for size in progress_bar(
+            within, f"capturing {mode.name}", enabled=progress, total=len(todo), status=self._held
+        ):
+            rows = routine.table.served_by(size)[0] if family.signature.has_rows else 1
+            detail = _capture(path, routine, family, leaves, rows, size)
+            if detail is None:
+                done.append(size)
+            else:
+                self.left_out[mode, size] = detail
+
+    def _held(self) -> str:
+        return f"{self.path.graphs.memory_bytes / 2**20:.1f} MiB"
+
+    def _within_budget(self, family: Family, leaves: list[Any], todo: list[int], mode: CUDAGraphMode) -> Iterator[int]:
+        """The sizes for which there are time and memory, each asked for when the one before it is done."""
+        config, latest = self.path.config, 0.0
+        limit = self.limits.max_bytes or config.memory_budget_bytes
+        known = None
+        if limit is not None and todo:
+            try:
+                known = estimate_memory(self.path.graphs, family, leaves, todo, mode)
+            except CaptureError:  # the captures themselves will tell
+                known = None
+        memory = BudgetedCapture(lambda: self.path.graphs.memory_bytes, limit, known)
+        for size in todo:
+            begun = time.perf_counter()
+            if self.limits.max_seconds is not None and begun - self._started + latest > self.limits.max_seconds:
+                self.left_out[mode, size] = f"max_seconds={self.limits.max_seconds} are used up"
+            elif not memory.next(size):
+                self.left_out[mode, size] = f"it would not fit into {limit} bytes"
+            else:
+                yield size
+                latest = time.perf_counter() - begun
+
+
+def _example(
+    path: SlowPath, routine: Routine, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Family, list[Any]]:
+    found = path.find(routine, args, kwargs)
+    if found.family is None or not found.rows:
+        raise ConfigError(f"prewarm cannot capture from this example: {found.decision.explain()}")
+    return found.family, found.leaves
+
+
+def _capture(
+    path: SlowPath, routine: Routine, family: Family, leaves: Sequence[Any], rows: int, size: int
+) -> str | None:
+    """Capture one size from its smallest batch, then check it with its largest; why there is no graph, or None.
+
+    Raises ``FallbackError`` with ``strict``.
+    """
+    few = family.resized(leaves, rows)
+    outcome = path.graphs.capture(family, few, rows, size, mode=routine.table.mode, keep_effects=False)
+    if outcome.entry is not None and outcome.entry.state is EntryState.CAPTURED:
+        other = family.resized(leaves, size, shift=1)
+        if family.differs(outcome.entry, other):
+            outcome = path.graphs.verify(family, other, size, outcome.entry, keep_effects=False)
+    path.publish(routine, family, outcome.entry)
+    if outcome.entry is None and path.config.strict:
+        raise FallbackError(f"prewarm could not capture {size} rows: {outcome.detail}", outcome.reason)
+    return None if outcome.entry is not None else outcome.detail

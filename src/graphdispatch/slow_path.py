@@ -1,0 +1,225 @@
+"""The slow path of ``graphed``: everything that is not a hit. Finds or makes a call's family, captures, compares with
+eager, publishes to the fast path, and runs eagerly what no graph serves; each decision with its reason.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .backends import get_backend
+from .cache import Admission, GraphSet, MemoryBudget, make_cache
+from .capture.calls import CallForm
+from .capture.entry import CUDAGraphEntry
+from .capture.family import Family, Form
+from .capture.job import Outcome
+from .capture.rules import ArgumentRules
+from .capture.signature import Refusal
+from .config import CUDAGraphConfig
+from .dispatch.decision import Decision
+from .dispatch.routine import Found, Plan, Routine
+from .errors import ConfigError, FallbackError, ReplayError
+from .modes import CUDAGraphMode, EntryState
+from .reasons import Reason
+from .stats import EvictionReason
+
+__all__ = ["SlowPath"]
+
+
+class SlowPath:
+    """One callable with its graphs and its routines: ``decode`` and ``mixed``, which are one unless the mode tells
+    uniform decode batches from others. The fast path reads ``forms`` and ``served``, and calls ``step`` for the rest.
+
+    Thread-safe: ``step`` takes the lock; the other methods are called with it held. ``decision`` is per thread.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        config: CUDAGraphConfig,
+        rules: ArgumentRules,
+        *,
+        uniform_decode: Callable[..., bool] | None,
+        budget: MemoryBudget | None,
+        out: Any = None,
+    ) -> None:
+        if config.mode.separate_routine() and uniform_decode is None:
+            raise ConfigError(
+                f"uniform_decode must be a function in mode {config.mode.name}, got None; "
+                "it is given a call's arguments and tells uniform decode batches from others"
+            )
+        self.fn = fn
+        self.config = config
+        self.decode = self.mixed = Routine(config.mode.decode_mode(), config.resolve())
+        self.uniform_decode = None
+        if config.mode.separate_routine():
+            self.mixed = Routine(config.mode.mixed_mode(), config.resolve())
+            self.uniform_decode = uniform_decode
+        self.graphs = GraphSet(
+            fn,
+            config.options,
+            make_cache(config, budget),
+            backend=get_backend(config.backend) if config.backend != "auto" else None,
+            admission=Admission(config.capture_after, config.capture_window),
+            out=out,
+        )
+        self.local = threading.local()
+        self.keeps_examples = False
+        """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
+        self._rules = rules
+        self._indices = itertools.count()
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
+        if (closed := self.graphs.closed()) is not None:
+            return self.run_eagerly(Decision.eager(closed), args, kwargs)
+        with self.graphs.lock:
+            if not self.graphs.guard_holds():
+                self.graphs.rearm()
+            routine = self.routine(args, kwargs)
+            found = self.find(routine, args, kwargs)
+            family, decision = found.family, found.decision
+            if family is not None and decision.mode is not CUDAGraphMode.NONE:
+                family.sightings[decision.size] += 1
+                if self.keeps_examples:
+                    family.keep_example(found.leaves)
+                entry, decision = self.plan(family, found)
+                if decision.reason is Reason.CAPTURED_NOW:
+                    return self._capture(routine, family, found, decision)
+                if entry is None:
+                    self.graphs.admission.sight((family.index, found.decision.size))
+                if entry is not None and decision.reason is Reason.VERIFIED_NOW:
+                    self.local.decision = Decision.eager(Reason.CALL_RAISED, found.rows)  # if it does
+                    outcome = self.graphs.verify(family, found.leaves, found.rows, entry)
+                    self.publish(routine, family, outcome.entry)
+                    return self._after_eager(Decision.eager(outcome.reason, found.rows, outcome.detail), outcome)
+                if entry is not None:
+                    try:
+                        return self._serve(routine, family, found, entry)
+                    except ReplayError as error:
+                        if error.had_effects:
+                            raise
+                        decision = Decision.eager(Reason.REPLAY_FAILED, found.rows, str(error))
+        return self.run_eagerly(decision, args, kwargs)
+
+    def routine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routine:
+        """The routine that serves such a call. Needs no lock."""
+        if self.uniform_decode is None or self.uniform_decode(*args, **kwargs):
+            return self.decode
+        return self.mixed
+
+    def _serve(self, routine: Routine, family: Family, found: Found, entry: CUDAGraphEntry) -> Any:
+        self.publish(routine, family, entry)
+        result = entry.serve(found.leaves, found.rows, self.graphs.stats)
+        self.local.decision = found.decision.as_mode(entry.mode)
+        return result
+
+    def plan(self, family: Family, found: Found) -> Plan:
+        """What to do with a call that a graph of ``found.decision.size`` could serve; changes nothing."""
+        decision, size = found.decision, found.decision.size
+        entry = self.graphs.current(family, size)
+        if entry is None:
+            failure = family.blocked(size)
+            if failure is not None:
+                return Plan(None, Decision.eager(failure.reason, found.rows, failure.detail))
+            return Plan(None, Decision.eager(self.graphs.admit((family.index, size)), found.rows))
+        clash = entry.clash(found.leaves)
+        if clash is not None:
+            return Plan(None, Decision.eager(Reason.ALIASED_ARGUMENTS, found.rows, clash))
+        if family.needs_check(entry, found.leaves, found.rows):
+            return Plan(entry, Decision.eager(Reason.VERIFIED_NOW, found.rows))
+        return Plan(entry, decision.as_mode(entry.mode))
+
+    def find(self, routine: Routine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+        """The family and the table's decision for a call; makes the family if it can have one."""
+        table = routine.table
+        if not table.sizes:
+            reason = Reason.MODE_MISMATCH if self.config.mode.has_graphs() else Reason.DISABLED
+            return Found(None, [], 0, Decision.eager(reason))
+        key = (len(args), *kwargs)
+        form = routine.forms.get(key)
+        call_form = form.form if form is not None else CallForm(self.fn, len(args), tuple(kwargs))
+        values = call_form.values(args, kwargs)
+        known = form.find(values) if form is not None else None
+        if known is None:
+            if len(self.graphs.families) >= self.config.max_signatures:
+                return Found(None, [], 0, Decision.eager(Reason.TOO_MANY_SIGNATURES))
+            made = self.graphs.make_family(next(self._indices), call_form, values, self._rules, table.largest)
+            if isinstance(made, Refusal):
+                return Found(None, [], 0, Decision.eager(made.reason, detail=made.detail))
+            family, leaves = made
+            known = family, leaves, family.signature.rows
+            if form is None:
+                form = routine.forms[key] = Form(call_form, family)
+            else:
+                form.families.append(family)
+        assert form is not None
+        family, leaves, rows = known
+        form.use(family)
+        if not family.signature.has_rows:
+            return Found(family, leaves, 1, routine.fixed)
+        return Found(family, leaves, rows, table.decide(rows))
+
+    def _capture(self, routine: Routine, family: Family, found: Found, decision: Decision) -> Any:
+        size = found.decision.size
+        self.local.decision = Decision.eager(Reason.CALL_RAISED, found.rows)  # if it does
+        outcome = self.graphs.capture(family, found.leaves, found.rows, size, mode=routine.table.mode)
+        self.publish(routine, family, outcome.entry)
+        if outcome.entry is None:
+            decision = Decision.eager(outcome.reason, found.rows, outcome.detail)
+        return self._after_eager(decision, outcome)
+
+    def publish(self, routine: Routine, family: Family, entry: CUDAGraphEntry | None) -> None:
+        """Let the fast path see an entry that is verified, for every number of rows that it serves; until padding
+        is proven by comparison with eager, for a full batch alone."""
+        if entry is None or entry.state is not EntryState.VERIFIED:
+            return
+        decisions = routine.decisions_of(entry.size) if family.signature.has_rows else (routine.fixed,)
+        checked = [d for d in decisions if d.mode.has_graphs() and (not entry.unproven or d.rows == d.size)]
+        family.served = family.served | {d.rows: (entry, d.as_mode(entry.mode)) for d in checked}
+
+    @property
+    def routines(self) -> list[Routine]:
+        """The routines that have sizes: one, or two where the mode tells uniform decode from other batches."""
+        return [r for r in dict.fromkeys((self.decode, self.mixed)) if r.table.sizes]
+
+    def use_sizes(self, config: CUDAGraphConfig) -> None:
+        """Decide by the sizes of ``config`` from now on. Graphs of sizes that stay, stay; the others are released, and
+        all of them if the largest size grows, since they share buffers that are as large as it."""
+        largest = max(r.table.largest for r in self.routines)
+        self.config = config
+        for routine in self.routines:
+            routine.resize(config.resolve())
+        if max(r.table.largest for r in self.routines) > largest:
+            self.clear()
+            return
+        for routine in self.routines:
+            for family in (family for form in routine.forms.values() for family in form.families):
+                entries = dict(family.entries) if family.signature.has_rows else {}
+                gone = [entry for size, entry in entries.items() if size not in routine.table.sizes]
+                for entry in gone:
+                    self.graphs.release(self.graphs.cache.retire(entry, EvictionReason.DROPPED))
+                family.served = {} if family.signature.has_rows else family.served
+                for entry in family.entries.values():
+                    self.publish(routine, family, entry)
+
+    def clear(self) -> None:
+        """Release all graphs, and forget all spellings and signatures."""
+        self.decode.forms.clear()
+        self.mixed.forms.clear()
+        self.graphs.clear()
+
+    def _after_eager(self, decision: Decision, outcome: Outcome) -> Any:
+        self.local.decision = decision
+        self.graphs.stats.record_miss(decision.reason, decision.rows)
+        if self.config.strict and not decision.reason.leads_to_graph:
+            raise FallbackError(decision.explain(), decision.reason) from outcome.error
+        return self.graphs.hand_out(outcome.answer())
+
+    def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
+        self.local.decision = decision
+        self.graphs.stats.record_miss(decision.reason, decision.rows)
+        if self.config.strict and not decision.reason.leads_to_graph:
+            raise FallbackError(decision.explain(), decision.reason)
+        return self.graphs.hand_out(self.fn(*args, **kwargs))

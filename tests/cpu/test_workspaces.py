@@ -1,0 +1,68 @@
+"""Memory that a graph reads and nobody guards: held alive, and its growth or move after the capture is noticed."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphdispatch.graphed_callable import graphed
+from graphdispatch.stats import EvictionReason
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class _Library:
+    """Keeps a workspace in a dict of dicts, as kernels' libraries do, and grows it in place when asked to."""
+
+    def __init__(self) -> None:
+        self.spaces = {"float32": {"main": torch.arange(8.0)}}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.spaces["float32"]["main"][: x.shape[1]]
+
+
+def test_growth_after_the_capture_makes_the_graph_stale() -> None:
+    """The storage grows where it stands; the graph that read the old one is released and captured anew."""
+    library = _Library()
+    step = graphed(library, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for _ in range(3):
+        step(torch.randn(4, 8))
+    assert (step.stats.captures, step.stats.hits) == (1, 1)
+    space = library.spaces["float32"]["main"]
+    space.untyped_storage().resize_(1 << 20)
+    space.copy_(torch.arange(8.0) * 10)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        assert torch.equal(step(x), x + torch.arange(8.0) * 10)
+    assert (step.stats.captures, step.stats.hits) == (2, 2)
+    assert [eviction.reason for eviction in step.stats.last_evictions] == [EvictionReason.STALE]
+
+
+def test_it_is_held_while_a_graph_reads_it() -> None:
+    """A library that drops its workspace does not take it away from the graph; a released graph lets go of it."""
+    library = _Library()
+    space = StorageWeakRef(library.spaces["float32"]["main"].untyped_storage())
+    step = graphed(library, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    x = torch.randn(4, 8)
+    step(x)
+    assert step.entries[0].workspaces is not None
+    library.spaces["float32"].clear()
+    gc.collect()
+    assert torch.equal(step.entries[0].replay({"x": x}), x + torch.arange(8.0))
+    assert not space.expired()
+    step.clear()
+    assert space.expired()
+
+
+def test_guarded_memory_is_not_compared_twice() -> None:
+    """Parameters and inputs are the business of others."""
+    model = torch.nn.Linear(3, 3).eval()
+    step = graphed(model, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    step(torch.randn(4, 3))
+    assert step.entries[0].workspaces is None
