@@ -14,12 +14,13 @@ from .cache import MemoryBudget
 from .cache.accounting import MemoryReport
 from .cache.estimate import MemoryEstimate
 from .capture.entry import CUDAGraphEntry
+from .capture.piecewise import BreakFigures, break_figures
 from .capture.rules import callable_name, make_rules
 from .config import CUDAGraphOptions, parse_mode, roomy_config
 from .dispatch.decision import Decision
 from .errors import ReplayError
 from .modes import CUDAGraphMode
-from .prewarm import Limits, PrewarmReport, capture_size, estimate, prewarm
+from .prewarm import Limits, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
 from .reasons import Reason
 from .slow_path import SlowPath
 from .stats import EvictionReason
@@ -250,6 +251,17 @@ class Graphed(Generic[P, R]):
     def entries(self) -> list[CUDAGraphEntry]:
         """The captured graphs, by size."""
         return sorted(self._graphs.cache, key=lambda entry: entry.size)
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """The sizes that have a graph for every signature seen so far, increasing."""
+        with self._graphs.lock:
+            return captured_sizes(self._slow)
+
+    @property
+    def breaks(self) -> list[BreakFigures]:
+        """Where PIECEWISE graphs break, how often, and which share of their time that takes; the longest first."""
+        return break_figures(self.entries)
 
     @property
     def automatic_breaks(self) -> dict[torch.nn.Module, str]:

@@ -87,16 +87,23 @@ def capture_size(path: SlowPath, size: int) -> bool:
         raise ConfigError(f"size must be an integer from 1 to {largest}, the largest size, got {size!r}")
     if path.graphs.closed() is not None or not path.graphs.guard_holds():
         return False
-    done = []
-    for routine in path.routines:
-        for family in (family for form in routine.forms.values() for family in form.families):
-            if not family.signature.has_rows:
-                continue
-            if path.graphs.current(family, size) is None and family.example and family.blocked(size) is None:
-                below = [smaller for smaller in routine.table.sizes if smaller < size]
-                _capture(path, routine, family, family.example, max(below, default=0) + 1, size)
-            done.append(size in family.entries)
-    return bool(done) and all(done)
+    for routine, family in _families(path):
+        if path.graphs.current(family, size) is None and family.example and family.blocked(size) is None:
+            below = [smaller for smaller in routine.table.sizes if smaller < size]
+            _capture(path, routine, family, family.example, max(below, default=0) + 1, size)
+    return size in captured_sizes(path)
+
+
+def captured_sizes(path: SlowPath) -> tuple[int, ...]:
+    """See ``Graphed.captured_sizes``. Called with the lock of ``path.graphs`` held."""
+    ready = [set(family.entries) for _, family in _families(path)]
+    return tuple(sorted(set.intersection(*ready))) if ready else ()
+
+
+def _families(path: SlowPath) -> list[tuple[Routine, Family]]:
+    """The families that have a batch dimension, each with its routine."""
+    forms = [(routine, form) for routine in path.routines for form in routine.forms.values()]
+    return [(routine, f) for routine, form in forms for f in form.families if f.signature.has_rows]
 
 
 class _Batch:

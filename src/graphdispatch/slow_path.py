@@ -222,4 +222,7 @@ class SlowPath:
         self.graphs.stats.record_miss(decision.reason, decision.rows)
         if self.config.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
-        return self.graphs.hand_out(self.fn(*args, **kwargs))
+        try:
+            return self.graphs.hand_out(self.fn(*args, **kwargs))
+        finally:
+            self.local.decision = decision  # the callable may have called this object, too

@@ -80,7 +80,7 @@ def test_an_estimate_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """State, random numbers, statistics, cache and pool are as before; nothing was counted, and the pool of the trial
     was closed, without which a device would not give it back."""
     closed: list[Pool] = []
-    monkeypatch.setattr(CPUPool, "close", closed.append)
+    monkeypatch.setattr(CPUPool, "close", lambda pool: closed.append(pool))
     model, graphs, family, leaves = decoder()
     cache, rng = model.cache_keys.normal_().clone(), torch.get_rng_state()
     estimate_memory(graphs, family, leaves, SIZES)

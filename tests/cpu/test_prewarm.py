@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.descriptors import DispatchKey
+from graphdispatch.dispatch.prediction import Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
 from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import CUDAGraphMode
@@ -162,3 +164,64 @@ def test_a_larger_largest_size_begins_anew(model: torch.nn.Module) -> None:
     assert step.entries == []
     step.prewarm(torch.randn(4, 8))
     assert serves(step, model, 30) is Reason.PADDED
+
+
+class Clock:
+    """Seconds by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+
+class Slow:
+    """A callable whose captures take 50 ms of the clock."""
+
+    def __init__(self, step: Graphed[..., Any], clock: Clock) -> None:
+        self.step, self.clock = step, clock
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """Those of the callable."""
+        return self.step.captured_sizes
+
+    def capture_size(self, size: int) -> bool:
+        """As the callable does, and 50 ms later."""
+        self.clock.now += 0.05
+        return self.step.capture_size(size)
+
+
+def test_the_sizes_that_come_next_are_captured_in_pauses(model: torch.nn.Module) -> None:
+    """While steps follow each other nothing is captured; in a pause the expected sizes are, as far as is allowed."""
+    clock = Clock()
+    prewarmer = Prewarmer(SizePredictor(SIZES), clock=clock, capture_ms=50.0, allowance_ms=120.0, budget=0.0)
+    step = make(model, capture_after=100)
+    step.keep_examples()
+    slow = Slow(step, clock)
+    for rows in (2, 4, 2, 4, 2, 4, 2, 4, 2, 4):
+        prewarmer.step_started(DispatchKey(rows, rows))
+        serves(step, model, rows)
+        prewarmer.step_ended()
+        clock.now += 0.01
+        assert prewarmer.capture_one(slow) is None
+    assert step.captured_sizes == ()
+    clock.now += 10.0
+    found = [prewarmer.capture_one(slow) for _ in range(4)]
+    assert sorted(found[:2], key=str) == [2, 4]
+    assert found[2:] == [None, None]  # 120 ms are enough for two
+    assert step.captured_sizes == (2, 4)
+    assert serves(step, model, 4) in (Reason.EXACT, Reason.VERIFIED_NOW)
+
+
+def test_a_callable_that_calls_itself_keeps_its_own_decision() -> None:
+    """The latest decision is that of the call that ended last."""
+
+    def outer(x: torch.Tensor, again: bool) -> Any:
+        return step(x, False) if again else x * 2
+
+    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), capture_after=9)
+    step(torch.randn(5, 3), True)
+    assert step.last_decision is not None
+    assert step.last_decision.rows == 5

@@ -1,9 +1,10 @@
-"""Prediction: which sizes come next, and which of them to capture now. Decides only; the caller captures."""
+"""Prediction: which sizes come next, and which of them to capture in a pause."""
 
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError
 from ..sizes import check_sizes
 
-__all__ = ["Prewarmer", "SizePredictor"]
+__all__ = ["CapturesSizes", "Prewarmer", "SizePredictor"]
 
 _Probabilities = NDArray[np.float64]
 
@@ -113,8 +114,19 @@ class SizePredictor:
         return moves
 
 
+class CapturesSizes(Protocol):
+    """What can be told to capture a size, and says which it has: ``graphed`` callables can."""
+
+    @property
+    def captured_sizes(self) -> Collection[int]:
+        """The sizes that have a graph now."""
+
+    def capture_size(self, size: int) -> bool:
+        """Capture one size now; whether there is a graph of it then."""
+
+
 class Prewarmer:
-    """Plans which sizes to capture in a pause, before batches need them; it captures nothing itself.
+    """Plans which sizes to capture in a pause, before batches need them, and has them captured one at a time.
 
     A pause counts from the end of the last step, once it has lasted as long as a capture will take and four times as
     long as steps are usually apart: what has lasted tends to last, and at worst the wait is doubled. So nothing is
@@ -208,6 +220,20 @@ class Prewarmer:
                 if chances[size] > max(_REPLACES_FROM, 2 * kept)
             ]
         return wanted[:count]
+
+    def capture_one(self, target: CapturesSizes, capacity: int | None = None) -> int | None:
+        """In a pause, have ``target`` capture the size that ``plan`` finds most urgent; returns it, or None.
+
+        Call it whenever nothing is to be served: outside of pauses, and without budget, it does nothing. A size that
+        cannot be captured costs its time, and the next one is tried while the budget lasts.
+        """
+        for size in self.plan(target.captured_sizes, capacity):
+            begun = self._clock()
+            is_captured = target.capture_size(size)
+            self.record_capture(1000 * max(0.0, self._clock() - begun))
+            if is_captured:
+                return size
+        return None
 
     def _affordable(self) -> int:
         """How many captures the pause and the budget allow now."""

@@ -1,34 +1,38 @@
-"""JSON documents on disk: written whole or not at all, and validated before anything of them is used."""
+"""Files that are written whole or not at all, and JSON documents, validated before anything of them is used."""
 
 import os
 import reprlib
-import tempfile
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 
-__all__ = ["read_document", "write_document"]
+__all__ = ["read_document", "write_document", "write_text"]
 
 _MOST_BYTES = 2**30
 
 Document = TypeVar("Document", bound=BaseModel)
 
 
-def write_document(path: str | Path, document: BaseModel) -> None:
-    """Write ``document`` as JSON, replacing a file there in one step; an ``OSError`` leaves the old one as it was."""
+def write_text(path: str | Path, text: str) -> None:
+    """Write ``text`` in UTF-8, replacing a file there in one step; an ``OSError`` leaves the old one as it was."""
     path = Path(path)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(document.model_dump_json(exclude_none=True))
-            file.write("\n")
+        with open(partial, "x", encoding="utf-8") as file:
+            file.write(text)
         os.replace(partial, path)
     except BaseException:
-        os.unlink(partial)
+        partial.unlink(missing_ok=True)
         raise
+
+
+def write_document(path: str | Path, document: BaseModel) -> None:
+    """Write ``document`` as JSON, as ``write_text`` does."""
+    write_text(path, document.model_dump_json(exclude_none=True) + "\n")
 
 
 def read_document(path: str | Path, kind: type[Document]) -> Document:

@@ -1,0 +1,1 @@
+"""The commands that plan, simulate, lint and calibrate: a file each. Needs the extra ``cli``."""

@@ -1,0 +1,47 @@
+"""Where the commands write: found out before the work, written whole or not at all."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..plan.storage import write_text
+
+__all__ = ["require_writable", "write_json", "writing"]
+
+
+def require_writable(**paths: Path | None) -> None:
+    """Raise ``ConfigError`` that names the option if one of ``paths`` cannot be written, or two of them are one."""
+    given = {name: path for name, path in paths.items() if path is not None}
+    for name, path in given.items():
+        folder = path.absolute().parent
+        why = None
+        if path.is_dir():
+            why = "it is a folder"
+        elif not folder.is_dir():
+            why = f"there is no folder {folder}"
+        elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+            why = "permission denied"
+        if why is not None:
+            raise ConfigError(f"--{name} {path} cannot be written: {why}")
+    if len({path.resolve() for path in given.values()}) < len(given):
+        raise ConfigError(f"--{' and --'.join(given)} must be different files")
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Within the block ``path`` is written; a failure is one ``ConfigError``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--{option} {path} cannot be written: {error.strerror}") from error
+
+
+def write_json(path: Path | None, values: Any) -> None:
+    """Write ``values`` to the file that ``--json`` names, if it was given."""
+    if path is not None:
+        with writing("json", path):
+            write_text(path, json.dumps(values, indent=2) + "\n")
