@@ -41,8 +41,9 @@ class CUDAGraphWrapper:
     not fit runs eagerly, with a reason in ``get_stats()``.
 
     ``eviction`` says which graph goes when ``max_cached_graphs`` or ``memory_budget_bytes`` is reached; ``budget`` is
-    one that several wrappers share. ``backend`` and ``pool`` share memory between wrappers that never run at the same
-    time. Other attributes are those of the runnable. Thread-safe.
+    one that several wrappers share. ``out``, a tensor or a nest of them, is where all outputs go; the next call
+    overwrites them. ``backend`` and ``pool`` share memory between wrappers that never run at the same time. Other
+    attributes are those of the runnable. Thread-safe.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class CUDAGraphWrapper:
         memory_budget_bytes: int | None = None,
         eviction: str | EvictionPolicy = "gdsf",
         budget: MemoryBudget | None = None,
+        out: Any = None,
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -70,7 +72,7 @@ class CUDAGraphWrapper:
         self.options = options or CUDAGraphOptions()
         stats = CUDAGraphStats(knows_rows=False)
         cache = GraphCache(max_cached_graphs, memory_budget_bytes, eviction=eviction, budget=budget, stats=stats)
-        self._graphs = GraphSet(runnable, self.options, cache, backend=backend, pool=pool)
+        self._graphs = GraphSet(runnable, self.options, cache, backend=backend, pool=pool, out=out)
         self._forms: dict[BatchDescriptor, Form] = {}
         self._local = threading.local()
 

@@ -376,3 +376,18 @@ def test_public_name_is_the_function() -> None:
     """``graphdispatch.graphed`` is the function, whatever part of the package was imported before."""
     code = "from graphdispatch import Graphed, graphed; assert callable(graphed), graphed"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@pytest.mark.parametrize("dynamic", [{"inputs": 0}, {"inputs[0]": 0, "inputs[1]": 0}], ids=["all", "one by one"])
+def test_variadic_arguments_are_named_after_their_parameter(dynamic: dict[str, int]) -> None:
+    """``*inputs`` is one name for all of them, and each has its own."""
+
+    def add(*inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[0] + 2 * inputs[1]
+
+    step = graphed(add, dynamic=dynamic, sizes=(4,), capture_after=1)
+    with torch.no_grad():
+        for rows in (4, 3, 4, 3):
+            a, b = torch.randn(rows, 2), torch.randn(rows, 2)
+            assert torch.equal(step(a, b), a + 2 * b)
+    assert step.stats.hits == 2

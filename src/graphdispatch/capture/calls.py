@@ -67,12 +67,15 @@ class CallForm:
 def _positional_names(fn: Callable[..., Any], count: int, keywords: Sequence[str]) -> list[str]:
     signature = _signature(fn)
     names: list[str] = []
+    rest = None  # the name of *args
     if signature is not None:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [p.name for p in signature.parameters.values() if p.kind in kinds][:count]
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
     # A name given twice is the callable's own TypeError to raise; here it only must not merge two arguments.
     names = [name if name not in keywords else f"{name}#{i}" for i, name in enumerate(names)]
-    return names + [f"arg{i}" for i in range(len(names), count)]
+    further = range(count - len(names))
+    return names + [f"{rest}[{i}]" if rest is not None else f"arg{len(names) + i}" for i in further]
 
 
 class Leaf(NamedTuple):
@@ -96,7 +99,7 @@ class Caller:
         for name, value in zip(form.names, values, strict=True):
             paths, spec = tree_flatten_with_path(value)
             self._specs.append(spec)
-            self.leaves += [Leaf(name + keystr(path), name) for path, _ in paths]
+            self.leaves += [Leaf(name + keystr(path), name.partition("[")[0]) for path, _ in paths]
         self.is_flat = all(spec.is_leaf() for spec in self._specs)
         inverse = form.order if form.order is not None else range(len(values))
         self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
