@@ -1,4 +1,4 @@
-"""The command line ``graphdispatch``; every command lives beside what it runs and is registered here."""
+"""The command line ``graphdispatch``: the commands are registered here, and their mistakes become one line."""
 
 import sys
 from importlib.metadata import version
@@ -45,6 +45,10 @@ def build_app() -> "typer.Typer":
     """The application with all its commands; raises ``ModuleNotFoundError`` without typer and rich."""
     import typer
 
+    from .commands.calibrate import calibrate
+    from .commands.lint import lint
+    from .commands.plan import plan
+    from .commands.simulate import simulate
     from .demo.command import demo
 
     app = typer.Typer(
@@ -54,7 +58,8 @@ def build_app() -> "typer.Typer":
         pretty_exceptions_enable=False,
         add_completion=False,
     )
-    app.command()(demo)
+    for command in (demo, plan, simulate, lint, calibrate):
+        app.command()(command)
 
     @app.callback()
     def _options(

@@ -25,7 +25,7 @@ from .errors import ConfigError
 from .modes import CUDAGraphMode
 from .sizes import LADDERS, check_sizes, ladder, next_size_table
 
-__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "roomy_config"]
+__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "resized", "roomy_config"]
 
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
@@ -309,6 +309,14 @@ def roomy_config(
     config = CUDAGraphConfig(capture_sizes=sizes, **settings)
     needed = max(config.max_cached_graphs, 2 * len(config.resolve().sizes))
     return config.replace(max_cached_graphs=needed if max_graphs is None else max_graphs)
+
+
+def resized(config: CUDAGraphConfig, sizes: object) -> CUDAGraphConfig:
+    """``config`` with other capture sizes, and with the largest of them as the largest batch if it is larger than that
+    was. Raises ``ConfigError``."""
+    sizes = _parse_capture_sizes(sizes)
+    largest = 0 if isinstance(sizes, str) else max(sizes, default=0)
+    return config.replace(capture_sizes=sizes, max_batch_size=max(config.max_batch_size, largest))
 
 
 @lru_cache(maxsize=64)

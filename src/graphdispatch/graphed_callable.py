@@ -16,7 +16,7 @@ from .cache.estimate import MemoryEstimate
 from .capture.entry import CUDAGraphEntry
 from .capture.piecewise import BreakFigures, break_figures
 from .capture.rules import callable_name, make_rules
-from .config import CUDAGraphOptions, parse_mode, roomy_config
+from .config import CUDAGraphOptions, parse_mode, resized, roomy_config
 from .dispatch.decision import Decision
 from .errors import ReplayError
 from .modes import CUDAGraphMode
@@ -77,7 +77,6 @@ def graphed(
     is captured when it is seen for the ``capture_after``-th time within ``capture_window`` uses, or by ``prewarm``.
     When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, ``eviction`` (``"gdsf"``, ``"lfu"``, ``"lru"``, or
     an installed policy) says which graph goes; ``budget`` is one that several callables share.
-
     ``outputs``: ``"clone"`` gives the caller copies, ``"view"`` a handle (``.get()``) that raises ``StaleOutputError``
     after the next replay, ``"ring:3"`` such a handle on the next of three preallocated copies, which raises after three
     further calls, ``"static"`` the graph's own tensors. ``out``, a tensor or a nest of them with at least ``max_size``
@@ -91,20 +90,12 @@ def graphed(
 
     Graphs are for inference. A call that needs gradients (gradients are on, and an input or a captured tensor requires
     one, or a module that does is in training mode) runs eagerly; every other call runs under ``torch.no_grad()``.
-
     Raises ``ConfigError`` for a bad option, here where it can be told and else at the first call. Thread-safe.
     """
-    settings = {
-        "mode": parse_mode(mode),
-        "backend": backend,
-        "memory_budget_bytes": memory_budget_bytes,
-        "eviction": eviction,
-        "capture_after": capture_after,
-        "capture_window": capture_window,
-        "max_signatures": max_signatures,
-        "strict": strict,
-        "options": (options or CUDAGraphOptions()).replace(outputs=outputs),
-    }
+    settings: dict[str, Any] = {"mode": parse_mode(mode), "backend": backend, "strict": strict}
+    settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
+    settings |= {"capture_after": capture_after, "capture_window": capture_window}
+    settings["options"] = (options or CUDAGraphOptions()).replace(outputs=outputs)
     config = roomy_config(sizes, max_size, max_cached_graphs, settings)
     rules = make_rules(fn, dynamic, pad or {}, static)
     return Graphed(SlowPath(fn, config, rules, uniform_decode=uniform_decode, budget=budget, out=out))
@@ -206,7 +197,7 @@ class Graphed(Generic[P, R]):
         Raises ``ConfigError`` for sizes that cannot be; nothing has changed then.
         """
         with self._graphs.lock:
-            self._slow.use_sizes(self._slow.config.replace(capture_sizes=sizes))
+            self._slow.use_sizes(resized(self._slow.config, sizes))
 
     def keep_examples(self) -> None:
         """Keep two rows of one call of each signature from now on, so that ``capture_size`` has something to capture
@@ -217,8 +208,8 @@ class Graphed(Generic[P, R]):
         """Capture one size now, while nothing is to be served, for every signature of which an example is kept.
 
         It may be one that ``use_sizes`` brings in later, up to the largest size now. Returns whether there is a graph
-        of it then; it leaves no effect. Raises ``ConfigError`` for a size that is too large, ``FallbackError`` with
-        ``strict``.
+        of it then; it leaves no effect, and an example that the callable refuses is left out. Raises ``ConfigError``
+        for a size that is too large, ``FallbackError`` with ``strict``.
         """
         with torch.no_grad(), self._graphs.lock:
             return capture_size(self._slow, size)

@@ -9,9 +9,10 @@ from .cache.estimate import BudgetedCapture, MemoryEstimate, estimate_memory
 from .capture.collector import frozen_collector
 from .capture.family import Family
 from .dispatch.routine import Routine
-from .errors import CaptureError, ConfigError, FallbackError
+from .errors import CaptureError, ConfigError, FallbackError, GraphDispatchError
 from .modes import CUDAGraphMode, EntryState
 from .progress import progress_bar
+from .reasons import Reason
 from .slow_path import SlowPath
 
 __all__ = ["Limits", "PrewarmReport", "capture_size", "estimate", "prewarm"]
@@ -90,7 +91,13 @@ def capture_size(path: SlowPath, size: int) -> bool:
     for routine, family in _families(path):
         if path.graphs.current(family, size) is None and family.example and family.blocked(size) is None:
             below = [smaller for smaller in routine.table.sizes if smaller < size]
-            _capture(path, routine, family, family.example, max(below, default=0) + 1, size)
+            try:
+                _capture(path, routine, family, family.example, max(below, default=0) + 1, size)
+            except GraphDispatchError:
+                raise
+            except Exception as error:  # of the callable, which refused the example when it was a call, too
+                most = path.config.options.max_failures
+                family.quarantine(size, Reason.CALL_RAISED, f"{type(error).__name__}: {error}", most)
     return size in captured_sizes(path)
 
 

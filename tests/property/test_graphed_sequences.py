@@ -34,10 +34,11 @@ class Sequences(RuleBasedStateMachine):
         spec=specs(PLAIN, STATEFUL, AWKWARD),
         sizes=st.sampled_from([(4,), (4,), (2, 4), (1, 2, 4)]),
         mode=st.sampled_from(["FULL", "FULL", "PIECEWISE"]),
-        outputs=st.sampled_from(["clone", "view", "static"]),
+        outputs=st.sampled_from(["clone", "view", "static", "ring:2"]),
         capture_after=st.sampled_from([1, 1, 2]),
         max_graphs=st.sampled_from([8, 8, 2, 1]),
         repeats_last=st.booleans(),
+        verify_every=st.sampled_from([None, None, None, 1, 2]),
         plan=sound_plans(),
         rows=_ROWS,
     )
@@ -50,6 +51,7 @@ class Sequences(RuleBasedStateMachine):
         capture_after: int,
         max_graphs: int,
         repeats_last: bool,
+        verify_every: int | None,
         plan: Plan,
         rows: list[int],
     ) -> None:
@@ -70,7 +72,7 @@ class Sequences(RuleBasedStateMachine):
             outputs=outputs,
             capture_after=capture_after,
             max_cached_graphs=max_graphs,
-            options=CUDAGraphOptions(padding_writes="allow"),
+            options=CUDAGraphOptions(padding_writes="allow", verify_every=verify_every),
         )
         self._serve(plan, rows, None)
 
@@ -106,14 +108,20 @@ class Sequences(RuleBasedStateMachine):
             for model in (self.model, self.twin):
                 _change(model, name, how)
 
-    @rule(how=st.sampled_from(["flip_training", "clear", "reload"]))
+    @rule(how=st.sampled_from(["flip_training", "clear", "reload", "invalidate", "sleep", "wake"]))
     def disturb(self, how: str) -> None:
-        """Another training mode; all graphs released; or the eager model's state loaded, which ends all rounding."""
+        """Another training mode; all graphs released, once or until woken; or the eager model's state loaded, which
+        ends all rounding."""
         if how == "flip_training":
             for model in (self.model, self.twin):
                 model.train(not model.training)
         elif how == "clear":
             self.step.clear()
+            assert self.step.entries == []
+        elif how == "wake":
+            self.step.wake()
+        elif how in ("invalidate", "sleep"):
+            self.step.invalidate(how) if how == "invalidate" else self.step.sleep(how)
             assert self.step.entries == []
         elif "rebinds" not in self.model.spec.parts:  # its buffer may have been made in inference mode
             self.model.load_state_dict(self.twin.state_dict())
@@ -129,6 +137,15 @@ class Sequences(RuleBasedStateMachine):
         with contextlib.suppress(ConfigError, IndexError):
             self.step.prewarm(*args, **kwargs)
         assert_same(plan.make(self.twin), (args, kwargs), exact=True)
+
+    @rule(sizes=st.sampled_from([(4,), (2, 4), (3, 4), (1, 2, 4), (4, 6)]), ahead=st.sampled_from([None, 1, 2, 3, 4]))
+    def change_sizes(self, sizes: tuple[int, ...], ahead: int | None) -> None:
+        """Other sizes than before, after a capture of any one from an example, which leaves no trace."""
+        self.step.keep_examples()
+        if ahead is not None and "rebinds" not in self.model.spec.parts:
+            self.step.capture_size(min(ahead, self.step.sizes[-1]))
+        self.step.use_sizes(sizes)
+        assert {entry.size for entry in self.step.entries} <= {*sizes, 1}
 
     @rule(plan=plans())
     def explain(self, plan: Plan) -> None:

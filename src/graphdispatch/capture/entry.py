@@ -114,7 +114,8 @@ class CUDAGraphEntry:
     def _fail(self, error: BaseException, before: Any) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way; after one without effects the caller can run the
         step eagerly, and the generator is where it was. Returns for an error that is the caller's own."""
-        self.inputs.soil()
+        if self.mutated:
+            self.inputs.soil()
         self.backend.raise_if_lost(error)
         if not isinstance(error, Exception):
             return
@@ -167,6 +168,7 @@ class CUDAGraphEntry:
                 raise ReplayError(f"the graph for {self.key} was evicted")
             self.pool.refuse_inside_replay()
             self.pool.order_after_last_use()
+            self.inputs.soil()
             before = self.backend.rng_state() if self.draws else None
             try:
                 self.graph.replay()
@@ -174,7 +176,6 @@ class CUDAGraphEntry:
                 self._fail(error, before)
                 raise
             self.increment_replay()
-            self.inputs.soil()
             return self.outputs.take(self.size)
 
     def check(self, inputs: Mapping[str, torch.Tensor]) -> tuple[list[Any], int]:

@@ -12,7 +12,15 @@ from ..plan.workload import Workload
 from ..sizes import LADDERS
 from .options import GraphMode
 
-__all__ = ["generated_workload", "read_cost", "read_plan", "read_sizes", "read_workload", "runtime_mode"]
+__all__ = [
+    "generated_workload",
+    "largest_size",
+    "read_cost",
+    "read_plan",
+    "read_sizes",
+    "read_workload",
+    "runtime_mode",
+]
 
 _GENERATED_STEPS = 2000
 _LARGEST = 512  # vLLM's default limit

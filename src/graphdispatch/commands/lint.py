@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from ..dispatch.lint import LintFinding
 from ..dispatch.lint import lint as find_faults
@@ -14,9 +13,9 @@ from ..dispatch.planned import planned_dispatcher
 from ..plan.plan import Plan
 from .inputs import read_plan
 from .options import JsonFile, Ladder, MaxSize, ModeOption
-from .outputs import require_writable, write_json
+from .outputs import print_text, require_writable, write_json
 
-__all__ = ["lint", "lint_plan", "print_findings"]
+__all__ = ["finding_dict", "lint", "lint_plan", "print_findings"]
 
 
 def lint(
@@ -37,8 +36,8 @@ def lint(
     require_writable(json=json_file)
     linted = read_plan(plan, sizes, mode, max_size)
     findings = lint_plan(linted, max_num_reqs=max_num_seqs, max_num_tokens=max_num_batched_tokens)
-    console = Console(soft_wrap=True)
-    console.print(escape(repr(linted)))
+    console = Console()
+    print_text(console, repr(linted))
     print_findings(findings, console)
     write_json(json_file, [finding_dict(finding) for finding in findings])
     if findings:
@@ -61,6 +60,6 @@ def finding_dict(finding: LintFinding) -> dict[str, object]:
 def print_findings(findings: Sequence[LintFinding], console: Console) -> None:
     """One line for each finding, or that there are none."""
     if not findings:
-        console.print("lint: nothing found", style="green")
+        print_text(console, "lint: nothing found", "green")
     for finding in findings:
-        console.print(f"[yellow]lint, {finding.code.value}:[/] {escape(finding.message)}")
+        print_text(console, f"lint, {finding.code.value}: {finding.message}", "yellow")

@@ -14,6 +14,7 @@ __all__ = [
     "CostFile",
     "GraphMode",
     "JsonFile",
+    "Ladder",
     "MaxSize",
     "ModeOption",
     "Requests",
@@ -70,7 +71,7 @@ Traces = Annotated[
     typer.Argument(
         help="Steps as CSV, JSON lines or Parquet, a vLLM log with --cudagraph-metrics tables, any of them as .gz; or "
         "a .json that Workload.save wrote. Several are taken one after the other. Default: a small generated trace.",
-        metavar="TRACE...",
+        metavar="TRACE",
         show_default=False,
     ),
 ]
@@ -109,7 +110,8 @@ MaxSize = Annotated[
 CostFile = Annotated[
     Path | None,
     typer.Option(
-        "--cost", help="What steps and graphs cost, as calibrate wrote it. Default: figures for an 8B model on one GPU.",
+        "--cost",
+        help="What steps and graphs cost, as calibrate wrote it. Default: figures for an 8B model on one large GPU.",
         metavar="FILE", show_default=False,
     ),
 ]  # fmt: skip

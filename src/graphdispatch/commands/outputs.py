@@ -1,4 +1,4 @@
-"""Where the commands write: found out before the work, written whole or not at all."""
+"""Where the commands write: the terminal, and files, which are found out before the work and written whole."""
 
 import json
 import os
@@ -7,10 +7,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
 from ..errors import ConfigError
 from ..plan.storage import write_text
 
-__all__ = ["require_writable", "write_json", "writing"]
+__all__ = ["make_table", "print_text", "require_writable", "write_json", "writing"]
+
+
+def make_table(title: str, first: str, *others: str) -> Table:
+    """A table of which all columns but the first are numbers."""
+    table = Table(first, title=title, box=SIMPLE, title_justify="left", title_style="")
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def print_text(console: Console, text: object, style: str = "") -> None:
+    """Print text as it is: without markup, and in lines of any length, so that a script can read them."""
+    console.print(str(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def require_writable(**paths: Path | None) -> None:

@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..dispatch.lint import LintFinding
 from ..errors import ConfigError
@@ -33,7 +31,7 @@ from .options import (
     parse_seconds,
     parse_share,
 )
-from .outputs import require_writable, write_json, writing
+from .outputs import make_table, print_text, require_writable, write_json, writing
 
 __all__ = ["plan"]
 
@@ -153,15 +151,13 @@ def _print(
     chosen: Plan,
     findings: Sequence[LintFinding],
 ) -> None:
-    console = Console(soft_wrap=True)
-    console.print(escape(repr(workload)))
-    console.print(escape(repr(cost)))
+    console = Console()
+    print_text(console, repr(workload))
+    print_text(console, repr(cost))
     how = "judged on the steps that it was planned for, since their order is not known"
     if workload.steps is not None:
         how = f"planned on the first {100 * split:g} % of the steps, judged on the others"
-    table = Table("", title=f"{how}; eagerly a step takes {rows[0].result.eager_ms:.3f} ms")
-    for name in ("graphs", "steps served", "padding", "worst padding", "step time", "memory", "captures"):
-        table.add_column(name, justify="right")
+    table = make_table(how.capitalize(), "", "graphs", "served", "padding", "at worst", "step, ms", "MiB", "capture, s")
     for row in rows:
         result = row.result
         table.add_row(
@@ -169,14 +165,15 @@ def _print(
             str(result.graphs),
             f"{100 * result.hit_rate:.1f} %",
             f"{100 * result.padding:.2f} %",
-            f"{100 * result.worst_padding:.0f} % at {result.worst_size}",
-            f"{result.step_ms:.3f} ms",
-            f"{result.memory / 2**20:.0f} MiB",
-            f"{result.capture_ms / 1e3:.1f} s",
+            f"{100 * result.worst_padding:.0f} %",
+            f"{result.step_ms:.3f}",
+            f"{result.memory / 2**20:.0f}",
+            f"{result.capture_ms / 1e3:.1f}",
         )
-    console.print(table)
-    console.print(f"Planned on all steps: {escape(str(chosen))}")
-    console.print(escape(str(chosen.evaluate(workload, cost))))
+    table.add_row("eager", "0", "0.0 %", "", "", f"{rows[0].result.eager_ms:.3f}", "0", "0.0")
+    console.print(table, highlight=False)
+    print_text(console, f"Planned on all steps: {chosen}")
+    print_text(console, chosen.evaluate(workload, cost))
     print_findings(findings, console)
 
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from ..errors import ConfigError
 from ..plan.plan import Plan
@@ -24,7 +23,7 @@ from .options import (
     Traces,
     parse_bytes,
 )
-from .outputs import require_writable, write_json
+from .outputs import print_text, require_writable, write_json
 
 __all__ = ["Policy", "simulate"]
 
@@ -63,7 +62,7 @@ def simulate(
     max_num_batched_tokens: Tokens = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Serve recorded traffic on a simulated device: hit rate, padding, times, captures, bytes, and why steps ran eagerly.
+    """Serve recorded traffic on a simulated device: hits, padding, times, captures, bytes, and why steps ran eagerly.
 
     Without a plan and --sizes, vLLM's ladder.
     """
@@ -90,9 +89,9 @@ def simulate(
         ),
         admission=Admission(_SECOND_SIGHTING) if on_demand else None,
     )
-    console = Console(soft_wrap=True)
-    for line in (repr(workload), repr(costs), repr(served), str(result)):
-        console.print(escape(line))
+    console = Console()
+    for line in (repr(workload), repr(costs), repr(served), result):
+        print_text(console, line)
     write_json(json_file, {"plan": _sizes(served), **result.to_dict()})
 
 

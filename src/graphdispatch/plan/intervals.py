@@ -257,7 +257,7 @@ def _between(low: int, low_price: float, high: int, high_price: float, count: in
     """The price for ``count`` graphs if it is a power of the number; None where that says nothing."""
     if not (low and high_price > 0 and low_price > high_price and high > 1.05 * low):
         return None
-    return low_price * (high_price / low_price) ** (math.log(count / low) / math.log(high / low))
+    return low_price * math.exp(math.log(high_price / low_price) * math.log(count / low) / math.log(high / low))
 
 
 def _splice(routines: Sequence[Routine], low: Found, high: Found, count: int) -> Found:
