@@ -13,7 +13,20 @@ from typing import NamedTuple
 
 import torch
 
-from . import adaptive, capture, decisions, decoder, front, guard, piecewise, prediction, wrapper
+from . import (
+    adaptive,
+    capture,
+    decisions,
+    decoder,
+    eviction,
+    front,
+    guard,
+    piecewise,
+    planning,
+    prediction,
+    simulate,
+    wrapper,
+)
 from .timing import Effort, Row
 
 
@@ -32,6 +45,9 @@ _PARTS = {
     "decisions": _Part(decisions.TITLE, decisions.rows),
     "adaptive": _Part(adaptive.TITLE, adaptive.rows),
     "prediction": _Part(prediction.TITLE, prediction.rows),
+    "eviction": _Part(eviction.TITLE, eviction.rows),
+    "planning": _Part(planning.TITLE, planning.rows),
+    "simulate": _Part(simulate.TITLE, simulate.rows),
 }
 
 

@@ -1,15 +1,12 @@
 """How eviction policies fare on a trace with less room than it has sizes: the library's own cache, no device.
 
-    python -m benchmarks.eviction [--capture-ms MS] [TRACE.csv[.gz] ...]
-
-A trace has a column ``num_tokens``; without one, one is generated, and a cycle over more sizes than there is room for
-always comes last. Graphs are wanted for the sizes of vLLM's ladder up to 512, or for exactly the tokens of each step,
-which are many more. A size is captured at its second sighting within the window. *Guarded* is how the library works: a
-graph goes only if it was not used since the newcomer's first sighting. The optimum knows the future and may decline to
-capture (Belady); no policy can hit more often.
+A trace has a column ``num_tokens``; a cycle over more sizes than there is room for always comes last. Graphs are
+wanted for the sizes of vLLM's ladder up to 512, or for exactly the tokens of each step, which are many more. A size is
+captured at its second sighting within the window. *Guarded* is how the library works: a graph goes only if it was not
+used since the newcomer's first sighting. The optimum knows the future and may decline to capture (Belady); no policy
+can hit more often.
 """
 
-import argparse
 import csv
 import gzip
 from bisect import bisect_left
@@ -23,6 +20,12 @@ from graphdispatch.demo.trace import generate_trace
 from graphdispatch.sizes import ladder
 from graphdispatch.testing import MockCUDAGraph
 
+from .timing import Effort, Row
+
+__all__ = ["TITLE", "rows"]
+
+TITLE = "less room than sizes: misses and captures in percent of the steps, compared with the optimum (simulated)"
+CAPTURE_MS = 60.0
 LARGEST = 512
 ROOM = {"ladder": (8, 16), "exact": (16, 64)}
 WAYS = {
@@ -40,7 +43,7 @@ class Outcome(NamedTuple):
     captures: int
 
 
-def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool, capture_ms: float) -> Outcome:
+def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) -> Outcome:
     """Run the steps on a cache of ``room`` graphs."""
     cache, admission = GraphCache(room, eviction=eviction), Admission()
     hits = captures = 0
@@ -57,7 +60,7 @@ def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool, ca
         for victim in cache.make_room(since if guarded else None):
             victim.release()
         entry = entry_around(MockCUDAGraph(), key)
-        entry.capture_time_ms = capture_ms
+        entry.capture_time_ms = CAPTURE_MS
         cache.add(key, entry)
         admission.forget(key)
         captures += 1
@@ -102,32 +105,32 @@ def keys_of(tokens: Sequence[int], kind: str) -> list[int]:
     return small if kind == "exact" else [sizes[bisect_left(sizes, count)] for count in small]
 
 
-def show(name: str, keys: Sequence[int], room: int, capture_ms: float) -> None:
-    """Print a line for each way, under one for the optimum."""
-    print(f"{name}: {len(keys)} steps, {len(set(keys))} sizes, room for {room}")
-    outcomes = {"optimum": optimum(keys, room)}
+def compared(name: str, keys: Sequence[int], room: int) -> list[Row]:
+    """What each way misses, and how often it captures, beside the optimum."""
+    best = optimum(keys, room)
+    made = []
     for way, (eviction, guarded) in WAYS.items():
-        outcomes[way] = simulate(keys, room, eviction, guarded=guarded, capture_ms=capture_ms)
-    for way, found in outcomes.items():
-        print(
-            f"  {way:14} hits {100 * found.hits / len(keys):7.3f} %, captures {found.captures:6}, "
-            f"capturing {found.captures * capture_ms / 1000:8.2f} s"
-        )
+        found = simulate(keys, room, eviction, guarded=guarded)
+        case = f"{name}, room {room}: {way}"
+        missed, least = (100 * (1 - outcome.hits / len(keys)) for outcome in (found, best))
+        made += [
+            Row(f"{case}, misses", missed, least, unit="%"),
+            Row(
+                f"{case}, captures a step", 100 * found.captures / len(keys), 100 * best.captures / len(keys), unit="%"
+            ),
+        ]
+    return made
 
 
-def main() -> None:
-    """Print a table for each trace, kind of sizes and room."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("traces", nargs="*", type=Path)
-    parser.add_argument("--capture-ms", type=float, default=60.0)
-    options = parser.parse_args()
-    named = {path.name.split(".")[0]: read(path) for path in options.traces}
-    for name, tokens in (named or {"generated": [shape.num_tokens for shape in generate_trace(20_000, 64, 0)]}).items():
-        for kind, rooms in ROOM.items():
-            for room in rooms:
-                show(f"{name}, {kind}", keys_of(tokens, kind), room, options.capture_ms)
-    show("cycle", [*range(20)] * 500, 16, options.capture_ms)
-
-
-if __name__ == "__main__":
-    main()
+def rows(effort: Effort) -> list[Row]:
+    """A line for each trace, kind of sizes, room and way."""
+    traces = {path.name.split(".")[0]: read(path) for path in effort.traces}
+    named = traces or {"generated": [shape.num_tokens for shape in generate_trace(20_000, 64, 0)]}
+    made = [
+        line
+        for name, tokens in named.items()
+        for kind, rooms in ROOM.items()
+        for room in rooms
+        for line in compared(f"{name} {kind}", keys_of(tokens, kind), room)
+    ]
+    return made + compared("cycle of 20", [*range(20)] * 500, 16)

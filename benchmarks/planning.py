@@ -1,11 +1,8 @@
 """Time and memory of planning, against the textbook's table of all sizes by all numbers of graphs.
 
-    python -m benchmarks.planning [--largest N ...] [--graphs K ...] [--table-to N]
-
-Both find a set with the same expected step time. The table is left out above ``--table-to`` sizes, where it takes long.
+Both find a set with the same expected step time. The table is left out above 512 sizes, where it takes long.
 """
 
-import argparse
 import tracemalloc
 from collections.abc import Callable
 from time import perf_counter
@@ -17,6 +14,12 @@ from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.workload import Workload
 
+from .timing import Effort, Row
+
+__all__ = ["TITLE", "rows"]
+
+TITLE = "planning, compared with the textbook's table of all sizes by all numbers of graphs"
+TABLE_TO = 512
 COST = CostModel.of(lambda n: 20 + 0.03 * n, lambda n: 8 + 0.03 * n)
 
 
@@ -57,26 +60,24 @@ def measured(function: Callable[[Workload, int], float], workload: Workload, cou
     return found, seconds, peak / 2**20
 
 
-def main() -> None:
-    """Print a line for each range and number of graphs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--largest", type=int, nargs="+", default=[128, 512, 2048, 8192])
-    parser.add_argument("--graphs", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--table-to", type=int, default=512)
-    options = parser.parse_args()
+def rows(effort: Effort) -> list[Row]:
+    """A line for the time of each range and number of graphs, and one for the memory."""
     random = np.random.default_rng(0)
-    print(f"{'sizes':>6}{'graphs':>8}{'plan, s':>10}{'MiB':>8}{'table, s':>10}{'MiB':>8}")
-    for largest in options.largest:
+    times, memory = [], []
+    for largest in (128, 512, 2048, 8192):
         workload = Workload.from_histogram({n: float(random.random() / n) for n in range(1, largest + 1)})
-        for count in [count for count in options.graphs if count < largest]:
+        for count in (count for count in (8, 64, 512) if count < largest):
             found, seconds, peak = measured(planned, workload, count)
-            line = f"{largest:6}{count:8}{seconds:10.3f}{peak:8.1f}"
-            if largest <= options.table_to:
+            table_seconds = table_peak = None
+            if largest <= TABLE_TO:
                 expected, table_seconds, table_peak = measured(table, workload, count)
                 assert abs(found - expected) <= 1e-9 * expected
-                line += f"{table_seconds:10.3f}{table_peak:8.1f}"
-            print(line)
+            times.append(
+                Row(f"{largest} sizes, {count} graphs, ms", 1e3 * seconds, _scaled(table_seconds), unit="ms or MiB")
+            )
+            memory.append(Row(f"{largest} sizes, {count} graphs, MiB", peak, table_peak, unit="ms or MiB"))
+    return times + memory
 
 
-if __name__ == "__main__":
-    main()
+def _scaled(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds

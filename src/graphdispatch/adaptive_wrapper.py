@@ -44,6 +44,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         *,
         memory_budget_bytes: int | None = None,
         budget: MemoryBudget | None = None,
+        out: Any = None,
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -55,6 +56,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             memory_budget_bytes=memory_budget_bytes,
             eviction=Probation(min_replays_to_keep, GDSF()),
             budget=budget,
+            out=out,
             backend=backend,
             pool=pool,
         )
@@ -113,7 +115,10 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         return None if isinstance(made, Refusal) else made
 
     def _admit(self, key: tuple[Any, int]) -> Reason:
-        return super()._admit(key) if self._graphs.cache.is_full else Reason.CAPTURED_NOW
+        reason = super()._admit(key)
+        if reason is Reason.FIRST_SIGHTING and not self._graphs.cache.is_full:
+            return Reason.CAPTURED_NOW
+        return reason
 
 
 def _calls(family: Family) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import keystr, tree_map_with_path
 
 from .backends import Backend, get_backend
+from .capture.collector import frozen_collector
 from .config import parse_mode
 from .errors import CaptureError, ConfigError
 from .graphed_callable import Graphed, graphed
@@ -60,6 +61,7 @@ def calibrate(
     mode: str | CUDAGraphMode = CUDAGraphMode.FULL,
     repeats: int = 30,
     dynamic: Mapping[str, int] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> Calibration:
     """Measure eager steps, replays, captures and bytes of ``fn`` at ``sizes``, on the device of ``example``.
@@ -71,8 +73,8 @@ def calibrate(
 
     Each size is captured alone, three times, as ``prewarm`` does; a capture costs the median of all that takes, checks
     included. Then all are captured, and every size runs eagerly and by its graph in turn, ``repeats`` times. A time is
-    the median, from call to idle device, and its error the standard error of the median, by the quartiles. What graphs
-    share (pool, static inputs) counts as the pool.
+    the median, from call to idle device, by ``clock`` (seconds), and its error the standard error of the median, by the
+    quartiles. What graphs share (pool, static inputs) counts as the pool.
 
     The callable runs for real, and what it writes stays written. Raises ``ConfigError`` for bad arguments, and
     ``CaptureError`` for a size that cannot be captured or is not served.
@@ -91,12 +93,14 @@ def calibrate(
     served = {each: graphed(fn, dynamic=dynamic, sizes=checked, mode=each, **options) for each in modes}
     backend = get_backend("auto", device)
     try:
-        with torch.no_grad():
+        for one in served.values():  # what is loaded or made once is not part of any measurement
+            _capture(one, inputs[checked[-1]], checked[-1:])
+        with torch.no_grad(), frozen_collector():  # so that no capture alone pays for a collection
             graphs = {each: [_capture_alone(one, inputs, size) for size in checked] for each, one in served.items()}
             for one in served.values():
                 one.clear()
                 _capture(one, inputs[checked[-1]], checked)
-            times = _step_times({CUDAGraphMode.NONE: fn, **served}, inputs, backend, repeats)
+            times = _step_times({CUDAGraphMode.NONE: fn, **served}, inputs, backend, repeats, clock)
             held = {each: one.memory_bytes for each, one in served.items()}
     finally:
         for one in served.values():
@@ -140,6 +144,7 @@ def _step_times(
     inputs: Mapping[int, Mapping[str, Any]],
     backend: Backend,
     repeats: int,
+    clock: Callable[[], float],
 ) -> dict[CUDAGraphMode, dict[int, _Measured]]:
     """Milliseconds by mode (NONE: eager) and size. All take turns, so that a change of the clock concerns all alike."""
     samples: dict[CUDAGraphMode, dict[int, list[float]]] = {mode: {size: [] for size in inputs} for mode in calls}
@@ -147,10 +152,10 @@ def _step_times(
         for size, arguments in inputs.items():
             for mode, call in calls.items():
                 backend.synchronize()
-                started = time.perf_counter()
+                started = clock()
                 call(**arguments)
                 backend.synchronize()
-                taken = time.perf_counter() - started
+                taken = clock() - started
                 if number >= _WARM_UPS:
                     samples[mode][size].append(1e3 * taken)
                 elif isinstance(call, Graphed):

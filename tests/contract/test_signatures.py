@@ -63,6 +63,24 @@ CALLS: dict[str, tuple[Any, list[tuple[str, Any]]]] = {
         gd.CUDAGraphWrapper,
         [("runnable", REQUIRED), ("runtime_mode", FULL), ("options", None), ("max_cached_graphs", 100)],
     ),
+    "AdaptiveCUDAGraphWrapper": (
+        gd.AdaptiveCUDAGraphWrapper,
+        [
+            ("runnable", REQUIRED),
+            ("runtime_mode", FULL),
+            ("options", None),
+            ("max_cached_graphs", 100),
+            ("min_replays_to_keep", 3),
+        ],
+    ),
+    "AdaptiveCUDAGraphWrapper.get_hot_shapes": (
+        gd.AdaptiveCUDAGraphWrapper.get_hot_shapes,
+        [("self", REQUIRED), ("top_k", 10)],
+    ),
+    "AdaptiveCUDAGraphWrapper.prewarm": (
+        gd.AdaptiveCUDAGraphWrapper.prewarm,
+        [("self", REQUIRED), ("shapes", REQUIRED), ("dummy_fn", REQUIRED)],
+    ),
     "cudagraph_context": (gd.cudagraph_context, [("mode", REQUIRED), ("descriptor", None)]),
     "get_cudagraph_sizes": (
         gd.get_cudagraph_sizes,

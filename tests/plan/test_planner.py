@@ -30,7 +30,7 @@ def test_the_plan_is_the_best_of_all(seed: int) -> None:
     there is no such set but the empty one."""
     rng = random.Random(seed)
     planned = 0
-    for _ in range(75):
+    for _ in range(50):
         case = random_case(rng)
         expected = least_ms(case)
         try:
@@ -46,7 +46,7 @@ def test_the_plan_is_the_best_of_all(seed: int) -> None:
         assert plan.proof.expected_ms == pytest.approx(expected, rel=1e-8), case
         assert plan.proof.bound_ms == pytest.approx(expected, rel=1e-6), case
         assert plan.evaluate(case.workload, case.cost).step_ms == pytest.approx(expected, rel=1e-6), case
-    assert planned > 40
+    assert planned > 25
 
 
 def _layered(weights: np.ndarray, eager: np.ndarray, graph: np.ndarray, count: int) -> float:

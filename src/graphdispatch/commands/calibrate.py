@@ -3,7 +3,7 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,13 +18,14 @@ from ..errors import ConfigError
 from ..graphed_callable import graphed
 from ..modes import CUDAGraphMode
 from ..plan.cost import Curve
-from .inputs import read_sizes, runtime_mode
+from .inputs import read_numbers, runtime_mode
 from .options import ModeOption
 from .outputs import make_table, print_text, require_writable, writing
 
 __all__ = ["calibrate"]
 
 _DEMO = "graphdispatch.demo.models:tiny"
+_NOISY = 0.1
 _RESERVED = ("sizes", "max_size", "mode")
 
 
@@ -48,9 +49,7 @@ def calibrate(
 ) -> None:
     """Measure eager steps, replays, captures and memory of your model on this machine, as costs to plan with."""
     require_writable(output=output)
-    rows = read_sizes("--sizes", sizes) if sizes is not None else None
-    if isinstance(rows, str):
-        raise ConfigError(f"--sizes must be sizes such as 1,8,64, got {rows!r}")
+    rows = read_numbers("--sizes", sizes) if sizes is not None else None
     fn, example, options = _build(_DEMO if model == "demo" else model)
     console = Console()
     with console.status("measuring"):
@@ -59,6 +58,7 @@ def calibrate(
         console.print(_table(found, each), highlight=False)
         held = f"{found.held_bytes[each] / 2**20:.2f} MiB, {found.expected_bytes(each) / 2**20:.2f} by the cost model"
         print_text(console, f"All {each.name} graphs together hold {held}.")
+        _warn_of_noise([found.cost.eager_ms, found.cost.graphs(each).step_ms], console)
     if found.cost.moved:
         moved = f"{100 * found.cost.moved:.1f} %"
         print_text(
@@ -101,7 +101,7 @@ def _build(model: str) -> tuple[Callable[..., Any], Mapping[str, Any], Mapping[s
 def _table(found: Calibration, mode: CUDAGraphMode) -> Table:
     costs, eager = found.cost.graphs(mode), found.cost.eager_ms
     title = f"{mode.name} graphs on {found.device}: medians of {found.repeats} steps with their standard errors"
-    columns = ("eager, ms", "graph, ms", "eager / graph", "capture, ms", "own KiB", "shared KiB")
+    columns = ("eager, ms", "graph, ms", "ratio", "capture, ms", "KiB", "pool KiB")
     table = make_table(title, "rows", *columns)
     for at, size in enumerate(eager.sizes):
         table.add_row(
@@ -116,5 +116,16 @@ def _table(found: Calibration, mode: CUDAGraphMode) -> Table:
     return table
 
 
+def _warn_of_noise(curves: Sequence[Curve], console: Console) -> None:
+    error = max(_relative_error(curve, at) for curve in curves for at in range(len(curve.sizes)))
+    if error > _NOISY:
+        text = f"Step times are uncertain by up to {100 * error:.0f} %"
+        print_text(console, f"{text}: measure on an idle machine, or with more --repeats.", "yellow")
+
+
 def _with_error(curve: Curve, at: int) -> str:
-    return f"{curve.values[at]:.3f} ± {curve.error_at(curve.sizes[at]):.3f}"
+    return f"{curve.values[at]:.3f} ± {100 * _relative_error(curve, at):.0f} %"
+
+
+def _relative_error(curve: Curve, at: int) -> float:
+    return float(curve.error_at(curve.sizes[at])) / curve.values[at]

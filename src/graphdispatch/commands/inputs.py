@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
@@ -16,6 +17,7 @@ __all__ = [
     "generated_workload",
     "largest_size",
     "read_cost",
+    "read_numbers",
     "read_plan",
     "read_sizes",
     "read_workload",
@@ -24,6 +26,8 @@ __all__ = [
 
 _GENERATED_STEPS = 2000
 _LARGEST = 512  # vLLM's default limit
+_STEP = 16  # no ladder has larger steps up to there, but those that contain any largest size
+_MOST_DIGITS = 9
 
 
 def read_workload(
@@ -39,7 +43,7 @@ def read_workload(
         return generated_workload()
     scheduler = None
     if requests:
-        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+        limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         scheduler = SchedulerModel(**{name: limit for name, limit in limits.items() if limit is not None})
     first, *others = [_read_one(path, scheduler) for path in paths]
     return first.merge(*others) if others else first
@@ -70,10 +74,10 @@ def runtime_mode(mode: GraphMode | None) -> CUDAGraphMode:
 
 
 def largest_size(max_size: int | None, workload: Workload | None = None) -> int:
-    """What ``--max-size`` stands for."""
+    """What ``--max-size`` stands for; by default no ladder ends below the largest step, up to vLLM's limit."""
     if max_size is not None:
         return max_size
-    return min(_LARGEST, workload.largest) if workload is not None else _LARGEST
+    return min(_LARGEST, -(-workload.largest // _STEP) * _STEP) if workload is not None else _LARGEST
 
 
 def read_plan(path: Path | None, sizes: str | None, mode: GraphMode | None, max_size: int | None) -> Plan:
@@ -90,10 +94,12 @@ def read_plan(path: Path | None, sizes: str | None, mode: GraphMode | None, max_
 
 def read_sizes(option: str, text: str) -> str | tuple[int, ...]:
     """The name of a ladder, or sizes in increasing order from ``1,2,4``."""
-    if text in LADDERS:
-        return text
+    return text if text in LADDERS else read_numbers(option, text, f", or one of {', '.join(LADDERS)}")
+
+
+def read_numbers(option: str, text: str, alternative: str = "") -> tuple[int, ...]:
+    """The sizes in ``1,2,4``, in increasing order."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and len(word) < 9 for word in words):
-        known = ", ".join(LADDERS)
-        raise ConfigError(f"{option} must be sizes such as 1,2,4, or one of {known}, got {text[:40]!r}")
+    if not all(word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS for word in words):
+        raise ConfigError(f"{option} must be sizes such as 1,2,4{alternative}; got {text[:40]!r}")
     return tuple(sorted({int(word) for word in words}))

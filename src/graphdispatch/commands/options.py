@@ -103,7 +103,7 @@ ModeOption = Annotated[
 MaxSize = Annotated[
     int | None,
     typer.Option(
-        help="The largest graph, in tokens. Default: 512, as in vLLM, or the largest step if that is smaller.",
+        help="The largest graph, in tokens. Default: 512, as in vLLM, or about the largest step if that is smaller.",
         min=1, show_default=False,
     ),
 ]  # fmt: skip

@@ -19,7 +19,8 @@ __all__ = ["make_table", "print_text", "require_writable", "write_json", "writin
 
 def make_table(title: str, first: str, *others: str) -> Table:
     """A table of which all columns but the first are numbers."""
-    table = Table(first, title=title, box=SIMPLE, title_justify="left", title_style="")
+    table = Table(title=title, box=SIMPLE, title_justify="left", title_style="")
+    table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     return table

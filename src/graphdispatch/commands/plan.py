@@ -16,7 +16,7 @@ from ..plan.plan import Plan
 from ..plan.planner import plan_capture_sizes
 from ..plan.workload import Workload
 from ..sizes import LADDERS
-from .inputs import largest_size, read_cost, read_sizes, read_workload, runtime_mode
+from .inputs import largest_size, read_cost, read_numbers, read_workload, runtime_mode
 from .lint import finding_dict, lint_plan, print_findings
 from .options import (
     CostFile,
@@ -89,12 +89,12 @@ def plan(
     require_writable(output=output, json=json_file, html=html)
     names = _names(compare)
     workload, costs = read_workload(traces, requests, max_num_seqs, max_num_batched_tokens), read_cost(cost)
-    options = {
+    options: dict[str, Any] = {
         "max_graphs": max_graphs,
         "memory": memory,
         "capture_time": capture_time,
         "max_size": largest_size(max_size, workload),
-        "must_include": read_sizes("--must-include", must_include) if must_include else (),
+        "must_include": read_numbers("--must-include", must_include) if must_include else (),
         "multiple_of": multiple_of,
         "max_padding": max_padding,
         "mode": runtime_mode(mode),

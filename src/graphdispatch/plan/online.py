@@ -1,7 +1,7 @@
-"""Re-planning while serving: what comes, whether other sizes would pay for their captures, and what graphs cost here.
+"""Re-planning while serving: what comes, what graphs cost here, and whether other sizes would pay for their captures.
 
-Decides only, over plain data. A callable serves every batch up to its largest size by the graph of the next size, so
-eager times do not matter here: what a size costs is the padding that it leaves, and its capture.
+Decides only, over plain data. A callable that graphs serve runs every batch up to its largest size by the graph of the
+next size; so eager times do not matter here, and what a size is worth is the padding that it saves.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,13 +11,13 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
-from .cost import CostModel, Curve
+from .cost import CostModel, Curve, GraphCosts
 from .planner import plan_capture_sizes
-from .prior import Prior, reach
+from .prior import Prior
 from .traffic import Floats, Ints
 from .workload import Workload
 
-__all__ = ["GraphFigures", "LiveTraffic", "Verdict", "measured_cost", "replan"]
+__all__ = ["GraphFigures", "LiveTraffic", "Verdict", "graphs_of", "measured_cost", "replan"]
 
 _LEAST_WEIGHT = 1e-6
 
@@ -25,7 +25,8 @@ _LEAST_WEIGHT = 1e-6
 class LiveTraffic:
     """How often each size came, older steps weighing less: half as much for every ``half_life_steps``.
 
-    Fed from counters that only grow, so that it costs nothing where they are counted. Not thread-safe.
+    Fed with counters that only grow, so that counting costs nothing more. ``start`` is the weight of steps by size to
+    begin with. Not thread-safe.
     """
 
     def __init__(self, half_life_steps: float, start: Mapping[int, float] | None = None) -> None:
@@ -33,30 +34,68 @@ class LiveTraffic:
             raise ConfigError(f"half_life_steps must be a finite number above 0, got {half_life_steps!r}")
         self.half_life_steps = half_life_steps
         self.weights: dict[int, float] = dict(start or {})
-        """The weight of steps by size."""
-        self._seen: dict[int, int] = {}
+        """The weight of steps by size; the latest step weighs 1."""
+        self._counted: dict[int, int] = {}
 
     def update(self, counts: Mapping[int, int]) -> int:
-        """Take in the counters as they are now, ``counts[n]`` steps of ``n`` rows so far; how many are new.
+        """Take in the counters as they are now, ``counts[n]`` steps of ``n`` rows in all; how many are new.
 
-        Counters that fell were set back, and all that they hold is new.
+        Where one fell, all were set back, and what they hold is new.
         """
-        before = self._seen if all(counts.get(size, 0) >= count for size, count in self._seen.items()) else {}
-        new = {size: count - before.get(size, 0) for size, count in counts.items()}
-        self._seen = dict(counts)
+        before = self._counted
+        if any(counts.get(size, 0) < count for size, count in before.items()):
+            before = {}
+        new = {size: more for size, count in counts.items() if (more := count - before.get(size, 0))}
+        self._counted = dict(counts)
         steps = sum(new.values())
-        if steps:
-            fade = 2.0 ** (-steps / self.half_life_steps)
-            faded = {size: weight * fade for size, weight in self.weights.items() if weight * fade > _LEAST_WEIGHT}
-            self.weights = faded | {size: faded.get(size, 0.0) + count for size, count in new.items() if count}
+        fade = 2.0 ** (-steps / self.half_life_steps)
+        faded = {size: weight * fade for size, weight in self.weights.items() if weight * fade > _LEAST_WEIGHT}
+        self.weights = faded | {size: faded.get(size, 0.0) + more for size, more in new.items()}
         return steps
 
 
-class Verdict(NamedTuple):
-    """What re-planning came to.
+class GraphFigures(NamedTuple):
+    """What one graph cost: rows, the time of its capture, its own bytes, and its mean replay (0.0: not measured)."""
 
-    ``sizes`` are the sizes to use from now on, None to stay with those in use, for the ``reason``. ``saving_ms`` is the
-    expected saving of a step, and ``captures`` are the sizes without a graph, the most used first.
+    size: int
+    capture_ms: float
+    nbytes: int
+    replay_ms: float = 0.0
+
+
+def graphs_of(cost: CostModel) -> tuple[CUDAGraphMode, GraphCosts]:
+    """The mode whose costs decide, FULL if it is known."""
+    mode = CUDAGraphMode.FULL if cost.full is not None else CUDAGraphMode.PIECEWISE
+    return mode, cost.graphs(mode)
+
+
+def measured_cost(base: CostModel, figures: Iterable[GraphFigures]) -> CostModel:
+    """``base`` with what graphs really took in its place: captures and bytes, and replays if two sizes were measured.
+
+    Where there are several graphs of a size, a capture of the size costs what all of them took.
+    """
+    capture_ms: dict[int, float] = {}
+    graph_bytes: dict[int, float] = {}
+    replays: dict[int, list[float]] = {}
+    for size, capture, nbytes, replay in figures:
+        capture_ms[size] = capture_ms.get(size, 0.0) + capture
+        graph_bytes[size] = graph_bytes.get(size, 0.0) + nbytes
+        if replay:
+            replays.setdefault(size, []).append(replay)
+    if not capture_ms:
+        return base
+    mode, costs = graphs_of(base)
+    found = {"capture_ms": Curve.of(capture_ms, "capture_ms"), "graph_bytes": Curve.of(graph_bytes, "graph_bytes")}
+    if len(replays) > 1:
+        found["step_ms"] = Curve.of({size: sum(each) / len(each) for size, each in replays.items()}, "step_ms")
+    return base.model_copy(update={mode.name.lower(): costs.model_copy(update=found)})
+
+
+class Verdict(NamedTuple):
+    """What re-planning came to: the sizes to use from now on, or None to stay with those in use; and why.
+
+    ``saving_ms`` is the expected saving of a step, in milliseconds; ``captures`` are the sizes that have no graph yet,
+    the most used first.
     """
 
     sizes: tuple[int, ...] | None
@@ -73,78 +112,63 @@ def replan(
     *,
     max_graphs: int,
     horizon_steps: float,
-    mode: CUDAGraphMode = CUDAGraphMode.FULL,
-    prior: float | Prior = 0.02,
     without: Collection[int] = (),
+    prior: float | Prior = 0.02,
 ) -> Verdict:
     """Whether at most ``max_graphs`` other sizes than ``sizes`` would save more than capturing them costs.
 
-    ``traffic`` is the weight of steps by size; ``ready`` are the sizes that have graphs, whose use costs nothing. Every
-    other capture must save its time within ``horizon_steps`` steps. The best sizes are found exactly among those in
-    use, those ready, and those of a fresh plan, which also says how close graphs must lie for the guard of ``prior``;
-    so a size is replaced only if that pays by itself. The largest of ``sizes`` always stays, and none of ``without``
-    is captured. ``mode`` is the runtime mode of the graphs in ``cost``.
+    ``traffic`` is the weight of steps by size, and ``ready`` are the sizes that have graphs, which cost nothing more.
+    Any other must save the time of its capture within ``horizon_steps`` steps. The best are found exactly among the
+    sizes in use, those ready, and those of a fresh plan, so that a size is replaced only where that pays by itself.
+    The largest of ``sizes`` always stays; sizes ``without`` are not captured. ``prior`` says what is expected beyond
+    the traffic.
     """
     top = sizes[-1]
     served = {size: weight for size, weight in traffic.items() if size <= top and weight > 0}
     if not served:
         return Verdict(None, f"no step of at most {top} rows was seen")
-    prior = Prior.of(prior)
-    costs = cost.graphs(mode)
-    seen = Workload.from_histogram(served)
-    fresh = plan_capture_sizes(
-        seen, _never_eager(cost, mode, top), max_graphs=max_graphs, max_size=top, must_include=(top,), prior=prior, mode=mode
-    )
-    known = {size for size in (*sizes, *ready) if size <= top}
-    candidates = np.array(sorted((known | set(fresh.sizes)) - (set(without) - set(ready)) | {top}), np.int64)
+    prior, seen = Prior.of(prior), Workload.from_histogram(served)
+    mode, costs = graphs_of(cost)
+    never = Curve.of(1.0 + 2.0 * float(costs.step_ms.at(top)), "eager_ms")
+    options = {"max_graphs": max_graphs, "max_size": top, "must_include": (top,), "prior": prior, "mode": mode}
+    fresh = plan_capture_sizes(seen, cost.model_copy(update={"eager_ms": never}), **options)
+    allowed = {*sizes, *fresh.sizes} - set(without) | {size for size in ready if size <= top} | {top}
+    candidates = np.array(sorted(allowed), np.int64)
     expected = prior.expected(seen.sizes, seen.counts, top)
-    graph_ms, capture_ms = costs.step_ms.at(candidates), costs.capture_ms.at(candidates)
-    prices = np.where(np.isin(candidates, list(ready)), 0.0, capture_ms / horizon_steps)
-    regret = fresh.proof.regret if fresh.proof is not None else None
-    chosen = _cheapest(candidates, expected, graph_ms, prices, max_graphs, regret)
-    saving = _mean_ms(sizes, expected, costs.step_ms) - _mean_ms(chosen, expected, costs.step_ms)
+    prices = np.where(np.isin(candidates, list(ready)), 0.0, costs.capture_ms.at(candidates) / horizon_steps)
+    chosen = _cheapest(candidates, expected, costs.step_ms.at(candidates), prices, max_graphs)
     if chosen == sizes:
-        return Verdict(None, "no other sizes save what capturing them costs")
-    share = {size: float(part.sum()) for size, part in zip(chosen, np.split(expected, chosen[:-1]), strict=False)}
-    captures = sorted(set(chosen) - set(ready), key=lambda size: -share[size])
-    return Verdict(chosen, f"saves {saving:.4g} ms a step for {len(captures)} captures", saving, tuple(captures))
+        return Verdict(None, "no other sizes save what their captures cost")
+    saving = _mean_ms(sizes, expected, costs.step_ms) - _mean_ms(chosen, expected, costs.step_ms)
+    use = dict(zip(chosen, np.add.reduceat(expected, (0, *chosen[:-1])).tolist(), strict=True))
+    captures = tuple(sorted(set(chosen) - set(ready), key=lambda size: (-use[size], size)))
+    return Verdict(chosen, f"{saving:.3g} ms less for each step expected", saving, captures)
 
 
-def _never_eager(cost: CostModel, mode: CUDAGraphMode, top: int) -> CostModel:
-    """The same costs of graphs, and eager steps that never win."""
-    return cost.model_copy(update={"eager_ms": Curve.of(1.0 + 2.0 * float(cost.graphs(mode).step_ms.at(top)))})
+def _cheapest(candidates: Ints, expected: Floats, graph_ms: Floats, prices: Floats, max_graphs: int) -> tuple[int, ...]:
+    """At most ``max_graphs`` of ``candidates``, the last among them, with the least step time and prices together.
 
-
-def _cheapest(
-    candidates: Ints, expected: Floats, graph_ms: Floats, prices: Floats, max_graphs: int, regret: float | None
-) -> tuple[int, ...]:
-    """At most ``max_graphs`` of ``candidates``, the last among them, with the least time and prices together.
-
-    A shortest path from 0 to the last candidate for each number of graphs.
+    The shortest path from 0 to the last candidate, for each number of graphs.
     """
     ends = np.concatenate([[0], candidates])
     weight = np.concatenate([[0.0], np.cumsum(expected)])[ends]
-    step = graph_ms * (weight[1:] - weight[:, None]) + prices
-    step[ends[:, None] >= candidates] = np.inf
-    if regret is not None:
-        far = np.maximum(reach(candidates, regret), np.concatenate([candidates, candidates[-1:]]))
-        step[candidates > far[:, None]] = np.inf
+    costs = graph_ms * (weight[1:] - weight[:, None]) + prices
+    costs[ends[:, None] >= candidates] = np.inf
     least = np.concatenate([[0.0], np.full(len(candidates), np.inf)])
-    layers: list[Ints] = []
+    before: list[Ints] = []
     totals: list[float] = []
     for _ in range(min(max_graphs, len(candidates))):
-        options = least[:, None] + step
-        layers.append(options.argmin(axis=0))
-        least = np.concatenate([[np.inf], options.min(axis=0)])
+        ways = least[:, None] + costs
+        before.append(ways.argmin(axis=0))
+        least = np.concatenate([[np.inf], ways.min(axis=0)])
         totals.append(float(least[-1]))
     path = [len(candidates)]
-    for layer in reversed(layers[1 : 1 + int(np.argmin(totals))]):
-        path.append(int(layer[path[-1] - 1]))
-    return tuple(int(ends[at]) for at in reversed(path))
+    for step in range(int(np.argmin(totals)), 0, -1):
+        path.append(int(before[step][path[-1] - 1]))
+    return tuple(int(ends[graph]) for graph in reversed(path))
 
 
-def _mean_ms(sizes: Collection[int], expected: Floats, step_ms: Curve) -> float:
-    """The expected time of a step that the graphs of ``sizes`` serve."""
-    steps = np.arange(1, max(sizes) + 1)
-    nearest = np.array(sizes)[np.searchsorted(sizes, steps)]
-    return float(expected[: len(steps)] @ step_ms.at(nearest))
+def _mean_ms(sizes: tuple[int, ...], expected: Floats, step_ms: Curve) -> float:
+    """The expected time of a step where the graphs of ``sizes`` serve all."""
+    nearest = np.searchsorted(sizes, np.arange(1, sizes[-1] + 1))
+    return float(expected @ step_ms.at(sizes)[nearest])

@@ -51,8 +51,9 @@ def plan_capture_sizes(
     any size, or all that is expected beyond the workload; 0 plans for exactly the workload. ``mode`` FULL or PIECEWISE
     plans one set of graphs for all batches; the composite modes plan FULL graphs for uniform decode alone.
 
-    Where each graph costs the same memory and time, the plan is an exact optimum, in time about proportional to the
-    range. Else ``Plan.proof`` carries the proved bound. Raises ``ConfigError`` for bad or contradictory arguments, and
+    Where each graph costs the same memory and time, the plan is an exact optimum (of the sets that the prior's guard
+    allows, if it has one), in time about proportional to the range. Else, and for ``max_padding`` with two sets of
+    graphs, ``Plan.proof`` carries the proved bound. Raises ``ConfigError`` for bad or contradictory arguments, and
     for budgets that no graph fits.
     """
     cost, prior, mode = cost or CostModel.default(), Prior.of(prior), parse_mode(mode)
@@ -66,19 +67,7 @@ def plan_capture_sizes(
         math.inf if capture_time is None else 1e3 * _amount("capture_time", capture_time),
         math.inf if memory is None else _amount("memory", memory),
     )
-    routines, constant = [], 0.0
-    for kind, weights in routines_of(mode, workload).items():
-        seen = weights > 0
-        if kind is CUDAGraphMode.NONE:
-            constant += float(weights @ cost.eager_ms.at(workload.sizes)) / workload.total
-        elif seen.any():
-            end = grid.reach(int(workload.sizes[seen][-1])) if mode.separate_routine() else grid.top
-            expected = float(weights.sum()) / workload.total * prior.expected(workload.sizes[seen], weights[seen], end)
-            routine, above = _routine(kind, expected, end, cost, grid, prior != Prior(0.0, 0.0, None))
-            routines.append(routine)
-            constant += above
-    if not any(len(routine.candidates) for routine in routines):
-        raise ConfigError(f"mode and max_size must leave steps to serve, and {mode.name} up to {grid.top} serves none")
+    routines, constant = _routines(workload, cost, prior, mode, grid)
     _check_one_graph_fits(routines, budgets)
     guarded, regret = _guarded(routines, budgets, prior.regret)
     best = optimise(guarded, budgets)
@@ -143,6 +132,26 @@ def _amount(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
         raise ConfigError(f"{name} must be a finite number above 0, got {value!r}")
     return float(value)
+
+
+def _routines(
+    workload: Workload, cost: CostModel, prior: Prior, mode: CUDAGraphMode, grid: _Grid
+) -> tuple[list[Routine], float]:
+    """A routine for each runtime mode that serves steps, and the expected time of the steps that run eagerly anyway."""
+    routines, constant = [], 0.0
+    for kind, weights in routines_of(mode, workload).items():
+        seen = weights > 0
+        if kind is CUDAGraphMode.NONE:
+            constant += float(weights @ cost.eager_ms.at(workload.sizes)) / workload.total
+        elif seen.any():
+            end = grid.reach(int(workload.sizes[seen][-1])) if mode.separate_routine() else grid.top
+            expected = float(weights.sum()) / workload.total * prior.expected(workload.sizes[seen], weights[seen], end)
+            routine, above = _routine(kind, expected, end, cost, grid, prior != Prior(0.0, 0.0, None))
+            routines.append(routine)
+            constant += above
+    if not any(len(routine.candidates) for routine in routines):
+        raise ConfigError(f"mode and max_size must leave steps to serve, and {mode.name} up to {grid.top} serves none")
+    return routines, constant
 
 
 def _routine(

@@ -1,0 +1,175 @@
+"""The report on a live callable: what it served, what it did not serve and why, and what its graphs hold."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..stats import CUDAGraphStats
+from . import charts
+from .page import Chart, Note, Report, Section, Table, Tile, make_report
+from .units import count, milliseconds, percent, storage
+
+if TYPE_CHECKING:
+    from ..cache.accounting import MemoryReport
+    from ..capture.entry import CUDAGraphEntry
+    from ..capture.piecewise import BreakFigures
+
+__all__ = ["Served", "callable_report"]
+
+
+class Served(Protocol):
+    """A callable that graphs serve, such as ``Graphed``."""
+
+    stats: CUDAGraphStats
+
+    @property
+    def entries(self) -> "Sequence[CUDAGraphEntry]":
+        """Its graphs."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that calls are padded to."""
+
+    @property
+    def breaks(self) -> "Sequence[BreakFigures]":
+        """Where its graphs break."""
+
+    def memory_report(self) -> "MemoryReport":
+        """The bytes that it holds."""
+
+    def unwrap(self) -> Callable[..., Any]:
+        """What is served."""
+
+
+def callable_report(served: Served) -> Report:
+    """What ``served`` did so far, as a page to look at; takes no lock for long and runs nothing.
+
+    The figures of a callable in use may be those of a moment ago. Raises ``ConfigError`` if plotly is not installed.
+    """
+    fn, stats = served.unwrap(), served.stats
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    entries, memory = list(served.entries), served.memory_report()
+    figures = stats.to_dict()
+    calls = count(stats.calls)
+    headline = (
+        f"Graphs served {percent(figures['hit_rate'])} of {calls} calls" if stats.calls else "Nothing was called yet"
+    )
+    facts = [
+        f"sizes {_listed(served.sizes)}",
+        f"{count(figures['captures'])} captures, {count(figures['capture_failures'])} failed",
+        f"{count(figures['verifications'])} comparisons with eager",
+    ]
+    tiles = [
+        Tile("Served by graphs", percent(figures["hit_rate"]), f"{count(figures['hits'])} of {calls} calls"),
+        Tile("Ran eagerly", percent(figures["fallbacks"] / max(stats.calls, 1)),
+             f"{count(figures['fallbacks'])} calls, captures apart"),
+        Tile("Padding", percent(figures["padding_ratio"]), "of all rows that graphs computed"),
+        Tile("Graphs", count(len(entries)), f"{count(figures['evictions'])} evicted so far"),
+        Tile("Memory", storage(memory.total), f"{storage(memory.pool_bytes)} of it the pool"),
+        Tile("Captures", milliseconds(figures["capture_time_ms"]), f"{count(figures['captures'])} graphs captured"),
+    ]  # fmt: skip
+    sections = [
+        *_rows(served, entries), _reasons(stats), _graphs(entries), _memory(memory), *_breaks(served.breaks),
+        *_evictions(stats),
+    ]  # fmt: skip
+    return make_report(f"graphdispatch: {name}", headline, facts, tiles, sections)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes if len(sizes) <= 8 else [*sizes[:4], "...", *sizes[-3:]]))
+
+
+def _rows(served: Served, entries: "Sequence[CUDAGraphEntry]") -> list[Section]:
+    rows = dict(sorted(served.stats.rows.items()))
+    if not rows:
+        return []
+    total = sum(rows.values())
+    captured = sorted({entry.size for entry in entries})
+    ladders = [
+        charts.Ladder("captured", "--graph", captured),
+        charts.Ladder("to capture", "--reference", served.sizes),
+    ]
+    sizes, calls = np.array(list(rows), np.int64), np.array(list(rows.values()), np.float64)
+    top = max(*served.sizes, 1)
+    above = float(calls[sizes > top].sum()) / total
+    lead = "How often calls of each number of rows came, with a line for each size that has a graph now."
+    if above:
+        lead += f" {percent(above)} of them had more than {count(top)} rows, above the largest size, and are not drawn."
+    figure = charts.traffic([charts.Traffic("calls", "--graph-soft", sizes, calls / total)], ladders, top, "rows")
+    table = Table(
+        ("rows", "calls", "share"),
+        [(str(size), count(number), percent(number / total, 2)) for size, number in rows.items()],
+        summary=f"{len(rows)} different numbers of rows",
+    )
+    return [Section("Calls by number of rows", lead, [Chart("Histogram of calls by rows", figure), table])]
+
+
+def _reasons(stats: CUDAGraphStats) -> Section:
+    reasons = stats.reasons.copy().most_common()
+    if not reasons:
+        return Section("Calls that no graph served", "", [Note("None", "Every call so far was served by a graph.")])
+    missed = sum(number for _, number in reasons)
+    on_the_way = sum(number for reason, number in reasons if reason.leads_to_graph)
+    lead = (
+        f"{count(missed)} calls ran without a graph; {count(on_the_way)} of them on the way to one, such as a first "
+        "sighting, a capture or a comparison."
+    )
+    rows = [(reason.value, count(number), percent(number / max(stats.calls, 1), 2), reason.text)
+            for reason, number in reasons]  # fmt: skip
+    marked = frozenset(index for index, (reason, _) in enumerate(reasons) if not reason.leads_to_graph)
+    return Section(
+        "Calls that no graph served", lead, [Table(("reason", "calls", "of all", "what it says"), rows, marked)]
+    )
+
+
+def _graphs(entries: "Sequence[CUDAGraphEntry]") -> Section:
+    if not entries:
+        return Section("Graphs", "", [Note("None", "No graph is captured now; calls run eagerly.", True)])
+    total = sum(entry.replay_count for entry in entries) or 1
+    rows = [
+        (str(entry.size), entry.mode.name, entry.state.value, count(entry.replay_count),
+         percent(entry.replay_count / total), milliseconds(entry.capture_time_ms), storage(entry.nbytes))
+        for entry in entries
+    ]  # fmt: skip
+    columns = ("size", "mode", "state", "replays", "of all", "capture", "bytes of its own")
+    lead = f"{count(total)} replays of the graphs that are there now, checks included."
+    return Section("Graphs", lead, [Table(columns, rows)])
+
+
+def _memory(memory: "MemoryReport") -> Section:
+    parts = (
+        ("pool", "--graph", memory.pool_bytes),
+        ("static inputs", "--other", memory.input_bytes),
+        ("output ring", "--graph-soft", memory.ring_bytes),
+        ("graphs", "--eager", memory.entry_bytes),
+        ("driver", "--reference", memory.driver_bytes),
+    )
+    bars = [charts.Bars(name, color, [amount / memory.total]) for name, color, amount in parts if amount]
+    chart = [Chart("Memory by part", charts.shares(["held"], bars))] if bars else []
+    table = Table(("part", "held"), [*((name, storage(amount)) for name, _, amount in parts),
+                                     ("total", storage(memory.total))], frozenset({len(parts)}))  # fmt: skip
+    lead = "What is held now, each byte once: graphs share the pool, the static inputs and the ring."
+    return Section("Memory", lead, [*chart, table])
+
+
+def _breaks(breaks: "Sequence[BreakFigures]") -> list[Section]:
+    if not breaks:
+        return []
+    rows = [(one.name, one.where, count(one.runs), milliseconds(one.time_ms), percent(one.share)) for one in breaks]
+    lead = "Parts that run eagerly between the graphs of one call, and what they take of the replays that have them."
+    return [Section("Breaks", lead, [Table(("break", "where", "runs", "time", "of the replays"), rows)])]
+
+
+def _evictions(stats: CUDAGraphStats) -> list[Section]:
+    latest = stats.last_evictions[::-1]
+    if not latest:
+        return []
+    rows = [
+        (str(one.descriptor.num_tokens), one.reason.value, one.tag, count(one.replays),
+         milliseconds(one.capture_time_ms), storage(one.freed_bytes))
+        for one in latest
+    ]  # fmt: skip
+    given_back = storage(stats.evicted_bytes)
+    lead = f"{count(stats.evictions)} graphs were evicted, which gave back {given_back}; the latest first."
+    return [Section("Evictions", lead, [Table(("size", "reason", "tag", "replays", "capture", "given back"), rows)])]

@@ -1,0 +1,228 @@
+"""The charts, as figures of plotly in plain data; colours are custom properties of ``page.css``."""
+
+from collections.abc import Sequence
+from html import escape
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..plan.traffic import Floats, Ints
+from .units import percent, size_range
+
+__all__ = ["Bars", "Ladder", "Line", "Points", "Traffic", "frontier", "padding", "shares", "traffic"]
+
+_MOST_POINTS = 16_384
+_MOST_RULES = 128  # more of them would be a wall
+
+_BESIDE = ("top center", "middle right")  # so that the names of neighbours do not cover each other
+_BELOW = ("bottom center",)
+
+Figure = dict[str, Any]
+
+
+class Traffic(NamedTuple):
+    """Traffic of one kind: its share of all calls by size."""
+
+    name: str
+    color: str
+    sizes: Ints
+    shares: Floats
+
+
+class Ladder(NamedTuple):
+    """Captured sizes."""
+
+    name: str
+    color: str
+    sizes: Sequence[int]
+
+
+class Line(NamedTuple):
+    """A value by size, 1, 2, 3, ...; NaN where there is none."""
+
+    name: str
+    color: str
+    values: Floats
+
+
+class Points(NamedTuple):
+    """Step times in milliseconds by number of graphs; named points carry their names."""
+
+    name: str
+    color: str
+    graphs: Sequence[int]
+    step_ms: Sequence[float]
+    labels: Sequence[str] = ()
+
+
+class Bars(NamedTuple):
+    """One part of several bars: its share of each."""
+
+    name: str
+    color: str
+    shares: Sequence[float]
+
+
+def traffic(parts: Sequence[Traffic], ladders: Sequence[Ladder], top: int, unit: str) -> Figure:
+    """The distribution of sizes up to ``top``, the first ladder drawn through it, and all ladders below, row by row."""
+    data = [_distribution(part, top, unit) for part in parts]
+    data += [_row(ladder, unit) for ladder in ladders]
+    rows = len(ladders)
+    height = 310 + 26 * rows
+    split = 26 * rows / (height - 100)
+    layout = _layout(height, f"size of the batch, in {unit}", "share of all, %")
+    layout["xaxis"] |= _octaves(top) | {"anchor": "y2"}
+    layout["yaxis"] |= {"domain": [split + 0.04, 1], "rangemode": "tozero"}
+    layout["yaxis2"] = {
+        "domain": [0, split], "type": "category", "range": [rows - 0.5, -0.5], "showgrid": False, "zeroline": False,
+        "fixedrange": True, "automargin": True, "tickfont": {"color": "--text"},
+    }  # fmt: skip
+    if len(ladders[0].sizes) <= _MOST_RULES:
+        layout["shapes"] = [_rule(size) for size in ladders[0].sizes]
+    return {"data": data, "layout": layout}
+
+
+def _distribution(part: Traffic, top: int, unit: str) -> Figure:
+    """Steps from one size to the next, between a zero on either side."""
+    width = -(-top // _MOST_POINTS)
+    first = np.arange(1, top + 1, width)
+    within = part.sizes <= top
+    heights = np.bincount((part.sizes[within] - 1) // width, part.shares[within], len(first))
+    ranges = [size_range(int(size), int(size) + width - 1) for size in first]
+    return {
+        "type": "scatter", "mode": "lines", "name": escape(part.name), "stackgroup": "traffic",
+        "x": [0.5, *(first + (width - 1) / 2).tolist(), top + 1.0], "y": [0.0, *(100 * heights).round(6).tolist(), 0.0],
+        "customdata": ["0", *ranges, f"above {top}"], "fillcolor": part.color,
+        "line": {"shape": "hvh", "width": 0.5, "color": part.color},
+        "hovertemplate": f"%{{customdata}} {unit}: %{{y:.3~f}} %<extra>{escape(part.name)}</extra>",
+    }  # fmt: skip
+
+
+def _row(ladder: Ladder, unit: str) -> Figure:
+    name = escape(ladder.name)
+    return {
+        "type": "scatter", "mode": "markers", "name": name, "x": list(ladder.sizes), "y": [name] * len(ladder.sizes),
+        "yaxis": "y2", "showlegend": False,
+        "marker": {"symbol": "line-ns", "size": 13, "line": {"width": 1.5, "color": ladder.color}},
+        "hovertemplate": f"%{{x}} {unit}<extra>{name}</extra>",
+    }  # fmt: skip
+
+
+def _octaves(top: int) -> Figure:
+    """A logarithmic axis of sizes, on which the same padding, as a share, is the same distance everywhere."""
+    return {
+        "type": "log", "tickvals": [2**octave for octave in range(top.bit_length())],
+        "range": [-0.12, float(np.log10(top)) + 0.03],
+    }  # fmt: skip
+
+
+def padding(lines: Sequence[Line], unit: str) -> Figure:
+    """By how much of its own rows a batch of each size is padded, for each of several sets of graphs."""
+    data = [
+        {
+            "type": "scatter", "mode": "lines", "name": escape(line.name),
+            "x": list(range(1, len(line.values) + 1)), "y": _points(100 * line.values), "connectgaps": False,
+            "line": {"color": line.color, "width": 1 if line.color == "--reference" else 2, "shape": "hvh"},
+            "hovertemplate": f"%{{x}} {unit}: %{{y:.1f}} % padding<extra>{escape(line.name)}</extra>",
+        }
+        for line in lines
+    ]  # fmt: skip
+    layout = _layout(300, f"size of the batch, in {unit}", "padding, % of the batch")
+    layout["yaxis"]["rangemode"] = "tozero"
+    layout["xaxis"] |= _octaves(max(len(line.values) for line in lines))
+    return {"data": data, "layout": layout}
+
+
+def frontier(curve: Points, others: Sequence[Points], least_ms: float, above_ms: float) -> Figure:
+    """Step time against the number of graphs; the view is from ``least_ms``, the least there is, to ``above_ms``."""
+    data = [_marks(curve, "lines+markers"), *(_marks(points, "markers+text") for points in others)]
+    counts = list(chain.from_iterable(points.graphs for points in (curve, *others)))
+    most = max(counts, default=1)
+    layout = _layout(360, "graphs", "mean step time, ms")
+    ticks = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if count <= 2 * most]
+    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "range": [-0.05, float(np.log10(1.6 * most))]}
+    room = 0.12 * (above_ms - least_ms) or 0.01 * least_ms or 1.0
+    layout["yaxis"] |= {"range": [least_ms - room, above_ms + room], "tickformat": "~g"}
+    layout["shapes"] = [{
+        "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": least_ms, "y1": least_ms,
+        "line": {"color": "--reference", "width": 1, "dash": "dot"},
+    }]  # fmt: skip
+    layout["annotations"] = [{
+        "xref": "paper", "x": 0, "y": least_ms, "xanchor": "left", "yanchor": "bottom", "showarrow": False,
+        "text": "a graph for every size", "font": {"color": "--muted", "size": 12},
+    }]  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def shares(names: Sequence[str], parts: Sequence[Bars]) -> Figure:
+    """One bar for each name, of parts that come to the whole."""
+    data = [
+        {
+            "type": "bar", "orientation": "h", "name": escape(part.name), "y": [escape(name) for name in names],
+            "x": [100 * share for share in part.shares], "marker": {"color": part.color},
+            "text": [percent(share) for share in part.shares],
+            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
+            "hovertemplate": f"%{{y}}: %{{x:.2f}} %<extra>{escape(part.name)}</extra>",
+        }
+        for part in parts
+    ]  # fmt: skip
+    layout = _layout(96 + 38 * len(names), "", "", is_stacked=True)
+    layout["xaxis"] |= {"range": [0, 100], "ticksuffix": " %", "fixedrange": True}
+    layout["yaxis"] |= {
+        "type": "category", "autorange": "reversed", "fixedrange": True, "showgrid": False,
+        "tickfont": {"color": "--text"},
+    }  # fmt: skip
+    return {"data": data, "layout": layout | {"bargap": 0.3, "uniformtext": {"mode": "hide", "minsize": 11}}}
+
+
+def _marks(points: Points, mode: str) -> Figure:
+    beside = _BESIDE if len(points.labels) > 1 else _BELOW
+    return {
+        "type": "scatter", "mode": mode, "name": escape(points.name), "x": list(points.graphs),
+        "y": list(points.step_ms), "text": [escape(label) for label in points.labels],
+        "textposition": [beside[index % len(beside)] for index in range(len(points.labels))],
+        "line": {"color": points.color, "width": 2}, "textfont": {"color": "--text", "size": 12},
+        "marker": {"color": points.color, "size": 6 if "lines" in mode else 10},
+        "hovertemplate": f"%{{x}} graphs: %{{y:.4~f}} ms<extra>{'%{text}' if points.labels else escape(points.name)}"
+        "</extra>",
+    }  # fmt: skip
+
+
+def _rule(size: int) -> Figure:
+    return {
+        "type": "line", "layer": "below", "yref": "paper", "x0": size, "x1": size, "y0": 0, "y1": 1,
+        "line": {"color": "--graph-faint", "width": 1},
+    }  # fmt: skip
+
+
+def _points(values: Floats) -> list[float | None]:
+    return [None if np.isnan(value) else round(float(value), 4) for value in values]
+
+
+def _layout(height: int, x: str, y: str, *, is_stacked: bool = False) -> Figure:
+    axis = {
+        "gridcolor": "--line", "zerolinecolor": "--line", "linecolor": "--line", "automargin": True,
+        "tickfont": {"color": "--muted", "size": 12},
+    }  # fmt: skip
+    return {
+        "height": height,
+        "margin": {"l": 8, "r": 26, "t": 8, "b": 8},
+        "paper_bgcolor": "#0000",
+        "plot_bgcolor": "#0000",
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "--muted"},
+        "hoverlabel": {"bgcolor": "--hover", "bordercolor": "--line", "font": {"color": "--text"}},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 1.02,
+            "yanchor": "bottom",
+            "traceorder": "normal",
+            "font": {"color": "--text"},
+        },
+        "modebar": {"bgcolor": "#0000", "color": "--reference", "activecolor": "--graph"},
+        "barmode": "stack" if is_stacked else "group",
+        "bargap": 0,
+        "xaxis": axis | {"title": {"text": x, "standoff": 10}, "showgrid": False},
+        "yaxis": axis | {"title": {"text": y, "standoff": 10}},
+    }

@@ -1,0 +1,155 @@
+"""``Report``: a page that needs nothing but itself, put together from plain data.
+
+Only this module writes HTML, so that everything that comes from users is escaped in one place. What a chart shows
+stands in tables and sentences as well, since a page may be read without scripts, or aloud.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from ..errors import ConfigError
+from ..plan.storage import write_text
+
+__all__ = ["Chart", "Note", "Part", "Report", "Section", "Table", "Tile", "make_report"]
+
+_NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}<]|$")
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """A report as one HTML document that loads nothing from anywhere. Immutable."""
+
+    title: str
+    html: str = field(compare=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to ``path``, replacing a file there in one step; ``ConfigError`` if it cannot be written."""
+        try:
+            write_text(path, self.html)
+        except OSError as error:
+            raise ConfigError(
+                f"path={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
+                "that exists and may be written to"
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"<Report {self.title!r}, {len(self.html) / 2**20:.1f} MiB>"
+
+
+class Tile(NamedTuple):
+    """One figure that matters."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+class Table(NamedTuple):
+    """Rows of text under ``columns``; ``marked`` rows stand out. With a ``summary`` it is folded away behind that."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: frozenset[int] = frozenset()
+    summary: str = ""
+
+
+class Chart(NamedTuple):
+    """A figure of plotly as plain data, and what it is for those who cannot see it.
+
+    A text that begins with ``--`` stands for the custom property of that name in ``page.css``: colours of the theme.
+    """
+
+    label: str
+    figure: dict[str, Any]
+
+
+class Note(NamedTuple):
+    """A box with a heading and a sentence; a ``warning`` or not."""
+
+    heading: str
+    text: str
+    warning: bool = False
+
+
+Part: TypeAlias = Table | Chart | Note
+
+
+class Section(NamedTuple):
+    """A part of the page under a heading; ``lead`` says what there is to see."""
+
+    title: str
+    lead: str
+    parts: Sequence[Part]
+
+
+def make_report(
+    title: str, headline: str, facts: Iterable[str], tiles: Sequence[Tile], sections: Iterable[Section]
+) -> Report:
+    """The page with these parts. Raises ``ConfigError`` if plotly, which draws the charts, is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ModuleNotFoundError as error:
+        raise ConfigError("a report needs plotly: pip install 'graphdispatch[report]'") from error
+    here = files(__package__)
+    figures = "".join(
+        f'<div class="tile"><dt>{escape(tile.label)}</dt><dd>{escape(tile.value)}'
+        f"<small>{escape(tile.note)}</small></dd></div>"
+        for tile in tiles
+    )
+    body = (
+        f"<header><p>{escape(title)}</p><h1>{escape(headline)}</h1>"
+        f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in facts)}</ul></header>'
+        f'<dl class="tiles">{figures}</dl>{"".join(map(_section, sections))}'
+    )
+    html = (here / "page.html").read_text("utf-8")
+    for name, text in (
+        ("title", escape(title)),
+        ("style", (here / "page.css").read_text("utf-8")),
+        ("body", body),
+        ("plotly", get_plotlyjs().replace("</script", "<\\/script")),
+        ("script", (here / "page.js").read_text("utf-8")),
+    ):
+        html = html.replace(f"<!-- {name} -->", text, 1)
+    return Report(title, html)
+
+
+def _section(section: Section) -> str:
+    lead = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
+    return f"<section><h2>{escape(section.title)}</h2>{lead}{''.join(map(_part, section.parts))}</section>"
+
+
+def _part(part: Part) -> str:
+    if isinstance(part, Chart):
+        # In a script, "<" could end it; in JSON it may be written as a code.
+        figure = json.dumps(part.figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+        return (
+            f'<div class="chart" role="img" aria-label="{escape(part.label)}"></div>'
+            f'<script type="application/json">{figure}</script>'
+        )
+    if isinstance(part, Note):
+        kind = "warning" if part.warning else "good"
+        return f'<div class="note {kind}"><strong>{escape(part.heading)}</strong><p>{escape(part.text)}</p></div>'
+    return _table(part)
+
+
+def _table(table: Table) -> str:
+    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.columns)
+    kinds = [
+        "" if index == 0 or not all(map(_NUMBER.match, column)) else ' class="n"'
+        for index, column in enumerate(columns)
+    ]
+    head = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, table.columns, strict=True))
+    rows = "".join(
+        f"<tr{' class=marked' if index in table.marked else ''}>"
+        + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True))
+        + "</tr>"
+        for index, row in enumerate(table.rows)
+    )
+    html = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return f"<details><summary>{escape(table.summary)}</summary>{html}</details>" if table.summary else html

@@ -1,0 +1,278 @@
+"""The report on a plan: what it is worth on a workload, beside the field's ladders, and what is wrong with it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from ..modes import CUDAGraphMode
+from ..plan.compare import Comparison
+from ..plan.cost import CostModel
+from ..plan.plan import Evaluation, Plan
+from ..plan.planner import plan_capture_sizes
+from ..plan.workload import Workload
+from . import charts
+from .page import Chart, Note, Report, Section, Table, Tile, make_report
+from .served import graph_shares, least_step_ms, padding_of, shares_of
+from .units import count, milliseconds, percent, size_range, storage
+
+__all__ = ["Finding", "plan_report"]
+
+_COLORS = {CUDAGraphMode.FULL: "--graph", CUDAGraphMode.PIECEWISE: "--other"}
+
+
+class Finding(Protocol):
+    """What is wrong with a plan, such as a ``LintFinding``."""
+
+    @property
+    def code(self) -> str:
+        """What kind of fault it is."""
+
+    @property
+    def message(self) -> str:
+        """A sentence with the remedy."""
+
+
+def plan_report(
+    plan: Plan,
+    workload: Workload,
+    cost: CostModel | None = None,
+    comparison: Sequence[Comparison] = (),
+    lint: Sequence[Finding] = (),
+    *,
+    split: float = 0.5,
+) -> Report:
+    """What ``plan`` is worth on ``workload`` with ``cost`` (default: ``CostModel.default()``), as a page to look at.
+
+    ``comparison`` are plans and ladders, planned on the first ``split`` of ordered steps and judged on the rest, as
+    ``compare`` makes them; the frontier of graphs against step time is judged on the same steps. ``lint`` are the
+    findings about the plan. Raises ``ConfigError`` if plotly is not installed.
+    """
+    cost = cost or CostModel.default()
+    result = plan.evaluate(workload, cost)
+    ladders = {row.name: row.plan for row in comparison if not row.planned}
+    top = max([*plan.sizes, *(size for ladder in ladders.values() for size in ladder.sizes)], default=workload.largest)
+    sections = [
+        _traffic(plan, workload, ladders, top),
+        _shares(plan, workload, ladders),
+        *([_padding(plan, result, ladders, top)] if plan.graphs else []),
+        *([_frontier(plan, workload, cost, comparison, split)] if plan.graphs else []),
+        *([_comparison(workload, comparison)] if comparison else []),
+        _lint(lint),
+        *([_graphs(plan, workload, cost)] if plan.graphs else []),
+    ]
+    return make_report(
+        "graphdispatch: capture plan", _headline(result), _facts(plan, workload, cost), _tiles(result), sections
+    )
+
+
+def _headline(result: Evaluation) -> str:
+    if not result.graphs:
+        return f"Without graphs a step takes {milliseconds(result.eager_ms)}"
+    return (
+        f"{count(result.graphs)} graph{'s' * (result.graphs > 1)}: {milliseconds(result.step_ms)} a step instead of "
+        f"{milliseconds(result.eager_ms)} eagerly, {result.eager_ms / result.step_ms:.2f} times as fast"
+    )
+
+
+def _facts(plan: Plan, workload: Workload, cost: CostModel) -> Iterable[str]:
+    yield f"{count(workload.total)} steps of 1 to {count(workload.largest)} tokens"
+    yield f"{percent(float(workload.decode.sum()) / workload.total)} uniform decode"
+    yield f"mode {plan.mode.name}"
+    if cost.source == "default":
+        yield "costs: default, an 8B model on one large GPU, true to a factor of two"
+    else:
+        yield f"costs: {cost.source}"
+    if plan.proof is not None:
+        gap = plan.proof.gap
+        yield (
+            "proved: no set within the budgets is expected to be faster"
+            if gap < 1e-9
+            else (f"proved: at most {percent(gap, 3)} above the fastest set within the budgets")
+        )
+
+
+def _tiles(result: Evaluation) -> list[Tile]:
+    return [
+        Tile("Mean step", milliseconds(result.step_ms), f"{milliseconds(result.eager_ms)} eagerly"),
+        Tile("Steps served", percent(result.hit_rate), f"{percent(result.eager_share)} run eagerly"),
+        Tile("Padding", percent(result.padding, 2), "of the tokens of served steps"),
+        Tile("Worst padding", percent(result.worst_padding, 0), f"a batch of {count(result.worst_size)}"),
+        Tile("Memory", storage(result.memory), f"{storage(result.pool_bytes)} of it the shared pool"),
+        Tile("Captures", milliseconds(result.capture_ms), f"{count(result.graphs)} graphs, once at the start"),
+    ]
+
+
+def _traffic(plan: Plan, workload: Workload, ladders: dict[str, Plan], top: int) -> Section:
+    kinds = (("uniform decode", "--graph-soft", workload.decode), ("mixed", "--other-soft", workload.mixed))
+    parts = [
+        charts.Traffic(name, color, workload.sizes, weights / workload.total)
+        for name, color, weights in kinds
+        if weights.any()
+    ]
+    rows = [charts.Ladder(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
+    rows += [charts.Ladder(name, "--reference", ladder.sizes) for name, ladder in ladders.items()]
+    above = float(workload.counts[workload.sizes > top].sum()) / workload.total
+    lead = "How often steps of each size come, with a line for each size that the plan captures"
+    lead += ", and the sizes of the ladders below it." if ladders else "."
+    if above:
+        lead += f" {percent(above)} of the steps are larger than {count(top)} and not drawn; they run eagerly."
+    lines = [(row.name, str(len(row.sizes)), _shortened(row.sizes)) for row in rows]
+    figure = charts.traffic(parts, rows, top, "tokens")
+    return Section(
+        "Traffic and captured sizes",
+        lead,
+        [
+            Chart("Histogram of step sizes with the captured sizes", figure),
+            Table(("graphs of", "number", "sizes, in tokens"), lines, summary="All sizes"),
+        ],
+    )
+
+
+def _kinds(plan: Plan) -> dict[CUDAGraphMode, str]:
+    """The runtime modes of a plan's graphs, FULL first, and what the charts call them."""
+    kinds = sorted({graph.mode for graph in plan.graphs}, reverse=True)
+    return {kind: "plan" if len(kinds) == 1 else f"plan, {kind.name}" for kind in kinds}
+
+
+def _shortened(sizes: Sequence[int]) -> str:
+    words = list(map(str, sizes))
+    return " ".join(words if len(words) <= 512 else [*words[:256], "...", *words[-256:]])
+
+
+def _shares(plan: Plan, workload: Workload, ladders: dict[str, Plan]) -> Section:
+    found = {name: shares_of(made, workload) for name, made in {"plan": plan, **ladders}.items()}
+    ways = (
+        ("graph of this size", "--graph"),
+        ("graph, padded", "--graph-soft"),
+        ("eager: faster so", "--eager-soft"),
+        ("eager: above the largest graph", "--eager"),
+        ("eager: no graphs for this kind", "--reference"),
+    )
+    used = [(index, name, color) for index, (name, color) in enumerate(ways) if any(s[index] for s in found.values())]
+    bars = [charts.Bars(name, color, [shares[index] for shares in found.values()]) for index, name, color in used]
+    table = Table(
+        ("", *(name for _, name, _ in used)),
+        [(name, *(percent(shares[index], 2) for index, _, _ in used)) for name, shares in found.items()],
+        summary="As a table",
+    )
+    exact, padded = found["plan"][:2]
+    lead = (
+        f"With the plan, {percent(exact)} of all steps find a graph of exactly their size, {percent(padded)} run "
+        f"padded in a larger one, and {percent(1 - exact - padded)} run eagerly."
+    )
+    return Section(
+        "How the steps run",
+        lead,
+        [Chart("Shares of steps by graph and eagerly", charts.shares(list(found), bars)), table],
+    )
+
+
+def _padding(plan: Plan, result: Evaluation, ladders: dict[str, Plan], top: int) -> Section:
+    lines = []
+    for name, ladder in list(ladders.items())[:1]:
+        kind = max(graph.mode for graph in ladder.graphs)
+        lines.append(charts.Line(name, "--reference", padding_of(ladder, kind, top)))
+    lines += [charts.Line(name, _COLORS[kind], padding_of(plan, kind, top)) for kind, name in _kinds(plan).items()]
+    lead = (
+        f"By how much a batch of each size is padded, seen or not: at most {percent(result.worst_padding, 0)} of its "
+        f"tokens, at {count(result.worst_size)}. Weighed by the traffic it is {percent(result.padding, 2)}. A line "
+        "breaks where batches run eagerly."
+    )
+    return Section("Padding by size", lead, [Chart("Padding by size of the batch", charts.padding(lines, "tokens"))])
+
+
+def _frontier(
+    plan: Plan, workload: Workload, cost: CostModel, comparison: Sequence[Comparison], split: float
+) -> Section:
+    is_split = workload.steps is not None and bool(comparison)
+    seen, judged = workload.split(split) if is_split else (workload, workload)
+    top = plan.proof.largest if plan.proof is not None else plan.sizes[-1]
+    numbers = {len(plan.graphs), *(len(row.plan.graphs) for row in comparison)} - {0}
+    half_octaves = {round(2 ** (step / 2)) for step in range(40)}
+    counts = sorted(numbers | {number for number in half_octaves if number <= min(2 * max(numbers), top)})
+    plans = [plan_capture_sizes(seen, cost, max_graphs=number, max_size=top, mode=plan.mode) for number in counts]
+    points = {len(made.graphs): made.evaluate(judged, cost) for made in plans}
+    ladders = [row for row in comparison if not row.planned and row.plan.graphs]
+    chosen = plan.evaluate(judged, cost)
+    ladders.sort(key=lambda row: len(row.plan.graphs))
+    others = [
+        charts.Points("ladders", "--reference", [len(row.plan.graphs) for row in ladders],
+                      [row.result.step_ms for row in ladders], [row.name for row in ladders]),
+        charts.Points("this plan", "--eager", [len(plan.graphs)], [chosen.step_ms], ["this plan"]),
+    ]  # fmt: skip
+    least = least_step_ms(plan.mode, judged, cost, top)
+    worst = max([chosen.step_ms, *(row.result.step_ms for row in ladders)])
+    curve = charts.Points("best plans", "--graph", list(points), [result.step_ms for result in points.values()])
+    lead = (
+        "The best plan for each number of graphs, with no other budget"
+        + (f", planned on the first {percent(split, 0)} of the steps and judged on the rest." if is_split else ".")
+        + " Where the curve is flat, more graphs buy nothing. This plan saw all steps."
+    )
+    table = Table(
+        ("graphs", "mean step", "above a graph for every size", "memory", "captures"),
+        [(str(number), milliseconds(one.step_ms), percent(one.step_ms / least - 1, 2), storage(one.memory),
+          milliseconds(one.capture_ms)) for number, one in points.items()],
+        summary="As a table",
+    )  # fmt: skip
+    figure = charts.frontier(curve, others, least, worst)
+    return Section("What another graph is worth", lead, [Chart("Step time by number of graphs", figure), table])
+
+
+def _comparison(workload: Workload, comparison: Sequence[Comparison]) -> Section:
+    rows = []
+    for row in comparison:
+        result = row.result
+        name = row.name if not row.planned else "plan" if row.name == "plan" else f"plan, {row.share:.0%} of {row.name}"
+        rows.append((
+            name, count(result.graphs), milliseconds(result.step_ms), percent(result.hit_rate),
+            percent(result.padding, 2), f"{percent(result.worst_padding, 0)} at {count(result.worst_size)}",
+            storage(result.memory), milliseconds(result.capture_ms),
+        ))  # fmt: skip
+    lead = "Judged on the steps that they were planned for, since the order of the steps is not known."
+    if workload.steps is not None:
+        lead = "Planned on the first part of the steps and judged on the rest, which no plan has seen."
+    pairs = [(made, taken) for made in comparison if made.planned for taken in comparison if not taken.planned]
+    if pairs:
+        made, taken = pairs[0]
+        lead += (
+            f" With the plan's {count(made.result.graphs)} graphs a step takes {_difference(made, taken)} with the "
+            f"{count(taken.result.graphs)} of {taken.name}."
+        )
+    columns = ("", "graphs", "mean step", "served", "padding", "worst padding", "memory", "captures")
+    marked = frozenset(index for index, row in enumerate(comparison) if row.planned)
+    return Section("Beside the field's ladders", lead, [Table(columns, rows, marked)])
+
+
+def _difference(made: Comparison, taken: Comparison) -> str:
+    saved = 1 - made.result.step_ms / taken.result.step_ms
+    if abs(saved) < 5e-5:
+        return "as much time as"
+    return f"{percent(abs(saved), 2)} {'less' if saved > 0 else 'more'} time than"
+
+
+def _lint(findings: Sequence[Finding]) -> Section:
+    if not findings:
+        return Section("Lint", "", [Note("Nothing found", "No graph is out of reach, and no batch falls off a cliff.")])
+    notes = [Note(str(finding.code).replace("_", " ").capitalize(), finding.message, True) for finding in findings]
+    return Section("Lint", f"{len(findings)} finding{'s' * (len(findings) > 1)} about the plan.", notes)
+
+
+def _graphs(plan: Plan, workload: Workload, cost: CostModel) -> Section:
+    shares = graph_shares(plan, workload)
+    rows = []
+    for graph in plan.graphs:
+        share, padded = shares[graph.mode, graph.size]
+        costs = cost.graphs(graph.mode)
+        step_ms, graph_bytes, eager_ms = (
+            float(curve.at(graph.size)) for curve in (costs.step_ms, costs.graph_bytes, cost.eager_ms)
+        )
+        rows.append((
+            str(graph.size), graph.mode.name,
+            size_range(graph.first, graph.size) if graph.first <= graph.size else "\N{EN DASH}",
+            percent(share, 2), percent(padded, 1), milliseconds(step_ms), milliseconds(eager_ms), storage(graph_bytes),
+        ))  # fmt: skip
+    columns = ("graph", "mode", "serves", "of all steps", "padding", "step", "step, eagerly", "memory of its own")
+    return Section(
+        "The graphs",
+        "Each graph with the steps of this traffic that it serves.",
+        [Table(columns, rows, summary=f"{len(rows)} graphs")],
+    )

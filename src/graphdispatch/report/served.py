@@ -1,0 +1,87 @@
+"""How a plan serves batches of each size: by which graph, and with how much padding."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ..modes import CUDAGraphMode
+from ..plan.cost import CostModel
+from ..plan.plan import Plan, routines_of
+from ..plan.traffic import Floats, Ints
+from ..plan.workload import Workload
+
+__all__ = ["Shares", "graph_of", "graph_shares", "least_step_ms", "padding_of", "shares_of"]
+
+
+class Shares(NamedTuple):
+    """How the steps of a workload run, in shares of all: by a graph of their size, padded, or eagerly for a reason."""
+
+    exact: float
+    padded: float
+    faster: float
+    """Eagerly, since that is faster or a graph was left out below a larger one."""
+    above: float
+    """Eagerly, above the largest graph of their kind."""
+    no_graphs: float
+    """Eagerly, of a kind that has no graphs."""
+
+
+def graph_of(plan: Plan, kind: CUDAGraphMode, sizes: Ints) -> Ints:
+    """The size of the graph that serves batches of each of ``sizes``; 0 where they run eagerly."""
+    graphs = [graph for graph in plan.graphs if graph.mode is kind]
+    ends, first = (
+        np.array([*(graph[at] for graph in graphs), beyond], np.int64)
+        for at, beyond in ((1, 0), (2, np.iinfo(np.int64).max))
+    )
+    index = np.searchsorted(ends[:-1], sizes)
+    return np.where(sizes >= first[index], ends[index], 0)
+
+
+def padding_of(plan: Plan, kind: CUDAGraphMode, top: int) -> Floats:
+    """The padding of batches of 1 to ``top`` tokens, as a share of their tokens; NaN where they run eagerly."""
+    sizes = np.arange(1, top + 1)
+    graphs = graph_of(plan, kind, sizes)
+    return np.where(graphs > 0, graphs / sizes - 1.0, np.nan)
+
+
+def shares_of(plan: Plan, workload: Workload) -> Shares:
+    """How the steps of ``workload`` run under ``plan``."""
+    found = np.zeros(len(Shares._fields))
+    for kind, weights in routines_of(plan.mode, workload).items():
+        graphs = graph_of(plan, kind, workload.sizes)
+        largest = max(plan.sizes_of(kind), default=0)
+        ways = (
+            graphs == workload.sizes,
+            graphs > workload.sizes,
+            (graphs == 0) & (workload.sizes <= largest),
+            (workload.sizes > largest) & bool(largest),
+            np.full(len(graphs), not largest),
+        )
+        found += [float(weights @ way) for way in ways]
+    return Shares(*(found / workload.total).tolist())
+
+
+def graph_shares(plan: Plan, workload: Workload) -> Mapping[tuple[CUDAGraphMode, int], tuple[float, float]]:
+    """By mode and size of each graph: its share of the steps, and the padding as a share of their tokens."""
+    found = {}
+    for kind, weights in routines_of(plan.mode, workload).items():
+        graphs = graph_of(plan, kind, workload.sizes)
+        for size in plan.sizes_of(kind):
+            steps = weights * (graphs == size)
+            tokens = float(steps @ workload.sizes)
+            padded = float(steps @ (size - workload.sizes))
+            found[kind, size] = float(steps.sum()) / workload.total, padded / tokens if tokens else 0.0
+    return found
+
+
+def least_step_ms(mode: CUDAGraphMode, workload: Workload, cost: CostModel, top: int) -> float:
+    """The mean step time with a graph for every size up to ``top``, each used where it is faster than eager."""
+    time = 0.0
+    for kind, weights in routines_of(mode, workload).items():
+        step_ms = cost.eager_ms.at(workload.sizes)
+        if kind.has_graphs():
+            faster = np.minimum(step_ms, cost.graphs(kind).step_ms.at(workload.sizes))
+            step_ms = np.where(workload.sizes <= top, faster, step_ms)
+        time += float(weights @ step_ms)
+    return time / workload.total

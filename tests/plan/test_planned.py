@@ -1,0 +1,49 @@
+"""The dispatcher of a plan decides as the plan says."""
+
+import numpy as np
+import pytest
+
+from graphdispatch.dispatch.planned import planned_dispatcher
+from graphdispatch.errors import ConfigError
+from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan.plan import Plan, PlannedGraph
+from graphdispatch.plan.workload import Workload
+from graphdispatch.simulator import simulate
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+COST = CostModel.of(lambda n: 5.0 + n, lambda n: 1.0 + n, lambda n: 2.0 + n)
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY])
+@pytest.mark.parametrize("seed", range(3))
+def test_served_in_time_it_is_what_the_plan_expects(mode: CUDAGraphMode, seed: int) -> None:
+    """Step by step through the simulator, random graphs with gaps take the time and pad the rows of ``evaluate``."""
+    rng = np.random.default_rng(seed)
+    kind = mode.decode_mode()
+    sizes = sorted(rng.choice(np.arange(1, 41), 6, replace=False).tolist())
+    below = [0, *sizes]
+    graphs = [PlannedGraph(kind, s, int(rng.integers(b + 1, s + 2))) for b, s in zip(below, sizes, strict=False)]
+    plan = Plan(mode, tuple(graphs))
+    workload = Workload.from_steps(rng.integers(1, 50, 300), rng.random(300) < 0.7)
+    expected = plan.evaluate(workload, COST)
+    result = simulate(workload, COST, planned_dispatcher(plan, max_num_reqs=50))
+    assert result.step_ms == pytest.approx(300 * expected.step_ms)
+    assert result.stats.hit_rate() == pytest.approx(expected.hit_rate)
+    assert result.stats.captures == 6
+
+
+def test_each_mode_has_its_own_sizes() -> None:
+    """A plan with other sizes for decode than for the rest is kept apart, as vLLM's one list cannot."""
+    plan = Plan.of(CUDAGraphMode.FULL_AND_PIECEWISE, {FULL: (2, 6), PIECEWISE: (4, 8)})
+    dispatcher = planned_dispatcher(plan, max_num_reqs=4)
+    keys = {mode: {key.num_tokens for key in keys} for mode, keys in dispatcher.cudagraph_keys.items()}
+    assert keys == {FULL: {2, 6}, PIECEWISE: {4, 8}}
+    assert dispatcher.decide(3, 3, query_len=1).size == 6
+    assert dispatcher.decide(3, 2).size == 4
+
+
+def test_a_plan_without_graphs_has_no_dispatcher() -> None:
+    """There would be nothing to decide."""
+    with pytest.raises(ConfigError, match="plan must have graphs"):
+        planned_dispatcher(Plan(FULL, ()))
