@@ -33,7 +33,7 @@ class IdleAction(StrEnum):
     CAPTURED = "captured"
     """Captured one of them."""
     ABANDONED = "abandoned"
-    """Gave the new sizes up: one could not be captured, or the sizes in use were changed by somebody else."""
+    """Gave the captures up: one failed, or somebody else changed the sizes in use, which stay as they are."""
 
 
 class IdleReport(NamedTuple):
@@ -79,17 +79,18 @@ class AutoPlan:
     """Re-plans the sizes of ``step``, a ``Graphed``, by what it really serves: call ``idle()`` in pauses.
 
     The traffic is read from the counters that a hit keeps anyway, so that serving takes no longer; a step weighs half
-    as much after every ``half_life_steps``. Four times in a half-life the sizes are planned anew, at most ``max_graphs``
-    (default: as many as ``step`` has) up to its largest size now. A size is worth it if it is expected to save the time of
-    its capture within ``horizon_steps`` steps (default: five half-lives). The new sizes are captured in one pause after
-    another while the old ones serve; then they come into use all at once, and graphs of other sizes are released. Until
-    then both are held, for which the callable's limits of graphs and bytes should have room; where they have not, the
-    new sizes come into use at once, and what has no graph yet runs eagerly until it is captured.
+    as much after every ``half_life_steps``. Four times in a half-life the sizes are planned anew: at most
+    ``max_graphs`` (default: as many as ``step`` has), up to its largest size now. A size is worth it if it is expected
+    to save the time of its capture within ``horizon_steps`` steps (default: five half-lives).
+
+    The new sizes are captured in one pause after another while the old ones serve; then they come into use all at once,
+    and graphs of other sizes are released. Until then both are held, for which the callable's limits should leave room.
+    Where they do not, the new sizes come into use with the first of them, and the others run eagerly until captured.
 
     ``cost`` says what steps take by size (default: that of ``profile``, else ``CostModel.default()``, which is about a
-    large model on a large GPU: give measured costs for any other). What captures took is measured on the graphs of
+    large model on a large GPU: give measured costs for any other). What captures take is measured on the graphs of
     ``step``. ``profile``, from an earlier process, is the traffic to begin with. ``save_at_exit`` is a file to
-    which the profile is saved when the process ends, if any step was served; it keeps nothing alive.
+    which the profile is saved when the process ends, if steps were served; that keeps nothing alive.
 
     Make it before serving: it has ``step`` keep an example of each signature, by which sizes are captured. Thread-safe;
     ``idle`` may run on a thread of its own, and holds calls up only while it captures and changes the sizes. Raises
@@ -199,27 +200,25 @@ class AutoPlan:
         return IdleReport(IdleAction.PLANNED, verdict.reason, swapped=not self._todo and self._swap())
 
     def _capture(self) -> IdleReport:
+        (size, *rest), self._todo = self._todo, []
         if self.step.sizes not in (self._before, self._after):
-            return self._abandon("the sizes in use were changed")
-        size = self._todo.pop(0)
+            return IdleReport(IdleAction.ABANDONED, "the sizes in use were changed")
         held = len(self.step.entries)
+        self._retry_at[size] = self._steps + self._traffic.half_life_steps
         if not self.step.capture_size(size):
-            self._retry_at[size] = self._steps + self._traffic.half_life_steps
-            return self._abandon(f"{size} rows could not be captured now", size)
+            return IdleReport(IdleAction.ABANDONED, f"{size} rows could not be captured now", size)
+        del self._retry_at[size]
+        self._todo = rest
         is_full = len(self.step.entries) <= held
-        swapped = (is_full or not self._todo) and self.step.sizes != self._after and self._swap()
-        return IdleReport(IdleAction.CAPTURED, f"{size} rows, {len(self._todo)} to go", size, swapped)
+        swapped = (is_full or not rest) and self.step.sizes != self._after and self._swap()
+        return IdleReport(IdleAction.CAPTURED, f"{size} rows, {len(rest)} to go", size, swapped)
 
     def _swap(self) -> bool:
         self.step.use_sizes(self._after)
         return True
 
-    def _abandon(self, why: str, size: int | None = None) -> IdleReport:
-        self._todo = []
-        return IdleReport(IdleAction.ABANDONED, why, size)
-
 
 def _save(ref: "weakref.ref[AutoPlan]", path: str | Path) -> None:
     plan = ref()
-    if plan is not None and plan.step.stats.calls:
+    if plan is not None and plan.step.stats.rows:
         plan.save_profile(path)

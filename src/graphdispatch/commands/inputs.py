@@ -26,7 +26,7 @@ __all__ = [
 
 _GENERATED_STEPS = 2000
 _LARGEST = 512  # vLLM's default limit
-_STEP = 16  # no ladder has larger steps up to there, but those that contain any largest size
+_STEP = 16  # the largest step of vLLM's ladders, the only ones that may end below the largest size
 _MOST_DIGITS = 9
 
 

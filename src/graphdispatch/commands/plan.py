@@ -15,6 +15,7 @@ from ..plan.cost import CostModel
 from ..plan.plan import Plan
 from ..plan.planner import plan_capture_sizes
 from ..plan.workload import Workload
+from ..report import plan_report
 from ..sizes import LADDERS
 from .inputs import largest_size, read_cost, read_numbers, read_workload, runtime_mode
 from .lint import finding_dict, lint_plan, print_findings
@@ -106,13 +107,15 @@ def plan(
         "max_num_tokens": max_num_batched_tokens or workload.largest,
     }
     findings = lint_plan(chosen, **limits)
+    page = plan_report(chosen, workload, costs, rows, findings, split=split) if html is not None else None
     _print(workload, costs, split, rows, chosen, findings)
     if output is not None:
         with writing("output", output):
             chosen.save(output)
     write_json(json_file, _figures(workload, chosen, rows, findings))
-    if html is not None:
-        _write_report(html, chosen, workload, costs, rows, findings)
+    if page is not None and html is not None:
+        with writing("html", html):
+            page.save(html)
 
 
 def _names(text: str) -> list[str]:
@@ -189,17 +192,3 @@ def _figures(
         "proof": asdict(chosen.proof) if chosen.proof is not None else None,
         "lint": [finding_dict(finding) for finding in findings],
     }
-
-
-def _write_report(
-    path: Path,
-    chosen: Plan,
-    workload: Workload,
-    cost: CostModel,
-    rows: Sequence[Comparison],
-    findings: Sequence[LintFinding],
-) -> None:
-    from ..report import plan_report
-
-    with writing("html", path):
-        plan_report(chosen, workload, cost, rows, findings).save(path)

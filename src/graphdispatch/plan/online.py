@@ -94,8 +94,8 @@ def measured_cost(base: CostModel, figures: Iterable[GraphFigures]) -> CostModel
 class Verdict(NamedTuple):
     """What re-planning came to: the sizes to use from now on, or None to stay with those in use; and why.
 
-    ``saving_ms`` is the expected saving of a step, in milliseconds; ``captures`` are the sizes that have no graph yet,
-    the most used first.
+    ``saving_ms`` is the expected saving of a step, in milliseconds; ``captures`` are the sizes that must get a graph, the
+    most used first.
     """
 
     sizes: tuple[int, ...] | None
@@ -120,8 +120,8 @@ def replan(
     ``traffic`` is the weight of steps by size, and ``ready`` are the sizes that have graphs, which cost nothing more.
     Any other must save the time of its capture within ``horizon_steps`` steps. The best are found exactly among the
     sizes in use, those ready, and those of a fresh plan, so that a size is replaced only where that pays by itself.
-    The largest of ``sizes`` always stays; sizes ``without`` are not captured. ``prior`` says what is expected beyond
-    the traffic.
+    The largest of ``sizes`` always stays, so that as many steps are served as before; sizes ``without`` are neither
+    captured nor taken up anew. ``prior`` says what is expected beyond the traffic.
     """
     top = sizes[-1]
     served = {size: weight for size, weight in traffic.items() if size <= top and weight > 0}
@@ -130,9 +130,16 @@ def replan(
     prior, seen = Prior.of(prior), Workload.from_histogram(served)
     mode, costs = graphs_of(cost)
     never = Curve.of(1.0 + 2.0 * float(costs.step_ms.at(top)), "eager_ms")
-    options = {"max_graphs": max_graphs, "max_size": top, "must_include": (top,), "prior": prior, "mode": mode}
-    fresh = plan_capture_sizes(seen, cost.model_copy(update={"eager_ms": never}), **options)
-    allowed = {*sizes, *fresh.sizes} - set(without) | {size for size in ready if size <= top} | {top}
+    fresh = plan_capture_sizes(
+        seen,
+        cost.model_copy(update={"eager_ms": never}),
+        max_graphs=max_graphs,
+        max_size=top,
+        must_include=(top,),
+        prior=prior,
+        mode=mode,
+    )
+    allowed = {*sizes, *(size for size in ready if size <= top), *set(fresh.sizes).difference(without)}
     candidates = np.array(sorted(allowed), np.int64)
     expected = prior.expected(seen.sizes, seen.counts, top)
     prices = np.where(np.isin(candidates, list(ready)), 0.0, costs.capture_ms.at(candidates) / horizon_steps)
@@ -141,8 +148,8 @@ def replan(
         return Verdict(None, "no other sizes save what their captures cost")
     saving = _mean_ms(sizes, expected, costs.step_ms) - _mean_ms(chosen, expected, costs.step_ms)
     use = dict(zip(chosen, np.add.reduceat(expected, (0, *chosen[:-1])).tolist(), strict=True))
-    captures = tuple(sorted(set(chosen) - set(ready), key=lambda size: (-use[size], size)))
-    return Verdict(chosen, f"{saving:.3g} ms less for each step expected", saving, captures)
+    captures = sorted(set(chosen).difference(ready, without), key=lambda size: (-use[size], size))
+    return Verdict(chosen, f"a step is expected to change by {-saving:+.3g} ms", saving, tuple(captures))
 
 
 def _cheapest(candidates: Ints, expected: Floats, graph_ms: Floats, prices: Floats, max_graphs: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ def _rows(served: Served, entries: "Sequence[CUDAGraphEntry]") -> list[Section]:
     sizes, calls = np.array(list(rows), np.int64), np.array(list(rows.values()), np.float64)
     top = max(*served.sizes, 1)
     above = float(calls[sizes > top].sum()) / total
-    lead = "How often calls of each number of rows came, with a line for each size that has a graph now."
+    lead = "How often calls of each number of rows came, over the sizes that have a graph now."
     if above:
         lead += f" {percent(above)} of them had more than {count(top)} rows, above the largest size, and are not drawn."
     figure = charts.traffic([charts.Traffic("calls", "--graph-soft", sizes, calls / total)], ladders, top, "rows")

@@ -1,7 +1,7 @@
 """The charts, as figures of plotly in plain data; colours are custom properties of ``page.css``."""
 
+import html
 from collections.abc import Sequence
-from html import escape
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -91,16 +91,16 @@ def _distribution(part: Traffic, top: int, unit: str) -> Figure:
     heights = np.bincount((part.sizes[within] - 1) // width, part.shares[within], len(first))
     ranges = [size_range(int(size), int(size) + width - 1) for size in first]
     return {
-        "type": "scatter", "mode": "lines", "name": escape(part.name), "stackgroup": "traffic",
+        "type": "scatter", "mode": "lines", "name": _text(part.name), "stackgroup": "traffic",
         "x": [0.5, *(first + (width - 1) / 2).tolist(), top + 1.0], "y": [0.0, *(100 * heights).round(6).tolist(), 0.0],
         "customdata": ["0", *ranges, f"above {top}"], "fillcolor": part.color,
         "line": {"shape": "hvh", "width": 0.5, "color": part.color},
-        "hovertemplate": f"%{{customdata}} {unit}: %{{y:.3~f}} %<extra>{escape(part.name)}</extra>",
+        "hovertemplate": f"%{{customdata}} {unit}: %{{y:.3~f}} %<extra>{_text(part.name)}</extra>",
     }  # fmt: skip
 
 
 def _row(ladder: Ladder, unit: str) -> Figure:
-    name = escape(ladder.name)
+    name = _text(ladder.name)
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": list(ladder.sizes), "y": [name] * len(ladder.sizes),
         "yaxis": "y2", "showlegend": False,
@@ -121,10 +121,10 @@ def padding(lines: Sequence[Line], unit: str) -> Figure:
     """By how much of its own rows a batch of each size is padded, for each of several sets of graphs."""
     data = [
         {
-            "type": "scatter", "mode": "lines", "name": escape(line.name),
+            "type": "scatter", "mode": "lines", "name": _text(line.name),
             "x": list(range(1, len(line.values) + 1)), "y": _points(100 * line.values), "connectgaps": False,
             "line": {"color": line.color, "width": 1 if line.color == "--reference" else 2, "shape": "hvh"},
-            "hovertemplate": f"%{{x}} {unit}: %{{y:.1f}} % padding<extra>{escape(line.name)}</extra>",
+            "hovertemplate": f"%{{x}} {unit}: %{{y:.1f}} % padding<extra>{_text(line.name)}</extra>",
         }
         for line in lines
     ]  # fmt: skip
@@ -137,11 +137,9 @@ def padding(lines: Sequence[Line], unit: str) -> Figure:
 def frontier(curve: Points, others: Sequence[Points], least_ms: float, above_ms: float) -> Figure:
     """Step time against the number of graphs; the view is from ``least_ms``, the least there is, to ``above_ms``."""
     data = [_marks(curve, "lines+markers"), *(_marks(points, "markers+text") for points in others)]
-    counts = list(chain.from_iterable(points.graphs for points in (curve, *others)))
-    most = max(counts, default=1)
+    most = max(chain.from_iterable(points.graphs for points in (curve, *others)))
     layout = _layout(360, "graphs", "mean step time, ms")
-    ticks = [count for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096) if count <= 2 * most]
-    layout["xaxis"] |= {"type": "log", "tickvals": ticks, "range": [-0.05, float(np.log10(1.6 * most))]}
+    layout["xaxis"] |= _octaves(2 * most) | {"range": [-0.05, float(np.log10(1.6 * most))]}
     room = 0.12 * (above_ms - least_ms) or 0.01 * least_ms or 1.0
     layout["yaxis"] |= {"range": [least_ms - room, above_ms + room], "tickformat": "~g"}
     layout["shapes"] = [{
@@ -159,11 +157,11 @@ def shares(names: Sequence[str], parts: Sequence[Bars]) -> Figure:
     """One bar for each name, of parts that come to the whole."""
     data = [
         {
-            "type": "bar", "orientation": "h", "name": escape(part.name), "y": [escape(name) for name in names],
+            "type": "bar", "orientation": "h", "name": _text(part.name), "y": [_text(name) for name in names],
             "x": [100 * share for share in part.shares], "marker": {"color": part.color},
             "text": [percent(share) for share in part.shares],
             "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
-            "hovertemplate": f"%{{y}}: %{{x:.2f}} %<extra>{escape(part.name)}</extra>",
+            "hovertemplate": f"%{{y}}: %{{x:.2f}} %<extra>{_text(part.name)}</extra>",
         }
         for part in parts
     ]  # fmt: skip
@@ -176,15 +174,20 @@ def shares(names: Sequence[str], parts: Sequence[Bars]) -> Figure:
     return {"data": data, "layout": layout | {"bargap": 0.3, "uniformtext": {"mode": "hide", "minsize": 11}}}
 
 
+def _text(text: str) -> str:
+    """``text`` for plotly, which knows a little HTML."""
+    return html.escape(text, quote=False)
+
+
 def _marks(points: Points, mode: str) -> Figure:
     beside = _BESIDE if len(points.labels) > 1 else _BELOW
     return {
-        "type": "scatter", "mode": mode, "name": escape(points.name), "x": list(points.graphs),
-        "y": list(points.step_ms), "text": [escape(label) for label in points.labels],
+        "type": "scatter", "mode": mode, "name": _text(points.name), "x": list(points.graphs),
+        "y": list(points.step_ms), "text": [_text(label) for label in points.labels],
         "textposition": [beside[index % len(beside)] for index in range(len(points.labels))],
         "line": {"color": points.color, "width": 2}, "textfont": {"color": "--text", "size": 12},
         "marker": {"color": points.color, "size": 6 if "lines" in mode else 10},
-        "hovertemplate": f"%{{x}} graphs: %{{y:.4~f}} ms<extra>{'%{text}' if points.labels else escape(points.name)}"
+        "hovertemplate": f"%{{x}} graphs: %{{y:.4~f}} ms<extra>{'%{text}' if points.labels else _text(points.name)}"
         "</extra>",
     }  # fmt: skip
 
@@ -205,6 +208,9 @@ def _layout(height: int, x: str, y: str, *, is_stacked: bool = False) -> Figure:
         "gridcolor": "--line", "zerolinecolor": "--line", "linecolor": "--line", "automargin": True,
         "tickfont": {"color": "--muted", "size": 12},
     }  # fmt: skip
+    legend = {
+        "orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal", "font": {"color": "--text"},
+    }  # fmt: skip
     return {
         "height": height,
         "margin": {"l": 8, "r": 26, "t": 8, "b": 8},
@@ -212,15 +218,7 @@ def _layout(height: int, x: str, y: str, *, is_stacked: bool = False) -> Figure:
         "plot_bgcolor": "#0000",
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": "--muted"},
         "hoverlabel": {"bgcolor": "--hover", "bordercolor": "--line", "font": {"color": "--text"}},
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": 1.02,
-            "yanchor": "bottom",
-            "traceorder": "normal",
-            "font": {"color": "--text"},
-        },
-        "modebar": {"bgcolor": "#0000", "color": "--reference", "activecolor": "--graph"},
+        "legend": legend,
         "barmode": "stack" if is_stacked else "group",
         "bargap": 0,
         "xaxis": axis | {"title": {"text": x, "standoff": 10}, "showgrid": False},

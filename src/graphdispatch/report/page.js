@@ -1,7 +1,7 @@
 // Draws the charts in the colours of the theme, and again when the theme changes.
 (() => {
   const themed = (value, style) => {
-    if (typeof value === "string") return value.startsWith("--") ? style.getPropertyValue(value).trim() : value;
+    if (typeof value === "string") return (value.startsWith("--") && style.getPropertyValue(value).trim()) || value;
     if (Array.isArray(value)) return value.map((one) => themed(one, style));
     if (value === null || typeof value !== "object") return value;
     return Object.fromEntries(Object.entries(value).map(([name, one]) => [name, themed(one, style)]));

@@ -54,7 +54,7 @@ def plan_report(
         _traffic(plan, workload, ladders, top),
         _shares(plan, workload, ladders),
         *([_padding(plan, result, ladders, top)] if plan.graphs else []),
-        *([_frontier(plan, workload, cost, comparison, split)] if plan.graphs else []),
+        *([_frontier(plan, workload, cost, comparison, split)] if result.hit_rate else []),
         *([_comparison(workload, comparison)] if comparison else []),
         _lint(lint),
         *([_graphs(plan, workload, cost)] if plan.graphs else []),
@@ -111,8 +111,8 @@ def _traffic(plan: Plan, workload: Workload, ladders: dict[str, Plan], top: int)
     rows = [charts.Ladder(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
     rows += [charts.Ladder(name, "--reference", ladder.sizes) for name, ladder in ladders.items()]
     above = float(workload.counts[workload.sizes > top].sum()) / workload.total
-    lead = "How often steps of each size come, with a line for each size that the plan captures"
-    lead += ", and the sizes of the ladders below it." if ladders else "."
+    lead = "How often steps of each size come, over the sizes that the plan captures"
+    lead += " and those of the ladders." if ladders else "."
     if above:
         lead += f" {percent(above)} of the steps are larger than {count(top)} and not drawn; they run eagerly."
     lines = [(row.name, str(len(row.sizes)), _shortened(row.sizes)) for row in rows]
@@ -128,8 +128,8 @@ def _traffic(plan: Plan, workload: Workload, ladders: dict[str, Plan], top: int)
 
 
 def _kinds(plan: Plan) -> dict[CUDAGraphMode, str]:
-    """The runtime modes of a plan's graphs, FULL first, and what the charts call them."""
-    kinds = sorted({graph.mode for graph in plan.graphs}, reverse=True)
+    """The runtime modes of a plan's graphs, FULL first, and what the charts call them; one without graphs is FULL."""
+    kinds = sorted({graph.mode for graph in plan.graphs} or {CUDAGraphMode.FULL}, reverse=True)
     return {kind: "plan" if len(kinds) == 1 else f"plan, {kind.name}" for kind in kinds}
 
 
@@ -203,7 +203,7 @@ def _frontier(
     worst = max([chosen.step_ms, *(row.result.step_ms for row in ladders)])
     curve = charts.Points("best plans", "--graph", list(points), [result.step_ms for result in points.values()])
     lead = (
-        "The best plan for each number of graphs, with no other budget"
+        "The best plan for each number of graphs, with no other budget or condition"
         + (f", planned on the first {percent(split, 0)} of the steps and judged on the rest." if is_split else ".")
         + " Where the curve is flat, more graphs buy nothing. This plan saw all steps."
     )
