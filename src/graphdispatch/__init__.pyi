@@ -1,6 +1,9 @@
 """The public names, for type checkers; ``__init__.py`` finds them at run time."""
 
 from .adaptive_wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
+from .autoplan import AutoPlan as AutoPlan
+from .autoplan import IdleAction as IdleAction
+from .autoplan import IdleReport as IdleReport
 from .backends import (
     available_backends as available_backends,
 )
@@ -13,6 +16,8 @@ from .backends import (
 from .cache.budget import MemoryBudget as MemoryBudget
 from .cache.eviction import EvictionPolicy as EvictionPolicy
 from .cache.registry import CUDAGraphRegistry as CUDAGraphRegistry
+from .calibration import Calibration as Calibration
+from .calibration import calibrate as calibrate
 from .capture.breaks import eager_break as eager_break
 from .capture.breaks import remove_eager_break as remove_eager_break
 from .capture.context import cudagraph_context as cudagraph_context
@@ -45,6 +50,7 @@ from .dispatch.lanes import LaneResult as LaneResult
 from .dispatch.lint import LintCode as LintCode
 from .dispatch.lint import LintFinding as LintFinding
 from .dispatch.lint import lint as lint
+from .dispatch.planned import planned_dispatcher as planned_dispatcher
 from .dispatch.policies import DefaultDispatchPolicy as DefaultDispatchPolicy
 from .dispatch.policies import DispatchPolicy as DispatchPolicy
 from .dispatch.prediction import Prewarmer as Prewarmer
@@ -101,9 +107,13 @@ from .plan.plan import Evaluation as Evaluation
 from .plan.plan import Plan as Plan
 from .plan.planner import plan_capture_sizes as plan_capture_sizes
 from .plan.prior import Prior as Prior
+from .plan.profile import Profile as Profile
 from .plan.scheduler import SchedulerModel as SchedulerModel
 from .plan.workload import Workload as Workload
 from .reasons import Reason as Reason
+from .report import Report as Report
+from .report import callable_report as callable_report
+from .report import plan_report as plan_report
 from .simulator import SimulationResult as SimulationResult
 from .simulator import simulate as simulate
 from .sizes import get_cudagraph_sizes as get_cudagraph_sizes

@@ -69,6 +69,8 @@ class _Resizable(Protocol):
     @property
     def sizes(self) -> tuple[int, ...]: ...
     @property
+    def mixed_sizes(self) -> tuple[int, ...]: ...
+    @property
     def entries(self) -> Sequence[_Graph]: ...
     def keep_examples(self) -> None: ...
     def capture_size(self, size: int) -> bool: ...
@@ -112,10 +114,15 @@ class AutoPlan:
         """The callable."""
         self.max_graphs = len(step.sizes) if max_graphs is None else max_graphs
         """The most sizes of a plan."""
-        if isinstance(self.max_graphs, bool) or not isinstance(self.max_graphs, int) or self.max_graphs < 1:
+        if not step.sizes:
+            raise ConfigError("step must have capture sizes to plan, got none; choose a mode with graphs")
+        if step.mixed_sizes not in ((), step.sizes):
             raise ConfigError(
-                f"max_graphs must be an integer >= 1 (mode NONE has no graphs to plan), got {max_graphs!r}"
+                f"step must pad all calls to one set of sizes, got {len(step.mixed_sizes)} of their own for mixed batches; "
+                "the counters do not tell them apart"
             )
+        if isinstance(self.max_graphs, bool) or not isinstance(self.max_graphs, int) or self.max_graphs < 1:
+            raise ConfigError(f"max_graphs must be an integer >= 1, got {max_graphs!r}")
         self._traffic = LiveTraffic(half_life_steps, profile.traffic if profile is not None else None)
         self.horizon_steps = 5 * half_life_steps if horizon_steps is None else horizon_steps
         """Within so many steps a capture must save its time."""

@@ -62,6 +62,10 @@ def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
     return check_sizes(value)
 
 
+def _parse_mixed_sizes(value: object) -> str | tuple[int, ...] | None:
+    return None if value is None else _parse_capture_sizes(value)
+
+
 def _checked_outputs(value: str) -> str:
     length = value.removeprefix("ring:")
     is_ring = value != length and length.isascii() and length.isdecimal() and 1 <= int(length) <= _LONGEST_RING
@@ -209,6 +213,9 @@ class CUDAGraphConfig(_Options):
     """The name of a backend; ``"auto"`` follows the device of the arguments."""
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
     """``"auto"``, a ladder's name (both end at ``max_batch_size``), a ``Plan``, or the sizes themselves."""
+    mixed_capture_sizes: Annotated[str | tuple[int, ...] | None, BeforeValidator(_parse_mixed_sizes)] = None
+    """The same for batches that are not uniform decode, in a mode that tells them apart; None: as ``capture_sizes``.
+    A plan given as ``capture_sizes`` brings both."""
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
     """The largest batch that a graph may serve, in rows."""
     max_seq_len: _Count = 8192
@@ -236,13 +243,27 @@ class CUDAGraphConfig(_Options):
     def _mode_by_name(self, mode: CUDAGraphMode) -> str:
         return mode.name
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_plan(cls, values: Any) -> Any:
+        plan: Any = values.get("capture_sizes") if isinstance(values, dict) else None
+        if not hasattr(plan, "sizes_of"):
+            return values
+        mode = parse_mode(values.get("mode", CUDAGraphMode.FULL))
+        kinds = {"capture_sizes": mode.decode_mode()}
+        if mode.separate_routine():
+            kinds["mixed_capture_sizes"] = mode.mixed_mode()
+        return values | {name: plan.sizes_of(kind) or plan.sizes for name, kind in kinds.items()}
+
     @model_validator(mode="after")
     def _sizes_are_reachable(self) -> Self:
-        if isinstance(self.capture_sizes, tuple) and self.capture_sizes[-1] > self.max_batch_size:
-            raise ConfigError(
-                f"capture_sizes must be at most max_batch_size={self.max_batch_size}, got {self.capture_sizes[-1]}; "
-                "raise max_batch_size or drop the size"
-            )
+        for name in ("capture_sizes", "mixed_capture_sizes"):
+            sizes = getattr(self, name)
+            if isinstance(sizes, tuple) and sizes[-1] > self.max_batch_size:
+                raise ConfigError(
+                    f"{name} must be at most max_batch_size={self.max_batch_size}, got {sizes[-1]}; "
+                    "raise max_batch_size or drop the size"
+                )
         return self
 
     @classmethod
@@ -250,11 +271,15 @@ class CUDAGraphConfig(_Options):
         """A configuration under which everything runs eagerly."""
         return cls(mode=CUDAGraphMode.NONE)
 
-    def resolve(self) -> "ResolvedConfig":
-        """The concrete sizes that this configuration stands for; computed once for equal settings."""
+    def resolve(self, *, mixed: bool = False) -> "ResolvedConfig":
+        """The concrete sizes that this configuration stands for, or those for ``mixed`` batches.
+
+        Computed once for equal settings.
+        """
         if not self.mode.has_graphs():
             return ResolvedConfig((), (), self)
-        sizes, table = _resolve_sizes(self.capture_sizes, self.max_batch_size)
+        chosen = self.mixed_capture_sizes if mixed and self.mixed_capture_sizes is not None else self.capture_sizes
+        sizes, table = _resolve_sizes(chosen, self.max_batch_size)
         return ResolvedConfig(sizes, table, self)
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
@@ -301,22 +326,23 @@ def roomy_config(
     ``max_size`` and ``max_graphs`` say otherwise; ``settings`` are other options. Raises ``ConfigError``.
     """
     settings = dict(settings)
-    sizes = _parse_capture_sizes(sizes)
-    if not isinstance(sizes, str):
-        max_size = max(sizes, default=None) if max_size is None else max_size
+    all_sizes = _parse_capture_sizes(sizes)
+    if not isinstance(all_sizes, str):
+        max_size = max(all_sizes, default=None) if max_size is None else max_size
     if max_size is not None:
         settings["max_batch_size"] = max_size
-    config = CUDAGraphConfig(capture_sizes=sizes, **settings)
-    needed = max(config.max_cached_graphs, 2 * len(config.resolve().sizes))
+    config = CUDAGraphConfig.model_validate({"capture_sizes": sizes, **settings})
+    needed = max(config.max_cached_graphs, len(config.resolve().sizes) + len(config.resolve(mixed=True).sizes))
     return config.replace(max_cached_graphs=needed if max_graphs is None else max_graphs)
 
 
 def resized(config: CUDAGraphConfig, sizes: object) -> CUDAGraphConfig:
     """``config`` with other capture sizes, and with the largest of them as the largest batch if it is larger than that
     was. Raises ``ConfigError``."""
-    sizes = _parse_capture_sizes(sizes)
-    largest = 0 if isinstance(sizes, str) else max(sizes, default=0)
-    return config.replace(capture_sizes=sizes, max_batch_size=max(config.max_batch_size, largest))
+    all_sizes = _parse_capture_sizes(sizes)
+    largest = 0 if isinstance(all_sizes, str) else max(all_sizes, default=0)
+    most = max(config.max_batch_size, largest)
+    return config.replace(capture_sizes=sizes, mixed_capture_sizes=None, max_batch_size=most)
 
 
 @lru_cache(maxsize=64)

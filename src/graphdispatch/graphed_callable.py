@@ -6,6 +6,7 @@ slow path, under a lock, where captures and checks happen.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from .config import CUDAGraphOptions, parse_mode, resized, roomy_config
 from .dispatch.decision import Decision
 from .errors import ReplayError
 from .modes import CUDAGraphMode
+from .plan.profile import Profile
 from .prewarm import Limits, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
 from .reasons import Reason
 from .slow_path import SlowPath
@@ -36,7 +38,10 @@ class SizePlan(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes, increasing."""
+        """The sizes of all modes, increasing."""
+
+    def sizes_of(self, mode: CUDAGraphMode) -> tuple[int, ...]:
+        """The sizes of the graphs of a runtime mode, increasing; none if it was not planned for."""
 
 
 def graphed(
@@ -46,7 +51,7 @@ def graphed(
     pad: Mapping[str, Any] | None = None,
     static: Iterable[str] = (),
     max_size: int | None = None,
-    sizes: str | Sequence[int] | SizePlan = "auto",
+    sizes: str | Sequence[int] | SizePlan | PathLike[str] = "auto",
     mode: str | CUDAGraphMode = "FULL",
     outputs: str = "clone",
     out: Any = None,
@@ -96,6 +101,8 @@ def graphed(
     settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
     settings["options"] = (options or CUDAGraphOptions()).replace(outputs=outputs)
+    if isinstance(sizes, PathLike):
+        sizes = Profile.load(sizes).sizes
     config = roomy_config(sizes, max_size, max_cached_graphs, settings)
     rules = make_rules(fn, dynamic, pad or {}, static)
     return Graphed(SlowPath(fn, config, rules, uniform_decode=uniform_decode, budget=budget, out=out))
@@ -189,6 +196,11 @@ class Graphed(Generic[P, R]):
     def sizes(self) -> tuple[int, ...]:
         """The capture sizes that calls are padded to now."""
         return self._decode.table.sizes or self._slow.mixed.table.sizes
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Those of calls that are not uniform decode, in a mode that tells them apart; else the same."""
+        return self._slow.mixed.table.sizes
 
     def use_sizes(self, sizes: str | Sequence[int] | SizePlan) -> None:
         """Pad calls to these capture sizes from now on: as for ``graphed``, a plan, a ladder by name, or sizes.

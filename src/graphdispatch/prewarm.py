@@ -89,7 +89,8 @@ def capture_size(path: SlowPath, size: int) -> bool:
     if path.graphs.closed() is not None or not path.graphs.guard_holds():
         return False
     for routine, family in _families(path):
-        if path.graphs.current(family, size) is None and family.example and family.blocked(size) is None:
+        fits = size <= routine.table.largest and family.example and family.blocked(size) is None
+        if fits and path.graphs.current(family, size) is None:
             below = [smaller for smaller in routine.table.sizes if smaller < size]
             try:
                 _capture(path, routine, family, family.example, max(below, default=0) + 1, size)

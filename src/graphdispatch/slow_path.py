@@ -53,7 +53,7 @@ class SlowPath:
         self.decode = self.mixed = Routine(config.mode.decode_mode(), config.resolve())
         self.uniform_decode = None
         if config.mode.separate_routine():
-            self.mixed = Routine(config.mode.mixed_mode(), config.resolve())
+            self.mixed = Routine(config.mode.mixed_mode(), config.resolve(mixed=True))
             self.uniform_decode = uniform_decode
         self.graphs = GraphSet(
             fn,
@@ -186,11 +186,11 @@ class SlowPath:
     def use_sizes(self, config: CUDAGraphConfig) -> None:
         """Decide by the sizes of ``config`` from now on. Graphs of sizes that stay, stay; the others are released, and
         all of them if the largest size grows, since they share buffers that are as large as it."""
-        largest = max(r.table.largest for r in self.routines)
+        before = [routine.table.largest for routine in self.routines]
         self.config = config
         for routine in self.routines:
-            routine.resize(config.resolve())
-        if max(r.table.largest for r in self.routines) > largest:
+            routine.resize(config.resolve(mixed=routine is not self.decode))
+        if any(routine.table.largest > largest for routine, largest in zip(self.routines, before, strict=True)):
             self.clear()
             return
         for routine in self.routines:

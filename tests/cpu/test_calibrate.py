@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphdispatch.calibrate import calibrate
+from graphdispatch.calibration import calibrate
 from graphdispatch.capture.breaks import eager_break
 from graphdispatch.cli import main
 from graphdispatch.commands.calibrate import _warn_of_noise

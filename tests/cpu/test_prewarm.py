@@ -11,6 +11,7 @@ from graphdispatch.dispatch.prediction import Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
 from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan.plan import Plan
 from graphdispatch.reasons import Reason
 
 SIZES = (1, 2, 4, 8, 16)
@@ -225,3 +226,42 @@ def test_a_callable_that_calls_itself_keeps_its_own_decision() -> None:
     step(torch.randn(5, 3), True)
     assert step.last_decision is not None
     assert step.last_decision.rows == 5
+
+
+def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:
+    """Uniform decode and mixed batches are padded to the sizes that were planned for them."""
+    plan = Plan.of(CUDAGraphMode.FULL_AND_PIECEWISE, {CUDAGraphMode.FULL: (3, 6), CUDAGraphMode.PIECEWISE: (5, 10, 12)})
+    is_decode = True
+    step = graphed(
+        model,
+        dynamic={"input": 0},
+        sizes=plan,
+        mode="FULL_AND_PIECEWISE",
+        uniform_decode=lambda *args, **kwargs: is_decode,
+    )
+    report = step.prewarm(torch.randn(4, 8))
+    assert report.captured == {CUDAGraphMode.FULL: (6, 3), CUDAGraphMode.PIECEWISE: (12, 10, 5)}
+    served = {}
+    for is_decode in (True, False):
+        for rows in (2, 4, 6, 7, 11):
+            serves(step, model, rows)
+            assert step.last_decision is not None
+            served[is_decode, rows] = (step.last_decision.mode, step.last_decision.size)
+    full, piecewise, none = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+    assert served == {
+        (True, 2): (full, 3),
+        (True, 4): (full, 6),
+        (True, 6): (full, 6),
+        (True, 7): (none, 7),
+        (True, 11): (none, 11),
+        (False, 2): (piecewise, 5),
+        (False, 4): (piecewise, 5),
+        (False, 6): (piecewise, 10),
+        (False, 7): (piecewise, 10),
+        (False, 11): (piecewise, 12),
+    }
+    step.use_sizes((6, 12))  # larger than any for decode: the buffers must grow
+    assert step.sizes == (6, 12)
+    step.prewarm(torch.randn(4, 8))
+    for is_decode in (True, False):  # noqa: B007 (the closure reads it)
+        assert serves(step, model, 11) is Reason.PADDED

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..calibrate import Calibration
-from ..calibrate import calibrate as measure
+from ..calibration import Calibration
+from ..calibration import calibrate as measure
 from ..errors import ConfigError
 from ..graphed_callable import graphed
 from ..modes import CUDAGraphMode

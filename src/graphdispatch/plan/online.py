@@ -94,8 +94,8 @@ def measured_cost(base: CostModel, figures: Iterable[GraphFigures]) -> CostModel
 class Verdict(NamedTuple):
     """What re-planning came to: the sizes to use from now on, or None to stay with those in use; and why.
 
-    ``saving_ms`` is the expected saving of a step, in milliseconds; ``captures`` are the sizes that must get a graph, the
-    most used first.
+    ``saving_ms`` is the expected saving of a step, in milliseconds; ``captures`` are the sizes that must get a graph,
+    the most used first.
     """
 
     sizes: tuple[int, ...] | None

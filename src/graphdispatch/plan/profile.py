@@ -1,6 +1,7 @@
 """``Profile``: what a serving process learnt of its traffic and its graphs, kept for the next start."""
 
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -25,8 +26,8 @@ def _increasing(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class Profile(BaseModel):
     """The sizes in use, the traffic that led to them, and what graphs cost. Immutable plain data.
 
-    ``graphed(..., sizes=profile)`` starts with its sizes, ``prewarm`` captures them, and ``AutoPlan(step,
-    profile=profile)`` goes on from its traffic. Saved as JSON.
+    ``graphed(..., sizes=Path("profile.json"))`` starts with its sizes, ``prewarm`` captures them, and
+    ``AutoPlan(step, profile=Profile.load("profile.json"))`` goes on from its traffic.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -64,14 +65,14 @@ class Profile(BaseModel):
         """The traffic as a workload, for ``plan_capture_sizes``."""
         return Workload.from_histogram(self.traffic)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write the profile to ``path`` as JSON, replacing a file there in one step."""
-        write_document(path, self)
+        write_document(Path(path), self)
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | PathLike[str]) -> Self:
         """The profile that was saved to ``path``. Raises ``ConfigError`` for a file that holds none."""
-        return read_document(path, cls)
+        return read_document(Path(path), cls)
 
     def __repr__(self) -> str:
         return (

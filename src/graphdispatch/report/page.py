@@ -93,7 +93,7 @@ def make_report(
 ) -> Report:
     """The page with these parts. Raises ``ConfigError`` if plotly, which draws the charts, is not installed."""
     try:
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise ConfigError("a report needs plotly: pip install 'graphdispatch[report]'") from error
     here = files(__package__)
@@ -112,7 +112,7 @@ def make_report(
         ("title", escape(title)),
         ("style", (here / "page.css").read_text("utf-8")),
         ("body", body),
-        ("plotly", get_plotlyjs().replace("</script", "<\\/script")),
+        ("plotly", get_plotlyjs()),
         ("script", (here / "page.js").read_text("utf-8")),
     ):
         html = html.replace(f"<!-- {name} -->", text, 1)

@@ -78,7 +78,7 @@ def _facts(plan: Plan, workload: Workload, cost: CostModel) -> Iterable[str]:
     yield f"{percent(float(workload.decode.sum()) / workload.total)} uniform decode"
     yield f"mode {plan.mode.name}"
     if cost.source == "default":
-        yield "costs: default, an 8B model on one large GPU, true to a factor of two"
+        yield "costs: not measured; defaults for an 8B model on one large GPU, true to a factor of two"
     else:
         yield f"costs: {cost.source}"
     if plan.proof is not None:
@@ -92,7 +92,7 @@ def _facts(plan: Plan, workload: Workload, cost: CostModel) -> Iterable[str]:
 
 def _tiles(result: Evaluation) -> list[Tile]:
     return [
-        Tile("Mean step", milliseconds(result.step_ms), f"{milliseconds(result.eager_ms)} eagerly"),
+        Tile("Mean step, by the costs", milliseconds(result.step_ms), f"{milliseconds(result.eager_ms)} eagerly"),
         Tile("Steps served", percent(result.hit_rate), f"{percent(result.eager_share)} run eagerly"),
         Tile("Padding", percent(result.padding, 2), "of the tokens of served steps"),
         Tile("Worst padding", percent(result.worst_padding, 0), f"a batch of {count(result.worst_size)}"),

@@ -1,0 +1,350 @@
+"""Reports: the pages say what was measured, need nothing but themselves, and hold nothing that a name could break."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphdispatch.backends.base import Graph
+from graphdispatch.capture.breaks import eager_break
+from graphdispatch.errors import ConfigError
+from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan.compare import Comparison, compare
+from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan.plan import Plan, PlannedGraph
+from graphdispatch.plan.planner import plan_capture_sizes
+from graphdispatch.plan.workload import Workload
+from graphdispatch.report import Report, callable_report, plan_report
+from graphdispatch.report.page import Chart, Section, make_report
+from graphdispatch.report.served import least_step_ms, padding_of, shares_of
+from graphdispatch.report.units import count, milliseconds, percent, size_range, storage
+
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
+HOSTILE = "</script><script>alert(1)</script><b>\"'&"
+
+
+class Page(HTMLParser):
+    """A page read back: its text, tables, figures, and what it would load."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.text, self.loads, self.tags = "", [], []
+        self.tables: list[list[list[str]]] = []
+        self.figures: list[dict[str, Any]] = []
+        self._script: str | None = None
+        self._in_cell = False
+        self.feed(report.html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag in ("script", "style"):
+            self._script = given.get("type") or tag
+        elif tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            self._script = None
+        self._in_cell = self._in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._script == "application/json":
+            self.figures.append(json.loads(data))
+        elif self._script is None:
+            self.text += data
+            if self._in_cell:
+                self.tables[-1][-1][-1] += data
+
+    def table(self, column: str) -> list[list[str]]:
+        """The rows of the first table with a column of that name."""
+        return next(rows for head, *rows in self.tables if column in head)
+
+
+def traffic() -> Workload:
+    """Steps of 1 to 12 tokens, and a mixed one of 40 now and then, in order."""
+    steps = np.random.default_rng(0).integers(1, 13, 400)
+    steps[::10] = 40
+    return Workload.from_steps(steps, steps < 40)
+
+
+@cache
+def planned(mode: CUDAGraphMode = FULL) -> Report:
+    """A report on a plan of few graphs, beside two ladders."""
+    workload = traffic()
+    plan = plan_capture_sizes(workload, max_graphs=4, max_size=16, mode=mode)
+    return plan_report(plan, workload, None, compare(workload, ("vllm", "pow2"), max_size=16, mode=mode))
+
+
+@cache
+def served() -> Graphed[..., Any]:
+    """A callable in pieces that hit, padded, missed, evicted and was called above its largest size."""
+
+    @eager_break
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return middle(x + 1) - 1
+
+    call = graphed(double, dynamic={"x": 0}, sizes=(2, 4, 8), mode="PIECEWISE", max_cached_graphs=2)
+    with torch.no_grad():
+        for rows in [4, 4, 3, 3, 3, 2, 2, 1, 1, 9, 9]:
+            call(torch.randn(rows, 3))
+        call.invalidate(HOSTILE)
+        for _ in range(4):
+            call(torch.randn(3, 3))
+    return call
+
+
+PAGES: dict[str, Callable[[], Report]] = {
+    "plan": planned,
+    "both modes": lambda: planned(BOTH),
+    "callable": lambda: callable_report(served()),
+}
+every_page = pytest.mark.parametrize("made", PAGES.values(), ids=PAGES)
+
+
+@every_page
+def test_a_page_loads_nothing(made: Callable[[], Report]) -> None:
+    """No element names an address, no style does, and the page forbids its scripts to fetch."""
+    report = made()
+    page = Page(report)
+    assert page.loads == []
+    assert not set(page.tags) & {"link", "iframe", "img", "object", "embed", "base"}
+    assert "default-src 'none'" in report.html
+    assert "connect-src" not in report.html
+    assert re.findall(r"@import|url\(", report.html.split("</style>")[0]) == []
+
+
+@every_page
+def test_figures_are_what_plotly_takes(made: Callable[[], Report]) -> None:
+    """Every property of every chart is one of plotly's, with a value that it allows; every colour is in the theme."""
+    from plotly.graph_objects import Figure
+
+    report = made()
+    style = report.html.split("</style>")[0]
+    figures = Page(report).figures
+    assert figures
+    for figure in figures:
+        text = json.dumps(figure)
+        assert all(f"{name}: " in style for name in re.findall(r'"(--[a-z-]+)"', text))
+        assert Figure(json.loads(re.sub(r'"--[a-z-]+"', '"#000"', text))).data
+
+
+def test_a_plan_is_told_in_numbers() -> None:
+    """Headline and tiles are the figures of ``evaluate``; the comparison has a row for each set of graphs."""
+    workload, page = traffic(), Page(planned())
+    plan = plan_capture_sizes(workload, max_graphs=4, max_size=16)
+    result = plan.evaluate(workload)
+    assert f"4 graphs: {milliseconds(result.step_ms)} a step instead of {milliseconds(result.eager_ms)}" in page.text
+    for figure in (percent(result.hit_rate), percent(result.padding, 2), storage(result.memory)):
+        assert figure in page.text
+    rows = compare(workload, ("vllm", "pow2"), max_size=16)
+    shown = page.table("worst padding")
+    assert [row[1] for row in shown] == [str(row.result.graphs) for row in rows]
+    assert [row[2] for row in shown] == [milliseconds(row.result.step_ms) for row in rows]
+    assert [row[0] for row in shown[:3]] == ["vllm", "plan, 100% of vllm", "plan, 50% of vllm"]
+    assert [row[0] for row in page.table("serves")] == [str(size) for size in plan.sizes]
+
+
+def test_the_traffic_chart_has_traffic_and_ladders() -> None:
+    """The heights are shares of the steps by size, and the rows below are the captured sizes."""
+    workload, page = traffic(), Page(planned())
+    sizes, *ladders = page.figures[0]["data"][0], *page.figures[0]["data"][2:]
+    shares = dict(zip(sizes["x"], sizes["y"], strict=True))
+    for size, weight in zip(workload.sizes.tolist(), workload.decode.tolist(), strict=True):
+        assert shares.get(size, 0.0) == pytest.approx(100 * weight / workload.total, abs=1e-4)
+    plan = plan_capture_sizes(workload, max_graphs=4, max_size=16)
+    assert {one["name"]: tuple(one["x"]) for one in ladders} == {
+        "plan": plan.sizes,
+        "vllm": Plan.from_ladder("vllm", 16).sizes,
+        "pow2": Plan.from_ladder("pow2", 16).sizes,
+    }
+    assert "10.0 % of the steps are larger than 16" in page.text
+
+
+def test_the_frontier_is_judged_like_the_comparison() -> None:
+    """A ladder's point is its row of the table, and the curve has the plan of as many graphs, judged alike."""
+    workload = traffic()
+    curve, ladders, _ = Page(planned()).figures[3]["data"]
+    rows = compare(workload, ("vllm", "pow2"), max_size=16)
+    assert dict(zip(ladders["text"], ladders["y"], strict=True)) == pytest.approx(
+        {row.name: row.result.step_ms for row in rows if not row.planned}
+    )
+    seen, judged = workload.split(0.5)
+    assert 2 in curve["x"]
+    assert curve["y"][curve["x"].index(2)] == pytest.approx(
+        plan_capture_sizes(seen, max_graphs=2, max_size=16).evaluate(judged).step_ms
+    )
+
+
+def test_shares_and_padding_by_hand() -> None:
+    """Exact, padded, eager below a graph, above the largest, of a kind without graphs; and the padding of each."""
+    plan = Plan(DECODE_ONLY, (PlannedGraph(FULL, 2, 1), PlannedGraph(FULL, 8, 6)))
+    counts = dict.fromkeys((1, 2, 4, 6, 9, 20), 1.0)
+    workload = Workload.from_histogram(counts, {size: 1.0 for size in counts if size < 20})
+    assert shares_of(plan, workload) == pytest.approx((1 / 6, 2 / 6, 1 / 6, 1 / 6, 1 / 6))
+    assert padding_of(plan, FULL, 9).tolist() == pytest.approx(
+        [1, 0, *[np.nan] * 3, 1 / 3, 1 / 7, 0, np.nan], nan_ok=True
+    )
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE, BOTH, DECODE_ONLY])
+def test_shares_agree_with_evaluate(mode: CUDAGraphMode) -> None:
+    """They come to the whole, and to the hit rate; the least step time is that of a graph for every size."""
+    workload, cost = traffic(), CostModel.of(9.0, {1: 1.0, 8: 8.0}, {1: 2.0, 8: 9.0})
+    plan = plan_capture_sizes(workload, cost, max_graphs=5, max_size=16, mode=mode)
+    shares = shares_of(plan, workload)
+    assert sum(shares) == pytest.approx(1.0)
+    assert shares.exact + shares.padded == pytest.approx(plan.evaluate(workload, cost).hit_rate)
+    best = plan_capture_sizes(workload, cost, max_graphs=32, max_size=16, mode=mode, prior=0)
+    assert least_step_ms(mode, workload, cost, 16) == pytest.approx(best.evaluate(workload, cost).step_ms)
+
+
+def test_a_plan_alone_and_one_without_graphs() -> None:
+    """There need be no order, no comparison and no graph; what cannot be said is left out."""
+    workload = Workload.from_histogram({1: 2.0, 3: 1.0})
+    alone = Page(plan_report(Plan.from_ladder((2, 4)), workload))
+    assert (len(alone.figures), "Beside the field" in alone.text) == (4, False)
+    empty = Page(plan_report(Plan(CUDAGraphMode.NONE, ()), workload))
+    assert (len(empty.figures), "Without graphs a step takes 24.00 ms" in empty.text) == (2, True)
+    assert "Nothing found" in empty.text
+
+
+def test_names_cannot_break_a_page() -> None:
+    """Names from users are text, in tables, in notes and in charts."""
+
+    class Finding:
+        code, message = HOSTILE, HOSTILE
+
+    workload = traffic()
+    plan = Plan.from_ladder("pow2", 16)
+    rows = [Comparison(HOSTILE, False, 1.0, plan, plan.evaluate(workload))]
+    page = Page(plan_report(plan, workload, None, rows, [Finding()]))
+    usual = Page(planned())
+    assert (page.tags.count("script"), page.tags.count("b")) == (usual.tags.count("script"), 0)
+    assert page.table("worst padding")[0][0] == HOSTILE
+    assert HOSTILE in page.text.split("1 finding about the plan.")[1]
+    names = [one["name"] for figure in page.figures for one in figure["data"]]
+    assert any("alert" in name for name in names)
+    assert not any("<" in name for name in names)
+
+
+def test_no_figure_can_end_its_script() -> None:
+    """Whatever a chart's data holds comes back as it was."""
+    chart = Chart(HOSTILE, {"data": [{"name": HOSTILE}]})
+    page = Page(make_report(HOSTILE, HOSTILE, [HOSTILE], [], [Section(HOSTILE, HOSTILE, [chart])]))
+    assert page.figures == [chart.figure]
+    assert page.tags.count("script") == 3
+
+
+def test_a_callable_is_told_in_numbers() -> None:
+    """Calls, reasons, graphs, memory, breaks and evictions are what the callable's own figures say."""
+    call = served()
+    page, stats = Page(callable_report(call)), call.stats
+    assert f"Graphs served {percent(stats.hit_rate())} of {stats.calls} calls" in page.text
+    assert {row[0]: row[1] for row in page.table("rows")} == {str(n): str(k) for n, k in stats.rows.items()}
+    assert {row[0]: row[1] for row in page.table("reason")} == {
+        reason.value: str(number) for reason, number in stats.reasons.items()
+    }
+    assert [row[:4] for row in page.table("replays")] == [
+        [str(entry.size), "PIECEWISE", entry.state.value, str(entry.replay_count)] for entry in call.entries
+    ]
+    assert dict(page.table("held"))["total"] == storage(call.memory_bytes)
+    assert [row[1] for row in page.table("where")] == [one.where for one in call.breaks]
+    assert [row[2] for row in page.table("given back")] == [one.tag for one in stats.last_evictions[::-1]]
+    assert HOSTILE in page.text
+
+
+def test_a_callable_before_its_first_call() -> None:
+    """Its page says so."""
+    page = Page(callable_report(graphed(torch.relu, dynamic={"input": 0})))
+    assert "Nothing was called yet" in page.text
+    assert "No graph is captured now" in page.text
+    assert page.figures == []
+
+
+def test_a_report_runs_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one only reads."""
+    call = served()
+    before = call.stats.to_dict()
+    for entry in call.entries:
+        monkeypatch.setattr(type(entry.graph), "replay", lambda graph: pytest.fail("replayed"))
+        assert isinstance(entry.graph, Graph)
+    callable_report(call)
+    assert call.stats.to_dict() == before
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page replaces another in one step; where that fails the old one is still there, and nothing else."""
+    report, path = planned(), tmp_path / "report.html"
+    path.write_text("old")
+    with monkeypatch.context() as broken:
+        broken.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+            report.save(path)
+    assert path.read_text() == "old"
+    report.save(path)
+    assert path.read_text("utf-8") == report.html
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_path_that_cannot_be(tmp_path: Path) -> None:
+    """A folder that is missing, or a path that is a folder, is one error that names it."""
+    for path in (tmp_path / "none" / "report.html", tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(str(path))):
+            planned().save(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_plotly_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what to install; the package itself does not import plotly."""
+    code = "import sys, graphdispatch.report; raise SystemExit('plotly' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=r"pip install 'graphdispatch\[report\]'"):
+        callable_report(served())
+
+
+def test_units() -> None:
+    """Amounts are written as people read them."""
+    assert [storage(n) for n in (0, 1023, 2048, 3 * 2**30)] == ["0 B", "1023 B", "2.0 KiB", "3.00 GiB"]
+    assert [milliseconds(t) for t in (0.5, 12.345, 120.4, 1500)] == ["0.500 ms", "12.35 ms", "120 ms", "1.5 s"]
+    assert [count(n) for n in (1234567, 0.123456)] == ["1,234,567", "0.1235"]
+    assert (size_range(3, 3), size_range(3, 5)) == ("3", "3\N{EN DASH}5")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium, to look at the page")
+def test_the_charts_are_drawn_without_a_network(tmp_path: Path) -> None:
+    """A browser that reaches nothing makes a drawing of every chart."""
+    report = planned(BOTH)
+    report.save(tmp_path / "report.html")
+    alone = ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-component-update"]
+    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--virtual-time-budget=2000"]
+    done = subprocess.run(
+        ["chromium", *quiet, *alone, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+         (tmp_path / "report.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    drawn = re.findall(r'class="chart[^"]*js-plotly-plot', done.stdout)
+    assert len(drawn) == len(Page(report).figures)
+    assert done.stdout.count('class="main-svg"') >= len(drawn)
