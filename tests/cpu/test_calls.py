@@ -58,12 +58,12 @@ def test_a_default_left_out_is_no_argument() -> None:
 
 
 def test_variable_positions_have_names() -> None:
-    """What ``*args`` takes is numbered by its place in the call, after the named parameters."""
+    """What ``*rest`` takes is named after it and numbered, after the named parameters."""
 
     def fn(a: Any, *rest: Any, key: Any = None) -> tuple[Any, ...]:
         return a, rest, key
 
-    assert form(fn, 1, 2, 3, key=4) == (("a", "key", "arg1", "arg2"), [1, 4, 2, 3])
+    assert form(fn, 1, 2, 3, key=4) == (("a", "key", "rest[0]", "rest[1]"), [1, 4, 2, 3])
     assert again(fn, 1, 2, 3, key=4) == (1, (2, 3), 4)
 
 
