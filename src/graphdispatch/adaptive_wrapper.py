@@ -3,7 +3,7 @@
 A front door like ``CUDAGraphWrapper``, for engines whose descriptors are more than there is room for.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .descriptors import BatchDescriptor
 from .errors import ConfigError
 from .modes import CUDAGraphMode
 from .reasons import Reason
+from .sizes import check_count
 from .wrapper import CUDAGraphWrapper
 
 __all__ = ["AdaptiveCUDAGraphWrapper"]
@@ -31,7 +32,10 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
     fewest replays, weighted by capture time and bytes, with ageing (GDSF). While there is room, a descriptor is
     captured when it first comes, as by ``CUDAGraphWrapper``; without room, when it comes again within a while, and only
     in place of a graph that was not used for longer than that. So descriptors that come once, or in a cycle that is
-    larger than the cache, run eagerly and displace nothing. Thread-safe.
+    larger than the cache, run eagerly and displace nothing.
+
+    After a ``prewarm`` it is a target of ``Prewarmer.capture_one``, which captures in pauses the sizes that are
+    forecast to come. Thread-safe.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             pool=pool,
         )
         self._graphs.admission = Admission()
+        self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
 
     def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:
         """The ``top_k`` descriptors that came most often, each with its number of calls, the most frequent first.
@@ -85,10 +90,13 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         Whatever the runs write is put back. The first real batch of a shape is still compared with eager. A shape that
         cannot be captured is left out, and stays eager.
 
-        Raises ``ConfigError`` for more shapes than ``max_cached_graphs``, before anything is captured, and what the
-        runnable raises on dummy arguments.
+        Raises ``ConfigError`` for what is no shape, and for more shapes than ``max_cached_graphs``, before anything is
+        captured, and what ``dummy_fn`` raises, and the runnable on dummy arguments.
         """
-        wanted = {BatchDescriptor(s) if isinstance(s, int) else s: None for s in shapes}
+        if not callable(dummy_fn):
+            raise ConfigError(f"dummy_fn must be a function from a descriptor to arguments, got {dummy_fn!r}")
+        self._dummy_fn = dummy_fn
+        wanted = dict.fromkeys(_descriptors(shapes))
         most = self._graphs.cache.limit.max_cached_graphs
         if most is not None and len(wanted) > most:
             raise ConfigError(
@@ -109,6 +117,21 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
                 )
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
 
+    @property
+    def captured_sizes(self) -> list[int]:
+        """The numbers of tokens whose descriptor, ``BatchDescriptor(num_tokens)``, has a graph; rising."""
+        found = self.get_cached_descriptors()
+        return sorted(d.num_tokens for d in found if d == BatchDescriptor(d.num_tokens))
+
+    def capture_size(self, size: int) -> bool:
+        """Capture ``BatchDescriptor(size)`` now, as ``prewarm`` does; whether it has a graph then.
+
+        The arguments come from the ``dummy_fn`` of the latest ``prewarm``. Raises ``ConfigError`` before the first.
+        """
+        if self._dummy_fn is None:
+            raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm(shapes, dummy_fn) first")
+        return bool(self.prewarm([size], self._dummy_fn))
+
     def _prepared(self, descriptor: BatchDescriptor, dummy: Any) -> tuple[Family, list[Any]] | None:
         args, kwargs = _arguments(dummy)
         made = self._find(args, kwargs, descriptor)
@@ -119,6 +142,15 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         if reason is Reason.FIRST_SIGHTING and not self._graphs.cache.is_full:
             return Reason.CAPTURED_NOW
         return reason
+
+
+def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:
+    if not isinstance(shapes, Iterable) or isinstance(shapes, (str, BatchDescriptor)):
+        raise ConfigError(f"shapes must be several descriptors or numbers of tokens, got {shapes!r}; put one in a list")
+    for shape in shapes:
+        descriptor = shape if isinstance(shape, BatchDescriptor) else BatchDescriptor(shape)
+        check_count("shapes: a number of tokens", descriptor.num_tokens)
+        yield descriptor
 
 
 def _calls(family: Family) -> int:

@@ -118,8 +118,8 @@ class AutoPlan:
             raise ConfigError("step must have capture sizes to plan, got none; choose a mode with graphs")
         if step.mixed_sizes not in ((), step.sizes):
             raise ConfigError(
-                f"step must pad all calls to one set of sizes, got {len(step.mixed_sizes)} of their own for mixed batches; "
-                "the counters do not tell them apart"
+                f"step must pad all calls to one set of sizes, got {len(step.mixed_sizes)} of their own for mixed "
+                "batches, which the counters do not tell apart; give graphed() one set"
             )
         if isinstance(self.max_graphs, bool) or not isinstance(self.max_graphs, int) or self.max_graphs < 1:
             raise ConfigError(f"max_graphs must be an integer >= 1, got {max_graphs!r}")

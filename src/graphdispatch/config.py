@@ -7,6 +7,7 @@ A configuration is frozen and never written back to: ``"auto"`` turns into concr
 import reprlib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from operator import index
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -99,6 +100,16 @@ class _Options(BaseModel):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The object that ``to_dict`` described; missing options take their defaults. Raises ``ConfigError``."""
         return cls.model_validate(dict(values) if isinstance(values, Mapping) else values)
+
+    @classmethod
+    def or_default(cls, given: Self | None, name: str) -> Self:
+        """``given``, or the defaults for None. Raises ``ConfigError`` that names the argument for anything else."""
+        if given is not None and not isinstance(given, cls):
+            raise ConfigError(
+                f"{name} must be a {cls.__name__} or None, got {reprlib.repr(given)}; {cls.__name__}.from_dict() makes "
+                "one of a mapping"
+            )
+        return given or cls()
 
     def to_dict(self) -> dict[str, Any]:
         """All options as plain data that JSON can hold; ``from_dict`` reads it back."""
@@ -283,8 +294,11 @@ class CUDAGraphConfig(_Options):
         return ResolvedConfig(sizes, table, self)
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
-        """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens."""
-        resolved = self.resolve()
+        """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens.
+
+        Raises ``ConfigError`` for what is no integer.
+        """
+        resolved, batch_size, seq_len = self.resolve(), _whole("batch_size", batch_size), _whole("seq_len", seq_len)
         if not 1 <= batch_size <= resolved.largest or not 0 <= seq_len <= self.max_seq_len:
             return False
         return self.pad_batches or resolved.table[batch_size] == batch_size
@@ -293,12 +307,19 @@ class CUDAGraphConfig(_Options):
         """The number of rows with which a batch of ``batch_size`` rows runs.
 
         A batch that no larger graph serves stays as it is: below one row, above the largest size, with
-        ``pad_batches=False``, and in mode ``NONE``.
+        ``pad_batches=False``, and in mode ``NONE``. Raises ``ConfigError`` for what is no integer.
         """
-        resolved = self.resolve()
+        resolved, batch_size = self.resolve(), _whole("batch_size", batch_size)
         if not self.pad_batches or not 1 <= batch_size <= resolved.largest:
             return batch_size
         return resolved.table[batch_size]
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise ConfigError(f"{name} must be an integer, got {value!r}") from None
 
 
 class ResolvedConfig(NamedTuple):

@@ -24,6 +24,7 @@ from .modes import CUDAGraphMode
 from .plan.profile import Profile
 from .prewarm import Limits, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
 from .reasons import Reason
+from .report import Report, callable_report
 from .slow_path import SlowPath
 from .stats import EvictionReason
 
@@ -78,10 +79,10 @@ def graphed(
     ``"repeat_last"``, ``"leave"``, or a function ``(padding, real)``. Rows of the model must be independent of each
     other; whether they are is checked when a graph is captured, and a model that mixes rows stays eager.
 
-    ``sizes`` are the sizes to capture, a ladder by name, or a plan; the largest is ``max_size`` (default 256). A size
-    is captured when it is seen for the ``capture_after``-th time within ``capture_window`` uses, or by ``prewarm``.
-    When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, ``eviction`` (``"gdsf"``, ``"lfu"``, ``"lru"``, or
-    an installed policy) says which graph goes; ``budget`` is one that several callables share.
+    ``sizes`` are the sizes to capture, a ladder by name, a plan, or the path of a ``Profile``; the largest is
+    ``max_size`` (default 256). A size is captured when seen for the ``capture_after``-th time within ``capture_window``
+    uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, ``eviction`` (``"gdsf"``,
+    ``"lfu"``, ``"lru"``, or an installed policy) says which graph goes; callables may share ``budget``.
     ``outputs``: ``"clone"`` gives the caller copies, ``"view"`` a handle (``.get()``) that raises ``StaleOutputError``
     after the next replay, ``"ring:3"`` such a handle on the next of three preallocated copies, which raises after three
     further calls, ``"static"`` the graph's own tensors. ``out``, a tensor or a nest of them with at least ``max_size``
@@ -101,11 +102,13 @@ def graphed(
     settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
     settings["options"] = (options or CUDAGraphOptions()).replace(outputs=outputs)
-    if isinstance(sizes, PathLike):
-        sizes = Profile.load(sizes).sizes
-    config = roomy_config(sizes, max_size, max_cached_graphs, settings)
+    config = roomy_config(_chosen(sizes), max_size, max_cached_graphs, settings)
     rules = make_rules(fn, dynamic, pad or {}, static)
     return Graphed(SlowPath(fn, config, rules, uniform_decode=uniform_decode, budget=budget, out=out))
+
+
+def _chosen(sizes: object) -> object:
+    return Profile.load(sizes).sizes if isinstance(sizes, PathLike) else sizes
 
 
 class Graphed(Generic[P, R]):
@@ -214,7 +217,10 @@ class Graphed(Generic[P, R]):
     def keep_examples(self) -> None:
         """Keep two rows of one call of each signature from now on, so that ``capture_size`` has something to capture
         with; tensors without a batch dimension are kept as they are."""
-        self._slow.keeps_examples = True
+        with self._graphs.lock:
+            self._slow.keeps_examples = True
+            for family in self._graphs.families.values():
+                family.served = {}  # the next call takes the slow path, which keeps the example
 
     def capture_size(self, size: int) -> bool:
         """Capture one size now, while nothing is to be served, for every signature of which an example is kept.
@@ -279,6 +285,10 @@ class Graphed(Generic[P, R]):
     def memory_report(self) -> MemoryReport:
         """The bytes held, part by part and graph by graph."""
         return self._graphs.memory_report()
+
+    def report(self) -> Report:
+        """What happened so far, as a page to look at: ``report().save("report.html")``. Needs the extra ``report``."""
+        return callable_report(self)
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""

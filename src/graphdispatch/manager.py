@@ -11,8 +11,16 @@ import torch
 
 from .backends import get_backend
 from .cache.budget import MemoryBudget
-from .cache.registry import CUDAGraphRegistry, Shapes, check_input_shapes, check_output_shapes
+from .cache.registry import (
+    CUDAGraphRegistry,
+    Shapes,
+    batch_dims,
+    check_callable,
+    check_input_shapes,
+    check_output_shapes,
+)
 from .capture.entry import CUDAGraphEntry
+from .capture.guards import same_callable
 from .capture.outputs import OutputView
 from .config import CUDAGraphConfig, parse_mode
 from .errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError
@@ -31,7 +39,7 @@ class CUDAGraphManager:
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
-        self.config = config or CUDAGraphConfig()
+        self.config = CUDAGraphConfig.or_default(config, "config")
         self._mode = self._checked_mode(self.config.mode)
         self._resolved = self.config.resolve()
         self._backend = get_backend(self.config.backend)
@@ -121,7 +129,7 @@ class CUDAGraphManager:
         entry = self.registry.get(*key)
         if entry is None:
             raise ReplayError(f"no graph serves batch_size={batch_size}, seq_len={seq_len}; capture_graph() it first")
-        if not self.registry.is_current(key):
+        if not entry.is_current():
             raise ReplayError("weights or captured variables moved since the capture; capture_graph() again")
         values, rows = entry.check(inputs)
         if rows != batch_size and any(spec.dim is not None for spec in entry.inputs.specs):
@@ -142,8 +150,10 @@ class CUDAGraphManager:
         """Serve one batch: by its graph, by capturing it, or eagerly with a reason in ``stats``. Always eager's answer.
 
         Raises what ``execute_fn`` raises; ``ConfigError`` if ``inputs`` or outputs contradict the shapes given;
-        ``FallbackError`` with ``strict``.
+        ``FallbackError`` with ``strict``. A batch that may have to be differentiated runs eagerly; other batches that
+        graphs may serve have outputs without a graph of gradients on every path.
         """
+        check_callable("execute_fn", execute_fn)
         check_input_shapes(inputs, input_shapes)
         result = self._execute(batch_size, seq_len, execute_fn, inputs, dynamic)
         is_view = isinstance(result, OutputView)
@@ -159,15 +169,18 @@ class CUDAGraphManager:
         inputs: Mapping[str, torch.Tensor],
         dynamic: Mapping[str, int] | None,
     ) -> Any:
-        reason = self._eager_reason(batch_size, seq_len, inputs)
+        key = self._key(batch_size, seq_len)
+        reason = self._eager_reason(batch_size, seq_len)
+        if reason is None and torch.is_grad_enabled() and self.registry.needs_gradients(key, execute_fn, inputs):
+            reason = Reason.NEEDS_GRADIENTS
         if reason is not None:
             return self._run_eagerly(execute_fn, inputs, batch_size, reason)
-        key = self._key(batch_size, seq_len)
-        with self._lock:
+        with torch.no_grad(), self._lock:
             entry = self.registry.get(*key)
             if entry is not None and self.registry.holds_for(key, execute_fn):
                 return self._serve_or_verify(key, entry, inputs, batch_size, execute_fn)
-            if entry is None and (refused := self._refusal(key)) is not None:
+            if entry is None and (refused := self._refusal(key, execute_fn)) is not None:
+                batch_dims(inputs, batch_size, dynamic)
                 self.registry.sight(key)
                 return self._run_eagerly(execute_fn, inputs, batch_size, refused)
             outcome = self.registry.run_and_capture(key, execute_fn, inputs, batch_size, key[0], dynamic=dynamic)
@@ -217,7 +230,7 @@ class CUDAGraphManager:
             raise ConfigError(f"mode must be NONE, FULL or FULL_DECODE_ONLY here, got {mode.name}")
         return mode
 
-    def _eager_reason(self, batch_size: int, seq_len: int, inputs: Mapping[str, torch.Tensor]) -> Reason | None:
+    def _eager_reason(self, batch_size: int, seq_len: int) -> Reason | None:
         """Why this batch cannot be served whatever is captured, or None."""
         if not self.is_enabled:
             return Reason.DISABLED
@@ -231,16 +244,15 @@ class CUDAGraphManager:
             return Reason.ABOVE_LARGEST_SIZE if batch_size > self._resolved.largest else Reason.NOT_CAPTURED
         if not self.get_mode_for_batch(batch_size, seq_len).has_graphs():
             return Reason.MODE_MISMATCH
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs.values()):
-            return Reason.NEEDS_GRADIENTS
         return None
 
-    def _refusal(self, key: tuple[int, int]) -> Reason | None:
-        """Why a key without a graph is not captured now, or None."""
+    def _refusal(self, key: tuple[int, int], fn: Callable[..., Any] | None = None) -> Reason | None:
+        """Why a key without a graph is not captured now, or None; what failed for another callable is no reason."""
         if self._is_asleep:
             return Reason.ASLEEP
         tried = self.registry.family_of(key)
-        failure = tried[1].blocked(key[0]) if tried is not None else None
+        is_same = tried is not None and (fn is None or same_callable(tried[0].fn, fn))
+        failure = tried[1].blocked(key[0]) if tried is not None and is_same else None
         reason = failure.reason if failure is not None else self.registry.admit(key)
         return None if reason is Reason.CAPTURED_NOW else reason
 

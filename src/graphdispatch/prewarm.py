@@ -187,6 +187,8 @@ def _example(
     found = path.find(routine, args, kwargs)
     if found.family is None or not found.rows:
         raise ConfigError(f"prewarm cannot capture from this example: {found.decision.explain()}")
+    if path.keeps_examples:
+        found.family.keep_example(found.leaves)
     return found.family, found.leaves
 
 

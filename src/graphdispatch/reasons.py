@@ -86,7 +86,7 @@ _TEXTS: dict[Reason, str] = {
     Reason.PADDED: "the next larger graph served it, padded",
     Reason.CAPTURED_NOW: "this call captured the graph; its answer is eager's",
     Reason.VERIFIED_NOW: "this call compared the graph with eager; its answer is eager's",
-    Reason.DISABLED: "graphs are switched off (mode NONE)",
+    Reason.DISABLED: "graphs are switched off (mode NONE, or disable_mode)",
     Reason.ASLEEP: "the graphs were released by sleep(); wake() lets them come back",
     Reason.FIRST_SIGHTING: "this size was seen for the first time; it is captured when it comes again",
     Reason.CACHE_FULL: (
@@ -113,7 +113,7 @@ _TEXTS: dict[Reason, str] = {
     Reason.DEVICE_UNSUPPORTED: "the arguments are on a device that the backend does not serve",
     Reason.UNGUARDED_ARGUMENT: "an argument is an object whose change cannot be seen; name it in static=",
     Reason.ALIASED_ARGUMENTS: "two arguments share memory, and the call writes to one of them",
-    Reason.ADDRESS_CHANGED: "a tensor that was declared static has moved",
+    Reason.ADDRESS_CHANGED: "a tensor that was declared static has moved, or a weight or captured variable",
     Reason.ARGUMENTS_CHANGED: "the arguments are not like those that the graph of this key was captured with",
     Reason.TOO_MANY_SIGNATURES: "more different signatures than max_signatures were seen",
     Reason.STATE_TOO_LARGE: "the state that the call writes is too large to save; raise state_limit_bytes",

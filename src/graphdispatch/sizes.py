@@ -74,7 +74,7 @@ def ladder(name: str, max_size: int) -> tuple[int, ...]:
     """
     if name not in LADDERS:
         raise ConfigError(f"ladder must be one of {', '.join(map(repr, LADDERS))}, got {name!r}")
-    _check_count("max_size", max_size)
+    check_count("max_size", max_size)
     return tuple(sorted({size for size in LADDERS[name](max_size) if size <= max_size}))
 
 
@@ -83,11 +83,13 @@ def check_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int,
 
     Raises ``ConfigError`` that names the argument as ``name`` and the first entry or pair at fault.
     """
+    if not isinstance(sizes, Iterable):
+        raise ConfigError(f"{name} must be increasing sizes, got {sizes!r}")
     checked = tuple(sizes)
     if not checked:
         raise ConfigError(f"{name} must hold at least one size, got none; use mode NONE to switch graphs off")
     for index, size in enumerate(checked):
-        _check_count(f"{name}[{index}]", size)
+        check_count(f"{name}[{index}]", size)
     for index, (left, right) in enumerate(pairwise(checked)):
         if left >= right:
             raise ConfigError(
@@ -109,8 +111,8 @@ def get_cudagraph_sizes(
     """
     if not isinstance(mode, CUDAGraphMode):
         raise ConfigError(f"mode must be a CUDAGraphMode, got {mode!r}; write for example CUDAGraphMode.FULL")
-    _check_count("max_num_reqs", max_num_reqs)
-    _check_count("max_num_tokens", max_num_tokens)
+    check_count("max_num_reqs", max_num_reqs)
+    check_count("max_num_tokens", max_num_tokens)
     if not mode.has_graphs():
         return ()
     if not isinstance(capture_sizes, str):
@@ -148,7 +150,8 @@ def _reachable(sizes: tuple[int, ...], max_num_tokens: int) -> tuple[int, ...]:
     return kept
 
 
-def _check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
+    """Raise ``ConfigError`` that names the argument if ``value`` is no positive integer."""
     # True and False are integers to isinstance, but never meant as a size.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

@@ -69,7 +69,7 @@ class CUDAGraphWrapper:
             raise ConfigError("backend and pool must be given together, since a pool belongs to a backend")
         self.runnable = runnable
         self.runtime_mode = mode
-        self.options = options or CUDAGraphOptions()
+        self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
         cache = GraphCache(max_cached_graphs, memory_budget_bytes, eviction=eviction, budget=budget, stats=stats)
         self._graphs = GraphSet(runnable, self.options, cache, backend=backend, pool=pool, out=out)
@@ -89,6 +89,8 @@ class CUDAGraphWrapper:
             cudagraph_runtime_mode = cudagraph_runtime_mode if cudagraph_runtime_mode is not None else mode
             batch_descriptor = batch_descriptor if batch_descriptor is not None else descriptor
         if cudagraph_runtime_mode is not self.runtime_mode or batch_descriptor is None:
+            if cudagraph_runtime_mode is not None and not isinstance(cudagraph_runtime_mode, CUDAGraphMode):
+                raise ConfigError(f"cudagraph_runtime_mode must be a CUDAGraphMode, got {cudagraph_runtime_mode!r}")
             return self.runnable(*args, **kwargs)
         if torch.is_grad_enabled():
             return self._call_with_gradients_on(args, kwargs, batch_descriptor)
@@ -158,7 +160,7 @@ class CUDAGraphWrapper:
 
     def __repr__(self) -> str:
         return (
-            f"<CUDAGraphWrapper {self.runtime_mode.name} {type(self.runnable).__name__}: "
+            f"<{type(self).__name__} {self.runtime_mode.name} {type(self.runnable).__name__}: "
             f"{len(self._graphs.cache)} graphs, {self._graphs.stats.hits} hits, {self._graphs.stats.misses} misses>"
         )
 
@@ -193,6 +195,8 @@ class CUDAGraphWrapper:
     def _find(self, args: Any, kwargs: Any, descriptor: BatchDescriptor) -> tuple[Family, list[Any]] | Refusal:
         form = self._forms.get(descriptor)
         if form is None:
+            if not isinstance(descriptor, BatchDescriptor) or descriptor.num_tokens < 1:
+                raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {descriptor!r}")
             call_form = CallForm(self.runnable, len(args), tuple(kwargs))
             values = call_form.values(args, kwargs)
             made = self._graphs.make_family(descriptor, call_form, values, self._rules(call_form), 1)

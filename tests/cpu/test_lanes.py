@@ -362,7 +362,7 @@ def test_after_close_calls_run_eagerly(lanes: StreamDispatcher) -> None:
         ({"num_streams": 0}, "num_streams must be an integer >= 1, got 0"),
         ({"selection": "random"}, "selection must be 'least_busy' or 'sticky', got 'random'"),
         ({"shared_writes": "maybe"}, "shared_writes must be 'refuse' or 'allow', got 'maybe'"),
-        ({"max_cached_graphs": 0}, "max_cached_graphs must be at least 1, got 0"),
+        ({"max_cached_graphs": 0}, "max_cached_graphs must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, object], message: str) -> None:

@@ -26,7 +26,7 @@ from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.workload import Workload
 from graphdispatch.report import Report, callable_report, plan_report
-from graphdispatch.report.page import Chart, Section, make_report
+from graphdispatch.report.page import Chart, Section, Table, make_report
 from graphdispatch.report.served import least_step_ms, padding_of, shares_of
 from graphdispatch.report.units import count, milliseconds, percent, size_range, storage
 
@@ -163,7 +163,9 @@ def test_a_plan_is_told_in_numbers() -> None:
     assert [row[1] for row in shown] == [str(row.result.graphs) for row in rows]
     assert [row[2] for row in shown] == [milliseconds(row.result.step_ms) for row in rows]
     assert [row[0] for row in shown[:3]] == ["vllm", "plan, 100% of vllm", "plan, 50% of vllm"]
-    assert [row[0] for row in page.table("serves")] == [str(size) for size in plan.sizes]
+    graphs = page.table("serves")
+    assert [row[0] for row in graphs] == [str(size) for size in plan.sizes]
+    assert max(float(row[5].split()[0]) for row in graphs) == pytest.approx(100 * result.worst_padding, abs=0.05)
 
 
 def test_the_traffic_chart_has_traffic_and_ladders() -> None:
@@ -255,6 +257,13 @@ def test_no_figure_can_end_its_script() -> None:
     page = Page(make_report(HOSTILE, HOSTILE, [HOSTILE], [], [Section(HOSTILE, HOSTILE, [chart])]))
     assert page.figures == [chart.figure]
     assert page.tags.count("script") == 3
+
+
+def test_numbers_stand_under_each_other() -> None:
+    """A column of amounts is set to the right; words, lists and the first column are not."""
+    rows = [("1", "67 % at 3", "1 2 3 4 5", "FULL"), ("2", "1.5 GiB", "7", "3")]
+    html = make_report("", "", [], [], [Section("", "", [Table(("a", "b", "c", "d"), rows)])]).html
+    assert '<tr><td>1</td><td class="n">67 % at 3</td><td>1 2 3 4 5</td><td>FULL</td></tr>' in html
 
 
 def test_a_callable_is_told_in_numbers() -> None:

@@ -60,7 +60,7 @@ def test_the_default_limits_are_1_and_8192() -> None:
 @pytest.mark.parametrize(
     ("limits", "named"),
     [
-        ({"min_tokens_for_graph": 0}, "min_tokens_for_graph must be at least 1, got 0"),
+        ({"min_tokens_for_graph": 0}, "min_tokens_for_graph must be an integer >= 1, got 0"),
         ({"min_tokens_for_graph": 9, "max_tokens_for_graph": 8}, "max_tokens_for_graph must be at least .*9, got 8"),
     ],
 )

@@ -1,6 +1,7 @@
 """``CUDAGraphRegistry``: graphs by (batch size, sequence length), captured from functions of named tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, ConfigError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..sizes import check_count
 from ..stats import CUDAGraphStats, EvictionReason
 from .accounting import memory_report
 from .admission import Admission
@@ -41,7 +43,7 @@ class CUDAGraphRegistry:
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
-        self.config = config or CUDAGraphConfig()
+        self.config = CUDAGraphConfig.or_default(config, "config")
         self._backend = get_backend(self.config.backend)
         self._pool = self._backend.make_pool()
         self.stats = CUDAGraphStats()
@@ -73,8 +75,11 @@ class CUDAGraphRegistry:
         ``dtypes`` says otherwise). What the runs write is put back. ``output_shapes`` are checked if given.
         Raises ``ConfigError`` for arguments that contradict each other, ``CaptureError`` if there can be no graph.
         """
+        check_callable("capture_fn", capture_fn)
         example = self._example(batch_size, input_shapes, inputs, dtypes)
         size = batch_size if size is None else size
+        if size < batch_size:
+            raise ConfigError(f"size must be at least batch_size={batch_size}, got {size!r}")
         outcome = self.run_and_capture(
             (size, seq_len), capture_fn, example, batch_size, size, dynamic=dynamic, keep_effects=False
         )
@@ -134,6 +139,9 @@ class CUDAGraphRegistry:
         self._pool.close()
         self._pool = self._backend.make_pool()
 
+    def __repr__(self) -> str:
+        return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
+
     @property
     def num_graphs(self) -> int:
         """How many graphs there are now."""
@@ -170,8 +178,18 @@ class CUDAGraphRegistry:
         return self.admission.decide((key, key[0]), self._cache)
 
     def sight(self, key: Key) -> None:
-        """Count a call that ran eagerly since its key has no graph yet."""
+        """Count a call that ran eagerly since its key has no graph yet; so many end the quarantine of a key."""
         self.admission.sight((key, key[0]))
+        tried = self.family_of(key)
+        if tried is not None:
+            tried[1].sightings[key[0]] += 1
+
+    def needs_gradients(self, key: Key, fn: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a call of ``fn`` with gradients on may have to be differentiated."""
+        graphs = self._sets.get(key)
+        if graphs is None or not same_callable(graphs.fn, fn):
+            graphs = GraphSet(fn, self.config.options, self._cache, backend=self._backend, pool=self._pool)
+        return graphs.needs_gradients((), dict(inputs))
 
     def run_and_capture(
         self,
@@ -206,7 +224,7 @@ class CUDAGraphRegistry:
             family = graphs.families.get(key)
             leaves = family.caller.flatten(values) if family is not None else None
             if family is None or leaves is None or family.signature.match(leaves) < 0:
-                rules = ArgumentRules(_batch_dims(inputs, rows, dynamic), {}, frozenset())
+                rules = ArgumentRules(batch_dims(inputs, rows, dynamic), {}, frozenset())
                 made = graphs.make_family(key, form, values, rules, size)
                 if isinstance(made, Refusal):
                     self._sets.pop(key)
@@ -225,28 +243,38 @@ class CUDAGraphRegistry:
         inputs: Mapping[str, torch.Tensor] | None,
         dtypes: Mapping[str, torch.dtype] | None,
     ) -> Mapping[str, torch.Tensor]:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+        check_count("batch_size", batch_size)
         if inputs is None:
             if not input_shapes:
                 raise ConfigError("input_shapes must name the inputs and their shapes, or give inputs= as an example")
             device = self._backend.device
             return {
-                name: torch.zeros(tuple(shape), dtype=(dtypes or {}).get(name, torch.float32), device=device)
-                for name, shape in input_shapes.items()
+                name: torch.zeros(shape, dtype=(dtypes or {}).get(name, torch.float32), device=device)
+                for name, shape in _checked_shapes("input_shapes", input_shapes).items()
             }
         check_input_shapes(inputs, input_shapes)
         return inputs
 
 
+def check_callable(name: str, fn: Any) -> None:
+    """Raise ``ConfigError`` that names the argument if ``fn`` cannot be called."""
+    if not callable(fn):
+        raise ConfigError(f"{name} must be callable, got {fn!r}")
+
+
 def check_input_shapes(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None) -> None:
-    """Raise ``ConfigError`` if ``inputs`` are not what ``shapes`` says."""
-    for name, shape in (shapes or {}).items():
+    """Raise ``ConfigError`` if ``inputs`` are no mapping of tensors, or not what ``shapes`` says."""
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(f"inputs must be a mapping from name to tensor, got a {type(inputs).__name__}")
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"input {name!r} must be a tensor, got {tensor!r}; give others to the callable itself")
+    for name, shape in _checked_shapes("input_shapes", shapes or {}).items():
         if name not in inputs:
             raise ConfigError(f"input_shapes names {name!r}, which inputs does not; inputs are {list(inputs)}")
-        if tuple(inputs[name].shape) != tuple(shape):
+        if tuple(inputs[name].shape) != shape:
             raise ConfigError(
-                f"input {name!r} must have shape {tuple(shape)} as input_shapes says, got {tuple(inputs[name].shape)}"
+                f"input {name!r} must have shape {shape} as input_shapes says, got {tuple(inputs[name].shape)}"
             )
 
 
@@ -255,13 +283,24 @@ def check_output_shapes(outputs: Any, shapes: Shapes | None) -> None:
     if not shapes:
         return
     named = outputs if isinstance(outputs, Mapping) else dict(zip(shapes, tree_leaves(outputs), strict=False))
-    for name, shape in shapes.items():
-        if not isinstance(named.get(name), torch.Tensor) or tuple(named[name].shape) != tuple(shape):
+    for name, shape in _checked_shapes("output_shapes", shapes).items():
+        if not isinstance(named.get(name), torch.Tensor) or tuple(named[name].shape) != shape:
             found = tuple(named[name].shape) if isinstance(named.get(name), torch.Tensor) else named.get(name)
-            raise ConfigError(f"output {name!r} must have shape {tuple(shape)} as output_shapes says, got {found}")
+            raise ConfigError(f"output {name!r} must have shape {shape} as output_shapes says, got {found}")
 
 
-def _batch_dims(inputs: Mapping[str, torch.Tensor], rows: int, dynamic: Mapping[str, int] | None) -> Mapping[str, int]:
+def _checked_shapes(argument: str, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    try:
+        checked = {name: tuple(map(index, shape)) for name, shape in shapes.items()}
+    except (AttributeError, TypeError):
+        raise ConfigError(f"{argument} must map names to shapes, as {{'x': (8, 64)}}, got {shapes!r}") from None
+    if any(length < 0 for shape in checked.values() for length in shape):
+        raise ConfigError(f"{argument} must hold lengths >= 0, got {shapes!r}")
+    return checked
+
+
+def batch_dims(inputs: Mapping[str, torch.Tensor], rows: int, dynamic: Mapping[str, int] | None) -> Mapping[str, int]:
+    """The batch dimension of each input that has one. Raises ``ConfigError`` for inputs without ``rows`` rows."""
     if dynamic is not None:
         for name in dynamic:
             if name not in inputs:

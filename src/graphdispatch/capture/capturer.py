@@ -268,6 +268,7 @@ class _Attempt:
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
+            guard=job.guard if job.options.guard_weights else None,
             draws=self._warm.draws,
             warm_batch=tuple(map(keep_small, job.values)),
         )

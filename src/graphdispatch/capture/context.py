@@ -28,8 +28,8 @@ def cudagraph_context(mode: CUDAGraphMode, descriptor: BatchDescriptor | None = 
     """
     if mode not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
         raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {mode!r}")
-    if mode is not CUDAGraphMode.NONE and descriptor is None:
-        raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got None")
+    if mode is not CUDAGraphMode.NONE and not isinstance(descriptor, BatchDescriptor):
+        raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got {descriptor!r}")
     token = _CURRENT.set((mode, descriptor))
     try:
         yield

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
 from ..stats import CUDAGraphStats
-from .guards import WorkspaceGuard
+from .guards import StateGuard, WorkspaceGuard
 from .inputs import StaticInputs
 from .outputs import Outputs
 
@@ -51,6 +51,8 @@ class CUDAGraphEntry:
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
     workspaces: WorkspaceGuard | None = None
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
+    guard: StateGuard | None = None
+    """What of the callable must be as it was at the capture, for those who were given the entry alone."""
     capture_time_ms: float = 0.0
     state: EntryState = EntryState.CAPTURED
     replay_count: int = 0
@@ -74,6 +76,15 @@ class CUDAGraphEntry:
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
         self.unproven = {index for index, spec in enumerate(self.inputs.specs) if spec.dim is not None}
+
+    def is_current(self) -> bool:
+        """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
+        were at the capture. Needs no lock."""
+        return (self.guard is None or self.guard.holds()) and (self.workspaces is None or self.workspaces.holds())
+
+    def needs_gradients(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether a call on ``tensors`` may have to be differentiated, with gradients on. Needs no lock."""
+        return any(t.requires_grad for t in tensors) or (self.guard is not None and self.guard.trainable)
 
     def increment_replay(self) -> None:
         """Count one replay."""
@@ -154,9 +165,12 @@ class CUDAGraphEntry:
     def replay(self, inputs: Mapping[str, torch.Tensor] | None = None, stats: CUDAGraphStats | None = None) -> Any:
         """Check ``inputs`` (name to tensor, of at most ``size`` rows), copy them in, replay; the real rows' outputs.
 
-        Without inputs the static buffers are used as they are. Raises ``GuardError`` for an input that does not fit,
-        before anything is copied, and ``ReplayError`` after eviction. Thread-safe.
+        Without inputs the static buffers are used as they are. Raises ``GuardError`` for an input that does not fit or
+        needs a gradient, before anything is copied, and ``ReplayError`` after eviction or once weights or captured
+        variables have moved. Thread-safe.
         """
+        if not self.is_current():
+            raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
         if inputs is None:
             return self.serve((), self.size, stats) if not self.inputs.specs else self._replay_as_is()
         values, rows = self.check(inputs)
@@ -190,6 +204,10 @@ class CUDAGraphEntry:
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
                 raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise GuardError(
+                    f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
+                )
             if spec.dim is not None and rows < 0 and tensor.dim() == len(spec.shape):
                 rows = tensor.shape[spec.dim]
             wanted = spec.sized(max(rows, 0))
@@ -258,7 +276,7 @@ class CUDAGraphEntry:
                 self.state = EntryState.EVICTED
                 self.graph.reset()
                 self.held = ()
-                self.workspaces = None
+                self.workspaces = self.guard = None
 
     def __repr__(self) -> str:
         return (

@@ -6,51 +6,34 @@ import reprlib
 import threading
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from math import isfinite
+from itertools import product
+from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 from ..descriptors import DispatchKey
 from ..errors import ConfigError
 from ..modes import DispatchMode
 from ..sizes import check_sizes
-from .adaptive_state import parse_state
+from .adaptive_state import GRAPHS, MODES, Place, Standing, parse_state
 from .estimates import CostCurve, Estimate, bucket_of
 from .policies import DispatchPolicy
 
 __all__ = ["AdaptiveDispatchPolicy"]
 
-_EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
-_MODES = (_FULL, _PIECEWISE, _EAGER)
-"""The modes that a step runs in; in this order until measurements say otherwise."""
+_EAGER, _FULL = DispatchMode.EAGER, DispatchMode.CUDAGRAPH
+_KINDS = tuple(product((False, True), MODES))
+"""Prefill or not, and mode: each has a cost curve."""
 
-_CONFIDENCE = 1.5  # standard errors by which a mode must be faster to take another's place
 _UNKNOWN_COST = 2.0  # what a mode without any record may cost, as a multiple of the best: only the budget needs it
 _PROBE_GAP = 8  # records of a place between two probes there, in the mean
 _PROBES_AT_ONCE = 4
 _CHECKS = 0.5  # the part of the budget up to which modes known to be slower are looked at again
 _LOST_AFTER = 256  # records after which a trial that has not come back is given up
-_REFRESH = 64  # records after which choices between measured sizes are made anew
+_REFRESH = 256  # records after which choices for sizes that have none are guessed anew
+_FORGET = 8  # where there is too much to remember, room is made for one part in so many at once
 _LEAST_MS = 1e-6
 _SECOND_SIGHTING = 2
-
-
-class _Place(NamedTuple):
-    """Batches that share one choice: the same kind, the same graph, about the same number of tokens."""
-
-    prefill: bool
-    graph_size: int
-    bucket: int
-
-
-class _Standing:
-    """What is remembered of a place: the order of preference, its sightings, and the probe under way."""
-
-    def __init__(self, order: tuple[DispatchMode, ...] = _MODES, sightings: int = 0) -> None:
-        self.order = order
-        self.sightings = sightings
-        self.next_probe = 0
-        self.probing: DispatchMode | None = None
 
 
 class AdaptiveDispatchPolicy(DispatchPolicy):
@@ -85,7 +68,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         rng: random.Random | None = None,
     ) -> None:
         for name, value, least in (
-            ("history_size", history_size, len(_MODES)),
+            ("history_size", history_size, len(MODES)),
             ("min_tokens_for_graph", min_tokens_for_graph, 1),
             ("max_tokens_for_graph", max_tokens_for_graph, min_tokens_for_graph),
             ("window", window, 1),
@@ -101,35 +84,37 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         self._limits = (min_tokens_for_graph, max_tokens_for_graph)
         self._rng = rng or random.Random(0)
         self._lock = threading.Lock()
-        self._curves = {(mode, prefill): CostCurve(window) for prefill in (False, True) for mode in _MODES}
-        self._standings: dict[_Place, _Standing] = {}
-        self._table: dict[tuple[int, bool], tuple[tuple[DispatchMode, ...], _Place]] = {}
-        self._probes: dict[_Place, DispatchMode] = {}
-        self._offered: Collection[DispatchMode] = _MODES
+        self._curves = {kind: CostCurve(window) for kind in _KINDS}
+        self._standings: dict[Place, Standing] = {}
+        self._table: dict[tuple[int, bool], Standing] = {}
+        self._probes: dict[Standing, DispatchMode] = {}
+        self._offered: Collection[DispatchMode] = MODES
+        self._version = 0
+        self._kept = history_size - history_size // _FORGET
         self._records = 0
         self._spent_ms = self._explored_ms = 0.0
         self._capture_ms: float | None = None
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
         """Whether there is a graph and it is preferred to eager for ``key``."""
-        order, place = self._look_up(key)
-        if not graph_available or order[0] is _EAGER:
+        standing = self._table.get((key.num_tokens, key.is_prefill)) or self._look_up(key)
+        before = standing.order[: standing.order.index(_EAGER)]
+        if not graph_available or not before:
             return False
         # A kind of graph that never ran says nothing, unless no other did.
-        graphs = [mode for mode in order if mode is not _EAGER]
-        known = [mode for mode in graphs if len(self._curves[mode, place.prefill])] or graphs
-        return order.index(known[0]) < order.index(_EAGER)
+        known = [mode for mode, curve in zip(GRAPHS, standing.curves, strict=False) if curve.buckets]
+        return not known or any(mode in before for mode in known)
 
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
         """The preferred one of ``available_modes`` for ``key``, or now and then one on trial; else ``EAGER``."""
         self._offered = available_modes
-        order, place = self._table.get((key.num_tokens, key.is_prefill)) or self._look_up(key)
+        standing = self._table.get((key.num_tokens, key.is_prefill)) or self._look_up(key)
         if self._probes:
             # Popping is atomic, so that of several threads one gets the trial.
-            probe = self._probes.pop(place, None)
+            probe = self._probes.pop(standing, None)
             if probe is not None and probe in available_modes:
                 return probe
-        for mode in order:
+        for mode in standing.order:
             if mode in available_modes:
                 return mode
         return _EAGER
@@ -137,32 +122,34 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
         """Learn that ``key`` ran in ``mode`` for ``latency`` milliseconds.
 
-        Records count in the order in which they arrive. Raises ``ConfigError`` for values that no step can have.
+        Records count in the order in which they arrive. Most cost only the sums; an order of preference is reviewed
+        at every sighting of a new place, after up to 16 sightings of a settled one, and at once when a cost has
+        drifted. Raises ``ConfigError`` for values that no step can have.
         """
-        if mode not in _MODES:
+        if mode not in MODES:
             raise ConfigError(f"mode must be EAGER, CUDAGRAPH or PIECEWISE, got {mode!r}; record what really ran")
-        if not isfinite(latency) or latency < 0:
+        if not 0 <= latency < inf:
             raise ConfigError(f"latency must be a finite number of milliseconds >= 0, got {latency!r}")
-        place = self._place(key)
-        size = key.num_tokens if mode is _EAGER else place.graph_size
+        tokens = key.num_tokens
         with self._lock:
-            self._records += 1
+            self._records = now = self._records + 1
             self._spent_ms += latency
-            standing = self._standing(place)
-            self._settle(standing, place, key.num_tokens, mode, latency)
-            curve = self._curves[mode, place.prefill]
-            curve.add(place.bucket if mode is _EAGER else size, size, max(latency, _LEAST_MS), self._records)
-            self._forget()
-            order = self._rank(standing, place, key.num_tokens)
+            standing = self._table.get((tokens, key.is_prefill)) or self._look_up(key)
+            standing.stamp = now
             standing.sightings += 1
-            if order != standing.order or self._records % _REFRESH == 0:
-                standing.order = order
+            _, size, bucket = standing.place
+            if mode is not _EAGER:
+                tokens = bucket = size
+            curve = standing.curves[MODES.index(mode)]
+            news = curve.add(bucket, tokens or 1, latency if latency > _LEAST_MS else _LEAST_MS, now)
+            if news or standing.sightings >= standing.due or standing.probing is mode:
+                self._review(standing, key.num_tokens, mode, latency, news)
+            if now % _REFRESH == 0:
                 self._table = {}
-            self._grant(standing, place, key.num_tokens)
 
     def record_capture(self, key: DispatchKey, latency: float) -> None:
         """Learn that capturing a graph for ``key`` took ``latency`` milliseconds; see ``should_capture``."""
-        if not isfinite(latency) or latency < 0:
+        if not 0 <= latency < inf:
             raise ConfigError(f"latency must be a finite number of milliseconds >= 0, got {latency!r}")
         with self._lock:
             known = self._capture_ms
@@ -179,12 +166,10 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         if not low <= key.num_tokens <= high:
             return False
         with self._lock:
-            sightings = sum(
-                standing.sightings
-                for other, standing in self._standings.items()
-                if other.graph_size == place.graph_size and other.prefill == place.prefill
-            )
-        eager, graph = (self._at(mode, place, key.num_tokens) for mode in (_EAGER, _FULL))
+            alike = [standing for other, standing in self._standings.items() if other[:2] == place[:2]]
+            sightings = sum(standing.sightings for standing in alike)
+        found = self._estimates(place, key.num_tokens)
+        eager, graph = found.get(_EAGER), found.get(_FULL)
         if eager is None or graph is None:
             return sightings >= _SECOND_SIGHTING
         if graph.mean >= eager.mean:
@@ -193,9 +178,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
 
     def estimates(self, key: DispatchKey) -> dict[DispatchMode, Estimate]:
         """What ``key`` is thought to cost in each mode that has been measured at any size."""
-        place = self._place(key)
-        found = {mode: self._at(mode, place, key.num_tokens) for mode in _MODES}
-        return {mode: estimate for mode, estimate in found.items() if estimate is not None}
+        return self._estimates(self._place(key), key.num_tokens)
 
     @property
     def min_tokens_for_graph(self) -> int:
@@ -223,11 +206,11 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
                 "capture_ms": self._capture_ms,
                 "curves": [
                     {"mode": mode.value, "prefill": prefill, "cells": [list(cell) for cell in curve.to_list()]}
-                    for (mode, prefill), curve in self._curves.items()
+                    for (prefill, mode), curve in self._curves.items()
                 ],
                 "places": [
                     place._asdict() | {"order": [mode.value for mode in standing.order], "seen": standing.sightings}
-                    for place, standing in self._standings.items()
+                    for place, standing in sorted(self._standings.items(), key=lambda item: item[1].stamp)
                 ],
             }
 
@@ -278,107 +261,120 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         policy._spent_ms, policy._explored_ms = state.spent_ms, state.explored_ms
         policy._capture_ms = state.capture_ms
         for curve in state.curves:
-            policy._curves[DispatchMode(curve.mode), curve.prefill] = CostCurve(state.window, curve.cells)
+            policy._curves[curve.prefill, DispatchMode(curve.mode)] = CostCurve(state.window, curve.cells)
         for saved in state.places:
+            place = Place(saved.prefill, saved.graph_size, saved.bucket)
             order = tuple(map(DispatchMode, saved.order))
-            policy._standings[_Place(saved.prefill, saved.graph_size, saved.bucket)] = _Standing(order, saved.seen)
+            policy._standings[place] = Standing(place, policy._curves_of(place), order, saved.seen)
         return policy
 
-    def _place(self, key: DispatchKey) -> _Place:
+    def _place(self, key: DispatchKey) -> Place:
         tokens = max(1, key.num_tokens)
-        graph = tokens
-        if self.sizes is not None and tokens <= self.sizes[-1]:
+        graph = bucket = bucket_of(tokens)
+        if self.sizes is None:
+            graph = tokens
+        elif tokens <= self.sizes[-1]:
             graph = self.sizes[bisect_left(self.sizes, tokens)]
-        return _Place(bool(key.is_prefill), graph, bucket_of(tokens))
+        return Place(bool(key.is_prefill), graph, bucket)
 
-    def _at(self, mode: DispatchMode, place: _Place, tokens: int) -> Estimate | None:
-        curve = self._curves[mode, place.prefill]
-        if mode is _EAGER:
-            return curve.at(place.bucket, max(1, tokens), self._records)
-        return curve.at(place.graph_size, place.graph_size, self._records)
+    def _curves_of(self, place: Place) -> tuple[CostCurve, ...]:
+        return tuple(self._curves[place.prefill, mode] for mode in MODES)
 
-    def _look_up(self, key: DispatchKey) -> tuple[tuple[DispatchMode, ...], _Place]:
-        """The order of preference for ``key``, and its place; remembered in the table of the moment."""
-        table = self._table
-        found = table.get((key.num_tokens, key.is_prefill))
-        if found is not None:
-            return found
-        place = self._place(key)
-        standing = self._standings.get(place)
-        order = self._rank(standing or _Standing(), place, key.num_tokens)
-        if len(table) >= self.history_size:
-            self._table = table = {}
-        table[key.num_tokens, key.is_prefill] = order, place
-        return order, place
+    def _estimates(self, place: Place, tokens: int) -> dict[DispatchMode, Estimate]:
+        """What ``tokens`` tokens at ``place`` cost in each measured mode; a graph's cost is that of its own size."""
+        found = {}
+        for mode, curve in zip(MODES, self._curves_of(place), strict=True):
+            bucket, size = (place.bucket, max(1, tokens)) if mode is _EAGER else (place.graph_size, place.graph_size)
+            estimate = curve.at(bucket, size, self._records)
+            if estimate is not None:
+                found[mode] = estimate
+        return found
 
-    def _rank(self, standing: _Standing, place: _Place, tokens: int) -> tuple[DispatchMode, ...]:
-        """The standing order, changed where estimates contradict it for sure; modes without any stay just before eager.
+    def _look_up(self, key: DispatchKey) -> Standing:
+        """What is remembered of ``key``'s place, or a guess at it; ready for the next time in the table of the moment.
 
-        A place without records has no order worth defending: the better guess is enough.
+        The table is taken before the places are looked at, and who changes the places then swaps the table: a guess
+        that has been overtaken ends up in a table that nobody reads any more.
         """
+        if len(self._table) >= self.history_size:
+            self._table = {}
+        table, place = self._table, self._place(key)
         low, high = self._limits
-        if not low <= tokens <= high:
-            return (_EAGER, _FULL, _PIECEWISE)
-        confidence = _CONFIDENCE if standing.sightings else 0.0
-        ranked: list[tuple[DispatchMode, Estimate]] = []
-        for mode in standing.order:
-            estimate = self._at(mode, place, tokens)
-            if estimate is None:
-                continue
-            spot = len(ranked)
-            while spot and estimate.beats(ranked[spot - 1][1], confidence):
-                spot -= 1
-            ranked.insert(spot, (mode, estimate))
-        known = [mode for mode, _ in ranked]
-        unknown = [mode for mode in _MODES if mode not in known]
-        spot = known.index(_EAGER) if _EAGER in known else len(known)
-        return (*known[:spot], *unknown, *known[spot:])
-
-    def _standing(self, place: _Place) -> _Standing:
-        """What is remembered of ``place``, moved to the end of the order in which places are forgotten."""
-        standing = self._standings.pop(place, None) or _Standing()
-        self._standings[place] = standing
-        if len(self._standings) > self.history_size:
-            del self._standings[next(iter(self._standings))]
+        if low <= key.num_tokens <= high:
+            standing = self._standings.get(place) or Standing(place, self._curves_of(place))
+            if standing.version != self._version:
+                standing.version = self._version
+                standing.order = standing.ranked(self._estimates(place, key.num_tokens))
+                standing.due = 0
+        else:
+            standing = Standing(place, self._curves_of(place), (_EAGER, *GRAPHS))
+            standing.due = inf
+        table[key.num_tokens, key.is_prefill] = standing
         return standing
 
-    def _forget(self) -> None:
-        while sum(map(len, self._curves.values())) > self.history_size:
-            min(self._curves.values(), key=lambda curve: curve.oldest).drop_oldest()
+    def _review(self, standing: Standing, tokens: int, mode: DispatchMode, latency: float, news: bool) -> None:
+        """Rank the modes anew after a record of ``latency`` milliseconds in ``mode``, and grant a trial.
 
-    def _settle(self, standing: _Standing, place: _Place, tokens: int, mode: DispatchMode, latency: float) -> None:
-        """Charge a trial that has come back with what it cost more than the preferred mode."""
-        if standing.probing is not mode:
+        ``news`` says that the record showed more than a known cost once more.
+        """
+        if news:
+            self._forget()
+        if standing.due == inf:
             return
+        found = self._estimates(standing.place, tokens)
+        settled = standing.probing is mode
+        if settled:
+            self._settle(standing, mode, latency, found)
+        order = standing.ranked(found)
+        news = news or order != standing.order
+        if news or standing.sightings == 1:
+            self._remember(standing, order)
+        standing.reviewed(news or settled)
+        self._grant(standing, found)
+
+    def _remember(self, standing: Standing, order: tuple[DispatchMode, ...]) -> None:
+        """Keep ``standing`` with a new order, and have guesses made anew."""
+        standing.order = order
+        self._standings[standing.place] = standing
+        if len(self._standings) > self.history_size:
+            idle = sorted(self._standings.values(), key=lambda standing: standing.stamp)
+            self._standings = {kept.place: kept for kept in idle[-self._kept :]}
+        self._version += 1
+        self._table = {}
+
+    def _forget(self) -> None:
+        """Drop the idlest estimates, if there are too many."""
+        if sum(map(len, self._curves.values())) > self.history_size:
+            stamps = sorted(stamp for curve in self._curves.values() for stamp in curve.stamps)
+            for curve in self._curves.values():
+                curve.forget(stamps[-self._kept - 1])
+
+    def _settle(
+        self, standing: Standing, mode: DispatchMode, latency: float, found: Mapping[DispatchMode, Estimate]
+    ) -> None:
+        """Charge a trial that has come back with what it cost more than the preferred mode."""
         standing.probing = None
         preferred = next((m for m in standing.order if m in self._offered), mode)
-        best = self._at(preferred, place, tokens)
-        if best is not None and preferred is not mode:
-            self._explored_ms = max(0.0, self._explored_ms + latency - best.mean)
+        if preferred in found and preferred is not mode:
+            self._explored_ms = max(0.0, self._explored_ms + latency - found[preferred].mean)
 
-    def _grant(self, standing: _Standing, place: _Place, tokens: int) -> None:
-        """Have the most promising other mode tried at ``place`` next time, if the budget allows it."""
-        low, high = self._limits
+    def _grant(self, standing: Standing, found: Mapping[DispatchMode, Estimate]) -> None:
+        """Have the most promising other mode tried at a place next time, if the budget allows it."""
         waiting = standing.probing is not None and self._records < standing.next_probe + _LOST_AFTER
-        if waiting or self._records < standing.next_probe or not low <= tokens <= high:
-            return
         offered = self._offered
         order = [mode for mode in standing.order if mode in offered]
-        best = self._at(order[0], place, tokens) if order else None
-        if best is None:
+        if waiting or self._records < standing.next_probe or len(order) < 2 or order[0] not in found:
             return
-        choices = []
-        for mode in order[1:]:
-            estimate = self._at(mode, place, tokens) or Estimate(_UNKNOWN_COST * best.mean, 1.0)
-            choices.append((estimate.hopeful - best.mean, estimate.mean - best.mean, mode))
-        if not choices:
-            return
-        hope, extra, mode = min(choices, key=lambda choice: choice[0])
-        share = self.exploration if hope < 0 else self.exploration * _CHECKS
-        if self._explored_ms + max(0.0, extra) <= share * self._spent_ms:
+        best = found[order[0]]
+        unknown = Estimate(_UNKNOWN_COST * best.mean, 1.0)
+        mode, tried = min(
+            ((mode, found.get(mode, unknown)) for mode in order[1:]), key=lambda choice: choice[1].hopeful
+        )
+        share = self.exploration if tried.hopeful < best.mean else self.exploration * _CHECKS
+        if self._explored_ms + max(0.0, tried.mean - best.mean) <= share * self._spent_ms:
             for old in list(self._probes)[: 1 - _PROBES_AT_ONCE]:
                 self._probes.pop(old, None)
-            self._probes[place] = mode
+            self._probes[standing] = mode
             standing.probing = mode
             standing.next_probe = self._records + self._rng.randint(1, 2 * _PROBE_GAP)
 
@@ -387,7 +383,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         with self._lock:
             keys = sorted(
                 DispatchKey(tokens, 1, 0, prefill)
-                for (_, prefill), curve in self._curves.items()
+                for (prefill, _), curve in self._curves.items()
                 for tokens in curve.buckets
                 if low <= tokens <= high
             )

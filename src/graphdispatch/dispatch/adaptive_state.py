@@ -1,15 +1,79 @@
-"""What an adaptive policy learnt, as validated plain data."""
+"""What an adaptive policy learnt: its places with their orders of preference, and all of it as validated plain data."""
 
 import reprlib
-from typing import Literal
+from collections.abc import Mapping
+from math import inf
+from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ..errors import ConfigError
 from ..modes import DispatchMode
-from .estimates import CellState
+from .estimates import CellState, CostCurve, Estimate
 
-__all__ = ["PolicyState", "parse_state"]
+__all__ = ["GRAPHS", "MODES", "Place", "PolicyState", "Standing", "parse_state"]
+
+GRAPHS = (DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE)
+MODES = (*GRAPHS, DispatchMode.EAGER)
+"""The modes that a step runs in; in this order until measurements say otherwise."""
+
+_CONFIDENCE = 1.5  # standard errors by which a mode must be faster to take another's place
+_REVIEW_GAP = 16  # sightings of a place between two reviews of its order, at most
+
+
+class Place(NamedTuple):
+    """Batches that share one choice: the same kind, the same graph, about the same number of tokens."""
+
+    prefill: bool
+    graph_size: int
+    bucket: int
+
+
+class Standing:
+    """What is remembered of a place: the order of preference, its sightings, and the probe under way.
+
+    ``curves`` are those of the place's kind of batch, by mode as in ``MODES``; ``stamp`` is the record that came last.
+    The order is reviewed at the sighting ``due``, which is twice as far away each time that nothing has changed.
+    """
+
+    __slots__ = ("_gap", "curves", "due", "next_probe", "order", "place", "probing", "sightings", "stamp", "version")
+
+    def __init__(
+        self, place: Place, curves: tuple[CostCurve, ...], order: tuple[DispatchMode, ...] = MODES, sightings: int = 0
+    ) -> None:
+        self.place = place
+        self.curves = curves
+        self.order = order
+        self.sightings = sightings
+        self.stamp = 0
+        self.version = -1
+        self.due: float = sightings + 1
+        self._gap = 1
+        self.next_probe = 0
+        self.probing: DispatchMode | None = None
+
+    def ranked(self, found: Mapping[DispatchMode, Estimate]) -> tuple[DispatchMode, ...]:
+        """The order, changed where estimates contradict it for sure; modes without any stay just before eager.
+
+        A place without earlier records has no order worth defending: the better guess is enough.
+        """
+        confidence = _CONFIDENCE if self.sightings > 1 else 0.0
+        known: list[DispatchMode] = []
+        for mode in self.order:
+            if mode not in found:
+                continue
+            spot = len(known)
+            while spot and found[mode].beats(found[known[spot - 1]], confidence):
+                spot -= 1
+            known.insert(spot, mode)
+        unknown = [mode for mode in MODES if mode not in found]
+        spot = known.index(DispatchMode.EAGER) if DispatchMode.EAGER in found else len(known)
+        return (*known[:spot], *unknown, *known[spot:])
+
+    def reviewed(self, news: bool) -> None:
+        """Set the next review: at the next sighting after ``news``, else up to 16 sightings on."""
+        self._gap = 1 if news else min(2 * self._gap, _REVIEW_GAP)
+        self.due = self.sightings + self._gap
 
 
 class _CurveState(BaseModel):
@@ -51,6 +115,14 @@ class PolicyState(BaseModel):
     capture_ms: float | None = Field(ge=0)
     curves: list[_CurveState]
     places: list[_PlaceState]
+
+    @field_validator("curves")
+    @classmethod
+    def _of_the_past(cls, curves: list[_CurveState], info: ValidationInfo) -> list[_CurveState]:
+        last = max((cell[-1] for curve in curves for cell in curve.cells), default=0)
+        if last > info.data.get("records", inf):
+            raise ValueError(f"expected cells from at most as many records as there were, got one from record {last}")
+        return curves
 
 
 def parse_state(text: str | bytes) -> PolicyState:

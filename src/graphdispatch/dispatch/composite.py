@@ -124,6 +124,9 @@ class CompositeDispatcher:
         ``accepts`` tells which keys are the member's at all (default: every one), for members that do different work.
         Raises ``ConfigError`` for a name that is taken, and for what is no dispatcher.
         """
+        for what, value, kind in (("name", name, str), ("priority", priority, int)):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{what} must be of type {kind.__name__}, got {value!r}")
         member: GraphMember
         if hasattr(dispatcher, "attempt") and dispatcher is not self:
             member = cast(GraphMember, dispatcher)

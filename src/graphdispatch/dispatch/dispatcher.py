@@ -11,6 +11,7 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError, GuardError, ReplayError
 from ..modes import CUDAGraphMode, DispatchMode
 from ..reasons import Reason
+from ..sizes import check_count
 from ..stats import DispatchStats
 from .decision import Decision
 from .latency import LatencyMeter
@@ -38,8 +39,9 @@ class CudagraphDispatcher:
     ) -> None:
         if not callable(eager_runner):
             raise ConfigError(f"eager_runner must be callable, got {eager_runner!r}")
-        if max_cached_graphs < 1:
-            raise ConfigError(f"max_cached_graphs must be at least 1, got {max_cached_graphs}")
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {policy!r}")
+        check_count("max_cached_graphs", max_cached_graphs)
         self.eager_runner = eager_runner
         self.policy = policy or DefaultDispatchPolicy()
         self.max_cached_graphs = max_cached_graphs
@@ -80,7 +82,7 @@ class CudagraphDispatcher:
             entry = entry_around(graph, key, outputs, piecewise=mode is DispatchMode.PIECEWISE, idempotent=idempotent)
         else:
             raise ConfigError(f"graph must have a replay() method, got {graph!r}")
-        addresses = None if input_ptrs is None else tuple(input_ptrs)
+        addresses = None if input_ptrs is None else _checked_addresses(input_ptrs)
         with self._lock:
             graphs = dict(self._graphs.graphs)
             graphs.pop((key, mode), None)
@@ -135,11 +137,13 @@ class CudagraphDispatcher:
 
     def enable_mode(self, mode: DispatchMode) -> None:
         """Allow a mode again. ``HYBRID`` lets the policy choose; without it a full graph goes first, then piecewise."""
+        _check_mode(mode)
         with self._lock:
             self._swap(self._graphs.graphs, self._graphs.modes | {mode})
 
     def disable_mode(self, mode: DispatchMode) -> None:
         """Forbid a mode; graphs stay registered. Raises ``ConfigError`` for ``EAGER``, the way that is always right."""
+        _check_mode(mode)
         if mode is DispatchMode.EAGER:
             raise ConfigError("EAGER cannot be disabled: it serves whatever no graph can")
         with self._lock:
@@ -181,8 +185,9 @@ class CudagraphDispatcher:
         choice = graphs.choices[key]
         if not choice.graphs:
             return None, choice.eager
-        mode = self.policy.select_mode(key, choice.modes) if DispatchMode.HYBRID in graphs.modes else choice.modes[0]
-        best = choice.graphs.get(mode)
+        best = choice.graphs.get(
+            self._mode(key, choice.modes) if DispatchMode.HYBRID in graphs.modes else choice.modes[0]
+        )
         if best is None:
             return None, Decision.eager(Reason.POLICY, key.num_tokens)
         found, decision = best
@@ -190,6 +195,12 @@ class CudagraphDispatcher:
         if refusal is not None:
             return None, Decision.eager(refusal, key.num_tokens)
         return found, decision
+
+    def _mode(self, key: DispatchKey, available: tuple[DispatchMode, ...]) -> DispatchMode:
+        policy = self.policy
+        if not policy.learns and not policy.should_use_graph(key, True):
+            return DispatchMode.EAGER
+        return policy.select_mode(key, available)
 
     def registered(self) -> list[Registered]:
         """All graphs."""
@@ -205,3 +216,14 @@ class CudagraphDispatcher:
 
     def _swap(self, graphs: Mapping[Slot, Registered], modes: frozenset[DispatchMode] | None = None) -> None:
         self._graphs = RegisteredGraphs(graphs, self._graphs.modes if modes is None else modes)
+
+
+def _check_mode(mode: DispatchMode) -> None:
+    if not isinstance(mode, DispatchMode):
+        raise ConfigError(f"mode must be a DispatchMode, got {mode!r}; write for example DispatchMode.PIECEWISE")
+
+
+def _checked_addresses(input_ptrs: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(input_ptrs, Sequence) or not all(isinstance(pointer, int) for pointer in input_ptrs):
+        raise ConfigError(f"input_ptrs must be addresses (tensor.data_ptr()) or None, got {input_ptrs!r}")
+    return tuple(input_ptrs)

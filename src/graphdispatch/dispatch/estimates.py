@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from math import exp, hypot, inf, log, sqrt
+from math import exp, hypot, log, sqrt
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
@@ -22,6 +22,7 @@ _DRIFT_WEIGHT = 3.0
 # An estimate that nothing has confirmed for this many records of any kind is uncertain by _STALE_ERROR more.
 _STALE_AGE = 1000.0
 _STALE_ERROR = 0.15
+_STALENESS2 = _STALE_ERROR**2 / _STALE_AGE  # what an estimate's squared error grows by with each record since
 # Cost grows with size by a power between 0 (bound by launches) and 1 (bound by work): the guess is the middle.
 _POWER = 0.5
 _NEIGHBOUR_ERROR = 0.05
@@ -68,12 +69,22 @@ def bucket_of(tokens: int) -> int:
     return ((tokens - 1 >> shift) + 1) << shift
 
 
-def _staleness2(age: int) -> float:
-    return _STALE_ERROR**2 * max(0, age) / _STALE_AGE
-
-
 class _Cell:
     """The records of one bucket, summed up; ``published`` is replaced whole, for readers that hold no lock."""
+
+    __slots__ = (
+        "_above",
+        "_below",
+        "_fast",
+        "_likely2",
+        "mean",
+        "published",
+        "seen",
+        "size",
+        "spread2",
+        "stamp",
+        "weight",
+    )
 
     def __init__(self, size: float, mean: float, spread2: float, seen: float, weight: float, stamp: int) -> None:
         self.size = size
@@ -86,45 +97,51 @@ class _Cell:
         self._above = self._below = 0.0
         self._publish()
 
-    def add(self, size: int, latency: float, window: float, now: int) -> None:
-        """Take one record in; of a long history only about ``window`` records count, and of an old one fewer."""
-        spread2 = self._spread2()
-        drift2 = _staleness2(now - self.stamp)
-        self.weight = min(spread2 / (spread2 / self.weight + drift2) + 1, window)
-        spread = max(_MIN_SPREAD, sqrt(spread2 + drift2))
-        deviation = max(-_CLIP, min(_CLIP, (latency / self.mean - 1) / spread))
-        share = 1 / self.weight
+    def add(self, size: int, latency: float, window: float, now: int) -> bool:
+        """Take one record in; of a long history only about ``window`` records count, and of an old one fewer.
+
+        True if the cost has drifted, so that the mean started again from the latest records. Called for every step:
+        comparisons stand where ``min`` and ``max`` would cost a call each.
+        """
+        likely2, mean = self._likely2, self.mean
+        drift2 = (now - self.stamp) * _STALENESS2
+        total2 = likely2 + drift2
+        weight = likely2 / (likely2 / self.weight + drift2) + 1
+        self.weight = weight = weight if weight < window else window
+        spread = sqrt(total2)
+        spread = spread if spread > _MIN_SPREAD else _MIN_SPREAD
+        deviation = (latency / mean - 1) / spread
+        deviation = _CLIP if deviation > _CLIP else -_CLIP if deviation < -_CLIP else deviation
         change = deviation * spread
         # What a record says of the spread is its deviation less the part that drift may explain.
-        self.seen = min(self.seen + 1, window)
-        self.spread2 += (change * change * spread2 / (spread2 + drift2) - self.spread2) / self.seen
-        self.mean *= 1 + share * change
-        self.size += share * (size - self.size)
+        self.seen = seen = self.seen + 1 if self.seen + 1 < window else window
+        self.spread2 += (change * change * likely2 / total2 - self.spread2) / seen
+        self.mean = mean + mean * change / weight
+        self.size += (size - self.size) / weight
         self.stamp = now
-        self._watch(deviation, latency)
-        self._publish()
-
-    def _watch(self, deviation: float, latency: float) -> None:
         self._fast += _DRIFT_FAST * (latency - self._fast)
-        self._above = max(0.0, self._above + deviation - _DRIFT_SLACK)
-        self._below = max(0.0, self._below - deviation - _DRIFT_SLACK)
-        if max(self._above, self._below) > _DRIFT_ALARM:
+        above = self._above + deviation - _DRIFT_SLACK
+        below = self._below - deviation - _DRIFT_SLACK
+        self._above = above = above if above > 0.0 else 0.0
+        self._below = below = below if below > 0.0 else 0.0
+        drifted = above > _DRIFT_ALARM or below > _DRIFT_ALARM
+        if drifted:
             self.mean = self._fast
-            self.weight = min(self.weight, _DRIFT_WEIGHT)
+            self.weight = min(weight, _DRIFT_WEIGHT)
             self._above = self._below = 0.0
-
-    def _spread2(self) -> float:
-        prior = _PRIOR_WEIGHT * _PRIOR_SPREAD**2
-        return (prior + self.seen * self.spread2) / (_PRIOR_WEIGHT + self.seen)
+        self._publish()
+        return drifted
 
     def _publish(self) -> None:
-        self.published = (self.size, self.mean, self._spread2() / self.weight, self.stamp)
+        prior = _PRIOR_WEIGHT * _PRIOR_SPREAD**2
+        self._likely2 = (prior + self.seen * self.spread2) / (_PRIOR_WEIGHT + self.seen)
+        self.published = (self.size, self.mean, self._likely2 / self.weight, self.stamp)
 
 
 class CostCurve:
     """The cost of one mode over all sizes, learnt from records of some of them.
 
-    ``at`` may be called by any thread at any time; the caller serialises ``add`` and ``drop_oldest``. Time is a count
+    ``at`` may be called by any thread at any time; the caller serialises ``add`` and ``forget``. Time is a count
     of records.
     """
 
@@ -142,22 +159,25 @@ class CostCurve:
         return self._index[0]
 
     @property
-    def oldest(self) -> float:
-        """When the cell that has waited longest had its last record; infinity if there is none."""
-        return min((cell.stamp for cell in self._cells.values()), default=inf)
+    def stamps(self) -> list[int]:
+        """When each cell had its last record, in no order."""
+        return [cell.stamp for cell in self._cells.values()]
 
-    def add(self, bucket: int, size: int, latency: float, now: int) -> None:
-        """Take in one record of ``latency`` milliseconds at ``size`` tokens, which belongs to ``bucket``."""
+    def add(self, bucket: int, size: int, latency: float, now: int) -> bool:
+        """Take in one record of ``latency`` milliseconds at ``size`` tokens, which belongs to ``bucket``.
+
+        True if what was known of the bucket no longer holds: it is its first record, or its cost has drifted.
+        """
         cell = self._cells.get(bucket)
         if cell is not None:
-            cell.add(size, latency, self._window, now)
-            return
+            return cell.add(size, latency, self._window, now)
         self._cells[bucket] = _Cell(size, latency, 0.0, 0.0, 1.0, now)
         self._reindex()
+        return True
 
-    def drop_oldest(self) -> None:
-        """Forget the cell that has waited longest for a record."""
-        del self._cells[min(self._cells, key=lambda bucket: self._cells[bucket].stamp)]
+    def forget(self, stamp: int) -> None:
+        """Drop the cells without a record since ``stamp``, counting that one out."""
+        self._cells = {bucket: cell for bucket, cell in self._cells.items() if cell.stamp > stamp}
         self._reindex()
 
     def at(self, bucket: int, size: int, now: int) -> Estimate | None:
@@ -170,7 +190,8 @@ class CostCurve:
         own_weight = own_log = around_weight = around_log = best = 0.0
         for place in range(first, min(len(cells), middle + _NEIGHBOURS + 1)):
             at, mean, error2, stamp = cells[place].published
-            error2 += _staleness2(now - stamp)
+            if now > stamp:
+                error2 += (now - stamp) * _STALENESS2
             if buckets[place] == bucket:
                 own_weight = 1 / error2
                 own_log = own_weight * log(mean)

@@ -91,8 +91,8 @@ class CudagraphKeyDispatcher:
         mode other than PIECEWISE and FULL.
         """
         _check_runtime_mode(runtime_mode)
-        if batch_descriptor.num_tokens < 1:
-            raise ConfigError(f"batch_descriptor must have num_tokens >= 1, got {batch_descriptor}")
+        if not isinstance(batch_descriptor, BatchDescriptor) or batch_descriptor.num_tokens < 1:
+            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {batch_descriptor!r}")
         with self._lock:
             keys = self._table.keys
             self._swap({**keys, runtime_mode: keys[runtime_mode] | {batch_descriptor}})

@@ -228,6 +228,7 @@ class Lane:
                 raise CaptureError(
                     f"no graph for {key} on lane {self.index}: {outcome.detail}", outcome.reason
                 ) from outcome.error
+            outcome.entry.guard = None  # the lane compares weights itself, and releases what is stale
             self._captured[outcome.entry] = _Captured(family, form)
             return outcome.entry
 

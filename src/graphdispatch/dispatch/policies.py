@@ -7,12 +7,17 @@ from typing import ClassVar
 from ..descriptors import DispatchKey
 from ..errors import ConfigError
 from ..modes import DispatchMode
+from ..sizes import check_count
 
 __all__ = ["DefaultDispatchPolicy", "DispatchPolicy"]
 
 
 class DispatchPolicy(ABC):
-    """Decides for one key. Called on every dispatch, possibly from several threads at once."""
+    """Decides for one key. Called on every dispatch, possibly from several threads at once.
+
+    A dispatcher asks ``should_use_graph`` and then ``select_mode``; of a policy that learns it asks ``select_mode``
+    alone, since that one may also try a mode that it does not prefer.
+    """
 
     learns: ClassVar[bool] = False
     """Whether a dispatcher shall measure its steps and ``record`` them."""
@@ -38,8 +43,8 @@ class DefaultDispatchPolicy(DispatchPolicy):
     def __init__(
         self, min_tokens_for_graph: int = 1, max_tokens_for_graph: int = 8192, prefer_piecewise: bool = False
     ) -> None:
-        if min_tokens_for_graph < 1:
-            raise ConfigError(f"min_tokens_for_graph must be at least 1, got {min_tokens_for_graph}")
+        check_count("min_tokens_for_graph", min_tokens_for_graph)
+        check_count("max_tokens_for_graph", max_tokens_for_graph)
         if max_tokens_for_graph < min_tokens_for_graph:
             raise ConfigError(
                 f"max_tokens_for_graph must be at least min_tokens_for_graph={min_tokens_for_graph}, "
@@ -48,6 +53,13 @@ class DefaultDispatchPolicy(DispatchPolicy):
         self.min_tokens_for_graph = min_tokens_for_graph
         self.max_tokens_for_graph = max_tokens_for_graph
         self.prefer_piecewise = prefer_piecewise
+
+    def __repr__(self) -> str:
+        preferred = "piecewise" if self.prefer_piecewise else "full"
+        return (
+            f"<DefaultDispatchPolicy {preferred} graphs for {self.min_tokens_for_graph} to "
+            f"{self.max_tokens_for_graph} tokens>"
+        )
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
         """Whether there is a graph and the number of tokens is within the limits."""

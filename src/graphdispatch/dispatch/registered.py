@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ..capture.entry import CUDAGraphEntry
 from ..capture.foreign import Replayable
 from ..descriptors import BatchDescriptor, DispatchKey
-from ..errors import GuardError
+from ..errors import ConfigError, GuardError
 from ..modes import CUDAGraphMode, DispatchMode
 from ..reasons import Reason
 from .decision import Decision
@@ -51,6 +51,10 @@ class Registered:
             return Reason.INSIDE_REPLAY
         if entry.unproven and decision.reason is Reason.PADDED:
             return Reason.PADDING_UNPROVEN
+        if not entry.is_current():
+            return Reason.ADDRESS_CHANGED
+        if torch.is_grad_enabled() and entry.needs_gradients(_tensors(args, kwargs)):
+            return Reason.NEEDS_GRADIENTS
         if self.addresses is not None and _addresses(args, kwargs) != self.addresses:
             return Reason.ADDRESS_CHANGED
         return None
@@ -99,6 +103,8 @@ class RegisteredGraphs:
         return KeyTable(keys, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
     def _choose(self, key: DispatchKey) -> Choice:
+        if not isinstance(key, DispatchKey):
+            raise ConfigError(f"key must be a DispatchKey, got {key!r}; create_dispatch_key() makes one")
         found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, mode)) is not None}
         enabled = {mode: best for mode, best in found.items() if mode in self.modes}
         eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._why_none(key)
@@ -137,4 +143,8 @@ def _place(found: Registered) -> tuple[bool, CUDAGraphMode, BatchDescriptor]:
 
 
 def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return tuple(tensor.data_ptr() for tensor in _tensors(args, kwargs))
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -56,7 +56,7 @@ class StreamDispatcher(CudagraphDispatcher):
         if shared_writes not in ("refuse", "allow"):
             raise ConfigError(f"shared_writes must be 'refuse' or 'allow', got {shared_writes!r}")
         self.backend = backend or get_backend("auto")
-        self.options = options or CUDAGraphOptions()
+        self.options = CUDAGraphOptions.or_default(options, "options")
         self._selection = selection
         self._allows_shared_writes = shared_writes == "allow"
         self._own = threading.local()

@@ -193,6 +193,8 @@ class KeyTable:
 
     def _answer(self, modes: Collection[CUDAGraphMode], asked: BatchDescriptor) -> _Answer:
         """vLLM 0.11.1's rules for a batch that the caller has padded, as they are applied first."""
+        if not isinstance(asked, BatchDescriptor):
+            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, got {asked!r}")
         num_tokens, num_reqs, uniform, variant = asked
         if self.mode is None:
             return NONE, None

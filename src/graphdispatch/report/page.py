@@ -18,7 +18,7 @@ from ..plan.storage import write_text
 
 __all__ = ["Chart", "Note", "Part", "Report", "Section", "Table", "Tile", "make_report"]
 
-_NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}<]|$")
+_NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}]\S*( \S+){0,3}$")  # with its unit, and where
 
 
 @dataclass(frozen=True, repr=False)

@@ -92,7 +92,7 @@ def _facts(plan: Plan, workload: Workload, cost: CostModel) -> Iterable[str]:
 
 def _tiles(result: Evaluation) -> list[Tile]:
     return [
-        Tile("Mean step, by the costs", milliseconds(result.step_ms), f"{milliseconds(result.eager_ms)} eagerly"),
+        Tile("Expected step", milliseconds(result.step_ms), f"{milliseconds(result.eager_ms)} eagerly"),
         Tile("Steps served", percent(result.hit_rate), f"{percent(result.eager_share)} run eagerly"),
         Tile("Padding", percent(result.padding, 2), "of the tokens of served steps"),
         Tile("Worst padding", percent(result.worst_padding, 0), f"a batch of {count(result.worst_size)}"),
@@ -268,11 +268,12 @@ def _graphs(plan: Plan, workload: Workload, cost: CostModel) -> Section:
         rows.append((
             str(graph.size), graph.mode.name,
             size_range(graph.first, graph.size) if graph.first <= graph.size else "\N{EN DASH}",
-            percent(share, 2), percent(padded, 1), milliseconds(step_ms), milliseconds(eager_ms), storage(graph_bytes),
+            percent(share, 2), percent(padded), percent(max(graph.size / graph.first - 1, 0.0)),
+            milliseconds(step_ms), milliseconds(eager_ms), storage(graph_bytes),
         ))  # fmt: skip
-    columns = ("graph", "mode", "serves", "of all steps", "padding", "step", "step, eagerly", "memory of its own")
+    columns = ("graph", "mode", "serves", "of all steps", "padding", "at most", "step", "eagerly", "memory of its own")
     return Section(
         "The graphs",
-        "Each graph with the steps of this traffic that it serves.",
+        "Each graph with the steps of this traffic that it serves, and how far they and any others are padded.",
         [Table(columns, rows, summary=f"{len(rows)} graphs")],
     )
