@@ -21,7 +21,7 @@ from .config import CUDAGraphOptions, parse_mode, resized, roomy_config
 from .dispatch.decision import Decision
 from .errors import ReplayError
 from .modes import CUDAGraphMode
-from .plan.profile import Profile
+from .plan.saved import read_sizes
 from .prewarm import Limits, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
 from .reasons import Reason
 from .report import Report, callable_report
@@ -79,7 +79,7 @@ def graphed(
     ``"repeat_last"``, ``"leave"``, or a function ``(padding, real)``. Rows of the model must be independent of each
     other; whether they are is checked when a graph is captured, and a model that mixes rows stays eager.
 
-    ``sizes`` are the sizes to capture, a ladder by name, a plan, or the path of a ``Profile``; the largest is
+    ``sizes`` are the sizes to capture, a ladder by name, a plan, or the path of a saved plan or profile; it is at most
     ``max_size`` (default 256). A size is captured when seen for the ``capture_after``-th time within ``capture_window``
     uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, ``eviction`` (``"gdsf"``,
     ``"lfu"``, ``"lru"``, or an installed policy) says which graph goes; callables may share ``budget``.
@@ -102,13 +102,9 @@ def graphed(
     settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
     settings["options"] = (options or CUDAGraphOptions()).replace(outputs=outputs)
-    config = roomy_config(_chosen(sizes), max_size, max_cached_graphs, settings)
+    config = roomy_config(read_sizes(sizes), max_size, max_cached_graphs, settings)
     rules = make_rules(fn, dynamic, pad or {}, static)
     return Graphed(SlowPath(fn, config, rules, uniform_decode=uniform_decode, budget=budget, out=out))
-
-
-def _chosen(sizes: object) -> object:
-    return Profile.load(sizes).sizes if isinstance(sizes, PathLike) else sizes
 
 
 class Graphed(Generic[P, R]):

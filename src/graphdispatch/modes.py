@@ -57,6 +57,9 @@ class DispatchMode(Enum):
     PIECEWISE = "piecewise"
     HYBRID = "hybrid"
 
+    # Members are compared by identity; Enum's own hash is a call into Python at every look-up.
+    __hash__ = object.__hash__
+
 
 class EntryState(Enum):
     """Where an entry stands in its life, in this order.

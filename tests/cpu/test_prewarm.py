@@ -1,6 +1,7 @@
 """Captures made before batches need them: within budgets of time and memory, one at a time in pauses, other sizes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from graphdispatch.dispatch.prediction import Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
 from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.plan import Plan
+from graphdispatch.plan.profile import Profile
 from graphdispatch.reasons import Reason
 
 SIZES = (1, 2, 4, 8, 16)
@@ -265,3 +268,16 @@ def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:
     step.prewarm(torch.randn(4, 8))
     for is_decode in (True, False):  # noqa: B007 (the closure reads it)
         assert serves(step, model, 11) is Reason.PADDED
+
+
+def test_sizes_come_from_files(model: torch.nn.Module, tmp_path: Path) -> None:
+    """A saved plan and a saved profile are told apart; another file is refused by name."""
+    Plan.of(CUDAGraphMode.FULL, {CUDAGraphMode.FULL: (3, 6)}).save(tmp_path / "plan.json")
+    Profile.of((2, 5), {1: 1.0, 4: 2.0}, CostModel.default()).save(tmp_path / "profile.json")
+    (tmp_path / "other.json").write_text('{"format": "something"}')
+    assert make(model, sizes=tmp_path / "plan.json").sizes == (3, 6)
+    assert make(model, sizes=tmp_path / "profile.json").sizes == (2, 5)
+    with pytest.raises(ConfigError, match=r"other\.json is not valid at format"):
+        make(model, sizes=tmp_path / "other.json")
+    with pytest.raises(ConfigError, match=r"none\.json cannot be read"):
+        make(model, sizes=tmp_path / "none.json")

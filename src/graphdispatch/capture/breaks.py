@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["BREAKS", "BreakRunner", "OperatorBreaks", "eager_break", "is_marked", "remove_eager_break"]
+__all__ = ["BREAKS", "BreakRunner", "OperatorBreaks", "eager_break", "is_break", "is_marked", "remove_eager_break"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -95,13 +95,18 @@ def eager_break(target: Any, *more: Any) -> Any:
             _mark(target)
         return target
     if callable(target):
-        return target if hasattr(target, _ORIGINAL) else _broken(target, getattr(target, "__qualname__", repr(target)))
+        return target if is_break(target) else _broken(target, getattr(target, "__qualname__", repr(target)))
     raise ConfigError(f"eager_break takes a function, a module or names of operators, got {target!r}")
 
 
 def is_marked(module: nn.Module) -> bool:
     """Whether a module runs eagerly in PIECEWISE captures."""
-    return hasattr(module.forward, _ORIGINAL)
+    return is_break(module.forward)
+
+
+def is_break(fn: Callable[..., Any]) -> bool:
+    """Whether a function is marked."""
+    return hasattr(fn, _ORIGINAL)
 
 
 def remove_eager_break(*targets: Any) -> None:

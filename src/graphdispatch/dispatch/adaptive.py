@@ -168,7 +168,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         with self._lock:
             alike = [standing for other, standing in self._standings.items() if other[:2] == place[:2]]
             sightings = sum(standing.sightings for standing in alike)
-        found = self._estimates(place, key.num_tokens)
+        found = self.estimates(key)
         eager, graph = found.get(_EAGER), found.get(_FULL)
         if eager is None or graph is None:
             return sightings >= _SECOND_SIGHTING
@@ -178,7 +178,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
 
     def estimates(self, key: DispatchKey) -> dict[DispatchMode, Estimate]:
         """What ``key`` is thought to cost in each mode that has been measured at any size."""
-        return self._estimates(self._place(key), key.num_tokens)
+        return self._look_up(key).estimates(key.num_tokens, self._records)
 
     @property
     def min_tokens_for_graph(self) -> int:
@@ -280,16 +280,6 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     def _curves_of(self, place: Place) -> tuple[CostCurve, ...]:
         return tuple(self._curves[place.prefill, mode] for mode in MODES)
 
-    def _estimates(self, place: Place, tokens: int) -> dict[DispatchMode, Estimate]:
-        """What ``tokens`` tokens at ``place`` cost in each measured mode; a graph's cost is that of its own size."""
-        found = {}
-        for mode, curve in zip(MODES, self._curves_of(place), strict=True):
-            bucket, size = (place.bucket, max(1, tokens)) if mode is _EAGER else (place.graph_size, place.graph_size)
-            estimate = curve.at(bucket, size, self._records)
-            if estimate is not None:
-                found[mode] = estimate
-        return found
-
     def _look_up(self, key: DispatchKey) -> Standing:
         """What is remembered of ``key``'s place, or a guess at it; ready for the next time in the table of the moment.
 
@@ -304,7 +294,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             standing = self._standings.get(place) or Standing(place, self._curves_of(place))
             if standing.version != self._version:
                 standing.version = self._version
-                standing.order = standing.ranked(self._estimates(place, key.num_tokens))
+                standing.order = standing.ranked(standing.estimates(key.num_tokens, self._records))
                 standing.due = 0
         else:
             standing = Standing(place, self._curves_of(place), (_EAGER, *GRAPHS))
@@ -321,15 +311,14 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             self._forget()
         if standing.due == inf:
             return
-        found = self._estimates(standing.place, tokens)
-        settled = standing.probing is mode
-        if settled:
+        found = standing.estimates(tokens, self._records)
+        if standing.probing is mode:
             self._settle(standing, mode, latency, found)
         order = standing.ranked(found)
         news = news or order != standing.order
         if news or standing.sightings == 1:
             self._remember(standing, order)
-        standing.reviewed(news or settled)
+        standing.reviewed(news)
         self._grant(standing, found)
 
     def _remember(self, standing: Standing, order: tuple[DispatchMode, ...]) -> None:

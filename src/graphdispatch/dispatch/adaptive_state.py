@@ -52,6 +52,13 @@ class Standing:
         self.next_probe = 0
         self.probing: DispatchMode | None = None
 
+    def estimates(self, tokens: int, now: int) -> dict[DispatchMode, Estimate]:
+        """What a batch of ``tokens`` costs here in each measured mode; a graph's cost is that of its own size."""
+        _, size, bucket = self.place
+        full, piecewise, eager = self.curves
+        at = (full.at(size, size, now), piecewise.at(size, size, now), eager.at(bucket, max(1, tokens), now))
+        return {mode: estimate for mode, estimate in zip(MODES, at, strict=True) if estimate is not None}
+
     def ranked(self, found: Mapping[DispatchMode, Estimate]) -> tuple[DispatchMode, ...]:
         """The order, changed where estimates contradict it for sure; modes without any stay just before eager.
 

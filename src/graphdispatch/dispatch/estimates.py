@@ -186,21 +186,22 @@ class CostCurve:
         if not buckets:
             return None
         middle = bisect_left(buckets, bucket)
-        first = max(0, middle - _NEIGHBOURS)
+        first, last = max(0, middle - _NEIGHBOURS), middle + _NEIGHBOURS + 1
         own_weight = own_log = around_weight = around_log = best = 0.0
-        for place in range(first, min(len(cells), middle + _NEIGHBOURS + 1)):
-            at, mean, error2, stamp = cells[place].published
+        for near, cell in zip(buckets[first:last], cells[first:last], strict=True):
+            at, mean, error2, stamp = cell.published
             if now > stamp:
                 error2 += (now - stamp) * _STALENESS2
-            if buckets[place] == bucket:
+            if near == bucket:
                 own_weight = 1 / error2
                 own_log = own_weight * log(mean)
                 continue
             apart = log(size / at)
-            weight = 1 / (error2 + (_NEIGHBOUR_ERROR + _POWER_ERROR * abs(apart)) ** 2)
+            error = _NEIGHBOUR_ERROR + _POWER_ERROR * (apart if apart > 0 else -apart)
+            weight = 1 / (error2 + error * error)
             around_weight += weight
             around_log += weight * (log(mean) + _POWER * apart)
-            best = max(best, weight)
+            best = weight if weight > best else best
         if around_weight:
             # Neighbours err together, so that several are worth no more than the best of them.
             own_log += best * around_log / around_weight

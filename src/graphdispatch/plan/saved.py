@@ -1,0 +1,30 @@
+"""Files that say which sizes to capture: plans and profiles."""
+
+from os import PathLike
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from .plan import Plan
+from .profile import Profile
+from .storage import read_document
+
+__all__ = ["read_sizes"]
+
+
+class _Kind(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    format: Literal["graphdispatch.plan", "graphdispatch.profile"]
+
+
+def read_sizes(sizes: object) -> object:
+    """The plan or profile that was saved to a path; what is no path, as it is.
+
+    Raises ``ConfigError`` for a file that holds neither.
+    """
+    if not isinstance(sizes, PathLike):
+        return sizes
+    path = Path(sizes)
+    kind = read_document(path, _Kind).format
+    return Plan.load(path) if kind == "graphdispatch.plan" else Profile.load(path)
