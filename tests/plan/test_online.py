@@ -88,7 +88,7 @@ def test_the_best_of_the_sizes_at_hand_is_found(seed: int) -> None:
     verdict = replan(traffic, sizes, ready, SLOPED, max_graphs=most, horizon_steps=horizon)
     chosen = verdict.sizes or sizes
     seen = Workload.from_histogram(traffic)
-    fresh = plan_capture_sizes(seen, SLOPED, max_graphs=most, max_size=32, must_include=(32,)).sizes
+    fresh = plan_capture_sizes(seen, SLOPED, max_graphs=most, max_size=32).sizes
     expected = Prior.of(0.02).expected(seen.sizes, seen.counts, 32)
     at_hand = sorted({*sizes, *fresh, *(size for size in ready if size < 32)} - {32})
     least = min(
@@ -129,3 +129,5 @@ def test_the_most_used_size_is_captured_first() -> None:
     again = replan(traffic, (16,), {16}, SLOPED, max_graphs=3, horizon_steps=1e6, without={11}, prior=0)
     assert again.sizes is not None
     assert 11 not in (*again.sizes, *again.captures)
+    kept = replan(traffic, (11, 16), {16}, SLOPED, max_graphs=3, horizon_steps=1e6, without={11}, prior=0)
+    assert (kept.sizes, kept.captures) == ((5, 11, 16), (5,))

@@ -135,7 +135,6 @@ def replan(
         cost.model_copy(update={"eager_ms": never}),
         max_graphs=max_graphs,
         max_size=top,
-        must_include=(top,),
         prior=prior,
         mode=mode,
     )
