@@ -347,7 +347,10 @@ def test_registering_checks_its_arguments(arguments: tuple[Any, ...], named: str
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [((None,), "eager_runner must be callable, got None"), ((eager, None, 0), "max_cached_graphs must be an integer >= 1")],
+    [
+        ((None,), "eager_runner must be callable, got None"),
+        ((eager, None, 0), "max_cached_graphs must be an integer >= 1"),
+    ],
 )
 def test_a_dispatcher_checks_its_arguments(arguments: tuple[Any, ...], named: str) -> None:
     """Without a runner or room there is no dispatcher."""

@@ -191,7 +191,7 @@ def test_each_argument_must_tell_its_rows_apart() -> None:
 
 @pytest.mark.parametrize("others_differ", [True, False], ids=["others differ", "a dummy batch"])
 def test_a_constant_argument_does_not_keep_padded_batches_eager(others_differ: bool) -> None:
-    """An argument that was alike and the same in 16 compared batches is taken for a constant; dummy batches count not."""
+    """An argument that was alike and the same in 16 compared batches is taken for a constant; dummies do not count."""
 
     def embed(ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         return (ids + kinds)[:, None] * 0.5
