@@ -219,18 +219,17 @@ def test_saving_at_exit_keeps_nothing_alive(model: torch.nn.Module, tmp_path: Pa
 
 def test_the_profile_is_saved_when_the_process_ends(tmp_path: Path) -> None:
     """If it was asked for and steps were served; the file of an earlier process stays where none was."""
-    path = tmp_path / "profile.json"
     program = """
-        import sys, torch
+        import torch
         from graphdispatch import AutoPlan, graphed
-        step = graphed(torch.nn.Linear(4, 4).eval(), dynamic={"input": 0}, sizes=(4, 8))
-        auto = AutoPlan(step, save_at_exit=sys.argv[1])
+        steps = [graphed(torch.nn.Linear(4, 4).eval(), dynamic={"input": 0}, sizes=(4, 8)) for _ in range(2)]
+        plans = [AutoPlan(step, save_at_exit=f"{number}.json") for number, step in enumerate(steps)]
         with torch.no_grad():
-            for _ in range(int(sys.argv[2])):
-                step(torch.randn(3, 4))
+            steps[0](torch.randn(3, 4))
     """
-    for calls in (5, 0):
-        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), str(path), str(calls)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert Profile.load(path).traffic == {3: 5.0}
+    (tmp_path / "1.json").write_text("earlier")
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Profile.load(tmp_path / "0.json").traffic == {3: 1.0}
+    assert (tmp_path / "1.json").read_text() == "earlier"

@@ -12,6 +12,7 @@ __all__ = ["CellState", "CostCurve", "Estimate", "bucket_of"]
 # All spreads and errors are relative to the mean, since timing noise grows with what is timed.
 _PRIOR_SPREAD = 0.2  # assumed of a mode before it has been measured a few times,
 _PRIOR_WEIGHT = 3.0  # with the weight of this many records
+_PRIOR2 = _PRIOR_WEIGHT * _PRIOR_SPREAD**2
 _CLIP = 4.0  # a record counts for at most this many spreads from the mean: one stall must not turn a decision
 _MIN_SPREAD = 0.01
 # A drift is found by a two-sided cumulated sum of deviations; the mean then restarts from the latest records.
@@ -133,8 +134,7 @@ class _Cell:
         return drifted
 
     def _publish(self) -> None:
-        prior = _PRIOR_WEIGHT * _PRIOR_SPREAD**2
-        self._likely2 = (prior + self.seen * self.spread2) / (_PRIOR_WEIGHT + self.seen)
+        self._likely2 = (_PRIOR2 + self.seen * self.spread2) / (_PRIOR_WEIGHT + self.seen)
         self.published = (self.size, self.mean, self._likely2 / self.weight, self.stamp)
 
 
