@@ -117,7 +117,7 @@ _TEXTS: dict[Reason, str] = {
     Reason.ARGUMENTS_CHANGED: "the arguments are not like those that the graph of this key was captured with",
     Reason.TOO_MANY_SIGNATURES: "more different signatures than max_signatures were seen",
     Reason.STATE_TOO_LARGE: "the state that the call writes is too large to save; raise state_limit_bytes",
-    Reason.STATE_REBOUND: "the call rebinds a parameter or buffer instead of writing it in place",
+    Reason.STATE_REBOUND: "the call rebinds a variable, parameter or entry of a dict instead of writing it in place",
     Reason.PADDING_WRITES_STATE: (
         "padding rows changed state that the real rows leave alone; give a pad rule that points at scratch "
         "rows and padding_writes='allow'"

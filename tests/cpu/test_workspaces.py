@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ def _inference() -> Iterator[None]:
 
 
 class _Library:
-    """Keeps a workspace in a dict of dicts, as kernels' libraries do, and grows it in place when asked to."""
+    """Keeps a workspace where no guard looks, as kernels' libraries do, and grows it in place when asked to."""
 
     def __init__(self) -> None:
-        self.spaces = {"float32": {"main": torch.arange(8.0)}}
+        self.spaces = MappingProxyType({"float32": {"main": torch.arange(8.0)}})
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.spaces["float32"]["main"][: x.shape[1]]

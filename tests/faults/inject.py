@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,15 +109,6 @@ class FaultyBackend(CPUBackend):
         return call
 
 
-class Calls:
-    """Counts the runs of a model; without ``__dict__``, so that no guard takes the count for the model's state."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
 class Model:
     """One step and its state. ``pure`` draws random numbers and writes nothing; ``stateful`` writes a cache by index
     and a counter; ``broken`` is stateful with a break in the middle."""
@@ -124,7 +116,7 @@ class Model:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.state = [torch.zeros(8, WIDTH), torch.zeros(1)] if kind != "pure" else []
-        self.runs = Calls()
+        self.runs = array("q", [0])  # no guard takes its content for the model's state
         self.step = self._make()
 
     def _make(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -133,7 +125,7 @@ class Model:
         if self.kind == "pure":
 
             def pure(x: Tensor, slots: Tensor) -> Tensor:
-                runs.count += 1
+                runs[0] += 1
                 return (x @ weight + torch.rand(1)).relu() * slots[:, None]
 
             return pure
@@ -141,7 +133,7 @@ class Model:
         halve = eager_break(lambda h: h / 2) if self.kind == "broken" else lambda h: h / 2
 
         def stateful(x: Tensor, slots: Tensor) -> Tensor:
-            runs.count += 1
+            runs[0] += 1
             hidden = x @ weight
             cache.index_copy_(0, slots, hidden)
             ticks.add_(1)

@@ -77,7 +77,7 @@ def fault(kind: str, error: BaseException, index: int, number: int) -> tuple[int
         compare(model, step, earlier)
     before, after = model.copy(), model.copy()
     want, want_rng = run(after.step, number)
-    model.runs.count = 0
+    model.runs[0] = 0
     mode = FailAt(index, error)
     with nothing_left_behind(step):
         got, rng = run(step, number, mode)
@@ -85,7 +85,7 @@ def fault(kind: str, error: BaseException, index: int, number: int) -> tuple[int
     if isinstance(got, BaseException):
         ended = type(got).__name__
         assert got is error or (isinstance(got, ReplayError) and got.had_effects and got.__cause__ is error)
-        if model.runs.count > 1:  # an interrupt after the eager run: its effects are there once, and no others
+        if model.runs[0] > 1:  # an interrupt after the eager run: its effects are there once, and no others
             assert isinstance(got, KeyboardInterrupt)
             assert model.same_state(after)
         else:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from graphdispatch import Reason
 
@@ -79,3 +81,19 @@ def test_gradients_on_by_default(settled: Settle) -> None:
         out = step(x)
     assert not out.requires_grad
     assert torch.equal(out, model(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own dual level uses it
+def test_forward_mode_gradients(settled: Settle) -> None:
+    """A dual tensor carries its tangent without requiring a gradient; a graph would drop it."""
+    model = nn.Linear(3, 3).eval().requires_grad_(False)
+    step = settled(model, **INPUT)
+    x, tangent = torch.randn(4, 3), torch.randn(4, 3)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode(), forward_ad.dual_level():
+            answer = forward_ad.unpack_dual(step(forward_ad.make_dual(x, tangent)))
+            assert torch.equal(answer.primal, model(x))
+            assert torch.allclose(answer.tangent, tangent @ model.weight.T)
+        assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+    assert torch.equal(step(x), model(x))
+    assert step.last_decision.reason is Reason.EXACT

@@ -188,3 +188,38 @@ def test_static_input_moved() -> None:
     wrapper(x, **how)
     assert torch.equal(wrapper(moved, **how), moved * 2)
     assert wrapper.get_stats().reasons[Reason.ARGUMENTS_CHANGED] == 1
+
+
+def test_argument_container_changed(tried: Settle) -> None:
+    """What the callable puts into a dict or list that it was given is there after each call, captures included."""
+
+    def fn(batch: dict[str, torch.Tensor], log: list[torch.Tensor]) -> torch.Tensor:
+        batch["y"] = batch["x"] * 3
+        log.append(batch["x"])
+        return batch.pop("z") * 2
+
+    given: list[dict[str, torch.Tensor]] = []
+
+    def batch(rows: int) -> tuple[Any, ...]:
+        x = torch.randn(rows, 3)
+        given.append({"x": x, "z": x + 1})
+        return given[-1], []
+
+    step = tried(fn, batch, dynamic={"batch": 0})
+    assert step.last_decision.reason is Reason.STATE_REBOUND
+    for values in given:
+        assert list(values) == ["x", "y"]
+        assert torch.equal(values["y"], values["x"] * 3)
+
+
+def test_argument_container_changed_instead(settled: Settle) -> None:
+    """A tensor within a container may be written in place."""
+
+    def fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch["y"].copy_(batch["x"] * 3)
+        return batch["x"] * 2
+
+    step = settled(fn, lambda rows: ({"x": torch.randn(rows, 3), "y": torch.randn(rows, 3)},), dynamic={"batch": 0})
+    x, y = torch.randn(4, 3), torch.zeros(4, 3)
+    assert torch.equal(step({"x": x, "y": y}), x * 2)
+    assert torch.equal(y, x * 3)

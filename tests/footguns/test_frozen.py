@@ -1,11 +1,13 @@
 """Python that a graph cannot see: numbers, counters, hooks, global variables."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -58,18 +60,32 @@ def test_module_number_changed_instead(settled: Settle) -> None:
 
 
 def test_helper_global_changed(settled: Settle) -> None:
-    """LIMIT: a global that only an inner function reads is not looked at."""
+    """A global that only an inner function reads is followed, too."""
     globals()["OFFSET"] = torch.ones(3)
     step = settled(lambda x: _reads_offset(x) * 1.0)
+    globals()["OFFSET"] = torch.full((3,), 9.0)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x + 9.0)
+
+
+class Shifted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _reads_offset(x) * 1.0
+
+
+def test_helper_of_module_changed(settled: Settle) -> None:
+    """LIMIT: what the helpers of a module's ``forward`` read is not looked at."""
+    globals()["OFFSET"] = torch.ones(3)
+    step = settled(Shifted().eval())
     globals()["OFFSET"] = torch.full((3,), 9.0)
     x = torch.randn(4, 3)
     assert torch.equal(step(x), x + 1.0)
 
 
-def test_helper_global_changed_instead(settled: Settle) -> None:
+def test_helper_of_module_changed_instead(settled: Settle) -> None:
     """Written in place, the same global is read by every replay."""
     globals()["OFFSET"] = torch.ones(3)
-    step = settled(lambda x: _reads_offset(x) * 1.0)
+    step = settled(Shifted().eval())
     OFFSET.fill_(9.0)
     x = torch.randn(4, 3)
     assert torch.equal(step(x), x + 9.0)
@@ -106,7 +122,7 @@ def test_static_object_changed(settled: Settle) -> None:
 
 def test_python_side_effect(settled: Settle) -> None:
     """LIMIT: what Python does beside the tensors happens at each run of Python, and never in a replay."""
-    log: list[int] = []
+    log: deque[int] = deque()
 
     class Logger:
         def write(self, rows: int) -> None:
@@ -263,3 +279,88 @@ def test_tensor_literal_changed_inside(settled: Settle) -> None:
     x = torch.randn(4, 3)
     assert torch.equal(step(x), fn(x))
     assert torch.equal(step(x), fn(x))
+
+
+class Engine:
+    """A plain object that holds the model, as engines do."""
+
+    def __init__(self) -> None:
+        self.layers = [nn.Linear(3, 3).eval()]
+        self.cache = {"bias": torch.ones(3)}
+        self.scale = 2.0
+
+    @torch.no_grad()
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) * self.scale + self.cache["bias"]
+
+
+@pytest.mark.parametrize("reach", [lambda e: e.step, lambda e: lambda x: e.step(x)], ids=["method", "closure"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: setattr(e, "scale", 5.0),
+        lambda e: setattr(e, "layers", [nn.Linear(3, 3).eval()]),
+        lambda e: setattr(e.layers[0].weight, "data", torch.ones(3, 3)),
+    ],
+    ids=["number", "model", "weight"],
+)
+def test_object_attribute_changed(settled: Settle, reach: Callable[[Engine], Any], change: Any) -> None:
+    """What the callable reads of a plain object, and the model that it finds there, are compared on each call."""
+    engine = Engine()
+    step = settled(reach(engine))
+    change(engine)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), engine.step(x))
+    assert step.last_decision.reason is Reason.CAPTURED_NOW
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: e.layers.__setitem__(0, nn.Linear(3, 3).eval()),
+        lambda e: e.cache.__setitem__("bias", torch.zeros(3)),
+    ],
+    ids=["list", "dict"],
+)
+def test_container_entry_changed(settled: Settle, change: Callable[[Engine], None]) -> None:
+    """Entries of lists and dicts that the callable reads are compared by identity."""
+    engine = Engine()
+    step = settled(engine.step)
+    change(engine)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), engine.step(x))
+    assert step.last_decision.reason is Reason.CAPTURED_NOW
+
+
+def test_container_entry_changed_instead(settled: Settle) -> None:
+    """A tensor there that is written in place is read by every replay."""
+    engine = Engine()
+    step = settled(engine.step)
+    engine.cache["bias"].fill_(7.0)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), engine.step(x))
+    assert step.last_decision.reason is Reason.EXACT
+
+
+def _noisy(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        return x + torch.rand(3)
+
+
+def test_generator_put_back(tried: Settle) -> None:
+    """A model that draws and puts the generator back gives the same noise each time; a replay would move on."""
+    step = tried(_noisy)
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    before = torch.get_rng_state()
+    x = torch.randn(4, 3, generator=torch.Generator())
+    assert torch.equal(step(x), step(x))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_generator_put_back_instead(settled: Settle) -> None:
+    """A generator of the model's own moves on by each call, and leaves the default one alone."""
+    ours, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
+    step = settled(lambda x: x * 0 + torch.rand(3, generator=ours))
+    for _ in range(3):
+        torch.rand(3, generator=theirs)
+    assert torch.equal(step(torch.randn(4, 3)), torch.rand(3, generator=theirs).expand(4, 3))

@@ -12,6 +12,7 @@ from sys import maxsize
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, Pool, available_backends, get_backend
@@ -89,12 +90,14 @@ class GraphSet:
 
     def closed(self) -> Reason | None:
         """Why no graph may replay on the calling thread now: it is in a capture, or in a break of a replay in this
-        pool, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs with its
-        pool's lock held."""
+        pool, or in forward-mode differentiation, or the graphs are asleep. Needs no lock, and must be asked before one
+        is taken: a break runs with its pool's lock held."""
         if self.backend is not None and self.backend.is_watched():
             return Reason.INSIDE_CAPTURE
         if self.pool is not None and self.pool.is_inside_replay():
             return Reason.INSIDE_REPLAY
+        if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
+            return Reason.NEEDS_GRADIENTS
         return Reason.ASLEEP if self.is_asleep else None
 
     def may_serve(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
@@ -102,6 +105,7 @@ class GraphSet:
         backend = entry.backend
         return (
             not (backend.watch.depth or backend.is_capturing())
+            and forward_ad._current_level < 0
             and entry.replay_count < entry.verify_at
             and (entry.workspaces is None or entry.workspaces.holds())
             and (not self._guards_weights or self.guard.holds())

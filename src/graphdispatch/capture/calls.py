@@ -6,12 +6,13 @@ they are served by the same graphs.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-__all__ = ["CallForm", "Caller", "parameter_names"]
+__all__ = ["CallForm", "Caller", "Leaves", "parameter_names"]
 
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -85,6 +86,19 @@ class Leaf(NamedTuple):
     argument: str
 
 
+class Leaves(list[Any]):
+    """The flattened values of one call, with the arguments that they were taken from."""
+
+    def __init__(self, leaves: Sequence[Any], arguments: Sequence[Any]) -> None:
+        super().__init__(leaves)
+        self.arguments = arguments
+
+    def still_fit(self) -> bool:
+        """Whether the arguments still hold these very values: nothing was put in, taken out, or replaced."""
+        now = tree_leaves(list(self.arguments))
+        return len(now) == len(self) and all(map(is_, now, self))
+
+
 class Caller:
     """Calls ``fn`` with a flat list of leaves, in the spelling and structure of one recorded call.
 
@@ -114,16 +128,21 @@ class Caller:
             if spec != expected:
                 return None
             leaves += flat
-        return leaves
+        return Leaves(leaves, values)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Call the callable with these leaves."""
+        """Call the callable with these leaves: with the caller's own dicts and lists where they are ``Leaves``, which
+        it may change, and else with new ones."""
+        arguments = leaves.arguments if isinstance(leaves, Leaves) else self._unflatten(leaves)
+        spelled = [arguments[place] for place in self._places]
+        positional = self._form.positional
+        return self._fn(*spelled[:positional], **dict(zip(self._form.keywords, spelled[positional:], strict=True)))
+
+    def _unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         arguments: list[Any] = []
         start = 0
         for spec in self._specs:
             end = start + spec.num_leaves
             arguments.append(leaves[start] if spec.is_leaf() else tree_unflatten(list(leaves[start:end]), spec))
             start = end
-        spelled = [arguments[place] for place in self._places]
-        positional = self._form.positional
-        return self._fn(*spelled[:positional], **dict(zip(self._form.keywords, spelled[positional:], strict=True)))
+        return arguments

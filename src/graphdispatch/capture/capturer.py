@@ -29,7 +29,7 @@ from .effects import EffectRecorder, Region, insist, redo, undo, written_elsewhe
 from .entry import CUDAGraphEntry, WrittenSpans
 from .guards import WorkspaceGuard
 from .job import CaptureJob, EagerRun, Outcome, failure, keep_small, refusal_of, run_eagerly
-from .outputs import OutputRule, Outputs, check_values, learn_output_rule
+from .outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
 from .piecewise import PiecewiseCapture
 from .verify import difference, tolerance_for
 from .watch import CaptureWatch
@@ -296,7 +296,7 @@ class _Attempt:
         elif job.rule is not None:
             rule = job.rule
         elif all(spec.dim is None for spec in job.inputs.specs):
-            rule = _no_rows(output)
+            rule = fixed_rule(output)
         else:
             rule = self._probe(output)
         if job.rule is not None and rule != job.rule:
@@ -341,8 +341,10 @@ class _Attempt:
         self._back_to_start()
         self.stage = f"comparing the replay of {job.size} rows with eager"
         entry.inputs.load(job.values, job.rows, job.size)
-        if job.rows != job.size:
+        is_padded = job.rows != job.size
+        if is_padded:
             self.proven = entry.inputs.tells_rows_apart(job.size)
+        job.backend.set_rng_state(self.eager.rng_before)  # a pad rule may have drawn
         self._replay(entry.graph)
         for index, (want, got) in enumerate(zip(self.eager.tensors, entry.outputs.peek(job.rows), strict=True)):
             self._check(f"output {index}", want, got)
@@ -352,13 +354,14 @@ class _Attempt:
                 f"argument {name!r}, which the call writes,", want, entry.inputs.real(index, job.rows, job.size)
             )
         arguments = {job.values[spec.position].untyped_storage()._cdata for spec in job.inputs.specs}
-        state = [r for r in self.eager.effects.regions if r.target.untyped_storage()._cdata not in arguments]
-        for region in state:
-            if region.is_generator and job.rows != job.size:
+        for region in self.eager.effects.regions:
+            if region.target.untyped_storage()._cdata in arguments or (region.is_generator and is_padded):
                 continue  # padding draws more
             assert region.after is not None
             self._check(f"state of shape {tuple(region.target.shape)}", region.after, region.read())
-        if job.rows != job.size and job.options.padding_writes == "refuse":
+        if self.eager.drew_nothing or (job.backend.is_bit_exact and not is_padded):
+            self._check("the state of the random generator", self.eager.rng_after, job.backend.rng_state())
+        if is_padded and job.options.padding_writes == "refuse":
             self._check_padding_writes()
 
     def _replay(self, graph: Graph) -> None:
@@ -392,8 +395,3 @@ class _Attempt:
                 "alone; give a pad rule that points at scratch rows, and padding_writes='allow'",
                 Reason.PADDING_WRITES_STATE,
             )
-
-
-def _no_rows(output: Any) -> OutputRule:
-    """The rule of outputs that do not follow the batch."""
-    return OutputRule(((),) * sum(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(output)[0]))

@@ -16,6 +16,7 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .autobreak import AutoBreaks
 from .buffers import OutputBuffers
+from .calls import Leaves
 from .effects import EffectRecorder, insist, undo
 from .entry import CUDAGraphEntry
 from .guards import StateGuard, same_objects
@@ -92,6 +93,11 @@ class EagerRun:
     rebinds: bool
     """Whether it left another object in an attribute, dict or list than was there before."""
 
+    @property
+    def drew_nothing(self) -> bool:
+        """Whether the default random generator is where it was."""
+        return torch.equal(self.rng_before, self.rng_after)
+
 
 def run_eagerly(job: CaptureJob) -> EagerRun | Outcome:
     """The watched run; an error of the callable passes through. A run whose effects are not wanted is undone on the
@@ -158,6 +164,12 @@ def refusal_of(job: CaptureJob, eager: EagerRun) -> CaptureError | None:
         return CaptureError(
             "the call rebinds a parameter, buffer, attribute or captured variable (self.x = ..., self.n += 1); keep it "
             "in a tensor and write that in place (self.x.copy_(...)), or a graph would go on using the old value",
+            Reason.STATE_REBOUND,
+        )
+    if isinstance(job.values, Leaves) and not job.values.still_fit():
+        return CaptureError(
+            "the call changes a dict or list that it was given (d[...] = ..., list.append), which a replay would leave "
+            "as it is; return the new values instead",
             Reason.STATE_REBOUND,
         )
     for leaf in tree_flatten(eager.result)[0]:

@@ -22,7 +22,7 @@ from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
 
-__all__ = ["OutputRule", "OutputView", "Outputs", "learn_output_rule"]
+__all__ = ["OutputRule", "OutputView", "Outputs", "fixed_rule", "learn_output_rule"]
 
 _SHAREABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -92,6 +92,11 @@ def learn_output_rule(first: Any, first_rows: int, second: Any, second_rows: int
             dims.append((dim, m // first_rows))
         follows.append(tuple(dims))
     return OutputRule(tuple(follows))
+
+
+def fixed_rule(output: Any) -> OutputRule:
+    """The rule of outputs that do not follow the batch."""
+    return OutputRule(((),) * len(_tensors(output)))
 
 
 def _unknown(index: int, a: torch.Tensor, m: int, b: torch.Tensor, n: int) -> CaptureError:

@@ -48,8 +48,9 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
 
     ``sizes`` are the capture sizes; None says that keys arrive padded, so that a graph's size is its key's. Beyond
     ``min_tokens_for_graph`` and ``max_tokens_for_graph`` no graph is used. At most ``history_size`` estimates and as
-    many places are kept, those idle longest go first; of a long history an estimate weighs about ``window`` records.
-    ``rng`` spreads the trials over the steps; by default it is seeded, so that equal histories give equal decisions.
+    many places are kept, an eighth of them, idle longest, goes first; of a long history an estimate weighs about
+    ``window`` records. ``rng`` spreads the trials over the steps; by default it is seeded, so that equal histories
+    give equal decisions.
 
     Thread-safe: records take a lock; ``select_mode`` takes none and looks into a table that is swapped on a change.
     """
@@ -122,9 +123,9 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
         """Learn that ``key`` ran in ``mode`` for ``latency`` milliseconds.
 
-        Records count in the order in which they arrive. Most cost only the sums; an order of preference is reviewed
-        at every sighting of a new place, after up to 16 sightings of a settled one, and at once when a cost has
-        drifted. Raises ``ConfigError`` for values that no step can have.
+        Records count in the order in which they arrive. Most only add to sums: an order of preference is reviewed after
+        1, 2, 4, at most 16 further records of its place, and at once where costs near by have changed. Raises
+        ``ConfigError`` for values that no step can have.
         """
         if mode not in MODES:
             raise ConfigError(f"mode must be EAGER, CUDAGRAPH or PIECEWISE, got {mode!r}; record what really ran")
@@ -283,8 +284,9 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     def _look_up(self, key: DispatchKey) -> Standing:
         """What is remembered of ``key``'s place, or a guess at it; ready for the next time in the table of the moment.
 
-        The table is taken before the places are looked at, and who changes the places then swaps the table: a guess
-        that has been overtaken ends up in a table that nobody reads any more.
+        A place is ranked anew, and reviewed at its next record, if there was news since it last was. The table is
+        taken before the places are looked at, and who changes the places then swaps the table: a guess that has been
+        overtaken ends up in a table that nobody reads any more.
         """
         if len(self._table) >= self.history_size:
             self._table = {}
@@ -329,6 +331,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             idle = sorted(self._standings.values(), key=lambda standing: standing.stamp)
             self._standings = {kept.place: kept for kept in idle[-self._kept :]}
         self._version += 1
+        standing.version = self._version
         self._table = {}
 
     def _forget(self) -> None:

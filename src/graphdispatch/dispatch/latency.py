@@ -12,6 +12,7 @@ from .policies import DispatchPolicy
 __all__ = ["LatencyMeter"]
 
 _MOST_PENDING = 64  # steps whose time the device has not told yet; while there are as many, no more are timed
+_POLLS = 4  # of them asked for their time at once, in turn: however far the device is behind, a step costs the same
 
 
 class _Pending(NamedTuple):
@@ -50,7 +51,7 @@ class LatencyMeter:
 
     def _collect(self) -> None:
         """Record what is known by now."""
-        for _ in range(len(self._pending)):
+        for _ in range(min(len(self._pending), _POLLS)):
             try:
                 oldest = self._pending.popleft()
             except IndexError:  # another thread took it
