@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.capture.calls import Caller, CallForm, parameter_names
+from graphdispatch.capture.calls import Caller, CallForm, Leaves, parameter_names
 
 
 class Pair(NamedTuple):
@@ -134,6 +134,43 @@ def test_a_form_fits_its_own_spelling() -> None:
     assert made.fits((1,), {"b": 2, "c": 3})
     assert not made.fits((1,), {"c": 2, "b": 3})
     assert not made.fits((1, 2), {"c": 3})
+
+
+def test_a_compiled_module_has_the_parameters_of_its_own() -> None:
+    """What ``torch.compile`` makes of a module takes anything, by its signature."""
+    assert parameter_names(torch.compile(nn.Linear(3, 3), backend="eager")) == ("input",)
+
+
+def test_the_callers_own_containers_are_passed_on() -> None:
+    """A call from the leaves of a call gets its very dicts and lists; one from other values gets new ones."""
+    given = {"x": 1, "y": [2]}
+    made = CallForm(three, 1, ())
+    caller = Caller(lambda a: a, made, [given])
+    leaves = caller.flatten([given])
+    assert leaves is not None
+    assert caller(leaves) is given
+    fresh = caller([3, 4])
+    assert (fresh, given) == ({"x": 3, "y": [4]}, {"x": 1, "y": [2]})
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        (lambda d: None, True),
+        (lambda d: d.update(z=1), False),
+        (lambda d: d.pop("x"), False),
+        (lambda d: d.update(x=d["x"] + 1), False),
+        (lambda d: d["y"].append(None), False),
+    ],
+    ids=["nothing", "put in", "taken out", "replaced", "appended"],
+)
+def test_leaves_notice_changed_containers(change: Callable[[dict[str, Any]], Any], fits: bool) -> None:
+    """Whatever a call does to the dicts and lists that it was given."""
+    given = {"x": torch.ones(1), "y": [torch.ones(1)]}
+    leaves = Caller(three, CallForm(three, 1, ()), [given]).flatten([given])
+    assert isinstance(leaves, Leaves)
+    change(given)
+    assert leaves.still_fit() is fits
 
 
 def test_nests_are_flattened_with_paths() -> None:

@@ -372,6 +372,14 @@ def test_error_for_the_callable_is_its_own() -> None:
     assert reason(step, batch(4)) is Reason.CAPTURED_NOW
 
 
+def test_attributes_are_set_on_the_callable() -> None:
+    """An attribute that only the served callable had would change nothing, so it cannot be set."""
+    step = graphed(torch.nn.Dropout(0.5).eval(), dynamic={"input": 0})
+    with pytest.raises(AttributeError, match="no attribute 'p'"):
+        step.p = 0.1
+    assert step.p == 0.5
+
+
 def test_public_name_is_the_function() -> None:
     """``graphdispatch.graphed`` is the function, whatever part of the package was imported before."""
     code = "from graphdispatch import Graphed, graphed; assert callable(graphed), graphed"

@@ -2,27 +2,37 @@
 
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from graphdispatch.capture.guards import StateGuard, find_modules, same_callable, same_objects
+from graphdispatch.capture.breaks import eager_break
+from graphdispatch.capture.guards import StateGuard, same_callable, same_objects
+from graphdispatch.capture.reach import Reach
+from graphdispatch.graphed_callable import graphed
 
 _table = torch.ones(3)
 _factor = 2.0
 
 
 class Net(nn.Module):
-    """Two layers, a buffer, and a tensor that is neither."""
+    """Two layers, a buffer, a tensor that is neither, and what else may hang on a module."""
+
+    slope = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
         self.register_buffer("offset", torch.zeros(3))
         self.loose = torch.ones(3)
+        self.caches = [torch.zeros(3)]
+        self.unregistered = [nn.Linear(3, 3).eval().requires_grad_(False)]
+        self.activation: Callable[..., Any] = torch.relu
+        self._private = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x) * self.loose + self.offset
@@ -67,6 +77,12 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "buffer added": lambda net: net.register_buffer("more", torch.ones(3)),
     "loose tensor replaced": lambda net: setattr(net, "loose", torch.zeros(3)),
     "loose tensor moved": lambda net: setattr(net.loose, "data", torch.zeros(3)),
+    "entry of a list replaced": lambda net: net.caches.__setitem__(0, torch.zeros(3)),
+    "list replaced": lambda net: setattr(net, "caches", list(net.caches)),
+    "layer in a list moved": lambda net: setattr(net.unregistered[0].weight, "data", torch.zeros(3, 3)),
+    "function replaced": lambda net: setattr(net, "activation", torch.tanh),
+    "private number changed": lambda net: setattr(net, "_private", 2.0),
+    "number of the class shadowed": lambda net: setattr(net, "slope", 2.0),
     "converted": lambda net: net.double(),
     "trained": lambda net: net.train(),
     "inner module trained": lambda net: net.layers[1].train(),
@@ -150,6 +166,13 @@ REACHES: dict[str, Callable[[Runner], Any]] = {
     "partial argument": lambda r: partial(lambda runner, x: runner.step(x), r),
     "closure": lambda r: lambda x: r.step(x),
     "default": lambda r: lambda x, runner=r: runner(x),
+    "decorated": lambda r: torch.no_grad()(r.step),
+    "inner function": lambda r: (lambda inner: lambda x: inner(x) + 1)(lambda x: r.step(x)),
+    "attribute of an object": lambda r: (lambda engine: lambda x: engine.runner.step(x))(
+        types.SimpleNamespace(runner=r)
+    ),
+    "list": lambda r: lambda x, runners=[r]: [each.step(x) for each in runners],
+    "graphed": lambda r: graphed(r.step, dynamic={"x": 0}),
 }
 
 
@@ -174,6 +197,62 @@ def test_tensors_that_are_not_read_are_left_alone(reach: Callable[[Runner], Any]
     runner = Runner()
     guard = StateGuard(reach(runner))
     runner.last = torch.zeros(3)
+    assert guard.holds()
+
+
+@dataclass(slots=True)
+class Slotted:
+    """An object without a dict, with a number of its class and one that a property reads."""
+
+    weight: torch.Tensor
+    _scale: float = 1.0
+    slope: ClassVar[float] = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.scale * self.slope
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: setattr(s, "weight", torch.ones(3)),
+        lambda s: setattr(s, "_scale", 2.0),
+        lambda s: setattr(type(s), "slope", 2.0),
+    ],
+    ids=["slot", "by way of a property", "of the class"],
+)
+def test_whatever_holds_an_attribute(change: Callable[[Slotted], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, properties and classes are read like the dict of an object."""
+    monkeypatch.setattr(Slotted, "slope", 1.0)
+    slotted = Slotted(torch.ones(3))
+    guard = StateGuard(slotted.step)
+    assert guard.holds()
+    change(slotted)
+    assert not guard.holds()
+
+
+def test_an_equal_constant_is_no_change() -> None:
+    """A number that is set again to what it was makes no graph stale; another sign of zero does."""
+    options = types.SimpleNamespace(scale=0.5)
+    guard = StateGuard(lambda x: x * options.scale)
+    options.scale = float("0.5")
+    assert guard.holds()
+    options.scale = 0.0
+    guard = StateGuard(lambda x: x * options.scale)
+    options.scale = -0.0
+    assert not guard.holds()
+
+
+def test_what_a_break_reads_is_left_alone() -> None:
+    """It runs eagerly in each replay."""
+    factor = 2.0
+    part = eager_break(lambda x: x * factor)
+    guard = StateGuard(lambda x: part(x))
+    factor = 3.0
     assert guard.holds()
 
 
@@ -229,9 +308,10 @@ def test_a_captured_leaf_needs_gradients() -> None:
 def test_modules_are_found_once() -> None:
     """However many ways lead to one."""
     net = Net()
-    assert find_modules(partial(lambda x, a, b: a(b(x)), a=net, b=net)) == [net]
-    assert find_modules(net.forward) == [net]
-    assert find_modules(torch.relu) == []
+    modules = [*net.modules(), *net.unregistered]
+    for fn in (partial(lambda x, a, b: a(b(x)), a=net, b=net), net.forward):
+        assert sorted(map(id, Reach(fn).modules)) == sorted(map(id, modules))
+    assert Reach(torch.relu).modules == []
 
 
 def of_scale(scale: Any) -> Callable[[Any], Any]:

@@ -67,6 +67,13 @@ def test_first_padded_batch_is_compared() -> None:
     assert reasons(step, padded, padded[:2], full[0]) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.EXACT]
 
 
+def test_a_batch_with_nan_is_the_same_batch_again() -> None:
+    """A batch is another one if its bits are; the same one again proves nothing, and is served unpublished."""
+    step = make(lambda x: x.nan_to_num())
+    x = torch.tensor([[float("nan"), 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]])
+    assert reasons(step, x, x, x + 1) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.VERIFIED_NOW]
+
+
 def test_padded_capture_proves_padding() -> None:
     """A capture from a padded batch compared padding at once."""
     step = make(lambda x: x * 2)

@@ -27,7 +27,8 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
-    target = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    module = getattr(fn, "_orig_mod", fn)  # what torch.compile made of a module takes anything, by its signature
+    target = module.forward if isinstance(module, torch.nn.Module) else fn
     try:
         return inspect.signature(target)
     except (TypeError, ValueError):  # a builtin without one

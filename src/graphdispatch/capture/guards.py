@@ -17,7 +17,7 @@ from torch import nn
 
 from .reach import CONSTANTS, Reach, cell_value, content
 
-__all__ = ["StateGuard", "WorkspaceGuard", "find_modules", "same_callable", "same_objects"]
+__all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "same_objects"]
 
 _END = (object(),)
 _training = attrgetter("training")
@@ -40,9 +40,10 @@ class StateGuard:
         tables = [
             t for m in reach.modules for t in (m._parameters, m._buffers, m._modules) if t and isinstance(t, dict)
         ]
-        watched = [t.values() if isinstance(t, dict) else t for t in (*tables, *reach.containers)]
+        watched = [t.values() if isinstance(t, dict) else t for t in reach.containers]
         # Behind each a mark, so that nothing passes from one to the next unseen.
-        self._contents: tuple[Iterable[Any], ...] = tuple(part for values in watched for part in (values, _END))
+        marked = [part for values in watched for part in (values, _END)]
+        self._contents: tuple[Iterable[Any], ...] = (*(t.values() for t in tables), *marked)
         self._content = (*chain.from_iterable(self._contents), _END)
         self._current = [reader for reader, _ in reach.variables]
         self._held = [held for _, held in reach.variables]
@@ -141,8 +142,3 @@ def same_objects(before: list[Any], after: list[Any]) -> bool:
         a is b or (type(a) is type(b) and isinstance(a, CONSTANTS) and repr(a) == repr(b))
         for a, b in zip(before, after, strict=True)
     )
-
-
-def find_modules(fn: Any) -> list[nn.Module]:
-    """The modules that a callable is, is bound to, or reaches by its variables."""
-    return Reach(fn).roots

@@ -40,8 +40,6 @@ class Reach:
     """Everything that ``fn`` reaches, as it is now."""
 
     def __init__(self, fn: Any) -> None:
-        self.roots: list[nn.Module] = []
-        """The modules that are reached by themselves, rather than as a part of another."""
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         """Tensors in variables, attributes and containers; those of ``modules`` come on top."""
@@ -67,7 +65,6 @@ class Reach:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
         elif isinstance(value, nn.Module):
-            self.roots.append(value)
             self._visit_module(value)
         elif isinstance(value, partial):
             self._visit_all((value.func, *value.args, *value.keywords.values()))

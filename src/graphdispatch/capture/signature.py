@@ -201,10 +201,14 @@ def refusal(
         if not plain and not rules.is_static(leaf):
             return Refusal(
                 Reason.UNGUARDED_ARGUMENT,
-                f"argument {leaf.path!r} is a {type(value).__name__}, whose change cannot be seen; "
+                f"argument {leaf.path!r} is a {_type_name(type(value))}, whose change cannot be seen; "
                 "pass tensors and constants, or name it in static= if it is the same each time",
             )
     return None
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")  # numpy has a bool of its own
 
 
 def _dim(rules: ArgumentRules, leaf: Leaf, tensor: torch.Tensor) -> int | None:

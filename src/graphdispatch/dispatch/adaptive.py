@@ -137,7 +137,6 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             self._spent_ms += latency
             standing = self._table.get((tokens, key.is_prefill)) or self._look_up(key)
             standing.stamp = now
-            standing.sightings += 1
             _, size, bucket = standing.place
             if mode is not _EAGER:
                 tokens = bucket = size
@@ -145,6 +144,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             news = curve.add(bucket, tokens or 1, latency if latency > _LEAST_MS else _LEAST_MS, now)
             if news or standing.sightings >= standing.due or standing.probing is mode:
                 self._review(standing, key.num_tokens, mode, latency, news)
+            standing.sightings += 1
             if now % _REFRESH == 0:
                 self._table = {}
 
@@ -307,7 +307,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     def _review(self, standing: Standing, tokens: int, mode: DispatchMode, latency: float, news: bool) -> None:
         """Rank the modes anew after a record of ``latency`` milliseconds in ``mode``, and grant a trial.
 
-        ``news`` says that the record showed more than a known cost once more.
+        ``news`` says that the record was the first of its estimate, or that its cost has drifted.
         """
         if news:
             self._forget()
@@ -318,13 +318,13 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             self._settle(standing, mode, latency, found)
         order = standing.ranked(found)
         news = news or order != standing.order
-        if news or standing.sightings == 1:
+        if news or not standing.sightings:
             self._remember(standing, order)
         standing.reviewed(news)
         self._grant(standing, found)
 
     def _remember(self, standing: Standing, order: tuple[DispatchMode, ...]) -> None:
-        """Keep ``standing`` with a new order, and have guesses made anew."""
+        """Keep ``standing`` with a new order, and let all other places know that there was news."""
         standing.order = order
         self._standings[standing.place] = standing
         if len(self._standings) > self.history_size:

@@ -17,7 +17,7 @@ GRAPHS = (DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE)
 MODES = (*GRAPHS, DispatchMode.EAGER)
 """The modes that a step runs in; in this order until measurements say otherwise."""
 
-_CONFIDENCE = 1.5  # standard errors by which a mode must be faster to take another's place
+_CONFIDENCE = 1.0  # standard errors by which a mode must be faster to take another's place, at a review
 _REVIEW_GAP = 16  # sightings of a place between two reviews of its order, at most
 
 
@@ -32,8 +32,9 @@ class Place(NamedTuple):
 class Standing:
     """What is remembered of a place: the order of preference, its sightings, and the probe under way.
 
-    ``curves`` are those of the place's kind of batch, by mode as in ``MODES``; ``stamp`` is the record that came last.
-    The order is reviewed at the sighting ``due``, which is twice as far away each time that nothing has changed.
+    ``curves`` are those of the place's kind of batch, by mode as in ``MODES``; ``stamp`` is the record that came last,
+    ``version`` the state of the news by which the order was made. After ``due`` sightings the order is reviewed; the
+    next review is twice as far away each time that there was nothing new.
     """
 
     __slots__ = ("_gap", "curves", "due", "next_probe", "order", "place", "probing", "sightings", "stamp", "version")
@@ -47,7 +48,7 @@ class Standing:
         self.sightings = sightings
         self.stamp = 0
         self.version = -1
-        self.due: float = sightings + 1
+        self.due: float = sightings
         self._gap = 1
         self.next_probe = 0
         self.probing: DispatchMode | None = None
@@ -64,7 +65,7 @@ class Standing:
 
         A place without earlier records has no order worth defending: the better guess is enough.
         """
-        confidence = _CONFIDENCE if self.sightings > 1 else 0.0
+        confidence = _CONFIDENCE if self.sightings else 0.0
         known: list[DispatchMode] = []
         for mode in self.order:
             if mode not in found:
@@ -78,7 +79,7 @@ class Standing:
         return (*known[:spot], *unknown, *known[spot:])
 
     def reviewed(self, news: bool) -> None:
-        """Set the next review: at the next sighting after ``news``, else up to 16 sightings on."""
+        """Set the next review: one sighting on after ``news``, else twice as far as the last time, at most 16."""
         self._gap = 1 if news else min(2 * self._gap, _REVIEW_GAP)
         self.due = self.sightings + self._gap
 
