@@ -108,8 +108,8 @@ def graphed(
 
 
 class Graphed(Generic[P, R]):
-    """A callable served by graphs; made by ``graphed()``. Attributes of the wrapped callable are reachable on it, but not
-    set by it: change them on the callable itself."""
+    """A callable served by graphs; made by ``graphed()``. Attributes of the wrapped callable are reachable on it, but
+    are set on the callable itself."""
 
     __slots__ = ("__weakref__", "_decode", "_graphs", "_is_split", "_local", "_slow", "stats")
 
