@@ -13,6 +13,7 @@ import pytest
 from graphdispatch.demo.trace import generate_trace
 from graphdispatch.descriptors import DispatchKey
 from graphdispatch.dispatch.adaptive import AdaptiveDispatchPolicy
+from graphdispatch.dispatch.adaptive_state import Place, Standing
 from graphdispatch.dispatch.estimates import CostCurve, bucket_of
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import DispatchMode
@@ -147,6 +148,60 @@ def test_a_mode_that_became_slow_is_dropped_and_gets_another_chance() -> None:
     assert 1 <= tried.count(GRAPH) <= 5
 
 
+def test_a_settled_place_is_reviewed_at_every_sixteenth_record() -> None:
+    """Reviews come after 1, 2, 4, 8 and then 16 further records; after news they start over."""
+    standing, reviews = Standing(Place(False, 8, 8), (CostCurve(100),) * 3), []
+    for standing.sightings in range(64):
+        if standing.sightings >= standing.due:
+            reviews.append(standing.sightings)
+            standing.reviewed(news=standing.sightings in (0, 47))
+    assert reviews == [0, 1, 3, 7, 15, 31, 47, 48, 50, 54, 62]
+
+
+def test_news_of_one_size_reaches_the_guess_for_another() -> None:
+    """A size that never ran follows its neighbour at once when the neighbour's graph becomes slow."""
+    policy = AdaptiveDispatchPolicy()
+    feed(policy, EAGER, 32, 2.0)
+    feed(policy, GRAPH, 32, 1.0)
+    assert policy.should_use_graph(DispatchKey(36, 1), True)
+    feed(policy, GRAPH, 32, 20.0, 8)
+    assert not policy.should_use_graph(DispatchKey(36, 1), True)
+
+
+def test_a_limit_within_a_bucket_parts_it() -> None:
+    """Batches on both sides of a limit share measurements, not the choice."""
+    policy = AdaptiveDispatchPolicy(sizes=(1024,), max_tokens_for_graph=1000)
+    for _ in range(40):
+        for tokens in (1000, 1001):
+            feed(policy, GRAPH, tokens, 1.0, 1)
+            feed(policy, EAGER, tokens, 5.0, 1)
+    assert [chosen(policy, tokens) for tokens in (1000, 1001)] == [GRAPH, EAGER]
+
+
+def test_batches_beyond_the_largest_graph_share_their_places() -> None:
+    """Above the capture sizes no graph tells batches apart, so that one bucket is one place."""
+    policy = AdaptiveDispatchPolicy(sizes=(8,))
+    for tokens in range(513, 577):
+        feed(policy, EAGER, tokens, 1.0, 1)
+    assert [place["graph_size"] for place in policy.to_dict()["places"]] == [576]
+
+
+def test_what_was_idle_longest_is_forgotten_first() -> None:
+    """Of more sizes than there is room for, the one that keeps coming stays, and the latest do."""
+    policy = AdaptiveDispatchPolicy(history_size=16)
+    for tokens in range(16, 64):
+        feed(policy, EAGER, 8, 1.0, 1)
+        feed(policy, EAGER, tokens, 1.0, 1)
+        state = policy.to_dict()
+        places = [place["graph_size"] for place in state["places"]]
+        cells = [cell[0] for curve in state["curves"] for cell in curve["cells"]]
+        assert {8, tokens} <= set(places)
+        assert {8, bucket_of(tokens)} <= set(cells)
+        assert min(14, tokens - 14) <= len(places) <= 16
+        assert len(cells) == len(set(cells)) <= 16
+    assert len(cells) >= 14
+
+
 def test_trials_stay_within_their_budget() -> None:
     """Trials of a mode that costs fifty times as much cost at most the share given, and one trial more."""
     policy = AdaptiveDispatchPolicy(exploration=0.01)
@@ -269,6 +324,7 @@ def test_it_saves_and_loads(tmp_path: Path) -> None:
         ({"sizes": [8, 4]}, "sizes must be strictly increasing"),
         ({"surprise": 1}, "surprise"),
         ({"curves": [{"mode": "eager", "prefill": False, "cells": [[8, 8.0, float("nan"), 0, 1, 1.0, 1]]}]}, "cells"),
+        ({"curves": [{"mode": "eager", "prefill": False, "cells": [[8, 8.0, 1.0, 0, 1, 1.0, 1]]}]}, "as many records"),
         ({"places": [{"prefill": False, "graph_size": 8, "bucket": 8, "order": ["eager"] * 3, "seen": 1}]}, "each of"),
         ({"rng": random.Random()}, "to_dict"),
     ],
