@@ -10,7 +10,7 @@ import torch
 
 from .backends import Backend, Pool
 from .cache import Admission, MemoryBudget, Probation
-from .cache.eviction import GDSF
+from .cache.eviction import Frecency
 from .capture.collector import frozen_collector
 from .capture.family import Family
 from .capture.signature import Refusal
@@ -28,11 +28,11 @@ __all__ = ["AdaptiveCUDAGraphWrapper"]
 class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
     """All of ``CUDAGraphWrapper``, with eviction by use and bytes, the shapes that are hot, and prewarming.
 
-    When a limit is reached, graphs with fewer than ``min_replays_to_keep`` replays go first, and then those with the
-    fewest replays, weighted by capture time and bytes, with ageing (GDSF). While there is room, a descriptor is
-    captured when it first comes, as by ``CUDAGraphWrapper``; without room, when it comes again within a while, and only
-    in place of a graph that was not used for longer than that. So descriptors that come once, or in a cycle that is
-    larger than the cache, run eagerly and displace nothing.
+    When a limit is reached, graphs with fewer than ``min_replays_to_keep`` replays go first, and then those that
+    are used least and longest ago, weighted by capture time and bytes (``Frecency``). While there is room, a descriptor
+    is captured when it first comes, as by ``CUDAGraphWrapper``; without room, when it comes again within a while, and
+    only in place of a graph that was not used for longer than that. So descriptors that come once, or in a cycle that
+    is larger than the cache, run eagerly and displace nothing.
 
     After a ``prewarm`` it is a target of ``Prewarmer.capture_one``, which captures in pauses the sizes that are
     forecast to come. Thread-safe.
@@ -58,7 +58,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             options,
             max_cached_graphs,
             memory_budget_bytes=memory_budget_bytes,
-            eviction=Probation(min_replays_to_keep, GDSF()),
+            eviction=Probation(min_replays_to_keep, Frecency()),
             budget=budget,
             out=out,
             backend=backend,

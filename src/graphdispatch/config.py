@@ -237,8 +237,8 @@ class CUDAGraphConfig(_Options):
     """The most graphs kept at once."""
     memory_budget_bytes: _Count | None = None
     """The most bytes that graphs may hold: their pool, static inputs, outputs and what is their own; None: no limit."""
-    eviction: str = "gdsf"
-    """Which graph goes when there is no room: ``"gdsf"``, ``"lfu"``, ``"lru"``, or the name of an installed policy."""
+    eviction: str = "frecency"
+    """Which graph goes when there is no room: ``frecency``, ``gdsf``, ``lfu``, ``lru``, or an installed policy."""
     capture_after: _Count = 2
     """Sightings of a size before it is captured; 1 captures at once."""
     capture_window: _Count = 4096

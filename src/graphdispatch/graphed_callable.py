@@ -60,7 +60,7 @@ def graphed(
     backend: str = "auto",
     max_cached_graphs: int | None = None,
     memory_budget_bytes: int | None = None,
-    eviction: str = "gdsf",
+    eviction: str = "frecency",
     budget: MemoryBudget | None = None,
     capture_after: int = 2,
     capture_window: int = 4096,
@@ -81,8 +81,8 @@ def graphed(
 
     ``sizes`` are the sizes to capture, a ladder by name, a plan, or the path of a saved plan or profile; it is at most
     ``max_size`` (default 256). A size is captured when seen for the ``capture_after``-th time within ``capture_window``
-    uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, ``eviction`` (``"gdsf"``,
-    ``"lfu"``, ``"lru"``, or an installed policy) says which graph goes; callables may share ``budget``.
+    uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, the policy
+    ``eviction`` (as in ``CUDAGraphConfig``) says which graph goes; callables may share ``budget``.
     ``outputs``: ``"clone"`` gives the caller copies, ``"view"`` a handle (``.get()``) that raises ``StaleOutputError``
     after the next replay, ``"ring:3"`` such a handle on the next of three preallocated copies, which raises after three
     further calls, ``"static"`` the graph's own tensors. ``out``, a tensor or a nest of them with at least ``max_size``

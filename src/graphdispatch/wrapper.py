@@ -54,7 +54,7 @@ class CUDAGraphWrapper:
         max_cached_graphs: int = 100,
         *,
         memory_budget_bytes: int | None = None,
-        eviction: str | EvictionPolicy = "gdsf",
+        eviction: str | EvictionPolicy = "frecency",
         budget: MemoryBudget | None = None,
         out: Any = None,
         backend: Backend | None = None,

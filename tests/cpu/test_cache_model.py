@@ -14,20 +14,27 @@ from .sized import entry
 
 WHICH, KEYS, BYTES = st.integers(0, 1), st.integers(0, 5), st.integers(0, 60)
 LIMITS = st.tuples(st.none() | st.integers(20, 150), st.none() | st.integers(1, 6))
-POLICIES = ("lru", "lfu", "gdsf")
+POLICIES = ("lru", "lfu", "gdsf", "frecency")
 
 
 class Caches(RuleBasedStateMachine):
     """``held`` is the model: what each cache must contain, by key."""
 
-    @initialize(shared=LIMITS, own=st.tuples(*[st.tuples(st.integers(1, 4), st.none() | st.integers(20, 100))] * 2))
+    @initialize(
+        shared=LIMITS,
+        own=st.tuples(*[st.tuples(st.integers(1, 4), st.none() | st.integers(20, 100))] * 2),
+        policies=st.permutations(POLICIES),
+    )
     def start(
-        self, shared: tuple[int | None, int | None], own: tuple[tuple[int, int | None], tuple[int, int | None]]
+        self,
+        shared: tuple[int | None, int | None],
+        own: tuple[tuple[int, int | None], tuple[int, int | None]],
+        policies: list[str],
     ) -> None:
-        self.budget = MemoryBudget(*shared, eviction="lru")
+        self.budget = MemoryBudget(*shared, eviction=policies[2])
         self.caches = [
             GraphCache(*limits, eviction=name, budget=self.budget)
-            for limits, name in zip(own, POLICIES[1:], strict=True)
+            for limits, name in zip(own, policies[:2], strict=True)
         ]
         self.limits = [cache.limit for cache in self.caches]
         self.held: list[dict[int, CUDAGraphEntry]] = [{}, {}]

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from graphdispatch.cache import EvictionPolicy, GraphCache, Probation, eviction
+from graphdispatch.cache import EvictionPolicy, Frecency, GraphCache, Probation, eviction
 from graphdispatch.cache.eviction import GDSF, LFU, LRU, available_evictions, make_eviction
 from graphdispatch.capture.entry import CUDAGraphEntry
 from graphdispatch.config import CUDAGraphConfig
@@ -18,6 +18,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU,
     "lfu": LFU,
     "gdsf": GDSF,
+    "frecency": Frecency,
     "probation": lambda: Probation(3, GDSF()),
 }
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
@@ -122,6 +123,73 @@ def test_gdsf_counts_from_the_age_at_the_last_use() -> None:
     assert cache.limit.eviction.worths([used, idle]) == pytest.approx([(3 + 5) / MIB, 4 / MIB])
 
 
+@pytest.mark.parametrize(
+    ("stays", "goes"),
+    [
+        ({"replays": 3}, {"replays": 1}),
+        ({"replays": 2, "capture_ms": 40.0}, {"replays": 2, "capture_ms": 10.0}),
+        ({"replays": 2, "nbytes": MIB}, {"replays": 2, "nbytes": 4 * MIB}),
+    ],
+    ids=["uses", "capture time", "bytes"],
+)
+def test_frecency_values_uses_time_and_bytes(stays: dict[str, float], goes: dict[str, float]) -> None:
+    """What is used little, is cheap to capture or is large goes first, be it used a little later or earlier."""
+    for late in (True, False):
+        cache = GraphCache(2)
+        entries = [entry(**kind) for kind in ((stays, goes) if late else (goes, stays))]  # type: ignore[arg-type]
+        for key, made in enumerate(entries):
+            cache.add(key, made)
+        entries[0].increment_replay()
+        entries[1].increment_replay()
+        assert gone(cache.make_room()) == [entries[late]]
+
+
+def test_frecency_worth_falls_with_the_time_since_the_last_use() -> None:
+    """A worth is uses cubed, the capture being the first, over the uses of any graph since."""
+    idle, used = entry(MIB, replays=1), entry(MIB, key="other")
+    for _ in range(3):
+        used.increment_replay()
+    assert Frecency().worths([idle, used]) == pytest.approx([2**3 / 5 / MIB, 4**3 / MIB])
+
+
+def test_frecency_gives_a_frequent_graph_more_time() -> None:
+    """A graph with many uses outlives one with few that was used later, and goes when it is out of use for long."""
+    cache = GraphCache(2)
+    favourite = entry(replays=9, key="favourite")
+    cache.add("favourite", favourite)
+    for key in range(1000):
+        cache.add(key, entry(replays=3, key=key))
+        if cache.get("favourite") is None:
+            break
+    assert 3 < key < 100
+
+
+def test_frecency_counts_no_further_than_its_cap() -> None:
+    """Two graphs that were used above the cap differ by their last use alone."""
+    cache = GraphCache(2)
+    favourite, later = entry(replays=100_000, key=0), entry(replays=200, key=1)
+    cache.add(0, favourite)
+    cache.add(1, later)
+    assert gone(cache.make_room()) == [favourite]
+
+
+def test_frecency_knows_a_graph_again() -> None:
+    """A key that was evicted and captured anew begins with most of its uses; any other begins with none."""
+    policy = Frecency()
+    policy.evicted(entry(replays=99, key="known"), 0.0)
+    known, new = entry(MIB, key="known"), entry(MIB, key="new")
+    assert policy.worths([known])[0] / policy.worths([new])[0] == pytest.approx(76**3)
+
+
+def test_frecency_remembers_a_bounded_number_of_keys() -> None:
+    """The keys that left longest ago are forgotten."""
+    policy = Frecency()
+    for key in range(5000):
+        policy.evicted(entry(key=key), 0.0)
+    worths = [policy.worths([entry(MIB, key=key)])[0] for key in (0, 903, 904, 4999)]
+    assert worths == pytest.approx([1 / MIB, 1 / MIB, 1.75**3 / MIB, 1.75**3 / MIB])
+
+
 def test_probation_comes_before_worth() -> None:
     """An entry with too few replays goes first, be it ever so expensive."""
     cache = GraphCache(2, eviction=Probation(3, LFU()))
@@ -152,7 +220,7 @@ def test_an_installed_policy_must_be_one(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", ["mru", "", 3])
 def test_an_unknown_name_is_refused(name: str) -> None:
     """The message lists what there is."""
-    with pytest.raises(ConfigError, match=f"eviction must be one of 'gdsf', 'lfu', 'lru', got {name!r}"):
+    with pytest.raises(ConfigError, match=f"eviction must be one of 'frecency', 'gdsf', 'lfu', 'lru', got {name!r}"):
         GraphCache(2, eviction=name)
 
 

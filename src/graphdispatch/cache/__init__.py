@@ -2,7 +2,7 @@
 
 from .admission import Admission
 from .budget import MemoryBudget
-from .eviction import EvictionPolicy, Probation
+from .eviction import EvictionPolicy, Frecency, Probation
 from .graphset import GraphSet
 from .registry import CUDAGraphRegistry
 from .store import GraphCache, make_cache
@@ -11,6 +11,7 @@ __all__ = [
     "Admission",
     "CUDAGraphRegistry",
     "EvictionPolicy",
+    "Frecency",
     "GraphCache",
     "GraphSet",
     "MemoryBudget",

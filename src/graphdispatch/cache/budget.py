@@ -65,7 +65,7 @@ class MemoryBudget:
         memory_budget_bytes: int | None = None,
         max_cached_graphs: int | None = None,
         *,
-        eviction: str | EvictionPolicy = "gdsf",
+        eviction: str | EvictionPolicy = "frecency",
     ) -> None:
         for name, value in (("max_cached_graphs", max_cached_graphs), ("memory_budget_bytes", memory_budget_bytes)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

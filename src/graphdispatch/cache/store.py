@@ -28,7 +28,7 @@ class GraphCache:
         max_graphs: int,
         max_bytes: int | None = None,
         *,
-        eviction: str | EvictionPolicy = "gdsf",
+        eviction: str | EvictionPolicy = "frecency",
         budget: MemoryBudget | None = None,
         stats: CUDAGraphStats | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class GraphCache:
         for budget in self._budgets:
             gone = {victim.entry for victim in victims} | ({leaving} if leaving is not None else set())
             for worth, victim in budget.choose(newcomer, since, gone).victims:
-                budget.eviction.evicted(worth)
+                budget.eviction.evicted(victim.entry, worth)
                 victims.append(victim)
         for victim in victims:
             del victim.cache.entries[victim.key]

@@ -51,7 +51,8 @@ def simulate(
         bool, typer.Option("--on-demand", help="Capture a size when it comes again, not all before the first step.")
     ] = False,
     eviction: Annotated[
-        str | None, typer.Option(help="With --on-demand: which graph goes, gdsf (default), lfu, lru.", metavar="NAME")
+        str | None,
+        typer.Option(help="With --on-demand: which graph goes, frecency (default), gdsf, lfu, lru.", metavar="NAME"),
     ] = None,
     max_graphs: Annotated[int | None, typer.Option(help="Room for this many graphs. Default: for all.", min=1)] = None,
     memory: Annotated[
@@ -85,7 +86,7 @@ def simulate(
         cache=GraphCache(
             max_graphs or len(served.graphs),
             round(memory) if memory is not None else None,
-            eviction=eviction or "gdsf",
+            eviction=eviction or "frecency",
         ),
         admission=Admission(_SECOND_SIGHTING) if on_demand else None,
     )
