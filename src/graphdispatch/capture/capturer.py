@@ -253,7 +253,8 @@ class _Attempt:
             output = tree_map_only(torch.Tensor, job.backend.weak_reference, output)
         written = [r.target for r in self._padded if r.target.untyped_storage()._cdata not in buffers]
         held = {key: tensor for key, tensor in self._warm.outside.items() if key not in buffers}
-        workspaces = [held[key] for key in held.keys() - job.guard.storages]
+        arguments = {v.untyped_storage()._cdata for v in job.values if isinstance(v, torch.Tensor)}
+        workspaces = [held[key] for key in held.keys() - job.guard.storages - arguments]
         return CUDAGraphEntry(
             descriptor=job.descriptor,
             mode=job.mode,

@@ -28,8 +28,9 @@ class StateGuard:
     """Fingerprint of the modules, tensors and variables that a callable reaches; ``holds()`` tells whether it still
     fits. ``reach.py`` says what is reached.
 
-    Compared by identity and address in C-speed loops, tens of nanoseconds for each parameter, module and variable. The
-    objects are held, so that an address cannot come back as another tensor's. Thread-safe: it never changes.
+    Compared by identity and address in C-speed loops, tens of nanoseconds for each parameter, module and variable;
+    kinds that a callable has none of are not looked at. The objects are held, so that an address cannot come back as
+    another tensor's. Thread-safe: it never changes.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -43,8 +44,9 @@ class StateGuard:
         watched = [t.values() if isinstance(t, dict) else t for t in reach.containers]
         # Behind each a mark, so that nothing passes from one to the next unseen.
         marked = [part for values in watched for part in (values, _END)]
-        self._contents: tuple[Iterable[Any], ...] = (*(t.values() for t in tables), *marked)
-        self._content = (*chain.from_iterable(self._contents), _END)
+        contents: tuple[Iterable[Any], ...] = (*(t.values() for t in tables), *marked)
+        self._contents = (*contents, _END) if contents else ()
+        self._content = tuple(chain.from_iterable(self._contents))
         self._current = [reader for reader, _ in reach.variables]
         self._held = [held for _, held in reach.variables]
         parameters = [t for m in reach.modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
@@ -62,11 +64,11 @@ class StateGuard:
         (``training`` and whatever number, string or flag hangs on them) have the same values."""
         try:
             return (
-                all(map(is_, chain(chain.from_iterable(self._contents), (_END,)), self._content))
-                and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-                and list(map(len, self._tables)) == self._sizes
-                and [read(table) for read, table in self._readers] == self._constants
-                and (all(map(is_, map(call, self._current), self._held)) or self._same_values())
+                (not self._content or all(map(is_, chain.from_iterable(self._contents), self._content)))
+                and (not self._tensors or list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
+                and (not self._tables or list(map(len, self._tables)) == self._sizes)
+                and (not self._readers or [read(table) for read, table in self._readers] == self._constants)
+                and (not self._held or all(map(is_, map(call, self._current), self._held)) or self._same_values())
             )
         except (KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile, or of no use to compare
             return False
