@@ -105,8 +105,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             )
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
         with torch.no_grad(), self._graphs.lock, frozen_collector(self.options.gc_disable):
-            if not self._graphs.guard_holds():
-                self._graphs.rearm()
+            self._graphs.refresh()
             found = [(d, self._prepared(d, dummy_fn(d))) for d in largest_first if self.get_entry(d) is None]
             todo = [(descriptor, *call) for descriptor, call in found if call is not None]
             for _, family, leaves in todo:

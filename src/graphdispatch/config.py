@@ -184,7 +184,7 @@ class CUDAGraphOptions(_Options):
     max_breaks: _Count = 16
     """The most automatic breaks of one callable."""
     max_failures: _Count = 3
-    """Failed captures of one key after which it stays eager."""
+    """Failed captures of one key after which it stays eager; one that rebinds its state is tried ever more rarely."""
 
     @model_validator(mode="after")
     def _weak_outputs_are_cloned(self) -> Self:

@@ -62,8 +62,7 @@ def prewarm(
     """See ``Graphed.prewarm``. Called with the lock of ``path.graphs`` held."""
     started = time.perf_counter()
     batch = _Batch(path, limits.checked(), started)
-    if not path.graphs.guard_holds():
-        path.graphs.rearm()
+    path.graphs.refresh()
     with frozen_collector(path.config.options.gc_disable):
         for routine in path.routines or [path.decode]:
             batch.capture(routine, args, kwargs, sizes, progress)

@@ -74,8 +74,7 @@ class SlowPath:
         if (closed := self.graphs.closed()) is not None:
             return self.run_eagerly(Decision.eager(closed), args, kwargs)
         with self.graphs.lock:
-            if not self.graphs.guard_holds():
-                self.graphs.rearm()
+            self.graphs.refresh()
             routine = self.routine(args, kwargs)
             found = self.find(routine, args, kwargs)
             family, decision = found.family, found.decision

@@ -178,8 +178,7 @@ class CUDAGraphWrapper:
                 graphs.stats.record_miss(closed)
             return self._hand_out(self.runnable(*args, **kwargs))
         with graphs.lock:
-            if not graphs.guard_holds():
-                graphs.rearm()
+            graphs.refresh()
             found = self._find(args, kwargs, descriptor)
             if isinstance(found, Refusal):
                 reason = found.reason

@@ -124,6 +124,50 @@ def test_max_failures() -> None:
     assert step.stats.capture_failures == 1
 
 
+class Counting(torch.nn.Module):
+    """Counts its calls in Python, as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = True
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
+        return x * 2
+
+
+def test_what_rebinds_its_state_is_not_captured_in_vain_at_each_call() -> None:
+    """It is tried after 16, 64, 256, ... sightings, and captured when it no longer does."""
+    model = Counting().eval()
+    step = make(model, sizes=(4,), capture_after=1, options=CUDAGraphOptions(max_failures=1))
+    for number in range(100):
+        x = batch(4)
+        assert torch.equal(step(x), x * 2)
+        assert step.last_decision.reason is Reason.STATE_REBOUND
+        assert model.calls == number + 1
+    assert step.stats.capture_failures == 3
+    model.counts = False
+    for _ in range(260):
+        step(batch(4))
+    assert step.last_decision.reason is Reason.EXACT
+    assert step.stats.captures == 1
+
+
+def test_unguarded_weights_are_captured_anew_after_clear() -> None:
+    """With ``guard_weights=False`` the caller says when they move; what is captured then is guarded from then on."""
+    layer = torch.nn.Linear(3, 3).eval()
+    step = make(layer, dynamic={"input": 0}, sizes=(4,), options=CUDAGraphOptions(guard_weights=False))
+    for _ in range(4):
+        step(batch(4))
+    layer.weight = torch.nn.Parameter(torch.randn(3, 3), requires_grad=False)
+    step.clear()
+    for _ in range(4):
+        x = batch(4)
+        assert torch.equal(step(x), layer(x))
+    assert step.last_decision.reason is Reason.EXACT
+
+
 def test_failure_is_per_size() -> None:
     """A size that cannot be captured leaves the others alone."""
     step = make(lambda x: x * (x.sum().item() if x.shape[0] == 4 else 2.0))

@@ -191,6 +191,9 @@ class GraphSet:
 
         Without ``keep_effects`` the call leaves none, as if it had not been made.
         """
+        if not self.guard.holds():  # a callable that rebinds its own state, or whose weights nobody guards
+            self.release(self._retire_all(EvictionReason.STALE) if self._guards_weights else [])
+            self.guard = StateGuard(self.fn)
         if self.current(family, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.admission.since((family.index, size))))
         job = self._job(family, values, rows, size, descriptor or BatchDescriptor(size), mode)
@@ -255,18 +258,31 @@ class GraphSet:
                 for unread in {family.inputs for family in self.families.values()} - read:
                     unread.free()
 
+    def refresh(self) -> None:
+        """Release what is stale, before a graph is looked up. What rebinds its own state is never as it was; while all
+        captures fail for that, the failures stand, so that none is made in vain at each call."""
+        if not self.guard_holds():
+            families = self.families.values()
+            reasons = {failure.reason for family in families for failure in family.failures.values()}
+            if reasons != {Reason.STATE_REBOUND} or any(family.entries for family in families):
+                self.rearm()
+
     def rearm(self, reason: EvictionReason = EvictionReason.STALE, tag: str = "") -> None:
         """Every graph is stale (weights moved, a module changed its mode, or the user says so): release them all, with
         the buffers that they shared, and capture anew when asked again."""
-        victims: list[Victim] = []
         for family in self.families.values():
             family.failures.clear()
+        self.release(self._retire_all(reason, tag))
+        # Last: hits ask the guard without a lock, and a new one holds for stale graphs as well.
+        self.guard = StateGuard(self.fn)
+
+    def _retire_all(self, reason: EvictionReason, tag: str = "") -> list[Victim]:
+        victims: list[Victim] = []
+        for family in self.families.values():
             for entry in list(family.entries.values()):
                 victims += self.cache.retire(entry, reason, tag)
                 family.drop(entry.size)
-        self.release(victims)
-        # Last: hits ask the guard without a lock, and a new one holds for stale graphs as well.
-        self.guard = StateGuard(self.fn)
+        return victims
 
     def sleep(self, tag: str = "") -> None:
         """Release all graphs, their buffers, and the pool if it is the set's own; no graph is made until ``wake``."""

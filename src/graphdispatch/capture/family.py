@@ -67,11 +67,15 @@ class Family:
         self.served = {rows: what for rows, what in self.served.items() if what[0].size != size}
 
     def quarantine(self, size: int, reason: Reason, detail: str, max_failures: int) -> None:
-        """Note a failed capture: the size stays eager for a while, and for good after ``max_failures``."""
+        """Note a failed capture: the size stays eager for a while, and for good after ``max_failures``.
+
+        What rebinds its own state is tried again ever more rarely, since no guard tells when it no longer does.
+        """
         before = self.failures.get(size)
         count = before.times + 1 if before else 1
         wait = _FIRST_RETRY * 4 ** (count - 1)
-        retry_at = self.sightings[size] + wait if count < max_failures else None
+        is_final = count >= max_failures and reason is not Reason.STATE_REBOUND
+        retry_at = None if is_final else self.sightings[size] + wait
         self.failures[size] = Failure(count, retry_at, reason, detail)
 
     def blocked(self, size: int) -> Failure | None:

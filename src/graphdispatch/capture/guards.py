@@ -6,7 +6,7 @@ and the old path, without an error.
 """
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .reach import CONSTANTS, Reach, cell_value, content
 
 __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "same_objects"]
 
 _END = (object(),)
+_GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 
@@ -30,7 +32,7 @@ class StateGuard:
 
     Compared by identity and address in C-speed loops, tens of nanoseconds for each parameter, module and variable;
     kinds that a callable has none of are not looked at. The objects are held, so that an address cannot come back as
-    another tensor's. Thread-safe: it never changes.
+    another tensor's. Thread-safe.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -41,7 +43,8 @@ class StateGuard:
         tables = [
             t for m in reach.modules for t in (m._parameters, m._buffers, m._modules) if t and isinstance(t, dict)
         ]
-        watched = [t.values() if isinstance(t, dict) else t for t in reach.containers]
+        hooks = [table for m in reach.modules for table in _hooks_of(m)] + list(_GLOBAL_HOOKS)
+        watched = [part for t in (*reach.containers, *filter(None, hooks)) for part in _parts(t)]
         # Behind each a mark, so that nothing passes from one to the next unseen.
         marked = [part for values in watched for part in (values, _END)]
         contents: tuple[Iterable[Any], ...] = (*(t.values() for t in tables), *marked)
@@ -58,13 +61,16 @@ class StateGuard:
         self._sizes = list(map(len, self._tables))
         self._readers = [(itemgetter(*names), table) for table, names in reach.members if names]
         self._constants = [read(table) for read, table in self._readers]
+        self._hooks = hooks
+        self._latest_hook = RemovableHandle.next_id
 
     def holds(self) -> bool:
         """Whether all members and variables are the same objects at the same addresses, and the modules' constants
         (``training`` and whatever number, string or flag hangs on them) have the same values."""
         try:
             return (
-                (not self._content or all(map(is_, chain.from_iterable(self._contents), self._content)))
+                (RemovableHandle.next_id == self._latest_hook or self._no_new_hooks())
+                and (not self._content or all(map(is_, chain.from_iterable(self._contents), self._content)))
                 and (not self._tensors or list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
                 and (not self._tables or list(map(len, self._tables)) == self._sizes)
                 and (not self._readers or [read(table) for read, table in self._readers] == self._constants)
@@ -72,6 +78,15 @@ class StateGuard:
             )
         except (KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile, or of no use to compare
             return False
+
+    def _no_new_hooks(self) -> bool:
+        """Whether the hooks that were registered meanwhile, anywhere in the process, are none of the callable's."""
+        latest = RemovableHandle.next_id
+        known = self._latest_hook
+        if any(number >= known for table in self._hooks for number in table):
+            return False
+        self._latest_hook = latest  # a later call need not look again; threads that race here set much the same
+        return True
 
     def _same_values(self) -> bool:
         return same_objects([current() for current in self._current], self._held)
@@ -95,6 +110,17 @@ class StateGuard:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Its forward hooks, by the numbers of their handles, which only grow."""
+    table = vars(module)
+    return tuple(table[name] for name in ("_forward_hooks", "_forward_pre_hooks") if name in table)
+
+
+def _parts(container: Collection[Any]) -> tuple[Iterable[Any], ...]:
+    """Live views of what a container holds: a dict's keys and values, the entries of a list."""
+    return (container, container.values()) if isinstance(container, dict) else (container,)
 
 
 class WorkspaceGuard:

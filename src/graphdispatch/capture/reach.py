@@ -1,14 +1,18 @@
 """What a callable reaches without its arguments: modules, tensors, and variables that may be rebound later.
 
-Followed are the closure, globals and defaults of functions, what a decorator wraps, methods, partials, lists, tuples
-and dicts; of plain objects the attributes under names that this code reads, and the methods that it may call. Other
-attributes are left alone: an object may keep its last result, which changes with each call. The code of torch and of
-the standard library is not followed, nor the helpers that a module's ``forward`` calls, nor what ``eager_break`` marks.
+Followed are the closure, globals and defaults of functions, what a decorator wraps, methods, partials, lists, tuples,
+deques and dicts; of plain objects the attributes under names that this code reads, and the methods that it may call.
+Other attributes are left alone: an object may keep its last result, which changes with each call. From the ``forward``
+of modules, their methods and the functions that it calls are followed; of what they read, the tensors, modules and
+constants are noted, also those in plain objects on a module (``self.config.scale``), and in imported settings. The code
+of torch and of the standard library is not followed, nor what ``eager_break`` marks.
 """
 
+import inspect
 import os
 import sysconfig
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from inspect import getattr_static
@@ -45,7 +49,7 @@ class Reach:
         """Tensors in variables, attributes and containers; those of ``modules`` come on top."""
         self.variables: list[tuple[Reader, Any]] = []
         """How to read each variable again, and what it holds."""
-        self.containers: list[dict[Any, Any] | list[Any]] = []
+        self.containers: list[dict[Any, Any] | list[Any] | deque[Any]] = []
         self.objects: list[Any] = []
         self.members: list[tuple[dict[str, Any], list[str]]] = []
         """The attributes of each module by its dict: constants, objects and functions, by name."""
@@ -72,7 +76,7 @@ class Reach:
             self._visit_all((value.__self__, value.__func__))
         elif isinstance(value, types.FunctionType):
             self._visit_function(value)
-        elif isinstance(value, (list, tuple, dict)):
+        elif isinstance(value, (list, tuple, dict, deque)):
             if not isinstance(value, tuple):
                 self.containers.append(value)
             self._visit_all(content(value))
@@ -102,10 +106,11 @@ class Reach:
             )
             return
         self.objects.append(fn)
-        codes = list(_codes(fn.__code__))
-        self._names |= {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+        names = _names(fn)
+        self._names |= names
         for holder, name, reader in _variables(fn):
             self._note(holder, name, reader)
+            self._visit_settings(reader(), names)
         self._visit_all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()))
 
     def _visit_attributes(self, holder: Any) -> None:
@@ -141,16 +146,55 @@ class Reach:
                     self._visit(value)
             watched = [name for name in names if not isinstance(table[name], (torch.Tensor, list, dict))]
             self.members.append((table, [name for name in ("training", *watched) if name in table]))
-            forward = getattr_static(type(module), "forward", None)
-            if isinstance(forward, types.FunctionType) and not _is_foreign(forward):
-                for holder, name, reader in _variables(forward):
-                    if isinstance(reader(), (torch.Tensor, nn.Module, *CONSTANTS)):
-                        self._note(holder, name, reader)
+        self._visit_code({type(module) for module in root.modules()}, root)
+
+    def _visit_code(self, kinds: set[type[nn.Module]], root: nn.Module) -> None:
+        """What the ``forward`` of each class of modules reads, and the methods and functions that it calls."""
+        found: dict[types.CodeType, types.FunctionType] = {}
+        names: set[str] = set()
+        members = [vars(base) for base in {base for kind in kinds for base in kind.__mro__} if base is not nn.Module]
+        pending = [getattr_static(kind, "forward", None) for kind in kinds]
+        while pending:
+            fn = _plain_function(pending.pop())
+            if fn is None or fn.__code__ in found:
+                continue
+            found[fn.__code__] = fn
+            pending += [reader() for _, _, reader in _variables(fn)]
+            fresh = _names(fn) - names
+            pending += [table[name] for table in members for name in fresh & table.keys()]
+            names |= fresh
+        for fn in found.values():
+            for holder, name, reader in _variables(fn):
+                if isinstance(reader(), (torch.Tensor, nn.Module, *CONSTANTS)):
+                    self._note(holder, name, reader)
+                self._visit_settings(reader(), names)
+        objects = [value for module in root.modules() for name, value in vars(module).items() if name in names]
+        seen: dict[int, Any] = {}
+        while objects:
+            holder = objects.pop()
+            if id(holder) not in seen and _is_plain(holder):
+                seen[id(holder)] = holder
+                objects += self._note_constants(holder, names)
+
+    def _visit_settings(self, value: Any, names: set[str]) -> None:
+        if isinstance(value, types.ModuleType) and not _is_of_library(getattr(value, "__file__", None) or ""):
+            self._note_constants(value, names)
+
+    def _note_constants(self, holder: Any, names: set[str]) -> list[Any]:
+        """Note the tensors, modules and constants that hang on ``holder`` under ``names``; returns the rest."""
+        table = vars(holder)
+        rest = []
+        for name in names & table.keys():
+            if isinstance(table[name], (torch.Tensor, nn.Module, *CONSTANTS)):
+                self._note(holder, name, partial(table.get, name))
+            else:
+                rest.append(table[name])
+        return rest
 
 
 def content(holder: Any) -> list[Any]:
     """What a dict, list, tuple or object holds."""
-    table = holder if isinstance(holder, (dict, list, tuple)) else getattr(holder, "__dict__", {})
+    table = holder if isinstance(holder, (dict, list, tuple, deque)) else getattr(holder, "__dict__", {})
     return list(table.values() if isinstance(table, dict) else table)
 
 
@@ -162,8 +206,23 @@ def cell_value(cell: types.CellType) -> Any:
         return None
 
 
+def _plain_function(value: Any) -> types.FunctionType | None:
+    """The function behind a method, property or decorator, if its code is to be followed."""
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "__func__", value)
+    if not isinstance(value, types.FunctionType) or is_break(value):
+        return None
+    inner = inspect.unwrap(value)
+    is_followed = isinstance(inner, types.FunctionType) and not is_break(inner) and not _is_foreign(inner)
+    return inner if is_followed else None
+
+
 def _is_foreign(fn: types.FunctionType) -> bool:
-    path = fn.__code__.co_filename
+    return _is_of_library(fn.__code__.co_filename)
+
+
+def _is_of_library(path: str) -> bool:
     is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
     return is_stdlib or path.startswith(_LIBRARIES)
 
@@ -174,6 +233,18 @@ def _holds_tensors(container: Any) -> bool:
         for value in content(container)
         for inner in (value, *(content(value) if isinstance(value, (list, tuple, dict)) else ()))
     )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object whose class says nothing of what it holds."""
+    known = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, partial, list, tuple, dict, deque)
+    return hasattr(value, "__dict__") and not isinstance(value, (*known, *CONSTANTS, *_OPAQUE))
+
+
+def _names(fn: types.FunctionType) -> set[str]:
+    """The names and strings in the code of a function."""
+    codes = _codes(fn.__code__)
+    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

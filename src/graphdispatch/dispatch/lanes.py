@@ -215,8 +215,7 @@ class Lane:
     def _capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CUDAGraphEntry:
         graphs = self._graphs
         with torch.no_grad(), graphs.lock:
-            if not graphs.guard_holds():
-                graphs.rearm()
+            graphs.refresh()
             form = CallForm(graphs.fn, len(args), tuple(kwargs))
             made = graphs.make_family(key, form, form.values(args, kwargs), ArgumentRules({}, {}, frozenset()), 1)
             if isinstance(made, Refusal):
