@@ -5,8 +5,8 @@ A configuration is frozen and never written back to: ``"auto"`` turns into concr
 """
 
 import reprlib
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from operator import index
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import ConfigError
 from .modes import CUDAGraphMode
-from .sizes import LADDERS, check_sizes, ladder, next_size_table
+from .sizes import LADDERS, are_firsts, check_sizes, resolve_sizes
 
 __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "resized", "roomy_config"]
 
@@ -33,6 +33,7 @@ _LARGEST_BATCH = 2**20
 _LONGEST_RING = 64
 
 _Count = Annotated[int, Field(ge=1)]
+_Firsts = Annotated[tuple[_Count, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 _Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
@@ -227,6 +228,11 @@ class CUDAGraphConfig(_Options):
     mixed_capture_sizes: Annotated[str | tuple[int, ...] | None, BeforeValidator(_parse_mixed_sizes)] = None
     """The same for batches that are not uniform decode, in a mode that tells them apart; None: as ``capture_sizes``.
     A plan given as ``capture_sizes`` brings both."""
+    eager_below: _Firsts = None
+    """For each of explicit ``capture_sizes``, the smallest batch that its graph serves; smaller ones run eagerly. None:
+    each serves all batches above the next smaller size. A plan brings what it knows to be faster."""
+    mixed_eager_below: _Firsts = None
+    """The same for ``mixed_capture_sizes``."""
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
     """The largest batch that a graph may serve, in rows."""
     max_seq_len: _Count = 8192
@@ -261,15 +267,26 @@ class CUDAGraphConfig(_Options):
         if not hasattr(plan, "sizes_of"):
             return values
         mode = parse_mode(values.get("mode", CUDAGraphMode.FULL))
-        kinds = {"capture_sizes": mode.decode_mode()}
+        kinds = {"": mode.decode_mode()}
         if mode.separate_routine():
-            kinds["mixed_capture_sizes"] = mode.mixed_mode()
-        return values | {name: plan.sizes_of(kind) or plan.sizes for name, kind in kinds.items()}
+            kinds["mixed_"] = mode.mixed_mode()
+        taken: dict[str, Any] = {}
+        for prefix, kind in kinds.items():
+            taken[f"{prefix}capture_sizes"] = plan.sizes_of(kind) or plan.sizes
+            firsts = plan.firsts_of(kind) if hasattr(plan, "firsts_of") else ()
+            taken[f"{prefix}eager_below"] = tuple(map(min, firsts, plan.sizes_of(kind))) or None
+        return values | taken
 
     @model_validator(mode="after")
     def _sizes_are_reachable(self) -> Self:
-        for name in ("capture_sizes", "mixed_capture_sizes"):
-            sizes = getattr(self, name)
+        for prefix in ("", "mixed_"):
+            name = f"{prefix}capture_sizes"
+            sizes, firsts = getattr(self, name), getattr(self, f"{prefix}eager_below")
+            if firsts is not None and not are_firsts(firsts, sizes):
+                raise ConfigError(
+                    f"{prefix}eager_below must have a number for each of {name}, above the next smaller size and at "
+                    f"most the size itself, got {firsts} for {sizes}"
+                )
             if isinstance(sizes, tuple) and sizes[-1] > self.max_batch_size:
                 raise ConfigError(
                     f"{name} must be at most max_batch_size={self.max_batch_size}, got {sizes[-1]}; "
@@ -289,9 +306,11 @@ class CUDAGraphConfig(_Options):
         """
         if not self.mode.has_graphs():
             return ResolvedConfig((), (), self)
-        chosen = self.mixed_capture_sizes if mixed and self.mixed_capture_sizes is not None else self.capture_sizes
-        sizes, table = _resolve_sizes(chosen, self.max_batch_size)
-        return ResolvedConfig(sizes, table, self)
+        chosen, firsts = self.capture_sizes, self.eager_below
+        if mixed and self.mixed_capture_sizes is not None:
+            chosen, firsts = self.mixed_capture_sizes, self.mixed_eager_below
+        sizes, table = resolve_sizes(chosen, self.max_batch_size)
+        return ResolvedConfig(sizes, table, self, firsts or tuple(1 + size for size in (0, *sizes[:-1])))
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
         """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens.
@@ -301,18 +320,18 @@ class CUDAGraphConfig(_Options):
         resolved, batch_size, seq_len = self.resolve(), _whole("batch_size", batch_size), _whole("seq_len", seq_len)
         if not 1 <= batch_size <= resolved.largest or not 0 <= seq_len <= self.max_seq_len:
             return False
-        return self.pad_batches or resolved.table[batch_size] == batch_size
+        return resolved.serves(batch_size)
 
     def get_padded_batch_size(self, batch_size: int) -> int:
         """The number of rows with which a batch of ``batch_size`` rows runs.
 
-        A batch that no larger graph serves stays as it is: below one row, above the largest size, with
-        ``pad_batches=False``, and in mode ``NONE``. Raises ``ConfigError`` for what is no integer.
+        A batch that no larger graph serves stays as it is: below one row, above the largest size, below the first
+        batch of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``. Raises ``ConfigError``
+        for what is no integer.
         """
         resolved, batch_size = self.resolve(), _whole("batch_size", batch_size)
-        if not self.pad_batches or not 1 <= batch_size <= resolved.largest:
-            return batch_size
-        return resolved.table[batch_size]
+        is_served = 1 <= batch_size <= resolved.largest and resolved.serves(batch_size)
+        return resolved.table[batch_size] if is_served else batch_size
 
 
 def _whole(name: str, value: int) -> int:
@@ -326,12 +345,18 @@ class ResolvedConfig(NamedTuple):
     """A configuration with its sizes made concrete.
 
     ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``table[n]`` is the smallest of them that holds
-    ``n`` rows, for ``n`` from 0 to ``largest``.
+    ``n`` rows, for ``n`` from 0 to ``largest``, and ``firsts`` has the smallest batch that each of them serves.
     """
 
     sizes: tuple[int, ...]
     table: tuple[int, ...]
     config: CUDAGraphConfig
+    firsts: tuple[int, ...] = ()
+
+    def serves(self, rows: int) -> bool:
+        """Whether the graph of the next larger size serves a batch of 1 to ``largest`` rows."""
+        size = self.table[rows]
+        return rows == size or (self.config.pad_batches and rows >= self.firsts[bisect_left(self.sizes, size)])
 
     @property
     def largest(self) -> int:
@@ -363,15 +388,5 @@ def resized(config: CUDAGraphConfig, sizes: object) -> CUDAGraphConfig:
     all_sizes = _parse_capture_sizes(sizes)
     largest = 0 if isinstance(all_sizes, str) else max(all_sizes, default=0)
     most = max(config.max_batch_size, largest)
-    return config.replace(capture_sizes=sizes, mixed_capture_sizes=None, max_batch_size=most)
-
-
-@lru_cache(maxsize=64)
-def _resolve_sizes(
-    capture_sizes: str | tuple[int, ...], max_batch_size: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    sizes = capture_sizes
-    if isinstance(sizes, str):
-        name = "vllm" if sizes == "auto" else sizes
-        sizes = tuple(sorted({*ladder(name, max_batch_size), max_batch_size}))
-    return sizes, next_size_table(sizes)
+    brought = ("mixed_capture_sizes", "eager_below", "mixed_eager_below")
+    return config.replace(**dict.fromkeys(brought), capture_sizes=sizes, max_batch_size=most)

@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 class SizePlan(Protocol):
-    """What has chosen sizes, such as a ``Plan``."""
+    """What has chosen sizes, such as a ``Plan``; one that has ``firsts_of`` as well says what runs eagerly."""
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -90,9 +90,8 @@ def capture_size(path: SlowPath, size: int) -> bool:
     for routine, family in _families(path):
         fits = size <= routine.table.largest and family.example and family.blocked(size) is None
         if fits and path.graphs.current(family, size) is None:
-            below = [smaller for smaller in routine.table.sizes if smaller < size]
             try:
-                _capture(path, routine, family, family.example, max(below, default=0) + 1, size)
+                _capture(path, routine, family, family.example, _fewest(routine, size), size)
             except GraphDispatchError:
                 raise
             except Exception as error:  # of the callable, which refused the example when it was a call, too
@@ -148,7 +147,7 @@ class _Batch:
         for size in progress_bar(
             within, f"capturing {mode.name}", enabled=progress, total=len(todo), status=self._held
         ):
-            rows = routine.table.served_by(size)[0] if family.signature.has_rows else 1
+            rows = _fewest(routine, size) if family.signature.has_rows else 1
             detail = _capture(path, routine, family, leaves, rows, size)
             if detail is None:
                 done.append(size)
@@ -178,6 +177,14 @@ class _Batch:
             else:
                 yield size
                 latest = time.perf_counter() - begun
+
+
+def _fewest(routine: Routine, size: int) -> int:
+    """The smallest batch that a graph of ``size`` serves, or would serve if it were among the sizes."""
+    sizes = routine.table.sizes
+    if size in sizes:
+        return routine.table.served_by(size)[0]
+    return 1 + max((smaller for smaller in sizes if smaller < size), default=0)
 
 
 def _example(

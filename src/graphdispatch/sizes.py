@@ -6,13 +6,22 @@ below are the defaults of the engines they are named after; none of them imports
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 
 from .errors import ConfigError
 from .modes import CUDAGraphMode
 
-__all__ = ["LADDERS", "check_sizes", "get_cudagraph_sizes", "ladder", "next_size_table"]
+__all__ = [
+    "LADDERS",
+    "are_firsts",
+    "check_sizes",
+    "get_cudagraph_sizes",
+    "ladder",
+    "next_size_table",
+    "resolve_sizes",
+]
 
 _AUTO_LARGEST = 512
 
@@ -131,6 +140,23 @@ def next_size_table(sizes: Sequence[int]) -> tuple[int, ...]:
     for size in sizes:
         table.extend([size] * (size + 1 - len(table)))
     return tuple(table)
+
+
+def are_firsts(firsts: Sequence[int], sizes: object) -> bool:
+    """Whether ``firsts`` can be the smallest batches that graphs of ``sizes`` serve."""
+    if not isinstance(sizes, tuple) or len(firsts) != len(sizes):
+        return False
+    return all(below < first <= size for below, first, size in zip((0, *sizes), firsts, sizes, strict=False))
+
+
+@lru_cache(maxsize=64)
+def resolve_sizes(capture_sizes: str | tuple[int, ...], max_batch_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes that an option stands for, and their table. Computed once for equal options."""
+    sizes = capture_sizes
+    if isinstance(sizes, str):
+        name = "vllm" if sizes == "auto" else sizes
+        sizes = tuple(sorted({*ladder(name, max_batch_size), max_batch_size}))
+    return sizes, next_size_table(sizes)
 
 
 def _reachable(sizes: tuple[int, ...], max_num_tokens: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from graphdispatch.errors import ConfigError
 from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.plan import Plan
+from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.profile import Profile
 from graphdispatch.reasons import Reason
 
@@ -229,6 +229,25 @@ def test_a_callable_that_calls_itself_keeps_its_own_decision() -> None:
     step(torch.randn(5, 3), True)
     assert step.last_decision is not None
     assert step.last_decision.rows == 5
+
+
+def test_what_a_plan_knows_to_be_faster_eagerly_runs_eagerly(model: torch.nn.Module) -> None:
+    """Batches below the first that a planned graph is for; a graph slower than all its batches serves full ones."""
+    full = CUDAGraphMode.FULL
+    plan = Plan(full, (PlannedGraph(full, 3, 2), PlannedGraph(full, 8, 7), PlannedGraph(full, 12, 13)))
+    step = graphed(model, dynamic={"input": 0}, sizes=plan)
+    step.prewarm(torch.randn(4, 8))
+    modes = {}
+    for rows in (1, 2, 3, 4, 6, 7, 8, 11, 12):
+        serves(step, model, rows)
+        assert step.last_decision is not None
+        modes[rows] = step.last_decision.size if step.last_decision.mode is full else 0
+    assert modes == {1: 0, 2: 3, 3: 3, 4: 0, 6: 0, 7: 8, 8: 8, 11: 0, 12: 12}
+    assert step.stats.reasons == {Reason.POLICY: 4}
+    assert step.explain(torch.randn(6, 8)) == "eager, 6 rows: eager is expected to be faster than 8 padded rows"
+    step.use_sizes((3, 8))
+    serves(step, model, 6)
+    assert step.last_decision.size == 8
 
 
 def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:

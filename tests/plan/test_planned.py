@@ -1,14 +1,19 @@
 """The dispatcher of a plan decides as the plan says."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
+from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.dispatch.planned import planned_dispatcher
+from graphdispatch.dispatch.routine import Routine
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.workload import Workload
+from graphdispatch.reasons import Reason
 from graphdispatch.simulator import simulate
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -31,6 +36,28 @@ def test_served_in_time_it_is_what_the_plan_expects(mode: CUDAGraphMode, seed: i
     assert result.step_ms == pytest.approx(300 * expected.step_ms)
     assert result.stats.hit_rate() == pytest.approx(expected.hit_rate)
     assert result.stats.captures == 6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_configuration_serves_what_its_dispatcher_serves(seed: int) -> None:
+    """``CUDAGraphConfig`` and ``planned_dispatcher`` agree about each batch, gaps included."""
+    rng = np.random.default_rng(seed)
+    sizes = sorted(rng.choice(np.arange(1, 41), 6, replace=False).tolist())
+    graphs = [PlannedGraph(FULL, s, int(rng.integers(b + 1, s + 1))) for b, s in pairwise([0, *sizes])]
+    plan = Plan(FULL, tuple(graphs))
+    dispatcher, config = planned_dispatcher(plan, max_num_reqs=50), CUDAGraphConfig(capture_sizes=plan)
+    table = Routine(FULL, config.resolve()).table
+    served: dict[int, list[int]] = {size: [] for size in sizes}
+    for rows in range(1, 50):
+        decision, expected = table.decide(rows), dispatcher.decide(rows, rows)
+        assert (decision.mode, decision.size) == (expected.mode, expected.size if expected.mode is FULL else rows)
+        assert config.should_use_cudagraph(rows, 1) == (decision.mode is FULL)
+        assert config.get_padded_batch_size(rows) == decision.size
+        if decision.mode is FULL:
+            served[decision.size].append(rows)
+        elif rows <= sizes[-1]:
+            assert decision.reason is Reason.POLICY
+    assert served == {size: list(table.served_by(size)) for size in sizes}
 
 
 def test_each_mode_has_its_own_sizes() -> None:

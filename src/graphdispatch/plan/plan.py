@@ -148,6 +148,10 @@ class Plan:
         """The sizes of the graphs of a runtime mode, in increasing order."""
         return tuple(graph.size for graph in self.graphs if graph.mode is mode)
 
+    def firsts_of(self, mode: CUDAGraphMode) -> tuple[int, ...]:
+        """For each of ``sizes_of(mode)``, the smallest batch that its graph is for; smaller ones are faster eagerly."""
+        return tuple(graph.first for graph in self.graphs if graph.mode is mode)
+
     def evaluate(self, workload: Workload, cost: CostModel | None = None) -> Evaluation:
         """What the plan comes to on ``workload`` with the costs of ``cost`` (default: ``CostModel.default()``)."""
         cost = cost or CostModel.default()
