@@ -1,14 +1,13 @@
 """What an adaptive policy learnt: its places with their orders of preference, and all of it as validated plain data."""
 
-import reprlib
 from collections.abc import Mapping
 from math import inf
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from ..errors import ConfigError
 from ..modes import DispatchMode
+from ..plan.storage import parse_document
 from .estimates import CellState, CostCurve, Estimate
 
 __all__ = ["GRAPHS", "MODES", "Place", "PolicyState", "Standing", "parse_state"]
@@ -135,12 +134,4 @@ class PolicyState(BaseModel):
 
 def parse_state(text: str | bytes) -> PolicyState:
     """The state in JSON ``text``. Raises ``ConfigError`` that names the first value at fault."""
-    try:
-        return PolicyState.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
-        raise ConfigError(
-            f"the saved policy is not valid at {where}: {first['msg']}, got {reprlib.repr(first['input'])}; "
-            "delete it to start afresh"
-        ) from None
+    return parse_document(text, PolicyState, "the saved policy", "delete it to start afresh")
