@@ -81,6 +81,155 @@ def test_what_the_code_of_a_module_reads_is_compared(
     assert not guard.holds()
 
 
+_table = {"scale": 2.0, "rest": [1.0]}
+_alias = torch.relu
+_dtype = torch.float32
+
+
+class Settings:
+    """A class as a place for settings."""
+
+    shift = 1.0
+
+
+class Base(nn.Module):
+    """Has what its heirs read."""
+
+    gain = 2.0
+    weights = (1.0, 2.0)
+
+
+class Adapted(Base):
+    """Reads containers, class attributes and globals of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = {"a": 1.0, "b": 2.0}
+        self.active = ["a"]
+        self.nested = {"a": [[torch.ones(3)]]}
+        self.heads = (nn.Linear(3, 3),)
+        self.cache = types.SimpleNamespace(parts={"k": torch.ones(3)}, head=nn.Linear(3, 3))
+        self.log: list[int] = []
+        self.power = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.active:
+            x = x * self.scaling[name] + self.nested[name][0][0] + self.heads[0](x) + self.cache.head(x)
+        x = _alias(x).to(_dtype) * self.gain * self.weights[0] * _table["scale"] + Settings.shift
+        return x**self.power + self.cache.parts["k"]
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.cache.factor
+
+
+def module_global(name: str, value: Any) -> Callable[[Any], None]:
+    """Rebind a global of this file."""
+    return lambda _: globals().__setitem__(name, value)
+
+
+HELD: dict[str, Callable[[Adapted], Any]] = {
+    "entry of a dict": lambda net: net.scaling.__setitem__("a", 4.0),
+    "list rebound": lambda net: setattr(net, "active", ["b"]),
+    "entry of a list": lambda net: net.active.append("b"),
+    "tensor deep in containers": lambda net: net.nested["a"][0].__setitem__(0, torch.zeros(3)),
+    "layer in a tuple moved": lambda net: setattr(net.heads[0].weight, "data", torch.zeros(3, 3)),
+    "dict on an object": lambda net: net.cache.parts.__setitem__("k", torch.zeros(3)),
+    "layer on an object": lambda net: setattr(net.cache, "head", nn.Linear(3, 3)),
+    "layer on an object moved": lambda net: setattr(net.cache.head.weight, "data", torch.zeros(3, 3)),
+    "entry of a global dict": lambda _: _table.__setitem__("scale", 3.0),
+    "global function": module_global("_alias", torch.tanh),
+    "global type of data": module_global("_dtype", torch.float64),
+    "class as settings": lambda _: setattr(Settings, "shift", 2.0),
+    "class attribute": lambda _: setattr(Base, "gain", 3.0),
+    "tuple of the class": lambda _: setattr(Base, "weights", (3.0, 2.0)),
+    "another type of number": lambda net: setattr(net, "power", 2.0),
+    "another type of entry": lambda net: net.scaling.__setitem__("a", 1),
+}
+
+
+@pytest.fixture
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_alias", "_dtype"):
+        monkeypatch.setitem(globals(), name, globals()[name])
+    monkeypatch.setitem(_table, "scale", 2.0)
+    monkeypatch.setattr(Settings, "shift", 1.0)
+    monkeypatch.setattr(Base, "gain", 2.0)
+    monkeypatch.setattr(Base, "weights", (1.0, 2.0))
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("change", HELD.values(), ids=HELD.keys())
+@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: lambda x: net(x)], ids=["module", "closure"])
+def test_whatever_a_module_reads_is_compared(
+    wrap: Callable[[Adapted], Callable[..., Any]], change: Callable[[Adapted], Any]
+) -> None:
+    """In containers, on objects and classes, in globals; of numbers the type, too."""
+    net = Adapted().eval().requires_grad_(False)
+    guard = StateGuard(wrap(net))
+    assert guard.holds()
+    change(net)
+    assert not guard.holds()
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: net.log.append(1),
+        lambda net: setattr(net.cache, "unread", 1.0),
+        lambda net: net.scaling.__setitem__("a", 1.0),
+        lambda net: setattr(net, "power", 2),
+        lambda net: net.nested["a"][0][0].add_(1),
+        lambda _: _table["rest"].append,
+    ],
+    ids=["list that is not read", "attribute that is not read", "equal entry", "equal number", "written", "nothing"],
+)
+def test_what_changes_nothing_for_a_module_is_left_alone(change: Callable[[Adapted], Any]) -> None:
+    """Other containers and attributes, and constants that are set to what they are."""
+    net = Adapted().eval()
+    guard = StateGuard(net)
+    change(net)
+    assert guard.holds()
+
+
+def test_a_method_of_a_module_is_followed_from_it() -> None:
+    """What a method reads is compared where the method is what is called."""
+    net = Adapted().eval()
+    net.cache.factor = 1.0
+    guard = StateGuard(net.step)
+    assert guard.holds()
+    net.cache.factor = 2.0
+    assert not guard.holds()
+
+
+def test_of_many_constants_the_number_is_compared() -> None:
+    """A container of thousands of constants costs a hit no more than a small one."""
+    vocabulary = {f"token {number}": number for number in range(5000)}
+    guard = StateGuard(lambda x: x * vocabulary["token 1"])
+    assert len(guard._held) < 10
+    vocabulary["more"] = 1
+    assert not guard.holds()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: setattr(p, "data", p.data[:2]),
+        lambda p: p.t_(),
+        lambda p: p.resize_(2, 3),
+        lambda p: p.as_strided_((3, 2), (3, 1)),
+    ],
+    ids=["transposed", "cut", "transposed in place", "resized", "strided"],
+)
+def test_a_weight_that_is_cut_or_transposed_where_it_lies(change: Callable[[nn.Parameter], Any]) -> None:
+    """Its address stays the same, and what it holds does not."""
+    layer = nn.Linear(3, 3).requires_grad_(False)
+    guard = StateGuard(layer)
+    change(layer.weight)
+    assert not guard.holds()
+
+
 def test_what_the_code_of_a_module_does_not_read_is_left_alone() -> None:
     """Other attributes of the same objects may change with each call."""
     net = Outer().eval()

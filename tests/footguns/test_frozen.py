@@ -1,6 +1,8 @@
 """Python that a graph cannot see: numbers, counters, hooks, global variables."""
 
+import os
 import random
+import warnings
 from collections.abc import Callable
 from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
@@ -99,6 +101,103 @@ def test_module_config_changed(settled: Settle) -> None:
     model.config.inner.shift = 3.0
     x = torch.randn(4, 3)
     assert torch.equal(step(x), x * 5.0 + 3.0)
+
+
+class Adapted(nn.Module):
+    gain = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling = {"a": 1.0, "b": 3.0}
+        self.active = ["a"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.active:
+            x = x * self.scaling[name]
+        return x * self.gain
+
+
+def test_module_container_changed(settled: Settle) -> None:
+    """An entry of a dict or list on the module is compared, and so is another dict or list in its place."""
+    model = Adapted().eval()
+    step = settled(model)
+    model.scaling["a"] = 4.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 8.0)
+    model.active = ["b"]
+    assert torch.equal(step(x), x * 6.0)
+
+
+def test_class_attribute_changed(settled: Settle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``forward`` reads of the module's class is compared."""
+    step = settled(Adapted().eval())
+    monkeypatch.setattr(Adapted, "gain", 5.0)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 5.0)
+
+
+def test_number_type_changed(settled: Settle) -> None:
+    """A number of a module that equals the old one and is of another type is another one."""
+    model = Scaled().eval()
+    step = settled(model, lambda rows: (torch.arange(rows * 3).view(rows, 3),))
+    model.scale = 2  # type: ignore[assignment]
+    x = torch.arange(12).view(4, 3)
+    assert step(x).dtype is model(x).dtype
+
+
+def test_code_replaced(settled: Settle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LIMIT: the code of a class or module that is replaced after the capture is not looked at."""
+    step = settled(Adapted().eval())
+    monkeypatch.setattr(Adapted, "forward", lambda self, x: x * 9.0)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2.0)
+
+
+def test_code_replaced_instead(settled: Settle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ``invalidate`` the new code is captured."""
+    step = settled(Adapted().eval())
+    monkeypatch.setattr(Adapted, "forward", lambda self, x: x * 9.0)
+    step.invalidate("another forward")
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 9.0)
+
+
+def test_scripted_attribute_changed(settled: Settle) -> None:
+    """LIMIT: a scripted module keeps its attributes where no guard looks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(Scalar().eval())
+    step = settled(model)
+    model.scale = 5.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2.0)
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_ambient_value_changed(settled: Settle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LIMIT: what Python reads from its surroundings is that of the capture."""
+    monkeypatch.setenv("SCALE", "2.0")
+    step = settled(lambda x: x * float(os.environ["SCALE"]))
+    monkeypatch.setenv("SCALE", "5.0")
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2.0)
+
+
+def test_array_changed(settled: Settle) -> None:
+    """LIMIT: a number that Python reads from a numpy array is frozen, and writing to the array is not seen."""
+    array = np.full(1, 2.0)
+    step = settled(lambda x: x * float(array[0]))
+    array[0] = 5.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2.0)
 
 
 def test_settings_module_changed(settled: Settle, monkeypatch: pytest.MonkeyPatch) -> None:

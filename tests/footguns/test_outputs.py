@@ -31,6 +31,15 @@ def test_output_view_kept(settled: Settle) -> None:
         kept.get()
 
 
+def test_output_view_read_late(settled: Settle) -> None:
+    """LIMIT: what ``get()`` gave is overwritten by the next call, of any thread; only ``get()`` itself can notice."""
+    step = settled(lambda x: x * 2, outputs="view")
+    x = torch.randn(4, 3)
+    value = step(x).get()
+    step(x + 1)
+    assert torch.equal(value, (x + 1) * 2)
+
+
 def test_output_static_kept(settled: Settle) -> None:
     """LIMIT: with ``outputs="static"`` the tensors are the graph's own, and the next replay overwrites them."""
     step = settled(lambda x: x * 2, outputs="static")

@@ -82,6 +82,23 @@ def test_weight_data_assigned(settled: Settle) -> None:
     _moved(settled, move)
 
 
+def test_weight_cut_in_place(settled: Settle) -> None:
+    """A weight that is cut where it lies keeps its address: the graph of the whole one is dropped."""
+    model = nn.Linear(3, 3).eval().requires_grad_(False)
+    step = settled(model, **INPUT)
+    model.weight.data, model.bias.data = model.weight.data[:2], model.bias.data[:2]
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), model(x))
+
+
+def test_weight_reshaped_in_place(settled: Settle) -> None:
+    """LIMIT: another shape of as many elements, without gaps at the same address, looks like the old one."""
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    step = settled(lambda x: x + weight)
+    weight.unsqueeze_(1)
+    assert step(torch.zeros(3, 3)).tolist() == [[1.0, 2.0, 3.0]] * 3
+
+
 def test_weights_loaded_by_assignment(settled: Settle) -> None:
     """``load_state_dict(assign=True)`` replaces the parameters: the graph of the old ones is dropped."""
     _moved(settled, lambda model: model[1].load_state_dict(nn.Linear(3, 3).state_dict(), assign=True))

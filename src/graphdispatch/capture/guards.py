@@ -6,7 +6,7 @@ and the old path, without an error.
 """
 
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sized
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -23,6 +23,7 @@ __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "same_objects"]
 _END = (object(),)
 _GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 _training = attrgetter("training")
+_address, _numel, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -40,44 +41,61 @@ class StateGuard:
         self._modules = tuple(reach.modules)
         self._holders = (*reach.modules, *reach.objects, *reach.containers)
         # A scripted module keeps its members elsewhere; its parameters are compared by address below.
-        tables = [
+        members = [
             t for m in reach.modules for t in (m._parameters, m._buffers, m._modules) if t and isinstance(t, dict)
         ]
-        hooks = [table for m in reach.modules for table in _hooks_of(m)] + list(_GLOBAL_HOOKS)
-        watched = [part for t in (*reach.containers, *filter(None, hooks)) for part in _parts(t)]
+        self._hooks = [table for m in reach.modules for table in _hooks_of(m)] + list(_GLOBAL_HOOKS)
+        self._latest_hook = RemovableHandle.next_id
+        watched = [part for t in (*reach.containers, *filter(None, self._hooks)) for part in _parts(t)]
         # Behind each a mark, so that nothing passes from one to the next unseen.
         marked = [part for values in watched for part in (values, _END)]
-        contents: tuple[Iterable[Any], ...] = (*(t.values() for t in tables), *marked)
+        contents: tuple[Iterable[Any], ...] = (*(t.values() for t in members), *marked)
         self._contents = (*contents, _END) if contents else ()
-        self._content = tuple(chain.from_iterable(self._contents))
-        self._current = [reader for reader, _ in reach.variables]
-        self._held = [held for _, held in reach.variables]
+        # Two names at least, so that the reader gives a tuple.
+        self._numbers = [partial(itemgetter(*names, names[0]), table) for table, names in reach.numbers if names]
+        self._variables = [reader for reader, _ in reach.variables]
+        self._held = tuple(self._now())
         parameters = [t for m in reach.modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-        held = (*self._content, *parameters, *reach.tensors)
+        tensors = dict.fromkeys((*parameters, *reach.tensors, *filter(torch.is_tensor, self._held)))
         # Lazy parameters and subclasses have no address to compare; their identity is compared all the same.
-        self._tensors = tuple(dict.fromkeys(t for t in held if type(t) in (torch.Tensor, nn.Parameter)))
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._tables = [table for table, _ in reach.members]
+        plain = (torch.Tensor, nn.Parameter)
+        self._tensors = tuple(t for t in tensors if type(t) in plain and t.layout is torch.strided)
+        self._addresses = list(map(_address, self._tensors))
+        # Whether one was cut or transposed where it lies; its shape and strides would tell more, for thrice the time.
+        self._numels = list(map(_numel, self._tensors))
+        self._contiguous = list(map(_is_contiguous, self._tensors))
+        self._readers = [partial(itemgetter(*names), table) for table, names in reach.members if names]
+        self._constants = [read() for read in self._readers]
+        self._tables: list[Sized] = [*(table for table, _ in reach.members), *reach.sized]
         self._sizes = list(map(len, self._tables))
-        self._readers = [(itemgetter(*names), table) for table, names in reach.members if names]
-        self._constants = [read(table) for read, table in self._readers]
-        self._hooks = hooks
-        self._latest_hook = RemovableHandle.next_id
 
     def holds(self) -> bool:
-        """Whether all members and variables are the same objects at the same addresses, and the modules' constants
-        (``training`` and whatever number, string or flag hangs on them) have the same values."""
+        """Whether all members, numbers and variables are the same objects or constants, the tensors are where they
+        were, of the same extent, and the modules' other attributes have the same values."""
         try:
-            return (
-                (RemovableHandle.next_id == self._latest_hook or self._no_new_hooks())
-                and (not self._content or all(map(is_, chain.from_iterable(self._contents), self._content)))
-                and (not self._tensors or list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses)
-                and (not self._tables or list(map(len, self._tables)) == self._sizes)
-                and (not self._readers or [read(table) for read, table in self._readers] == self._constants)
-                and (not self._held or all(map(is_, map(call, self._current), self._held)) or self._same_values())
-            )
+            if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
+                return False
+            if self._held:
+                contents, numbers = chain.from_iterable(self._contents), chain.from_iterable(map(call, self._numbers))
+                now = chain(contents, numbers, map(call, self._variables))
+                if not all(map(is_, now, self._held)) and not same_objects(self._now(), list(self._held)):
+                    return False
+            if self._tensors and (
+                list(map(_address, self._tensors)) != self._addresses
+                or list(map(_numel, self._tensors)) != self._numels
+                or list(map(_is_contiguous, self._tensors)) != self._contiguous
+            ):
+                return False
+            if self._readers and list(map(call, self._readers)) != self._constants:
+                return False
+            return not self._tables or list(map(len, self._tables)) == self._sizes
         except (KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile, or of no use to compare
             return False
+
+    def _now(self) -> list[Any]:
+        """What all members, numbers and variables hold now."""
+        numbers = chain.from_iterable(read() for read in self._numbers)
+        return [*chain.from_iterable(self._contents), *numbers, *(read() for read in self._variables)]
 
     def _no_new_hooks(self) -> bool:
         """Whether the hooks that were registered meanwhile, anywhere in the process, are none of the callable's."""
@@ -87,9 +105,6 @@ class StateGuard:
             return False
         self._latest_hook = latest  # a later call need not look again; threads that race here set much the same
         return True
-
-    def _same_values(self) -> bool:
-        return same_objects([current() for current in self._current], self._held)
 
     def attributes(self) -> list[Any]:
         """What hangs now on the modules, objects, dicts and lists that the callable reaches, two levels deep."""

@@ -1,20 +1,22 @@
 """What a callable reaches without its arguments: modules, tensors, and variables that may be rebound later.
 
-Followed are the closure, globals and defaults of functions, what a decorator wraps, methods, partials, lists, tuples,
-deques and dicts; of plain objects the attributes under names that this code reads, and the methods that it may call.
-Other attributes are left alone: an object may keep its last result, which changes with each call. From the ``forward``
-of modules, their methods and the functions that it calls are followed; of what they read, the tensors, modules and
-constants are noted, also those in plain objects on a module (``self.config.scale``), and in imported settings. The code
-of torch and of the standard library is not followed, nor what ``eager_break`` marks.
+Followed are the closure, globals and defaults of functions, what a decorator wraps, methods, partials, and containers
+(lists, tuples, sets, deques, dicts); of plain objects the attributes under names that this code reads, and the methods
+that it may call. Other attributes are left alone: an object may keep its last result, which changes with each call.
+
+From the ``forward`` of modules, their methods and the functions that it calls are followed. What they read is noted:
+globals, attributes of the class, containers and plain objects on a module (``self.config.scale``), modules of settings.
+The code of torch and of the standard library is not followed, nor what ``eager_break`` marks.
 """
 
-import inspect
 import os
+import sys
 import sysconfig
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from functools import lru_cache, partial
 from inspect import getattr_static
 from typing import Any
 
@@ -23,8 +25,11 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from .breaks import is_break
+from .reads import Reads, reads
 
 __all__ = ["CONSTANTS", "Reach", "cell_value", "content"]
+
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 CONSTANTS = (bool, int, float, complex, str, type(None))
 """Types of values that may be told apart by what they are."""
@@ -36,7 +41,22 @@ _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _SITE = (os.path.join(_STDLIB, "site-packages", ""), os.path.join(_STDLIB, "dist-packages", ""))
 _LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__)))
 _OF_TORCH = frozenset(vars(nn.Module()))
-_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, OpOverload, OpOverloadPacket, torch.dtype, torch.device)
+_CONTAINERS = (dict, list, set, deque)
+_VALUES = (types.MemberDescriptorType, torch.Tensor, nn.Module, tuple, *_CONTAINERS, *CONSTANTS)
+"""What a class has that is read as it is, and not called."""
+_MOST_ENTRIES = _MOST_VARIABLES = 4096
+_IMPLICIT = ("__call__", "__getattr__", "__getattribute__", "__getitem__", "__iter__", "__len__", "__bool__")
+_OPAQUE = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.WrapperDescriptorType,
+    type(lru_cache(id)),
+    OpOverload,
+    OpOverloadPacket,
+    torch.dtype,
+    torch.device,
+)
 _ABSENT = object()
 
 
@@ -49,18 +69,28 @@ class Reach:
         """Tensors in variables, attributes and containers; those of ``modules`` come on top."""
         self.variables: list[tuple[Reader, Any]] = []
         """How to read each variable again, and what it holds."""
-        self.containers: list[dict[Any, Any] | list[Any] | deque[Any]] = []
+        self.containers: list[Container] = []
+        self.sized: list[Container | tuple[Any, ...]] = []
+        """Containers of so many constants that only their length is compared."""
         self.objects: list[Any] = []
         self.members: list[tuple[dict[str, Any], list[str]]] = []
         """The attributes of each module by its dict: constants, objects and functions, by name."""
+        self.numbers: list[tuple[dict[str, Any], list[str]]] = []
+        """Those of them that are numbers and are read, so that 2 is to be told from 2.0 and from True."""
         self._seen: dict[int, Any] = {}
         self._noted: set[tuple[int, str]] = set()
         self._names: set[str] = set()
+        """What the code of functions reads, but for what it reads of libraries."""
+        self._read = Reads()
+        self._members: dict[type, dict[str, Any]] = {}
+        self._code: dict[types.CodeType, types.FunctionType] = {}
+        """The functions that modules reach."""
         self._visit(fn)
         before = -1
-        while before != (before := len(self._names) + len(self._seen)):
+        while before != (before := len(self._names) + len(self._seen) + len(self._code)):
             for holder in list(self.objects):
                 self._visit_attributes(holder)
+            self._visit_code()
 
     def _visit(self, value: Any) -> None:
         if id(value) in self._seen or isinstance(value, (*CONSTANTS, *_OPAQUE)):
@@ -76,25 +106,57 @@ class Reach:
             self._visit_all((value.__self__, value.__func__))
         elif isinstance(value, types.FunctionType):
             self._visit_function(value)
-        elif isinstance(value, (list, tuple, dict, deque)):
-            if not isinstance(value, tuple):
-                self.containers.append(value)
-            self._visit_all(content(value))
+        elif isinstance(value, (tuple, *_CONTAINERS)):
+            self._visit_all(self._entries(value))
         else:
             self.objects.append(value)
             if type(value).__module__.partition(".")[0] == _PACKAGE and hasattr(type(value), "unwrap"):
                 self._visit(value.unwrap())
+
+    def _entries(self, container: Container | tuple[Any, ...]) -> list[Any]:
+        """Note a container, and return what it holds, as far as it is compared."""
+        if len(container) > _MOST_ENTRIES and not _holds_tensors(container):
+            self.sized.append(container)
+            return []
+        if not isinstance(container, tuple):
+            self.containers.append(container)
+        return content(container)
 
     def _visit_all(self, values: Iterable[Any]) -> None:
         for value in list(values):
             self._visit(value)
 
     def _note(self, holder: Any, name: str, reader: Reader) -> None:
+        self._watch(holder, name, reader)
+        if not isinstance(held := reader(), (type, types.ModuleType)):
+            self._visit(held)
+
+    def _watch(self, holder: Any, name: str, reader: Reader) -> None:
+        """Note which object a variable holds, and nothing of what the object holds."""
         held = reader()
-        if (id(holder), name) not in self._noted and not isinstance(held, (type, types.ModuleType)):
+        is_new = (id(holder), name) not in self._noted and len(self.variables) < _MOST_VARIABLES
+        if is_new and not isinstance(held, (type, types.ModuleType)):
             self._noted.add((id(holder), name))
             self.variables.append((reader, held))
-            self._visit(held)
+
+    def _note_state(self, holder: Any, name: str, reader: Reader) -> None:
+        """For what the code of modules reads: a variable with the tensors, modules and containers behind it. That a
+        function under its own name is another one now is not looked at, since there are too many of them."""
+        held = reader()
+        is_code = isinstance(held, (property, staticmethod, classmethod)) or (
+            isinstance(held, types.FunctionType) and held.__name__ == name
+        )
+        if not is_code:
+            self._watch(holder, name, reader)
+            self._visit_state(held)
+
+    def _visit_state(self, value: Any) -> None:
+        if isinstance(value, (torch.Tensor, nn.Module)):
+            self._visit(value)
+        elif isinstance(value, (tuple, *_CONTAINERS)) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            for inner in self._entries(value):
+                self._visit_state(inner)
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         if is_break(fn):  # may do what it likes: it runs eagerly
@@ -106,15 +168,21 @@ class Reach:
             )
             return
         self.objects.append(fn)
-        names = _names(fn)
-        self._names |= names
+        read = reads(fn.__code__)
+        self._read |= read
+        libraries = set()
         for holder, name, reader in _variables(fn):
             self._note(holder, name, reader)
-            self._visit_settings(reader(), names)
+            held = reader()
+            if _is_settings(held):
+                self._note_attributes([(name, held)], read)
+            elif isinstance(held, types.ModuleType):
+                libraries.add(name)
+        self._names |= read.own | read.loose | {name for owner, name in read.pairs if owner not in libraries}
         self._visit_all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()))
 
     def _visit_attributes(self, holder: Any) -> None:
-        table = getattr(holder, "__dict__", {})
+        table = _table(holder)
         for name in list(self._names):
             if name in table:
                 self._note(holder, name, partial(table.get, name))
@@ -126,7 +194,7 @@ class Reach:
                 self._visit(member.fget)
             elif isinstance(member, types.FunctionType):
                 self._visit(member)
-            elif isinstance(member, (types.MemberDescriptorType, torch.Tensor, nn.Module, list, dict, *CONSTANTS)):
+            elif isinstance(member, _VALUES):
                 self._note(holder, name, partial(getattr, holder, name, None))
         self._visit(getattr_static(type(holder), "__call__", None))
 
@@ -140,62 +208,95 @@ class Reach:
             names = [name for name in table if name not in _OF_TORCH]
             for name in names:
                 value = table[name]
-                if isinstance(value, torch.Tensor) or (isinstance(value, (list, dict)) and _holds_tensors(value)):
+                if isinstance(value, torch.Tensor) or _holds_tensors(value):
                     self._note(module, name, partial(table.get, name))
                 elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
                     self._visit(value)
-            watched = [name for name in names if not isinstance(table[name], (torch.Tensor, list, dict))]
+            watched = [name for name in names if not isinstance(table[name], (torch.Tensor, *_CONTAINERS))]
             self.members.append((table, [name for name in ("training", *watched) if name in table]))
-        self._visit_code({type(module) for module in root.modules()}, root)
 
-    def _visit_code(self, kinds: set[type[nn.Module]], root: nn.Module) -> None:
-        """What the ``forward`` of each class of modules reads, and the methods and functions that it calls."""
-        found: dict[types.CodeType, types.FunctionType] = {}
-        names: set[str] = set()
-        members = [vars(base) for base in {base for kind in kinds for base in kind.__mro__} if base is not nn.Module]
-        pending = [getattr_static(kind, "forward", None) for kind in kinds]
-        while pending:
-            fn = _plain_function(pending.pop())
-            if fn is None or fn.__code__ in found:
-                continue
-            found[fn.__code__] = fn
-            pending += [reader() for _, _, reader in _variables(fn)]
-            fresh = _names(fn) - names
-            pending += [table[name] for table in members for name in fresh & table.keys()]
-            names |= fresh
-        for fn in found.values():
+    def _visit_code(self) -> None:
+        """What the ``forward`` of modules reads, and the methods and functions that it calls."""
+        bases = {base for module in self.modules for base in type(module).__mro__ if not _is_of_torch(base)}
+        for module in self.modules:
+            self._follow(getattr_static(type(module), "forward", None))
+        read = self._read
+        for fn in list(self._code.values()):
+            read |= reads(fn.__code__)
+        holders: list[tuple[str, Any]] = []
+        for fn in list(self._code.values()):
             for holder, name, reader in _variables(fn):
-                if isinstance(reader(), (torch.Tensor, nn.Module, *CONSTANTS)):
-                    self._note(holder, name, reader)
-                self._visit_settings(reader(), names)
-        objects = [value for module in root.modules() for name, value in vars(module).items() if name in names]
-        seen: dict[int, Any] = {}
-        while objects:
-            holder = objects.pop()
-            if id(holder) not in seen and _is_plain(holder):
-                seen[id(holder)] = holder
-                objects += self._note_constants(holder, names)
+                self._note_state(holder, name, reader)
+                self._follow(reader())
+                holders.append((name, reader()))
+        for base in bases:
+            for name in vars(base).keys() & read.names:
+                self._follow(vars(base)[name])
+                self._note_state(base, name, partial(vars(base).get, name))
+        self.numbers = []
+        for module in list(self.modules):
+            table = vars(module)
+            names = (table.keys() & read.names) - _OF_TORCH
+            for name in names:
+                if isinstance(table[name], _CONTAINERS):
+                    self._note_state(module, name, partial(table.get, name))
+            holders += [(name, table[name]) for name in names]
+            self.numbers.append((table, [name for name in names if isinstance(table[name], (int, float, complex))]))
+        self._note_attributes(holders, read)
 
-    def _visit_settings(self, value: Any, names: set[str]) -> None:
-        if isinstance(value, types.ModuleType) and not _is_of_library(getattr(value, "__file__", None) or ""):
-            self._note_constants(value, names)
+    def _follow(self, value: Any) -> None:
+        """Look at the code of a function of somebody's own, and at that of its decorators, with that of modules."""
+        for fn in _functions(value):
+            self._code.setdefault(fn.__code__, fn)
 
-    def _note_constants(self, holder: Any, names: set[str]) -> list[Any]:
-        """Note the tensors, modules and constants that hang on ``holder`` under ``names``; returns the rest."""
-        table = vars(holder)
-        rest = []
-        for name in names & table.keys():
-            if isinstance(table[name], (torch.Tensor, nn.Module, *CONSTANTS)):
-                self._note(holder, name, partial(table.get, name))
-            else:
-                rest.append(table[name])
-        return rest
+    def _note_attributes(self, holders: list[tuple[str, Any]], read: Reads) -> None:
+        """Note what is read of plain objects and settings, each with the name that it is reached by, and of those that
+        hang on them; follow their methods."""
+        seen: dict[tuple[str, int], Any] = {}
+        of: defaultdict[str, set[str]] = defaultdict(set)
+        for owner, name in read.pairs:
+            of[owner].add(name)
+        while holders and len(self.variables) < _MOST_VARIABLES:
+            owner, holder = holders.pop()
+            if (owner, id(holder)) in seen or not (_is_plain(holder) or _is_settings(holder)):
+                continue
+            seen[owner, id(holder)] = holder
+            kind = holder if isinstance(holder, (type, types.ModuleType)) else type(holder)
+            names = read.loose | of[owner]
+            names |= self._own_reads(kind, names)
+            table, members = _table(holder), self._members_of(kind)
+            for name in names:
+                if name in table:
+                    self._note_state(holder, name, partial(table.get, name))
+                    holders.append((name, table[name]))
+                    self._follow(table[name])
+                elif name in members and isinstance(members[name], _VALUES):
+                    self._note_state(holder, name, partial(getattr, holder, name, None))
+
+    def _members_of(self, kind: Any) -> dict[str, Any]:
+        if not isinstance(kind, type):
+            return {}
+        if kind not in self._members:
+            self._members[kind] = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+        return self._members[kind]
+
+    def _own_reads(self, kind: Any, names: frozenset[str]) -> frozenset[str]:
+        """What the methods of a class that are called by ``names``, or by nobody, read of its objects."""
+        found: frozenset[str] = frozenset()
+        members = self._members_of(kind) if isinstance(kind, type) and not _is_of_library(_file(kind)) else {}
+        pending = {*names, *_IMPLICIT} & members.keys()
+        while pending:
+            for fn in _functions(members[pending.pop()]):
+                self._code.setdefault(fn.__code__, fn)
+                pending |= (reads(fn.__code__).own - found - names) & members.keys()
+                found |= reads(fn.__code__).own
+        return found
 
 
 def content(holder: Any) -> list[Any]:
     """What a dict, list, tuple or object holds."""
-    table = holder if isinstance(holder, (dict, list, tuple, deque)) else getattr(holder, "__dict__", {})
-    return list(table.values() if isinstance(table, dict) else table)
+    table = holder if isinstance(holder, (tuple, *_CONTAINERS)) else _table(holder)
+    return list(table.values() if isinstance(table, Mapping) else table)
 
 
 def cell_value(cell: types.CellType) -> Any:
@@ -206,16 +307,15 @@ def cell_value(cell: types.CellType) -> Any:
         return None
 
 
-def _plain_function(value: Any) -> types.FunctionType | None:
-    """The function behind a method, property or decorator, if its code is to be followed."""
-    if isinstance(value, property):
-        value = value.fget
-    value = getattr(value, "__func__", value)
-    if not isinstance(value, types.FunctionType) or is_break(value):
-        return None
-    inner = inspect.unwrap(value)
-    is_followed = isinstance(inner, types.FunctionType) and not is_break(inner) and not _is_foreign(inner)
-    return inner if is_followed else None
+def _functions(value: Any) -> list[types.FunctionType]:
+    """The functions behind a function, method or property, decorators included, whose code is to be followed."""
+    if issubclass(type(value), (property, staticmethod, classmethod, types.MethodType)):
+        value = value.fget if isinstance(value, property) else value.__func__
+    found: dict[int, types.FunctionType] = {}
+    while isinstance(value, types.FunctionType) and id(value) not in found and not is_break(value):
+        found[id(value)] = value
+        value = value.__dict__.get("__wrapped__")
+    return [] if is_break(value) else [fn for fn in found.values() if not _is_foreign(fn)]
 
 
 def _is_foreign(fn: types.FunctionType) -> bool:
@@ -227,24 +327,45 @@ def _is_of_library(path: str) -> bool:
     return is_stdlib or path.startswith(_LIBRARIES)
 
 
-def _holds_tensors(container: Any) -> bool:
-    return any(
-        isinstance(inner, (torch.Tensor, nn.Module))
-        for value in content(container)
-        for inner in (value, *(content(value) if isinstance(value, (list, tuple, dict)) else ()))
-    )
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether it is a container of tensors or modules, or of containers of them."""
+    if depth and isinstance(value, (tuple, *_CONTAINERS)):
+        return any(
+            isinstance(inner, (torch.Tensor, nn.Module)) or _holds_tensors(inner, depth - 1) for inner in content(value)
+        )
+    return False
 
 
 def _is_plain(value: Any) -> bool:
     """Whether it is an object whose class says nothing of what it holds."""
-    known = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, partial, list, tuple, dict, deque)
-    return hasattr(value, "__dict__") and not isinstance(value, (*known, *CONSTANTS, *_OPAQUE))
+    known = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, partial, tuple, *_CONTAINERS)
+    return not issubclass(type(value), (*known, *CONSTANTS, *_OPAQUE))
 
 
-def _names(fn: types.FunctionType) -> set[str]:
-    """The names and strings in the code of a function."""
-    codes = _codes(fn.__code__)
-    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+def _is_settings(value: Any) -> bool:
+    """Whether it is a module or class of somebody's own, which may be a place for settings."""
+    if isinstance(value, type):
+        return not issubclass(value, (nn.Module, Enum, BaseException, tuple, *_CONTAINERS)) and not _is_of_library(
+            _file(value)
+        )
+    return isinstance(value, types.ModuleType) and not _is_of_library(getattr(value, "__file__", None) or "")
+
+
+def _file(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    """The attributes of an object by name; none where it does not say."""
+    try:
+        table = vars(value)
+    except Exception:  # no __dict__, or one of its own
+        return {}
+    return table if isinstance(table, (dict, types.MappingProxyType)) else {}
+
+
+def _is_of_torch(base: type) -> bool:
+    return base is object or base.__module__.partition(".")[0] == "torch"
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -257,9 +378,9 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _variables(fn: types.FunctionType) -> Iterator[tuple[Any, str, Reader]]:
     """The variables that a function uses and does not own, each with its holder, name and reader."""
-    for cell in fn.__closure__ or ():
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         empty = cell_value(cell) is None
-        yield cell, "", partial(cell_value, cell) if empty else partial(getattr, cell, "cell_contents")
+        yield cell, name, partial(cell_value, cell) if empty else partial(getattr, cell, "cell_contents")
     table = fn.__globals__
     for name in {name for code in _codes(fn.__code__) for name in code.co_names if name in table}:
         yield table, name, partial(table.get, name)
