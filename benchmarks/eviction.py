@@ -2,10 +2,11 @@
 
 A trace has a column ``num_tokens``; a cycle over more sizes than there is room for always comes last. Graphs are
 wanted for the sizes of vLLM's ladder up to 512, or for exactly the tokens of each step, which are many more. A size is
-captured at its second sighting within the window. *Guarded* is how the library works: a graph goes only if it was not
-used since the newcomer's first sighting. The optimum knows the future and may decline to capture (Belady); no policy
-can hit more often. The last lines of a trace add its four cases up and compare each guarded policy with the one of
-fewest misses and with the one of fewest captures, that is, of the least time spent in them.
+captured at its second sighting within the window, and later if its graphs keep going before they were used enough.
+*Guarded* is how the library works: a graph goes only if it was not used since the newcomer's first sighting. The
+optimum knows the future and may decline to capture (Belady); no policy can hit more often. The last lines of a trace
+add its four cases up and compare each guarded policy with the one of fewest misses and with the one of fewest captures,
+that is, of the least time spent in them.
 """
 
 import csv
@@ -47,7 +48,8 @@ class Outcome(NamedTuple):
 
 def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) -> Outcome:
     """Run the steps on a cache of ``room`` graphs."""
-    cache, admission = GraphCache(room, eviction=eviction), Admission()
+    admission = Admission()
+    cache = GraphCache(room, eviction=eviction, admission=admission)
     hits = captures = 0
     for key in keys:
         entry = cache.get(key)

@@ -64,7 +64,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             backend=backend,
             pool=pool,
         )
-        self._graphs.admission = Admission()
+        self._graphs.cache.admission = Admission()
         self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
 
     def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:

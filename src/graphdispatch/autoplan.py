@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -110,6 +111,15 @@ class AutoPlan:
         profile: Profile | None = None,
         save_at_exit: str | Path | None = None,
     ) -> None:
+        if not hasattr(step, "keep_examples"):
+            raise ConfigError(f"step must be a callable with sizes, such as graphed() makes, got {step!r}")
+        for name, given, kind in (("cost", cost, CostModel), ("profile", profile, Profile)):
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(
+                    f"{name} must be a {kind.__name__} or None, got {given!r}; {kind.__name__}.load() reads one"
+                )
+        if save_at_exit is not None and not isinstance(save_at_exit, str | PathLike):
+            raise ConfigError(f"save_at_exit must be the path of a file or None, got {save_at_exit!r}")
         self.step = step
         """The callable."""
         self.max_graphs = len(step.sizes) if max_graphs is None else max_graphs

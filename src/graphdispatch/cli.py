@@ -85,7 +85,3 @@ def _fail(message: str, code: int = _USAGE_ERROR) -> int:
     if message:  # typer says nothing where it has printed the help instead
         print(f"graphdispatch: error: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -250,7 +250,8 @@ class CUDAGraphConfig(_Options):
     capture_window: _Count = 4096
     """Those sightings count only if they come within so many uses (replays in the process, and sightings)."""
     max_signatures: _Count = 32
-    """The most different kinds of argument lists (dtypes, trailing shapes, constants) that get graphs."""
+    """The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at a time; one
+    without a graph, and without a capture that failed, gives way to a new one."""
     strict: bool = False
     """Raise ``FallbackError`` where a call would otherwise run eagerly."""
     options: CUDAGraphOptions = CUDAGraphOptions()

@@ -19,7 +19,7 @@ from .capture.piecewise import BreakFigures, break_figures
 from .capture.rules import callable_name, make_rules
 from .config import CUDAGraphOptions, parse_mode, resized, roomy_config
 from .dispatch.decision import Decision
-from .errors import ReplayError
+from .errors import ConfigError, ReplayError
 from .modes import CUDAGraphMode
 from .plan.saved import read_sizes
 from .prewarm import Limits, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
@@ -54,7 +54,7 @@ def graphed(
     max_size: int | None = None,
     sizes: str | Sequence[int] | SizePlan | PathLike[str] = "auto",
     mode: str | CUDAGraphMode = "FULL",
-    outputs: str = "clone",
+    outputs: str | None = None,
     out: Any = None,
     strict: bool = False,
     backend: str = "auto",
@@ -83,11 +83,11 @@ def graphed(
     ``max_size`` (default 256). A size is captured when seen for the ``capture_after``-th time within ``capture_window``
     uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, the policy
     ``eviction`` (as in ``CUDAGraphConfig``) says which graph goes; callables may share ``budget``.
-    ``outputs``: ``"clone"`` gives the caller copies, ``"view"`` a handle (``.get()``) that raises ``StaleOutputError``
-    after the next replay, ``"ring:3"`` such a handle on the next of three preallocated copies, which raises after three
-    further calls, ``"static"`` the graph's own tensors. ``out``, a tensor or a nest of them with at least ``max_size``
-    rows, is where all outputs go: a call returns views of its first rows, and the next call overwrites them.
-    ``strict`` raises ``FallbackError`` instead of running a step eagerly.
+    ``outputs`` (default: as in ``options``): ``"clone"`` gives the caller copies, ``"view"`` a handle (``.get()``) that
+    raises ``StaleOutputError`` after the next replay, ``"ring:3"`` such a handle on the next of three preallocated
+    copies, which raises after three further calls, ``"static"`` the graph's own tensors. ``out``, a tensor or a nest of
+    them with at least ``max_size`` rows, is where all outputs go: a call returns views of its first rows, the next call
+    overwrites them, a batch that needs more is an error. ``strict`` raises ``FallbackError`` instead of an eager step.
 
     ``mode`` is ``"FULL"`` (one graph for the call), ``"PIECEWISE"`` (graphs between the parts that ``eager_break``
     marks), ``"NONE"``, or one that tells uniform decode batches, served by ``FULL`` graphs, from others:
@@ -101,10 +101,25 @@ def graphed(
     settings: dict[str, Any] = {"mode": parse_mode(mode), "backend": backend, "strict": strict}
     settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
-    settings["options"] = (options or CUDAGraphOptions()).replace(outputs=outputs)
+    settings["options"] = _options(options, outputs)
     config = roomy_config(read_sizes(sizes), max_size, max_cached_graphs, settings)
-    rules = make_rules(fn, dynamic, pad or {}, static)
+    rules = make_rules(fn, dynamic, {} if pad is None else pad, static)
     return Graphed(SlowPath(fn, config, rules, uniform_decode=uniform_decode, budget=budget, out=out))
+
+
+def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
+    """The options with ``outputs``. Raises ``ConfigError`` where the two contradict each other."""
+    chosen = CUDAGraphOptions.or_default(options, "options")
+    if chosen.inputs != "copy":
+        raise ConfigError(
+            f"options.inputs must be 'copy' for graphed, got {chosen.inputs!r}; name the tensors whose address never "
+            "changes in static=, or use CUDAGraphWrapper"
+        )
+    if outputs is None or outputs == chosen.outputs:
+        return chosen
+    if chosen.outputs != CUDAGraphOptions().outputs:
+        raise ConfigError(f"outputs={outputs!r} contradicts options.outputs={chosen.outputs!r}; give one of them")
+    return chosen.replace(outputs=outputs)
 
 
 class Graphed(Generic[P, R]):

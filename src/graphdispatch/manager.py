@@ -13,6 +13,7 @@ from .backends import get_backend
 from .cache.budget import MemoryBudget
 from .cache.registry import (
     CUDAGraphRegistry,
+    Member,
     Shapes,
     batch_dims,
     check_callable,
@@ -20,8 +21,8 @@ from .cache.registry import (
     check_output_shapes,
 )
 from .capture.entry import CUDAGraphEntry
-from .capture.guards import same_callable
 from .capture.outputs import OutputView
+from .capture.signature import Refusal
 from .config import CUDAGraphConfig, parse_mode
 from .errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError
 from .modes import CUDAGraphMode
@@ -81,7 +82,7 @@ class CUDAGraphManager:
         if not self.get_mode_for_batch(batch_size, seq_len).has_graphs():
             return False
         key = self._key(batch_size, seq_len)
-        return not self.registry.has(*key) and self._refusal(key) is None
+        return not self.registry.has(*key) and self._refusal(key, self.registry.latest_member(key)) is None
 
     def capture_graph(
         self,
@@ -176,14 +177,16 @@ class CUDAGraphManager:
         if reason is not None:
             return self._run_eagerly(execute_fn, inputs, batch_size, reason)
         with torch.no_grad(), self._lock:
-            entry = self.registry.get(*key)
-            if entry is not None and self.registry.holds_for(key, execute_fn):
-                return self._serve_or_verify(key, entry, inputs, batch_size, execute_fn)
-            if entry is None and (refused := self._refusal(key, execute_fn)) is not None:
+            member = self.registry.member(key, execute_fn)
+            member.graphs.refresh()
+            entry = member.entry
+            if entry is not None:
+                return self._serve_or_verify(member, entry, inputs, batch_size, execute_fn)
+            if (refused := self._refusal(key, member)) is not None:
                 batch_dims(inputs, batch_size, dynamic)
-                self.registry.sight(key)
-                return self._run_eagerly(execute_fn, inputs, batch_size, refused)
-            outcome = self.registry.run_and_capture(key, execute_fn, inputs, batch_size, key[0], dynamic=dynamic)
+                self.registry.sight(member)
+                return self._run_eagerly(execute_fn, inputs, batch_size, refused.reason, refused.detail)
+            outcome = self.registry.run_and_capture(member, inputs, batch_size, dynamic=dynamic)
             if outcome.entry is None and outcome.error is None:  # refused before anything ran
                 return self._run_eagerly(execute_fn, inputs, batch_size, outcome.reason, outcome.detail)
             self.stats.record_miss(outcome.reason, batch_size)
@@ -246,27 +249,26 @@ class CUDAGraphManager:
             return Reason.MODE_MISMATCH
         return None
 
-    def _refusal(self, key: tuple[int, int], fn: Callable[..., Any] | None = None) -> Reason | None:
-        """Why a key without a graph is not captured now, or None; what failed for another callable is no reason."""
+    def _refusal(self, key: tuple[int, int], member: Member | None) -> Refusal | None:
+        """Why a callable without a graph under ``key`` (None: one that is new there) is not captured now, or None."""
         if self._is_asleep:
-            return Reason.ASLEEP
-        tried = self.registry.family_of(key)
-        is_same = tried is not None and (fn is None or same_callable(tried[0].fn, fn))
-        failure = tried[1].blocked(key[0]) if tried is not None and is_same else None
-        reason = failure.reason if failure is not None else self.registry.admit(key)
-        return None if reason is Reason.CAPTURED_NOW else reason
+            return Refusal(Reason.ASLEEP, "")
+        family = member.family if member is not None else None
+        failure = family.blocked(key[0]) if family is not None else None
+        if failure is not None:
+            return Refusal(failure.reason, failure.detail)
+        return self.registry.refusal((member.place if member is not None else (key, 0), key[0]))
 
     def _serve_or_verify(
         self,
-        key: tuple[int, int],
+        member: Member,
         entry: CUDAGraphEntry,
         inputs: Mapping[str, torch.Tensor],
         rows: int,
         fn: Callable[..., Any],
     ) -> Any:
-        tried = self.registry.family_of(key)
-        assert tried is not None
-        graphs, family = tried
+        graphs, family = member.graphs, member.family
+        assert family is not None
         try:
             values, _ = entry.check(inputs)
         except GuardError as error:

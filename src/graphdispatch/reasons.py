@@ -16,6 +16,7 @@ class Reason(StrEnum):
     DISABLED = "disabled"
     ASLEEP = "asleep"
     FIRST_SIGHTING = "first_sighting"
+    BACKING_OFF = "backing_off"
     CACHE_FULL = "cache_full"
     ABOVE_LARGEST_SIZE = "above_largest_size"
     NOT_CAPTURED = "not_captured"
@@ -75,6 +76,7 @@ class Reason(StrEnum):
 
 _ON_THE_WAY = (
     Reason.FIRST_SIGHTING,
+    Reason.BACKING_OFF,
     Reason.CAPTURED_NOW,
     Reason.VERIFIED_NOW,
     Reason.INSIDE_CAPTURE,
@@ -89,6 +91,10 @@ _TEXTS: dict[Reason, str] = {
     Reason.DISABLED: "graphs are switched off (mode NONE, or disable_mode)",
     Reason.ASLEEP: "the graphs were released by sleep(); wake() lets them come back",
     Reason.FIRST_SIGHTING: "this size was seen for the first time; it is captured when it comes again",
+    Reason.BACKING_OFF: (
+        "its last graphs went before they were used enough to pay for their capture; it must come more often before "
+        "the next one"
+    ),
     Reason.CACHE_FULL: (
         "the cache is full of graphs that are used more often; raise max_cached_graphs or memory_budget_bytes"
     ),

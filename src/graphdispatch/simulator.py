@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
+from weakref import WeakSet
 
 from .backends import get_backend
 from .backends.base import Graph, Pool
@@ -112,7 +113,9 @@ def simulate(
         for mode, of_mode in descriptors:
             for descriptor in of_mode:
                 if not cache.is_full:
-                    run.capture(mode, descriptor).state = EntryState.VERIFIED
+                    run.capture(mode, descriptor)
+        for entry in cache:
+            entry.state = EntryState.VERIFIED
     tokens, kinds, reqs = workload.steps
     modes = map(run.step, tokens.tolist(), kinds.tolist(), repeat(None) if reqs is None else reqs.tolist())
     run.result.steps.update(modes)
@@ -130,16 +133,17 @@ class _Clock:
 class _SimulatedGraph(Graph):
     """A graph whose replay only takes time."""
 
-    def __init__(self, clock: _Clock, replay_ms: float, nbytes: int) -> None:
+    def __init__(self, clock: _Clock, replay_ms: float, nbytes: int, pool_bytes: int) -> None:
         self._clock = clock
         self._replay_ms = replay_ms
         self._nbytes = nbytes
+        self.pool_bytes = pool_bytes
 
     def replay(self) -> None:
         self._clock.now += self._replay_ms
 
     def reset(self) -> None:
-        self._nbytes = 0
+        self._nbytes = self.pool_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -147,13 +151,18 @@ class _SimulatedGraph(Graph):
 
 
 class _SimulatedPool(Pool):
-    """Memory as large as the largest graph so far needed."""
+    """Memory as large as the largest of its graphs needs."""
 
-    largest = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: WeakSet[Graph] = WeakSet()
 
     @property
     def nbytes(self) -> int:
-        return self.largest
+        return self.nbytes_of(list(self.graphs))
+
+    def nbytes_of(self, graphs: Sequence[Graph]) -> int:
+        return max((graph.pool_bytes for graph in graphs if isinstance(graph, _SimulatedGraph)), default=0)
 
     def order_after_last_use(self) -> None:
         """The simulated device does one thing at a time."""
@@ -182,6 +191,9 @@ class _Run:
         self.policy = policy
         self.cache = cache
         self.admission = admission
+        if admission is not None:
+            cache.admission = admission
+        self.too_large: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
         self.result = SimulationResult(cache.stats)
         self.clock = _Clock()
         self.pool = _SimulatedPool()
@@ -243,6 +255,8 @@ class _Run:
         if self.admission is None:
             return Reason.CACHE_FULL
         key = (mode, descriptor)
+        if key in self.too_large:
+            return Reason.CACHE_FULL
         verdict = self.admission.decide(key, self.cache)
         if verdict is Reason.CAPTURED_NOW:
             self.capture(mode, descriptor, self.admission.since(key))
@@ -263,16 +277,18 @@ class _Run:
             mode=mode,
             key=(mode, descriptor),
             size=size,
-            graph=_SimulatedGraph(self.clock, step_ms, round(graph_bytes)),
+            graph=_SimulatedGraph(self.clock, step_ms, round(graph_bytes), round(pool_bytes)),
             pool=self.pool,
             backend=self.backend,
             inputs=self.inputs,
             outputs=self.outputs,
             capture_time_ms=capture_ms,
         )
-        self.pool.largest = max(self.pool.largest, round(pool_bytes))
+        self.pool.graphs.add(entry.graph)
         self.result.stats.record_capture(capture_ms)
         self.release(self.cache.add(entry.key, entry))
+        if entry.state is EntryState.EVICTED:
+            self.too_large.add((mode, descriptor))
         self.result.peak_bytes = max(self.result.peak_bytes, self.cache.nbytes)
         return entry
 

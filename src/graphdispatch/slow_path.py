@@ -3,16 +3,21 @@ eager, publishes to the fast path, and runs eagerly what no graph serves; each d
 """
 
 import itertools
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from .backends import get_backend
-from .cache import Admission, GraphSet, MemoryBudget, make_cache
+from .cache import GraphSet, MemoryBudget, make_cache
 from .capture.calls import CallForm
 from .capture.entry import CUDAGraphEntry
 from .capture.family import Family, Form
 from .capture.job import Outcome
+from .capture.outputs import OutputRule
 from .capture.rules import ArgumentRules
 from .capture.signature import Refusal
 from .config import CUDAGraphConfig
@@ -48,6 +53,13 @@ class SlowPath:
                 f"uniform_decode must be a function in mode {config.mode.name}, got None; "
                 "it is given a call's arguments and tells uniform decode batches from others"
             )
+        if uniform_decode is not None and not callable(uniform_decode):
+            raise ConfigError(f"uniform_decode must be a function of a call's arguments, got {uniform_decode!r}")
+        if budget is not None and not isinstance(budget, MemoryBudget):
+            raise ConfigError(
+                f"budget must be a MemoryBudget or None, got {budget!r}; memory_budget_bytes= takes a number of bytes, "
+                "and a MemoryBudget bounds several callables together"
+            )
         self.fn = fn
         self.config = config
         self.decode = self.mixed = Routine(config.mode.decode_mode(), config.resolve())
@@ -60,7 +72,6 @@ class SlowPath:
             config.options,
             make_cache(config, budget),
             backend=get_backend(config.backend) if config.backend != "auto" else None,
-            admission=Admission(config.capture_after, config.capture_window),
             out=out,
         )
         self.local = threading.local()
@@ -68,6 +79,9 @@ class SlowPath:
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
         self._rules = rules
         self._indices = itertools.count()
+        self._random = random.Random(0)
+        self._has_fitted = False
+        """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
@@ -78,6 +92,8 @@ class SlowPath:
             routine = self.routine(args, kwargs)
             found = self.find(routine, args, kwargs)
             family, decision = found.family, found.decision
+            if family is not None and self.graphs.out is not None and found.rows > routine.table.largest:
+                _check_room(self.graphs.out, family.rule, found.rows, routine.table.largest)
             if family is not None and decision.mode is not CUDAGraphMode.NONE:
                 family.sightings[decision.size] += 1
                 if self.keeps_examples:
@@ -86,7 +102,7 @@ class SlowPath:
                 if decision.reason is Reason.CAPTURED_NOW:
                     return self._capture(routine, family, found, decision)
                 if entry is None:
-                    self.graphs.admission.sight((family.index, found.decision.size))
+                    self.graphs.cache.admission.sight((family.index, found.decision.size))
                 if entry is not None and decision.reason is Reason.VERIFIED_NOW:
                     self.local.decision = Decision.eager(Reason.CALL_RAISED, found.rows)  # if it does
                     outcome = self.graphs.verify(family, found.leaves, found.rows, entry)
@@ -121,7 +137,8 @@ class SlowPath:
             failure = family.blocked(size)
             if failure is not None:
                 return Plan(None, Decision.eager(failure.reason, found.rows, failure.detail))
-            return Plan(None, Decision.eager(self.graphs.admit((family.index, size)), found.rows))
+            reason = self.graphs.admit(key := (family.index, size))
+            return Plan(None, Decision.eager(reason, found.rows, self.graphs.cache.admission.detail(reason, key)))
         clash = entry.clash(found.leaves)
         if clash is not None:
             return Plan(None, Decision.eager(Reason.ALIASED_ARGUMENTS, found.rows, clash))
@@ -141,11 +158,10 @@ class SlowPath:
         values = call_form.values(args, kwargs)
         known = form.find(values) if form is not None else None
         if known is None:
-            if len(self.graphs.families) >= self.config.max_signatures:
-                return Found(None, [], 0, Decision.eager(Reason.TOO_MANY_SIGNATURES))
-            made = self.graphs.make_family(next(self._indices), call_form, values, self._rules, table.largest)
+            made = self._make_family(call_form, values, table.largest)
             if isinstance(made, Refusal):
                 return Found(None, [], 0, Decision.eager(made.reason, detail=made.detail))
+            form = routine.forms.get(key)  # which may have gone with its last family
             family, leaves = made
             known = family, leaves, family.signature.rows
             if form is None:
@@ -159,6 +175,46 @@ class SlowPath:
             return Found(family, leaves, 1, routine.fixed)
         return Found(family, leaves, rows, table.decide(rows))
 
+    def _make_family(self, form: CallForm, values: Sequence[Any], capacity: int) -> tuple[Family, list[Any]] | Refusal:
+        """A family for a call that fits none; at the limit, one without a graph gives way to it.
+
+        Which one is left to chance: by age, a cycle over more kinds of calls than the limit would drop each of them
+        just before it comes again. One whose capture failed stays, or it would be captured in vain without end.
+        """
+        families, leaving = self.graphs.families, None
+        if len(families) >= self.config.max_signatures:
+            idle = [family for family in families.values() if not (_has_graphs(family) or family.failures)]
+            if not idle:
+                return Refusal(
+                    Reason.TOO_MANY_SIGNATURES,
+                    f"{len(families)} other kinds of argument lists have graphs, or captures that failed; raise "
+                    "max_signatures, or clear() them",
+                )
+            leaving = self._random.choice(idle)
+        try:
+            made = self.graphs.make_family(next(self._indices), form, values, self._rules, capacity)
+        except ConfigError as error:
+            if not self._has_fitted:
+                raise
+            return Refusal(Reason.ARGUMENTS_CHANGED, str(error))
+        if not isinstance(made, Refusal):
+            self._has_fitted = True
+            if leaving is not None:
+                self._forget(leaving)
+        return made
+
+    def _forget(self, family: Family) -> None:
+        """Let go of a family without graphs, with its static inputs, and of its spelling if it was the only one."""
+        del self.graphs.families[family.index]
+        for routine in (self.decode, self.mixed):
+            for key, form in list(routine.forms.items()):
+                if family in form.families:
+                    form.families.remove(family)
+                    if not form.families:
+                        del routine.forms[key]
+                    elif form.latest[0] is family:  # a hit that still reads it there finds that it serves nothing
+                        form.use(form.families[-1])
+
     def _capture(self, routine: Routine, family: Family, found: Found, decision: Decision) -> Any:
         size = found.decision.size
         self.local.decision = Decision.eager(Reason.CALL_RAISED, found.rows)  # if it does
@@ -169,12 +225,12 @@ class SlowPath:
         return self._after_eager(decision, outcome)
 
     def publish(self, routine: Routine, family: Family, entry: CUDAGraphEntry | None) -> None:
-        """Let the fast path see an entry that is verified, for every number of rows that it serves; until padding
-        is proven by comparison with eager, for a full batch alone."""
+        """Let the fast path see an entry that is verified, for every number of rows of which comparisons with
+        eager say that it may serve them (``CUDAGraphEntry.may_pad``)."""
         if entry is None or entry.state is not EntryState.VERIFIED:
             return
         decisions = routine.decisions_of(entry.size) if family.signature.has_rows else (routine.fixed,)
-        checked = [d for d in decisions if d.mode.has_graphs() and (not entry.unproven or d.rows == d.size)]
+        checked = [d for d in decisions if d.mode.has_graphs() and entry.may_pad(d.rows)]
         family.served = family.served | {d.rows: (entry, d.as_mode(entry.mode)) for d in checked}
 
     @property
@@ -225,3 +281,23 @@ class SlowPath:
             return self.graphs.hand_out(self.fn(*args, **kwargs))
         finally:
             self.local.decision = decision  # the callable may have called this object, too
+
+
+def _has_graphs(family: Family) -> bool:
+    return any(entry.state is not EntryState.EVICTED for entry in family.entries.values())
+
+
+def _check_room(out: Any, rule: OutputRule | None, rows: int, largest: int) -> None:
+    """Raise ``ConfigError`` if the caller's tensors have no room for a batch above the largest size, before it runs.
+
+    Before a capture has shown which dimensions follow the batch, it is the first one of each tensor that has room for
+    the largest size there.
+    """
+    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    guessed = [((0, 1),) if tensor.dim() and tensor.shape[0] >= largest else () for tensor in tensors]
+    for tensor, dims in zip(tensors, rule.follows if rule is not None else guessed, strict=True):
+        if any(tensor.shape[dim] < rows * factor for dim, factor in dims):
+            raise ConfigError(
+                f"out has no room for {rows} rows in a tensor of shape {tuple(tensor.shape)}; give a larger one, or "
+                "smaller batches"
+            )

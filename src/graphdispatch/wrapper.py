@@ -221,7 +221,7 @@ class CUDAGraphWrapper:
             failure = family.blocked(1)
             reason = failure.reason if failure is not None else self._admit((family.index, 1))
             if reason is not Reason.CAPTURED_NOW:
-                graphs.admission.sight((family.index, 1))
+                graphs.cache.admission.sight((family.index, 1))
                 return reason, None
             outcome = graphs.capture(family, leaves, 1, 1, descriptor=descriptor, mode=self.runtime_mode)
             graphs.stats.record_miss(outcome.reason)

@@ -200,12 +200,23 @@ def test_a_plan_that_fits_both_kinds_of_batch_is_needed(model: torch.nn.Module) 
         ({"max_graphs": 0}, "max_graphs must be an integer >= 1, got 0"),
         ({"half_life_steps": -1}, "half_life_steps must be"),
         ({"horizon_steps": 0}, "horizon_steps must be"),
+        ({"profile": "p.json"}, r"profile must be a Profile or None, got 'p.json'; Profile.load\(\) reads one"),
+        ({"cost": 3}, r"cost must be a CostModel or None, got 3; CostModel.load\(\) reads one"),
+        ({"save_at_exit": 3}, "save_at_exit must be the path of a file or None, got 3"),
     ],
 )
 def test_bad_options_are_refused(model: torch.nn.Module, options: dict[str, Any], match: str) -> None:
     """Each by its name."""
     with pytest.raises(ConfigError, match=match):
         AutoPlan(make(model), **options)
+
+
+def test_a_callable_without_sizes_is_refused(model: torch.nn.Module) -> None:
+    """It must be graphed first."""
+    with pytest.raises(
+        ConfigError, match=r"step must be a callable with sizes, such as graphed\(\) makes, got Sequential"
+    ):
+        AutoPlan(model)  # type: ignore[arg-type]
 
 
 def test_saving_at_exit_keeps_nothing_alive(model: torch.nn.Module, tmp_path: Path) -> None:

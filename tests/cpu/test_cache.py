@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch.backends.base import Pool
 from graphdispatch.cache import GraphCache
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.stats import EvictionReason
@@ -48,13 +49,45 @@ def test_bytes_are_a_limit() -> None:
     assert cache.nbytes == 90
 
 
-def test_one_entry_over_the_budget_is_kept_alone() -> None:
-    """The graph that was asked for is never a victim of itself."""
+def test_one_entry_over_the_budget_is_not_kept() -> None:
+    """It is the only one that is returned for release, and displaces nothing, an entry of its key neither."""
     cache = GraphCache(10, max_bytes=100)
     small = filled(cache, 10, 10)
     big = entry(500)
-    assert gone(cache.add("big", big)) == small
-    assert list(cache) == [big]
+    assert gone(cache.add(0, big)) == [big]
+    assert list(cache) == small
+    cache.check_integrity()
+
+
+class Grown(Pool):
+    """A pool that holds 90 bytes as long as it has a graph, and ``more`` that captures left behind."""
+
+    more = 0
+
+    @property
+    def nbytes(self) -> int:
+        return 90 + self.more
+
+    def order_after_last_use(self) -> None:
+        """Nothing runs."""
+
+    def is_idle(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+def test_a_pool_that_grew_over_the_budget_is_emptied() -> None:
+    """It shrinks only when its last graph goes, so that all of its graphs go, and those of other pools stay."""
+    cache, pool = GraphCache(10, max_bytes=100), Grown()
+    (other,) = filled(cache, 5)
+    old, new = entry(1, key="old"), entry(1)
+    old.pool = new.pool = pool
+    assert cache.add("old", old) == []
+    pool.more = 50
+    assert gone(cache.add("new", new)) == [new, old]
+    assert list(cache) == [other]
     cache.check_integrity()
 
 

@@ -3,6 +3,7 @@
 import sys
 from array import array
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -91,16 +92,17 @@ def test_a_mode_with_both_kinds_measures_both() -> None:
 
 def test_rows_are_repeated_wherever_they_are() -> None:
     """In nests and in other dimensions; what has no batch dimension stays whole."""
-    seen: set[tuple[int, ...]] = set()
+    seen: SimpleQueue[tuple[int, int]] = SimpleQueue()  # no guard looks into it
 
     def fn(batch: dict[str, torch.Tensor], table: torch.Tensor) -> torch.Tensor:
-        seen.add((batch["ids"].shape[1], table.shape[0]))
+        seen.put((batch["ids"].shape[1], table.shape[0]))
         return batch["ids"].sum(0) + table.sum()
 
     example = {"batch": {"ids": torch.ones(2, 3)}, "table": torch.ones(5)}
     calibrate(fn, example, sizes=[1, 7], dynamic={"batch['ids']": 1}, repeats=5)
-    assert {rows for rows, _ in seen} >= {1, 7}
-    assert {whole for _, whole in seen} == {5}
+    ran = {seen.get() for _ in range(seen.qsize())}
+    assert {rows for rows, _ in ran} >= {1, 7}
+    assert {whole for _, whole in ran} == {5}
 
 
 def test_what_cannot_be_captured_is_not_measured() -> None:
@@ -148,6 +150,12 @@ def wrong():
 
 def unknown_option():
     return *build(), {"bogus": 1}
+
+def raises():
+    raise ValueError("no weights\\nhere")
+
+def misfit():
+    return torch.nn.Linear(3, 3), {"input": torch.ones(4, 5)}
 
 NUMBER = 3
 """
@@ -197,6 +205,8 @@ def test_the_demo_s_decoder_is_measured_in_both_modes(tmp_path: Path) -> None:
         ("users_model:NUMBER", "users_model has no function NUMBER"),
         ("users_model:wrong", "must return (callable, keyword arguments of a call)"),
         ("users_model:unknown_option", "options must be of graphed"),
+        ("users_model:raises", "MODEL 'users_model:raises': raises() raised ValueError: no weights here"),
+        ("users_model:misfit", "MODEL 'users_model:misfit': measuring it raised RuntimeError: mat1 and mat2 shapes"),
     ],
 )
 def test_a_bad_model_is_one_line(model: str, named: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:

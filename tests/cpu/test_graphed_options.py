@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphdispatch.capture.outputs import OutputView
 from graphdispatch.capture.padding import Pad
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError, FallbackError, GraphDispatchError
@@ -55,17 +56,6 @@ def test_capture_after(after: int) -> None:
     seen = [reason(step, batch(4)) for _ in range(after)]
     assert seen == [Reason.FIRST_SIGHTING] * (after - 1) + [Reason.CAPTURED_NOW]
     assert reason(step, batch(2)) is (Reason.CAPTURED_NOW if after == 1 else Reason.FIRST_SIGHTING)
-
-
-def test_max_signatures() -> None:
-    """Kinds of calls past the limit run eagerly; those before it are served on."""
-    step = make(max_signatures=2)
-    for columns in (3, 4):
-        step(torch.randn(4, columns))
-    x = torch.randn(4, 5)
-    assert torch.equal(step(x), x * 2)
-    assert reason(step, x) is Reason.TOO_MANY_SIGNATURES
-    assert reason(step, batch(4)) is Reason.VERIFIED_NOW
 
 
 def test_strict_raises_instead_of_eager() -> None:
@@ -138,7 +128,7 @@ class Counting(torch.nn.Module):
 
 
 def test_what_rebinds_its_state_is_not_captured_in_vain_at_each_call() -> None:
-    """It is tried after 16, 64, 256, ... sightings, and captured when it no longer does."""
+    """It is tried at once again, after 16, 64, ... sightings, and captured when it no longer does."""
     model = Counting().eval()
     step = make(model, sizes=(4,), capture_after=1, options=CUDAGraphOptions(max_failures=1))
     for number in range(100):
@@ -146,12 +136,28 @@ def test_what_rebinds_its_state_is_not_captured_in_vain_at_each_call() -> None:
         assert torch.equal(step(x), x * 2)
         assert step.last_decision.reason is Reason.STATE_REBOUND
         assert model.calls == number + 1
-    assert step.stats.capture_failures == 3
+    assert step.stats.capture_failures == 4
     model.counts = False
     for _ in range(260):
         step(batch(4))
     assert step.last_decision.reason is Reason.EXACT
     assert step.stats.captures == 1
+
+
+def test_what_is_made_in_the_first_call_alone_is_captured_at_the_second() -> None:
+    """A table that ``forward`` makes when it is first called."""
+
+    class Lazy(torch.nn.Module):
+        table = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.table is None:
+                self.table = torch.ones(3)
+            return x + self.table
+
+    step = make(Lazy().eval(), sizes=(4,), capture_after=1)
+    reasons = [reason(step, batch(4)) for _ in range(4)]
+    assert reasons == [Reason.STATE_REBOUND, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
 
 
 def test_unguarded_weights_are_captured_anew_after_clear() -> None:
@@ -175,13 +181,13 @@ def test_failure_is_per_size() -> None:
     assert reason(step, batch(2)) is Reason.CAPTURED_NOW
 
 
-def test_memory_budget_keeps_one_graph() -> None:
-    """Under a budget that one graph fills, the latest alone is kept, and answers stay right."""
+def test_memory_budget_keeps_no_graph_that_is_larger() -> None:
+    """Under a budget that no graph keeps, none stays, and answers stay right."""
     step = make(lambda x: x @ x.new_ones(3, 100), memory_budget_bytes=1, sizes=(1, 2, 4))
     for rows in (4, 2, 1, 4):
         x = batch(rows)
         assert torch.equal(step(x), x @ x.new_ones(3, 100))
-        assert len(step.entries) == 1
+        assert step.entries == []
     assert step.stats.evictions == 3
     step.check_integrity()
 
@@ -343,6 +349,29 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "PIECE"}, "mode must be one of"),
     "outputs": ({"outputs": "copy"}, "outputs must be 'clone', 'view', 'static' or 'ring:N'"),
     "backend": ({"backend": "tpu"}, "tpu"),
+    "options is a mapping": (
+        {"options": {"verify": False}},
+        r"options must be a CUDAGraphOptions or None, .*from_dict",
+    ),
+    "options is empty": ({"options": {}}, "options must be a CUDAGraphOptions or None, got {}"),
+    "options with static inputs": (
+        {"options": CUDAGraphOptions(inputs="static")},
+        "options.inputs must be 'copy' for graphed, got 'static'; .* static=",
+    ),
+    "outputs given twice": (
+        {"outputs": "clone", "options": CUDAGraphOptions(outputs="view")},
+        "outputs='clone' contradicts options.outputs='view'; give one of them",
+    ),
+    "pad is no mapping": ({"pad": 5}, "pad must map argument names to pad rules, .*got 5"),
+    "pad is false": ({"pad": 0}, "pad must map argument names to pad rules, .*got 0"),
+    "static is no names": ({"static": 5}, "static must name arguments, got 5"),
+    "a name is no text": ({"dynamic": {0: 0}}, "dynamic must name arguments by text, got 0"),
+    "budget is bytes": (
+        {"budget": 1 << 20},
+        "budget must be a MemoryBudget or None, got 1048576; memory_budget_bytes=",
+    ),
+    "uniform_decode": ({"uniform_decode": True}, "uniform_decode must be a function of a call's arguments, got True"),
+    "sizes is a path as text": ({"sizes": "/tmp/plan.json"}, "give a pathlib.Path for a saved plan"),
 }
 
 
@@ -367,6 +396,15 @@ def test_dimension_out_of_range(dim: int, x: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match=r"dynamic\['x'\] = .*(out of range|no dimensions)"):
         step(x)
     assert reason(step, torch.randn(4, 4, 4)) is Reason.CAPTURED_NOW
+
+
+def test_outputs_are_those_of_the_options() -> None:
+    """Unless they are given; then those are."""
+    x = batch(4)
+    assert isinstance(make(options=CUDAGraphOptions(outputs="view"))(x), OutputView)
+    assert isinstance(make(options=CUDAGraphOptions(verify=False), outputs="view")(x), OutputView)
+    assert isinstance(make(options=CUDAGraphOptions(outputs="view"), outputs="view")(x), OutputView)
+    assert isinstance(make()(x), torch.Tensor)
 
 
 def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:

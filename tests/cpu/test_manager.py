@@ -179,11 +179,46 @@ def test_lambdas_in_a_loop_are_one_callable() -> None:
 
 
 def test_another_callable_is_not_served_by_the_old_graph() -> None:
-    """Under the same key, each change of the callable is a new capture."""
+    """Under the same key each callable has a graph of its own."""
     manager = make()
     run(manager, double, 4, times=3)
     run(manager, lambda x: x * 3, 4, times=3)
-    assert (manager.stats.captures, manager.registry.num_graphs) == (2, 1)
+    assert (manager.stats.captures, manager.registry.num_graphs) == (2, 2)
+
+
+def test_callables_that_alternate_both_keep_their_graphs() -> None:
+    """Two models under one key are captured once each, and the size is seen often enough for each by itself."""
+    manager = make(capture_after=2)
+    models = [nn.Linear(3, 3).eval().requires_grad_(False) for _ in range(2)]
+    for i in range(40):
+        model, x = models[i % 2], torch.randn(4, 3)
+        assert torch.equal(manager.execute_or_capture(4, 1, model, {"input": x}), model(x))
+    assert (manager.stats.captures, manager.stats.hits) == (2, 40 - 2 * 3)
+    assert manager.stats.reasons[Reason.FIRST_SIGHTING] == 2
+
+
+def test_callables_share_the_room_there_is() -> None:
+    """They keep within ``max_cached_graphs``, and what alternates under it does not thrash."""
+    manager = make(capture_after=2, max_cached_graphs=1)
+    fns = [lambda x, n=n: x * n for n in range(3)]
+    for i in range(60):
+        manager.execute_or_capture(4, 1, fns[i % 3], {"x": torch.randn(4, 3)})
+    assert manager.registry.num_graphs == 1
+    assert (manager.stats.captures, manager.stats.hits) == (1, 17)
+    manager.registry.check_integrity()
+
+
+def test_callables_that_come_once_are_not_kept() -> None:
+    """Closures that are new each time are neither captured nor remembered, and take no graph from others."""
+    manager = make(capture_after=2)
+    run(manager, double, 4, times=3)
+    for _ in range(50):
+        weight = torch.randn(3)
+        run(manager, lambda x, weight=weight: x * weight, 4, times=1)
+    run(manager, double, 4, times=1)
+    assert (manager.stats.captures, manager.registry.num_graphs) == (1, 1)
+    assert len(manager.registry._sets[4, 1]) == 1 + 8
+    assert manager.stats.hits == 1
 
 
 def test_moved_weights_are_captured_anew() -> None:

@@ -144,3 +144,12 @@ def test_equal_values_pass() -> None:
     """Constants and the very same object are let through."""
     shared = object()
     check_values((1, "a", None, shared, float("nan")), (1, "a", None, shared, float("nan")))
+
+
+def test_another_structure_is_told_in_one_line() -> None:
+    """Both are named."""
+    with pytest.raises(
+        CaptureError, match=r"another structure .*\(dict, \['b'\].* instead of .*\(dict, \['a'\]"
+    ) as caught:
+        check_values({"a": [torch.ones(1)]}, {"b": [torch.ones(1)]})
+    assert "\n" not in str(caught.value)

@@ -140,6 +140,7 @@ def test_other_sizes_keep_the_graphs_that_stay(model: torch.nn.Module) -> None:
     assert all(kept[entry.size] is entry for entry in step.entries)
     assert {entry.size for entry in step.entries} >= {4, 16}
     for rows, size in ((2, 4), (4, 4), (13, 16), (16, 16)):
+        serves(step, model, rows)  # a batch smaller than all before is compared
         assert serves(step, model, rows) in (Reason.PADDED, Reason.EXACT)
         assert step.last_decision is not None
         assert step.last_decision.size == size
@@ -246,6 +247,7 @@ def test_what_a_plan_knows_to_be_faster_eagerly_runs_eagerly(model: torch.nn.Mod
     assert step.stats.reasons == {Reason.POLICY: 4}
     assert step.explain(torch.randn(6, 8)) == "eager, 6 rows: eager is expected to be faster than 8 padded rows"
     step.use_sizes((3, 8))
+    serves(step, model, 6)  # compared first, since it is smaller than all before
     serves(step, model, 6)
     assert step.last_decision.size == 8
 

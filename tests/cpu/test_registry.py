@@ -240,13 +240,17 @@ def test_the_count_is_limited() -> None:
 
 
 def test_the_bytes_are_limited() -> None:
-    """Graphs over the budget go; the one that was asked for stays."""
-    registry = CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=1))
+    """Graphs over the budget go; one that is over it by itself is refused, and says what it holds."""
+    held = CUDAGraphRegistry().capture(4, 1, double, {"x": (4, 3)}).inputs.nbytes
+    registry = CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=4 * held))
     first = registry.capture(4, 1, double, {"x": (4, 3)})
     second = registry.capture(4, 2, double, {"x": (4, 3)})
-    assert registry.num_graphs == 1
-    assert registry.get(4, 2) is second
+    registry.capture(4, 3, double, {"x": (4, 3)})
+    assert registry.memory_bytes <= 4 * held
     assert first.state is EntryState.EVICTED
+    with pytest.raises(CaptureError, match=f"holds .* bytes, for which there is no room in memory_budget_bytes={held}"):
+        CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=held)).capture(4, 1, double, {"x": (4, 3)})
+    assert second.key != first.key
 
 
 def test_a_partly_filled_graph_is_named_by_its_size(registry: CUDAGraphRegistry) -> None:

@@ -60,11 +60,13 @@ def test_identical_batches_stay_pending() -> None:
 
 
 def test_first_padded_batch_is_compared() -> None:
-    """Full batches prove nothing of padding: the first padded one is compared, then all are served."""
+    """Full batches prove nothing of padding: the first padded one is compared, and then each smaller than all before."""
     step = make(lambda x: x * 2)
     full, padded = torch.randn(2, 4, 3), torch.randn(3, 3)
     assert reasons(step, *full, full[0]) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
-    assert reasons(step, padded, padded[:2], full[0]) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.EXACT]
+    assert reasons(step, padded, padded, full[0]) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.EXACT]
+    assert reasons(step, padded[:2], padded[:2], padded) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.PADDED]
+    assert reasons(step, padded[:1], padded[:2]) == [Reason.VERIFIED_NOW, Reason.PADDED]
 
 
 def test_a_batch_with_nan_is_the_same_batch_again() -> None:
@@ -77,7 +79,7 @@ def test_a_batch_with_nan_is_the_same_batch_again() -> None:
 def test_padded_capture_proves_padding() -> None:
     """A capture from a padded batch compared padding at once."""
     step = make(lambda x: x * 2)
-    batches = torch.randn(3, 3), torch.randn(4, 3), torch.randn(2, 3)
+    batches = torch.randn(3, 3), torch.randn(4, 3), torch.randn(3, 3)
     assert reasons(step, *batches) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.PADDED]
 
 

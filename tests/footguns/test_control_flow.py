@@ -85,11 +85,21 @@ def test_host_read(tried: Settle, name: str) -> None:
 
 
 def test_branch_on_rows(settled: Settle) -> None:
-    """A branch on the number of rows is taken for the padded number; the comparison finds one that matters."""
+    """A branch on the number of rows is taken for the padded number; a batch smaller than all before is compared."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.shape[0] > 2 else x * 2.0
+        return x * 2 if x.shape[0] > 2 else x * 3
 
     step = settled(fn)
+    for rows in (2, 1, 3, 4, 2):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), fn(x))
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+def test_branch_on_some_rows(settled: Settle) -> None:
+    """LIMIT: a branch for numbers of rows between those compared is taken for the padded number."""
+    step = settled(lambda x: x * 3 if x.shape[0] == 2 else x * 2)
+    step(torch.randn(1, 3))
     x = torch.randn(2, 3)
     assert torch.equal(step(x), x * 2)

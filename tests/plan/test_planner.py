@@ -243,6 +243,20 @@ def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
         plan_capture_sizes(workload, **options)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workload": [1, 2, 3]}, r"workload must be a Workload, got \[1, 2, 3\]; Workload.from_steps\(\) makes one"),
+        ({"cost": 3}, r"cost must be a CostModel or None, got 3; CostModel.of\(\) makes one"),
+        ({"must_include": 8}, r"must_include must be sizes, as \(1, 8\), got 8"),
+    ],
+)
+def test_arguments_of_another_type_are_named(arguments: dict[str, Any], message: str) -> None:
+    """With what makes the right one."""
+    with pytest.raises(ConfigError, match=message):
+        plan_capture_sizes(**{"workload": ZIPF, **arguments})
+
+
 def test_a_prior_of_everything_is_refused() -> None:
     """Something must be left for the workload."""
     with pytest.raises(ConfigError, match="share and drift of the prior must be below 1 together"):

@@ -1,6 +1,7 @@
 """The command line: one clear line for every mistake, and exit codes that a script can use."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -56,6 +57,13 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """--version prints the name and a version, and succeeds."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("graphdispatch ")
+
+
+def test_the_package_runs_as_a_module() -> None:
+    """``python -m graphdispatch`` is the same command line."""
+    done = subprocess.run([sys.executable, "-m", "graphdispatch", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("graphdispatch ")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

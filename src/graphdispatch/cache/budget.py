@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "MemoryBudget", "Victim"]
 
+_AS_ASKED = (EvictionReason.INVALIDATED, EvictionReason.ASLEEP, EvictionReason.DROPPED)
+
 
 class Victim(NamedTuple):
     """An entry that has left its cache and is to be released, outside of all locks of caches."""
@@ -28,7 +30,8 @@ class Victim(NamedTuple):
     tag: str = ""
 
     def release(self) -> Eviction:
-        """Release the entry and record in its cache's statistics what that freed; waits for calls that use it.
+        """Release the entry, record in its cache's statistics what that freed, and tell its cache's admission, unless
+        the user asked for it; waits for calls that use it.
 
         The freed bytes are the backend's figures before and after: of a pool that others use, nothing comes back.
         """
@@ -41,6 +44,8 @@ class Victim(NamedTuple):
             self.key, entry.descriptor, entry.replay_count, entry.capture_time_ms, freed, self.reason, self.tag
         )
         self.cache.stats.record_eviction(eviction)
+        if self.reason not in _AS_ASKED:
+            self.cache.admission.left(self.key, entry.replay_count)
         return eviction
 
 
@@ -57,7 +62,7 @@ class MemoryBudget:
     The bytes are those of pools, static inputs, output buffers and graphs, shared ones counted once. Give a budget to
     several wrappers, ``graphed`` callables or managers, and the least worth of all their graphs goes (``eviction``),
     whosever it is; the limits of each of them hold besides. A graph that another one's capture evicted is captured anew
-    when it comes again. One graph that is larger than the budget is kept, alone. Thread-safe.
+    when it comes again. A graph that is larger than the budget by itself is not kept. Thread-safe.
     """
 
     def __init__(
@@ -94,18 +99,13 @@ class MemoryBudget:
         Only entries whose last use was before ``since`` (None: any) may go; ``gone`` go anyway. What shares the memory
         of others stays if letting it go would not free what is missing. Called with ``lock`` held; changes nothing.
         """
-        held = [
-            Victim(cache, key, entry, EvictionReason.BYTES)
-            for cache in self._members
-            for key, entry in cache.entries.items()
-            if entry not in gone
-        ]
+        held = [victim for victim in self.held() if victim.entry not in gone]
         kept = {victim.entry for victim in held}
         if self._fits(kept, newcomer):
             return Choice([], True)
         ranked = [(worth, victim) for worth, victim in self._by_worth(held) if _may_go(victim.entry, since)]
         if not self._fits(kept - _entries(ranked), newcomer):
-            return Choice(ranked, len(ranked) == len(held))
+            return Choice(ranked, False)
         # As few measurements as can be: what is held falls with every victim.
         count = bisect_left(range(len(ranked)), True, key=lambda n: self._fits(kept - _entries(ranked[:n]), newcomer))
         victims = ranked[:count]
@@ -116,6 +116,18 @@ class MemoryBudget:
         if self.max_cached_graphs is not None and len(held) >= self.max_cached_graphs:
             victims = [(worth, victim._replace(reason=EvictionReason.COUNT)) for worth, victim in victims]
         return Choice(victims, True)
+
+    def held(self) -> list[Victim]:
+        """What the members keep, as it would be evicted for its bytes. Called with ``lock`` held."""
+        return [
+            Victim(cache, key, entry, EvictionReason.BYTES)
+            for cache in self._members
+            for key, entry in cache.entries.items()
+        ]
+
+    def is_kept(self) -> bool:
+        """Whether the members hold no more bytes than they may. Called with ``lock`` held."""
+        return self.memory_budget_bytes is None or self.nbytes <= self.memory_budget_bytes
 
     def _fits(self, kept: set[CUDAGraphEntry], newcomer: CUDAGraphEntry | None) -> bool:
         """Whether these entries and one more are within the limits."""
@@ -148,7 +160,7 @@ class MemoryBudget:
             entries = [entry for cache in self._members for entry in cache]
         if self.max_cached_graphs is not None and len(entries) > self.max_cached_graphs:
             raise IntegrityError(f"{len(entries)} entries, more than max_cached_graphs={self.max_cached_graphs}")
-        if self.memory_budget_bytes is not None and len(entries) > 1:
+        if self.memory_budget_bytes is not None:
             held = bytes_of(entries)
             if held > self.memory_budget_bytes:
                 raise IntegrityError(f"{held} bytes, more than memory_budget_bytes={self.memory_budget_bytes}")

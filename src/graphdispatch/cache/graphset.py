@@ -3,7 +3,6 @@
 Every front door (``graphed``, ``CUDAGraphWrapper``, the registry) owns one and adds only how a call finds its family.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, Pool, available_backends, get_backend
 from ..capture.autobreak import AutoBreaks
-from ..capture.buffers import CallerBuffers, OutputRing, copy_into
+from ..capture.buffers import CallerBuffers, OutputBuffers, OutputRing, copy_into
 from ..capture.calls import Caller, CallForm
 from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.entry import CUDAGraphEntry, next_use
@@ -27,26 +26,23 @@ from ..capture.inputs import StaticInputs
 from ..capture.job import CaptureJob, Outcome
 from ..capture.outputs import OutputView
 from ..capture.rules import ArgumentRules
-from ..capture.signature import Refusal, Signature, refusal
+from ..capture.signature import Refusal, Signature, no_tensors, refusal
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
 from ..errors import BackendError, ConfigError, GraphDispatchError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..stats import EvictionReason
-from .accounting import MemoryReport, memory_report
-from .admission import Admission
+from .accounting import MemoryReport, bytes_of, memory_report
 from .budget import Victim
 from .store import GraphCache
 
 __all__ = ["GraphSet"]
 
-_log = logging.getLogger("graphdispatch")
-
 
 class GraphSet:
     """Captures, verifies and releases the graphs of ``fn``. Its methods are called with ``lock`` held, unless they
-    say otherwise; ``cache``, ``pool`` and ``admission`` may be shared with other sets."""
+    say otherwise; ``cache`` and ``pool`` may be shared with other sets."""
 
     def __init__(
         self,
@@ -56,7 +52,6 @@ class GraphSet:
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
-        admission: Admission | None = None,
         out: Any = None,
     ) -> None:
         if out is not None and options.outputs != "clone":
@@ -70,7 +65,6 @@ class GraphSet:
         self._owns_pool = pool is None
         self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self.stats = cache.stats
-        self.admission = admission or Admission(1)
         self.guard = StateGuard(fn)
         self._guards_weights = options.guard_weights
         self.auto_breaks = AutoBreaks(fn, options.max_breaks) if options.breaks == "auto" else None
@@ -119,17 +113,17 @@ class GraphSet:
 
         Raises ``ConfigError`` for rules that do not fit the call.
         """
-        tensor = next((leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), None)
+        caller = Caller(self.fn, form, values)
+        leaves = caller.flatten(values)
+        assert leaves is not None
+        tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if tensor is None:
-            return Refusal(Reason.NO_TENSORS, Reason.NO_TENSORS.text)
+            return no_tensors(caller.leaves, leaves)
         if self.backend is None:
             if tensor.device.type not in available_backends():
                 return Refusal(Reason.DEVICE_UNSUPPORTED, f"no backend serves {tensor.device}")
             self.backend = get_backend("auto", tensor.device)
             self.pool = self.backend.make_pool()
-        caller = Caller(self.fn, form, values)
-        leaves = caller.flatten(values)
-        assert leaves is not None
         rules.check_names(self.fn, caller)
         why_not = refusal(caller.leaves, leaves, rules, self.backend.device)
         if why_not is not None:
@@ -146,12 +140,13 @@ class GraphSet:
         return trial, trial._add_family(family.index, family.caller, family.signature, inputs)
 
     def _add_family(self, index: Any, caller: Caller, signature: Signature, inputs: StaticInputs) -> Family:
-        family = self.families[index] = Family(index, caller, signature, inputs)
+        self.families[index] = Family(index, caller, signature, inputs, buffers=self._make_buffers(inputs.capacity))
+        return self.families[index]
+
+    def _make_buffers(self, capacity: int) -> OutputBuffers | None:
         if self.out is not None:
-            family.buffers = CallerBuffers(self.out, inputs.capacity)
-        elif self.options.ring_length:
-            family.buffers = OutputRing(self.options.ring_length, inputs.capacity)
-        return family
+            return CallerBuffers(self.out, capacity)
+        return OutputRing(self.options.ring_length, capacity) if self.options.ring_length else None
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another family that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -174,7 +169,7 @@ class GraphSet:
 
     def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
-        return Reason.ASLEEP if self.is_asleep else self.admission.decide(key, self.cache)
+        return Reason.ASLEEP if self.is_asleep else self.cache.admission.decide(key, self.cache)
 
     def capture(
         self,
@@ -195,7 +190,7 @@ class GraphSet:
             self.release(self._retire_all(EvictionReason.STALE) if self._guards_weights else [])
             self.guard = StateGuard(self.fn)
         if self.current(family, size) is None:  # else it takes the place of the one that it replaces
-            self.release(self.cache.make_room(self.admission.since((family.index, size))))
+            self.release(self.cache.make_room(self.cache.admission.since((family.index, size))))
         job = self._job(family, values, rows, size, descriptor or BatchDescriptor(size), mode)
         job.keep_effects = keep_effects
         with self._counting(job):
@@ -208,12 +203,20 @@ class GraphSet:
             family.quarantine(size, outcome.reason, outcome.detail, self.options.max_failures)
             return outcome
         self.stats.record_capture(entry.capture_time_ms)
-        self.admission.forget(entry.key)
+        self.cache.admission.forget(entry.key)
         self._schedule_check(entry)
+        held, limit = bytes_of([entry]), self.cache.max_bytes
+        victims = self.cache.add(entry.key, entry)
+        if victims and victims[0].entry is entry:
+            self.release(victims)
+            is_final = limit is not None and held > limit and len(victims) == 1  # else the pool may have grown for all
+            detail = f"its graph holds {held} bytes, for which there is no room in memory_budget_bytes={limit}"
+            family.quarantine(size, Reason.CACHE_FULL, detail, 1 if is_final else self.options.max_failures)
+            return replace(outcome, entry=None, reason=Reason.CACHE_FULL, detail=detail)
         family.rule = entry.outputs.rule
         family.entries[size] = entry
         family.failures.pop(size, None)
-        self.release(self.cache.add(entry.key, entry))
+        self.release(victims)
         return outcome
 
     def verify(
@@ -234,7 +237,8 @@ class GraphSet:
         entry.warm_batch = ()
         self._schedule_check(entry)
         if outcome.entry is None:
-            self._report(entry, outcome, rows)
+            if entry.replay_count and outcome.reason is Reason.VERIFICATION_FAILED:
+                family.warn_of(entry, rows, outcome.detail)
             self.stats.record_capture_failure()
             self.cache.remove(entry.key)
             family.drop(entry.size)
@@ -257,6 +261,9 @@ class GraphSet:
                 read = {entry.inputs for family in self.families.values() for entry in family.entries.values()}
                 for unread in {family.inputs for family in self.families.values()} - read:
                     unread.free()
+                for family in self.families.values():
+                    if not family.entries:
+                        family.buffers = self._make_buffers(family.inputs.capacity)
 
     def refresh(self) -> None:
         """Release what is stale, before a graph is looked up. What rebinds its own state is never as it was; while all
@@ -298,8 +305,9 @@ class GraphSet:
         self.is_asleep = False
 
     def clear(self) -> None:
-        """Release everything and forget all signatures; a pool of its own is closed, and another made."""
+        """Release everything and forget all signatures and sightings; a pool of its own is closed, and another made."""
         victims = [e for f in self.families.values() for e in f.entries.values() if self.cache.remove(e.key)]
+        self.cache.admission.clear()
         self.families.clear()
         for entry in victims:
             entry.release()
@@ -345,14 +353,6 @@ class GraphSet:
     def _schedule_check(self, entry: CUDAGraphEntry) -> None:
         if self.options.verify_every is not None:
             entry.verify_at = entry.replay_count + self.options.verify_every
-
-    def _report(self, entry: CUDAGraphEntry, outcome: Outcome, rows: int) -> None:
-        """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
-        if entry.replay_count and outcome.reason is Reason.VERIFICATION_FAILED:
-            shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in entry.inputs.specs)
-            _log.warning(
-                "%r served calls and no longer agrees with eager: %s; inputs: %s", entry, outcome.detail, shapes
-            )
 
     def _capture_with_less(self, job: CaptureJob, failed: Outcome) -> Outcome:
         """Release the least recently used graph and try once more, without effects: the caller has eager's answer."""

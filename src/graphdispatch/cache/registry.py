@@ -1,8 +1,8 @@
 """``CUDAGraphRegistry``: graphs by (batch size, sequence length), captured from functions of named tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -23,15 +23,32 @@ from ..reasons import Reason
 from ..sizes import check_count
 from ..stats import CUDAGraphStats, EvictionReason
 from .accounting import memory_report
-from .admission import Admission
 from .budget import MemoryBudget
 from .graphset import GraphSet
 from .store import make_cache
 
-__all__ = ["CUDAGraphRegistry"]
+__all__ = ["CUDAGraphRegistry", "Member"]
 
 Shapes = Mapping[str, Sequence[int]]
 Key = tuple[int, int]
+_MOST_WAITING = 8  # callables of one key that have no graph
+
+
+class Member(NamedTuple):
+    """One callable under a key, with a number of its own there."""
+
+    place: tuple[Key, int]
+    graphs: GraphSet
+
+    @property
+    def family(self) -> Family | None:
+        """What is known of its calls, once a capture was tried."""
+        return self.graphs.families.get(self.place)
+
+    @property
+    def entry(self) -> CUDAGraphEntry | None:
+        """Its graph, if there is one whose workspaces are where they were."""
+        return None if self.family is None else self.graphs.current(self.family, self.place[0][0])
 
 
 class CUDAGraphRegistry:
@@ -39,7 +56,8 @@ class CUDAGraphRegistry:
 
     A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every
     input's dimension 0 is the batch unless ``dynamic`` (name to dimension) says which inputs have one and where.
-    ``budget`` is one that other front doors share. Thread-safe.
+    A key has one graph, but for callers that capture what comes often, one for each callable. ``budget`` is one that
+    other front doors share. Thread-safe.
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
@@ -49,8 +67,8 @@ class CUDAGraphRegistry:
         self.stats = CUDAGraphStats()
         """Captures, replays, hits, misses and reasons over all graphs."""
         self._cache = make_cache(self.config, budget, self.stats)
-        self._sets: dict[Key, GraphSet] = {}
-        self.admission = Admission(self.config.capture_after, self.config.capture_window)
+        self._sets: dict[Key, dict[int, GraphSet]] = {}
+        self.admission = self._cache.admission
         """For callers that capture what comes often (``CUDAGraphManager``)."""
 
     def capture(
@@ -80,9 +98,11 @@ class CUDAGraphRegistry:
         size = batch_size if size is None else size
         if size < batch_size:
             raise ConfigError(f"size must be at least batch_size={batch_size}, got {size!r}")
-        outcome = self.run_and_capture(
-            (size, seq_len), capture_fn, example, batch_size, size, dynamic=dynamic, keep_effects=False
-        )
+        key = (size, seq_len)
+        if not all(same_callable(graphs.fn, capture_fn) for graphs in self._sets.get(key, {}).values()):
+            self.remove(*key)
+        member = self.member(key, capture_fn)
+        outcome = self.run_and_capture(member, example, batch_size, dynamic=dynamic, keep_effects=False)
         if outcome.entry is None:
             raise CaptureError(
                 f"no graph for batch_size={batch_size}, seq_len={seq_len}: {outcome.detail}", outcome.reason
@@ -95,20 +115,21 @@ class CUDAGraphRegistry:
         return outcome.entry
 
     def get(self, batch_size: int, seq_len: int) -> CUDAGraphEntry | None:
-        """The entry of exactly this key, or None."""
-        return self._cache.get(((batch_size, seq_len), batch_size))
+        """The entry of exactly this key, or None; of several callables' that which was used last."""
+        return max(self._entries((batch_size, seq_len)), key=lambda entry: entry.last_used, default=None)
 
     def has(self, batch_size: int, seq_len: int) -> bool:
         """Whether there is a graph for exactly this key now."""
         return self.get(batch_size, seq_len) is not None
 
     def remove(self, batch_size: int, seq_len: int) -> bool:
-        """Release the graph of a key; whether there was one."""
-        entry = self._cache.remove(((batch_size, seq_len), batch_size))
+        """Release what there is for a key; whether there was a graph."""
+        entries = self._entries((batch_size, seq_len))
         self._sets.pop((batch_size, seq_len), None)
-        if entry is not None:
+        for entry in entries:
+            self._cache.remove(entry.key)
             entry.release()
-        return entry is not None
+        return bool(entries)
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
@@ -123,7 +144,7 @@ class CUDAGraphRegistry:
         self._renew_pool()
 
     def _rearm(self, reason: EvictionReason, tag: str) -> None:
-        for graphs in list(self._sets.values()):
+        for graphs in [graphs for sets in self._sets.values() for graphs in sets.values()]:
             with graphs.lock:
                 graphs.rearm(reason, tag)
 
@@ -156,78 +177,70 @@ class CUDAGraphRegistry:
         """Raise ``IntegrityError`` if the cache's accounting is off."""
         self._cache.check_integrity()
 
-    def holds_for(self, key: Key, fn: Callable[..., Any]) -> bool:
-        """Whether the graphs of ``key`` were captured from ``fn``, and its weights are as they were then."""
-        graphs = self._sets.get(key)
-        return graphs is not None and same_callable(graphs.fn, fn) and self.is_current(key)
+    def member(self, key: Key, fn: Callable[..., Any]) -> Member:
+        """``fn`` under ``key``. Of the callables without a graph, the eight that were wanted last are remembered."""
+        sets = self._sets.setdefault(key, {})
+        number = self._number(key, fn)
+        if number is None:
+            waiting = [n for n in sets if self._cache.get(((key, n), key[0])) is None]
+            number = waiting[0] if len(waiting) >= _MOST_WAITING else len(sets)
+            self.admission.forget(((key, number), key[0]))
+            sets.pop(number, None)
+            sets[number] = GraphSet(fn, self.config.options, self._cache, backend=self._backend, pool=self._pool)
+        return Member((key, number), sets[number])
 
-    def is_current(self, key: Key) -> bool:
-        """Whether the weights and workspaces that the graph of ``key`` reads are what and where they were."""
-        graphs, entry = self._sets.get(key), self.get(*key)
-        if entry is not None and entry.workspaces is not None and not entry.workspaces.holds():
-            return False
-        return graphs is not None and graphs.guard_holds()
+    def latest_member(self, key: Key) -> Member | None:
+        """The callable under ``key`` that was sighted last, or None."""
+        number = next(reversed(self._sets.get(key, {})), None)
+        return Member((key, number), self._sets[key][number]) if number is not None else None
 
-    def family_of(self, key: Key) -> tuple[GraphSet, Family] | None:
-        """The graph set and family of ``key``, once a capture was tried."""
-        graphs = self._sets.get(key)
-        return (graphs, graphs.families[key]) if graphs is not None and key in graphs.families else None
+    def _number(self, key: Key, fn: Callable[..., Any]) -> int | None:
+        return next((n for n, graphs in self._sets.get(key, {}).items() if same_callable(graphs.fn, fn)), None)
 
-    def admit(self, key: Key) -> Reason:
-        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
-        return self.admission.decide((key, key[0]), self._cache)
+    def _entries(self, key: Key) -> list[CUDAGraphEntry]:
+        found = [self._cache.get(((key, number), key[0])) for number in self._sets.get(key, {})]
+        return [entry for entry in found if entry is not None]
 
-    def sight(self, key: Key) -> None:
-        """Count a call that ran eagerly since its key has no graph yet; so many end the quarantine of a key."""
-        self.admission.sight((key, key[0]))
-        tried = self.family_of(key)
-        if tried is not None:
-            tried[1].sightings[key[0]] += 1
+    def refusal(self, key: Hashable) -> Refusal | None:
+        """Why a cache key without a graph is not captured now, or None. Counts nothing."""
+        reason = self.admission.decide(key, self._cache)
+        return None if reason is Reason.CAPTURED_NOW else Refusal(reason, self.admission.detail(reason, key))
+
+    def sight(self, member: Member) -> None:
+        """Count a call that ran eagerly since its callable has no graph yet; so many end a quarantine."""
+        key, number = member.place
+        self.admission.sight((member.place, key[0]))
+        self._sets[key][number] = self._sets[key].pop(number)  # at the end: in the order of their latest sightings
+        if member.family is not None:
+            member.family.sightings[key[0]] += 1
 
     def needs_gradients(self, key: Key, fn: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> bool:
         """Whether a call of ``fn`` with gradients on may have to be differentiated."""
-        graphs = self._sets.get(key)
-        if graphs is None or not same_callable(graphs.fn, fn):
-            graphs = GraphSet(fn, self.config.options, self._cache, backend=self._backend, pool=self._pool)
-        return graphs.needs_gradients((), dict(inputs))
+        return self.member(key, fn).graphs.needs_gradients((), dict(inputs))
 
     def run_and_capture(
         self,
-        key: Key,
-        fn: Callable[..., Any],
+        member: Member,
         inputs: Mapping[str, torch.Tensor],
         rows: int,
-        size: int,
         *,
         dynamic: Mapping[str, int] | None = None,
         keep_effects: bool = True,
     ) -> Outcome:
-        """Run ``fn`` on ``inputs`` of ``rows`` rows and capture it for ``size``; the outcome holds eager's answer.
+        """Run a callable on ``inputs`` of ``rows`` rows and capture it for its key's batch size; the outcome holds
+        eager's answer.
 
         For callers that serve a step (``CUDAGraphManager``); ``capture`` is the plain door.
         """
-        form = CallForm(fn, 0, tuple(inputs))
-        graphs = self._sets.get(key)
-        if graphs is None or not self.holds_for(key, fn):
-            self.remove(*key)
-            graphs = GraphSet(
-                fn,
-                self.config.options,
-                self._cache,
-                backend=self._backend,
-                pool=self._pool,
-                admission=self.admission,
-            )
-            self._sets[key] = graphs
+        graphs, family, size = member.graphs, member.family, member.place[0][0]
+        form = CallForm(graphs.fn, 0, tuple(inputs))
         with torch.no_grad(), graphs.lock:
             values = form.values((), inputs)
-            family = graphs.families.get(key)
             leaves = family.caller.flatten(values) if family is not None else None
             if family is None or leaves is None or family.signature.match(leaves) < 0:
                 rules = ArgumentRules(batch_dims(inputs, rows, dynamic), {}, frozenset())
-                made = graphs.make_family(key, form, values, rules, size)
+                made = graphs.make_family(member.place, form, values, rules, size)
                 if isinstance(made, Refusal):
-                    self._sets.pop(key)
                     return Outcome(None, None, made.reason, made.detail)
                 family, leaves = made
             assert leaves is not None

@@ -2,13 +2,15 @@
 
 from collections.abc import Hashable, Iterator
 
+from ..backends.base import Pool
 from ..capture.entry import CUDAGraphEntry
 from ..config import CUDAGraphConfig
 from ..errors import IntegrityError
 from ..modes import EntryState
 from ..stats import CUDAGraphStats, EvictionReason
 from .accounting import bytes_of
-from .budget import MemoryBudget, Victim
+from .admission import Admission
+from .budget import Choice, MemoryBudget, Victim
 from .eviction import EvictionPolicy
 
 __all__ = ["GraphCache", "make_cache"]
@@ -31,11 +33,14 @@ class GraphCache:
         eviction: str | EvictionPolicy = "frecency",
         budget: MemoryBudget | None = None,
         stats: CUDAGraphStats | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.limit = MemoryBudget(max_bytes, max_graphs, eviction=eviction)
         self.budget = budget
         self.stats = stats or CUDAGraphStats()
         """Where evictions of this cache's entries are recorded."""
+        self.admission = admission or Admission(1)
+        """Which keys are captured; told of this cache's entries that go before they were used enough."""
         self.entries: dict[Hashable, CUDAGraphEntry] = {}
         """Read anywhere; changed only by this class, with the lock held."""
         self._budgets = (self.limit,) if budget is None else (self.limit, budget)
@@ -50,13 +55,7 @@ class GraphCache:
     def has_room(self, since: int | None = None) -> bool:
         """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
         with self._lock:
-            gone: set[CUDAGraphEntry] = set()
-            for budget in self._budgets:
-                choice = budget.choose(since=since, gone=gone)
-                gone |= {victim.entry for _, victim in choice.victims}
-                if not choice.is_enough:
-                    return False
-            return True
+            return all(choice.is_enough for _, choice in self._choose(since=since))
 
     @property
     def is_full(self) -> bool:
@@ -69,18 +68,28 @@ class GraphCache:
         What it will hold for itself is not known yet, and expected to be as much as the others do on average.
         """
         with self._lock:
-            return self._evict(since=since)
+            return self._drop(self._choose(since=since))
 
     def add(self, key: Hashable, entry: CUDAGraphEntry) -> list[Victim]:
         """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
 
-        The new entry itself is never among them: one graph over the budget is kept, and no other with it.
+        One for which there is no room even without all others is not kept: it is the first of what is returned, and
+        displaces nothing. Others of its pool go with it only if the pool has grown over a limit for it, and keeps that
+        memory as long as it has a graph.
         """
         with self._lock:
-            victims = self._evict(entry, leaving=self.entries.get(key))
+            choices = self._choose(entry, leaving=self.entries.get(key))
+            if not all(choice.is_enough for _, choice in choices):
+                return [Victim(self, key, entry, EvictionReason.BYTES), *self._drop_over_limit(entry.pool)]
             displaced = self._take(key, EvictionReason.REPLACED)
             self.entries[key] = entry
-            return displaced + victims
+            return displaced + self._drop(choices)
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The bytes that all limits allow, or None."""
+        given = [b.memory_budget_bytes for b in self._budgets if b.memory_budget_bytes is not None]
+        return min(given, default=None)
 
     def remove(self, key: Hashable) -> CUDAGraphEntry | None:
         """Drop one entry and return it for release, or None."""
@@ -103,17 +112,34 @@ class GraphCache:
         entry = self.entries.pop(key, None)
         return [] if entry is None else [Victim(self, key, entry, reason, tag)]
 
-    def _evict(
+    def _choose(
         self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: CUDAGraphEntry | None = None
-    ) -> list[Victim]:
+    ) -> list[tuple[MemoryBudget, Choice]]:
+        """What has to go by each limit, besides what goes by those before it."""
+        choices: list[tuple[MemoryBudget, Choice]] = []
+        gone = set() if leaving is None else {leaving}
+        for budget in self._budgets:
+            choice = budget.choose(newcomer, since, gone)
+            choices.append((budget, choice))
+            gone |= {victim.entry for _, victim in choice.victims}
+        return choices
+
+    def _drop(self, choices: list[tuple[MemoryBudget, Choice]]) -> list[Victim]:
+        victims: list[Victim] = []
+        for budget, choice in choices:
+            for worth, victim in choice.victims:
+                budget.eviction.evicted(victim.entry, worth)
+                del victim.cache.entries[victim.key]
+                victims.append(victim)
+        return victims
+
+    def _drop_over_limit(self, pool: Pool) -> list[Victim]:
         victims: list[Victim] = []
         for budget in self._budgets:
-            gone = {victim.entry for victim in victims} | ({leaving} if leaving is not None else set())
-            for worth, victim in budget.choose(newcomer, since, gone).victims:
-                budget.eviction.evicted(victim.entry, worth)
-                victims.append(victim)
-        for victim in victims:
-            del victim.cache.entries[victim.key]
+            if not budget.is_kept():
+                for victim in budget.held():
+                    if victim.entry.pool is pool:
+                        victims += victim.cache._take(victim.key, EvictionReason.BYTES)
         return victims
 
     @property
@@ -149,5 +175,10 @@ def make_cache(
 ) -> GraphCache:
     """The cache that a configuration describes."""
     return GraphCache(
-        config.max_cached_graphs, config.memory_budget_bytes, eviction=config.eviction, budget=budget, stats=stats
+        config.max_cached_graphs,
+        config.memory_budget_bytes,
+        eviction=config.eviction,
+        budget=budget,
+        stats=stats,
+        admission=Admission(config.capture_after, config.capture_window),
     )

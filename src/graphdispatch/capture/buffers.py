@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import CaptureError, ConfigError
 from ..reasons import Reason
+from .calls import describe
 
 __all__ = ["CallerBuffers", "OutputBuffers", "OutputRing", "OutputSpec", "copy_into", "first_part"]
 
@@ -169,7 +170,7 @@ def _check_kind(buffer: Any, output: torch.Tensor) -> None:
 
 def _kind(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return repr(value)
+        return describe(value)
     mode = ", an inference tensor" if value.is_inference() else ""
     return f"{value.dim()} dimensions of {value.dtype} on {value.device}{mode}"
 

@@ -5,14 +5,20 @@ they are served by the same graphs.
 """
 
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-__all__ = ["CallForm", "Caller", "Leaves", "parameter_names"]
+__all__ = ["VALUES", "CallForm", "Caller", "Leaves", "describe", "parameter_names"]
+
+
+VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Types of plain constants: equal ones cannot be told apart, and each is its own description."""
 
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -33,6 +39,17 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(target)
     except (TypeError, ValueError):  # a builtin without one
         return None
+
+
+def describe(value: Any) -> str:
+    """A value that is no tensor, in one line of a message: a plain constant itself, and of anything else, which may
+    hold tensors, the type, with what lets graphs see the tensors of a dataclass."""
+    if type(value) in VALUES:
+        return reprlib.repr(value)
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")  # numpy has a bool of its own
+    hint = f" (torch.utils._pytree.register_dataclass({kind.__qualname__}) lets graphs see its fields)"
+    return f"a {name}{hint if is_dataclass(kind) else ''}"
 
 
 class CallForm:

@@ -79,6 +79,7 @@ def verify_entry(job: CaptureJob, entry: CUDAGraphEntry) -> Outcome:
             attempt.restore()
         entry.state = EntryState.VERIFIED
         entry.unproven -= attempt.proven
+        entry.fewest = min(entry.fewest, job.rows)
         return Outcome(eager.result, entry, Reason.VERIFIED_NOW)
 
 
@@ -160,9 +161,11 @@ class _Attempt:
             graph.reset()
             raise
         entry.unproven -= self.proven
+        entry.fewest = min(entry.fewest, job.rows)
         if not job.options.verify:
             entry.state = EntryState.VERIFIED
             entry.unproven.clear()
+            entry.fewest = 1
         return entry
 
     def verify(self, entry: CUDAGraphEntry) -> None:

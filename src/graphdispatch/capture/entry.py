@@ -62,6 +62,8 @@ class CUDAGraphEntry:
     unproven: set[int] = field(init=False)
     """Inputs (by index) with a batch dimension that no padded batch compared with eager has tested; nothing else shows
     that the model keeps their rows apart."""
+    fewest: int = field(init=False)
+    """The smallest batch that was compared with eager: a smaller one may take another branch of the Python code."""
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
     draws: bool = False
@@ -76,6 +78,13 @@ class CUDAGraphEntry:
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
         self.unproven = {index for index, spec in enumerate(self.inputs.specs) if spec.dim is not None}
+        self.fewest = self.size
+
+    def may_pad(self, rows: int) -> bool:
+        """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one
+        if padding was tested, and a batch that is no larger. Code that takes another branch below some number of rows
+        is found so."""
+        return rows == self.size or (not self.unproven and rows >= self.fewest)
 
     def is_current(self) -> bool:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they

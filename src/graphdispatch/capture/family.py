@@ -1,5 +1,6 @@
 """A family: all graphs of one signature, the static inputs that they share, and how often each size was seen."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from .signature import Signature
 
 __all__ = ["Failure", "Family", "Form"]
 
+_log = logging.getLogger("graphdispatch")
 _FIRST_RETRY = 16  # sightings of a size after a failed capture before the next try; each failure takes 4 times as many
 
 
@@ -69,12 +71,15 @@ class Family:
     def quarantine(self, size: int, reason: Reason, detail: str, max_failures: int) -> None:
         """Note a failed capture: the size stays eager for a while, and for good after ``max_failures``.
 
-        What rebinds its own state is tried again ever more rarely, since no guard tells when it no longer does.
+        What rebinds its own state is tried again at once, since it may do so in its first call alone, and then ever more
+        rarely, since no guard tells when it no longer does.
         """
         before = self.failures.get(size)
         count = before.times + 1 if before else 1
-        wait = _FIRST_RETRY * 4 ** (count - 1)
-        is_final = count >= max_failures and reason is not Reason.STATE_REBOUND
+        rebinds = reason is Reason.STATE_REBOUND
+        tries = count - rebinds
+        wait = _FIRST_RETRY * 4 ** (tries - 1) if tries else 1
+        is_final = count >= max_failures and not rebinds
         retry_at = None if is_final else self.sightings[size] + wait
         self.failures[size] = Failure(count, retry_at, reason, detail)
 
@@ -85,10 +90,15 @@ class Family:
             return None
         return failure
 
+    def warn_of(self, entry: CUDAGraphEntry, rows: int, detail: str) -> None:
+        """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
+        shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
+        _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
+
     def needs_check(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> bool:
         """Whether this batch must be compared with eager before the entry serves it: the second one, the first that is
-        padded, one after a replay that failed, and one in every ``verify_every``."""
-        if (rows != entry.size and entry.unproven) or entry.replay_count >= entry.verify_at:
+        padded, one smaller than all before, one after a replay that failed, and one in every ``verify_every``."""
+        if not entry.may_pad(rows) or entry.replay_count >= entry.verify_at:
             return True
         return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
 

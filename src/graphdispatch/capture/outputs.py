@@ -21,10 +21,9 @@ from ..backends.base import Pool
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
+from .calls import VALUES, describe
 
 __all__ = ["OutputRule", "OutputView", "Outputs", "fixed_rule", "learn_output_rule"]
-
-_SHAREABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class OutputView:
@@ -237,7 +236,16 @@ def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]]
 
 def is_same_value(a: Any, b: Any) -> bool:
     """Whether two values that are no tensors cannot be told apart: one object, or equal constants of one type."""
-    return a is b or (type(a) is type(b) and isinstance(a, _SHAREABLE) and repr(a) == repr(b))
+    return a is b or (type(a) is type(b) and isinstance(a, VALUES) and repr(a) == repr(b))
+
+
+def _line(spec: TreeSpec) -> str:
+    return " ".join(str(spec).split())
+
+
+def _other(a: Any, b: Any) -> str:
+    """``b`` beside ``a``: another object that would be described alike needs no more words."""
+    return describe(b) if describe(b) != describe(a) else "another one"
 
 
 def check_values(eager: Any, graph: Any) -> None:
@@ -249,7 +257,8 @@ def check_values(eager: Any, graph: Any) -> None:
     graph_leaves, graph_spec = tree_flatten(graph)
     if eager_spec != graph_spec or len(eager_leaves) != len(graph_leaves):
         raise CaptureError(
-            f"the outputs have another structure in the graph than in eager: {graph_spec} instead of {eager_spec}",
+            f"the outputs have another structure in the graph than in eager: {_line(graph_spec)} instead of "
+            f"{_line(eager_spec)}",
             Reason.OUTPUT_UNSUPPORTED,
         )
     for a, b in zip(eager_leaves, graph_leaves, strict=True):
@@ -257,6 +266,7 @@ def check_values(eager: Any, graph: Any) -> None:
             continue
         if not is_same_value(a, b):
             raise CaptureError(
-                f"an output that is no tensor is {a!r} in eager and {b!r} in the graph; return tensors and constants",
+                f"an output that is no tensor is {describe(a)} in eager and {_other(a, b)} in the graph; "
+                "return tensors and constants",
                 Reason.OUTPUT_UNSUPPORTED,
             )

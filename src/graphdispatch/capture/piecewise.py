@@ -29,6 +29,7 @@ from ..backends.operators import user_line
 from ..errors import CaptureError, ReplayError
 from ..reasons import Reason
 from .breaks import ACTIVE, BreakRunner
+from .calls import describe
 from .entry import CUDAGraphEntry
 from .outputs import is_same_value
 from .watch import CaptureWatch, storage_key
@@ -127,8 +128,8 @@ class EagerPart:
                 self._put(index, now, then)
             elif not is_same_value(now, then):
                 raise ReplayError(
-                    f"break {self.name!r} returned {now!r} where it returned {then!r} when it was captured; "
-                    "the graphs behind it were made for the latter"
+                    f"break {self.name!r} returned {describe(now)} where it returned {describe(then)} when it was "
+                    "captured; the graphs behind it were made for the latter"
                 )
 
     def _put(self, index: int, now: torch.Tensor, then: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError
-from .calls import Caller, Leaf, parameter_names
+from .calls import Caller, Leaf, describe, parameter_names
 from .padding import Pad, as_pad
 
 __all__ = ["ArgumentRules", "callable_name", "make_rules"]
@@ -69,10 +69,16 @@ def make_rules(
     for name, dim in dynamic.items():
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ConfigError(f"dynamic[{name!r}] must be the number of a dimension, got {dim!r}")
+    if not isinstance(pad, Mapping):
+        raise ConfigError(f"pad must map argument names to pad rules, as {{'ids': 0}}, got {pad!r}")
+    if not isinstance(static, Iterable):
+        raise ConfigError(f"static must name arguments, got {describe(static)}")
     names = frozenset([static] if isinstance(static, str) else static)
     known = parameter_names(fn)
     for option, given in (("dynamic", dynamic), ("pad", pad), ("static", names)):
         for name in given:
+            if not isinstance(name, str):
+                raise ConfigError(f"{option} must name arguments by text, got {describe(name)}")
             top = name.split("[", 1)[0].split(".", 1)[0]
             if known is not None and top not in known:
                 raise ConfigError(

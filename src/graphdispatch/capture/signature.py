@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..reasons import Reason
-from .calls import Leaf
+from .calls import Leaf, describe
 from .inputs import InputSpec
 from .rules import ArgumentRules
 
-__all__ = ["PLAIN_TENSORS", "Refusal", "Signature", "refusal"]
+__all__ = ["PLAIN_TENSORS", "Refusal", "Signature", "no_tensors", "refusal"]
 
 NO_MATCH = -1
 _FIXED = -2  # the rows of a tensor without a batch dimension
@@ -190,25 +190,31 @@ def refusal(
         on = ", ".join(f"{leaf.path!r} on {tensor.device}" for leaf, tensor in tensors)
         return Refusal(Reason.DEVICES_DISAGREE, f"arguments are on different devices: {on}")
     if not tensors:
-        return Refusal(Reason.NO_TENSORS, Reason.NO_TENSORS.text)
+        return no_tensors(leaves, values)
     if tensors[0][1].device.type != device.type:
         return Refusal(Reason.DEVICE_UNSUPPORTED, f"the arguments are on {tensors[0][1].device}, not on {device}")
     rows = {leaf.path: t.shape[d] for leaf, t in tensors if (d := _dim(rules, leaf, t)) is not None}
     if len(set(rows.values())) > 1:
         return Refusal(Reason.ROWS_DISAGREE, f"arguments have different numbers of rows: {rows}")
     for leaf, value in zip(leaves, values, strict=True):
-        plain = type(value) in _EXACT or isinstance(value, (torch.Tensor, *_CONSTANTS))
-        if not plain and not rules.is_static(leaf):
+        if not _is_plain(value) and not rules.is_static(leaf):
             return Refusal(
                 Reason.UNGUARDED_ARGUMENT,
-                f"argument {leaf.path!r} is a {_type_name(type(value))}, whose change cannot be seen; "
+                f"argument {leaf.path!r} is {describe(value)}, whose change cannot be seen; "
                 "pass tensors and constants, or name it in static= if it is the same each time",
             )
     return None
 
 
-def _type_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")  # numpy has a bool of its own
+def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
+    """Why arguments among which no tensor is found cannot be served; those that may hold some are named."""
+    odd = [(leaf, value) for leaf, value in zip(leaves, values, strict=True) if not _is_plain(value)]
+    named = [f"argument {leaf.path!r} is {describe(value)}" for leaf, value in odd]
+    return Refusal(Reason.NO_TENSORS, "; ".join([Reason.NO_TENSORS.text, *named]))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _EXACT or isinstance(value, (torch.Tensor, *_CONSTANTS))
 
 
 def _dim(rules: ArgumentRules, leaf: Leaf, tensor: torch.Tensor) -> int | None:

@@ -3,7 +3,8 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from ..calibration import Calibration
 from ..calibration import calibrate as measure
-from ..errors import ConfigError
+from ..errors import ConfigError, GraphDispatchError
 from ..graphed_callable import graphed
 from ..modes import CUDAGraphMode
 from ..plan.cost import Curve
@@ -52,7 +53,8 @@ def calibrate(
     rows = read_numbers("--sizes", sizes) if sizes is not None else None
     fn, example, options = _build(_DEMO if model == "demo" else model)
     console = Console()
-    with console.status("measuring"):
+    at_fault = _named(f"MODEL {model!r}: measuring it", "; call it with its example, and with other numbers of rows")
+    with console.status("measuring"), at_fault:
         found = measure(fn, example, sizes=rows, mode=runtime_mode(mode), repeats=repeats, **options)
     for each in found.held_bytes:
         console.print(_table(found, each), highlight=False)
@@ -70,7 +72,7 @@ def calibrate(
 
 
 def _build(model: str) -> tuple[Callable[..., Any], Mapping[str, Any], Mapping[str, Any]]:
-    """What ``module:function`` returns, checked. An error of the user's own code passes through."""
+    """What ``module:function`` returns, checked."""
     module, _, name = model.partition(":")
     if not module or not name:
         raise ConfigError(f"MODEL must be module:function, or demo, got {model!r}")
@@ -84,7 +86,8 @@ def _build(model: str) -> tuple[Callable[..., Any], Mapping[str, Any], Mapping[s
     build = getattr(found, name, None)
     if not callable(build):
         raise ConfigError(f"MODEL {model!r}: {module} has no function {name}")
-    built = build()
+    with _named(f"MODEL {model!r}: {name}()"):
+        built = build()
     fn, example, options = (*built, {})[:3] if isinstance(built, tuple) and len(built) in (2, 3) else (None, None, None)
     if not callable(fn) or not isinstance(example, Mapping) or not isinstance(options, Mapping):
         raise ConfigError(
@@ -96,6 +99,17 @@ def _build(model: str) -> tuple[Callable[..., Any], Mapping[str, Any], Mapping[s
     if unknown:
         raise ConfigError(f"MODEL {model!r}: options must be of graphed, without {_RESERVED}; got {', '.join(unknown)}")
     return fn, example, options
+
+
+@contextmanager
+def _named(what: str, remedy: str = "") -> Iterator[None]:
+    """Within the block the user's own code runs; an error of it is named as that, in one line."""
+    try:
+        yield
+    except GraphDispatchError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} raised {type(error).__name__}: {error}{remedy}") from error
 
 
 def _table(found: Calibration, mode: CUDAGraphMode) -> Table:

@@ -1,5 +1,7 @@
 """The dispatcher of a plan: exactly its graphs, and eager where the plan says that eager is faster."""
 
+import reprlib
+
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
 from ..plan.plan import Plan
@@ -15,6 +17,10 @@ def planned_dispatcher(plan: Plan, *, max_num_reqs: int = 1) -> CudagraphKeyDisp
     Uniform decode has one token for each request. A batch below a graph's ``first`` runs eagerly, unless a graph of
     another mode is planned for it. Raises ``ConfigError`` for a plan without graphs.
     """
+    if not isinstance(plan, Plan):
+        raise ConfigError(
+            f"plan must be a Plan, got {reprlib.repr(plan)}; Plan.from_ladder() makes one of sizes, load() of a file"
+        )
     if not plan.graphs:
         raise ConfigError("plan must have graphs, got none; every step runs eagerly")
     dispatcher = CudagraphKeyDispatcher(

@@ -1,6 +1,7 @@
 """``plan_capture_sizes``: the graphs with the least expected step time within the budgets."""
 
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -56,6 +57,7 @@ def plan_capture_sizes(
     graphs, ``Plan.proof`` carries the proved bound. Raises ``ConfigError`` for bad or contradictory arguments, and
     for budgets that no graph fits.
     """
+    _check_types(workload, cost, must_include)
     cost, prior, mode = cost or CostModel.default(), Prior.of(prior), parse_mode(mode)
     if not mode.has_graphs():
         raise ConfigError("mode must have graphs to plan, got NONE")
@@ -120,6 +122,21 @@ def _grid(
             f"max_padding must be at least {multiple_of - 1} with multiple_of={multiple_of}, got {max_padding}"
         )
     return _Grid(top, multiple_of, must, max_padding)
+
+
+def _check_types(workload: object, cost: object, must_include: object) -> None:
+    if not isinstance(workload, Workload):
+        raise ConfigError(
+            f"workload must be a Workload, got {reprlib.repr(workload)}; Workload.from_steps() makes one of numbers of "
+            "tokens, Workload.from_trace() of a file"
+        )
+    if cost is not None and not isinstance(cost, CostModel):
+        raise ConfigError(
+            f"cost must be a CostModel or None, got {reprlib.repr(cost)}; CostModel.of() makes one of numbers, "
+            "CostModel.load() of a file"
+        )
+    if not isinstance(must_include, Iterable):
+        raise ConfigError(f"must_include must be sizes, as (1, 8), got {must_include!r}")
 
 
 def _whole(name: str, value: object) -> int:

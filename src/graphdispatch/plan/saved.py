@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from ..errors import ConfigError
 from .plan import Plan
 from .profile import Profile
 from .storage import read_document
@@ -23,6 +24,10 @@ def read_sizes(sizes: object) -> object:
 
     Raises ``ConfigError`` for a file that holds neither.
     """
+    if isinstance(sizes, str) and Path(sizes).suffix:
+        raise ConfigError(
+            f"sizes must not be the name of a file as text, got {sizes!r}; give a pathlib.Path for a saved plan"
+        )
     if not isinstance(sizes, PathLike):
         return sizes
     path = Path(sizes)
