@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphdispatch.capture.breaks import eager_break
-from graphdispatch.capture.guards import StateGuard, same_callable, same_objects
+from graphdispatch.capture.guards import StateGuard, same_callable, same_objects, wants_gradient
 from graphdispatch.capture.reach import Reach
 from graphdispatch.graphed_callable import graphed
 
@@ -303,6 +303,15 @@ def test_a_captured_leaf_needs_gradients() -> None:
     """A tensor without a module has no evaluation mode to say otherwise."""
     weight = torch.ones(3, requires_grad=True)
     assert StateGuard(lambda x: x * weight).trainable
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_gradient_is_seen_in_objects(wants: bool) -> None:
+    """An argument that is an object may hold a tensor that requires one."""
+    batch = types.SimpleNamespace(parts=[torch.ones(3, requires_grad=wants)], name="x")
+    assert wants_gradient(batch) is wants
+    assert wants_gradient(batch.parts[0]) is wants
+    assert not any(map(wants_gradient, (1, "x", None, print)))
 
 
 def test_modules_are_found_once() -> None:

@@ -60,7 +60,7 @@ def test_identical_batches_stay_pending() -> None:
 
 
 def test_first_padded_batch_is_compared() -> None:
-    """Full batches prove nothing of padding: the first padded one is compared, and then each smaller than all before."""
+    """Full batches prove nothing of padding: the first padded one is compared, then each smaller than all before."""
     step = make(lambda x: x * 2)
     full, padded = torch.randn(2, 4, 3), torch.randn(3, 3)
     assert reasons(step, *full, full[0]) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]

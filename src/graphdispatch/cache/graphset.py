@@ -21,7 +21,7 @@ from ..capture.calls import Caller, CallForm
 from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.entry import CUDAGraphEntry, next_use
 from ..capture.family import Family
-from ..capture.guards import StateGuard
+from ..capture.guards import StateGuard, wants_gradient
 from ..capture.inputs import StaticInputs
 from ..capture.job import CaptureJob, Outcome
 from ..capture.outputs import OutputView
@@ -79,8 +79,7 @@ class GraphSet:
 
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        wants = any(isinstance(v, torch.Tensor) and v.requires_grad for v in tree_leaves((args, kwargs)))
-        return wants or self.guard.trainable
+        return any(map(wants_gradient, tree_leaves((args, kwargs)))) or self.guard.trainable
 
     def closed(self) -> Reason | None:
         """Why no graph may replay on the calling thread now: it is in a capture, or in a break of a replay in this

@@ -78,8 +78,7 @@ def verify_entry(job: CaptureJob, entry: CUDAGraphEntry) -> Outcome:
         finally:
             attempt.restore()
         entry.state = EntryState.VERIFIED
-        entry.unproven -= attempt.proven
-        entry.fewest = min(entry.fewest, job.rows)
+        entry.note_comparison(job.rows, attempt.proven)
         return Outcome(eager.result, entry, Reason.VERIFIED_NOW)
 
 
@@ -160,12 +159,10 @@ class _Attempt:
         except BaseException:
             graph.reset()
             raise
-        entry.unproven -= self.proven
-        entry.fewest = min(entry.fewest, job.rows)
+        entry.note_comparison(job.rows, self.proven)
         if not job.options.verify:
             entry.state = EntryState.VERIFIED
-            entry.unproven.clear()
-            entry.fewest = 1
+            entry.note_comparison(1, entry.unproven)
         return entry
 
     def verify(self, entry: CUDAGraphEntry) -> None:

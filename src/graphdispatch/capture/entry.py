@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,11 @@ class CUDAGraphEntry:
         self.writes_outside = bool(self.mutated) or self.written is not None
         self.unproven = {index for index, spec in enumerate(self.inputs.specs) if spec.dim is not None}
         self.fewest = self.size
+
+    def note_comparison(self, rows: int, proven: Collection[int]) -> None:
+        """A batch of ``rows`` rows agreed with eager; ``proven`` are the inputs whose padding that tested."""
+        self.unproven = self.unproven.difference(proven)
+        self.fewest = min(self.fewest, rows)
 
     def may_pad(self, rows: int) -> bool:
         """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one

@@ -71,8 +71,8 @@ class Family:
     def quarantine(self, size: int, reason: Reason, detail: str, max_failures: int) -> None:
         """Note a failed capture: the size stays eager for a while, and for good after ``max_failures``.
 
-        What rebinds its own state is tried again at once, since it may do so in its first call alone, and then ever more
-        rarely, since no guard tells when it no longer does.
+        What rebinds its own state is tried again at once, since it may do so in its first call alone, and then ever
+        more rarely, since no guard tells when it no longer does.
         """
         before = self.failures.get(size)
         count = before.times + 1 if before else 1

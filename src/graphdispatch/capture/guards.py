@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .reach import CONSTANTS, Reach, cell_value, content
 
-__all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "same_objects"]
+__all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "same_objects", "wants_gradient"]
 
 _END = (object(),)
 _GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
@@ -155,6 +156,13 @@ class WorkspaceGuard:
 
     def __len__(self) -> int:
         return len(self._storages)
+
+
+def wants_gradient(value: Any) -> bool:
+    """Whether an argument, or what hangs on it where it is an object, is a tensor that requires a gradient."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return any(isinstance(inner, torch.Tensor) and inner.requires_grad for inner in tree_leaves(content(value)))
 
 
 def same_callable(a: Any, b: Any) -> bool:
