@@ -121,7 +121,7 @@ _TEXTS: dict[Reason, str] = {
     Reason.ALIASED_ARGUMENTS: "two arguments share memory, and the call writes to one of them",
     Reason.ADDRESS_CHANGED: "a tensor that was declared static has moved, or a weight or captured variable",
     Reason.ARGUMENTS_CHANGED: "the arguments are not like those that the graph of this key was captured with",
-    Reason.TOO_MANY_SIGNATURES: "more different signatures than max_signatures were seen",
+    Reason.TOO_MANY_SIGNATURES: "as many signatures as max_signatures allows have graphs, or captures that failed",
     Reason.STATE_TOO_LARGE: "the state that the call writes is too large to save; raise state_limit_bytes",
     Reason.STATE_REBOUND: "the call rebinds a variable, parameter or entry of a dict instead of writing it in place",
     Reason.PADDING_WRITES_STATE: (
