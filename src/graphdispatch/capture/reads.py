@@ -39,7 +39,7 @@ def reads(code: CodeType, around: tuple[tuple[str, str | None], ...] = ()) -> Re
     read.
     """
     own, pairs, loose = set[str](), set[tuple[str, str]](), set[str]()
-    aliases = dict(around)
+    aliases = {name: known for name, known in around if name not in code.co_varnames}
     if code.co_argcount and not around:
         aliases[code.co_varnames[0]] = _SELF
     top: str | None = None  # the name of what lies on the stack's top, if it has one
@@ -62,6 +62,10 @@ def reads(code: CodeType, around: tuple[tuple[str, str | None], ...] = ()) -> Re
             top = name
         elif kind in ("STORE_FAST", "STORE_DEREF"):
             aliases[name], top = top, None
+        elif kind == "STORE_FAST_LOAD_FAST":
+            aliases[name[0]], top = top, aliases.get(name[1])
+        elif kind == "STORE_FAST_STORE_FAST":
+            aliases[name[0]], aliases[name[1]], top = top, None, None
         elif kind not in _LEAVE_THE_TOP:
             top = None
     texts = {value for value in code.co_consts if isinstance(value, str)}
