@@ -4,7 +4,7 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 
 from graphdispatch.cache import MemoryBudget
 from graphdispatch.errors import ConfigError
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.reasons import Reason
+
+from .doubled import batch, make, reason
 
 
 @pytest.fixture(autouse=True)
@@ -22,28 +23,6 @@ def _inference() -> Iterator[None]:
     torch.manual_seed(0)
     with torch.no_grad():
         yield
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """The model of most tests."""
-    return x * 2
-
-
-def make(fn: Callable[..., Any] = double, **options: Any) -> Graphed[..., Any]:
-    """Sizes two and four, captured at the first sighting, unless ``options`` say otherwise."""
-    return graphed(fn, **({"dynamic": {"x": 0}, "sizes": (2, 4), "capture_after": 1} | options))
-
-
-def reason(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> Reason:
-    """The reason of one call."""
-    step(*args, **kwargs)
-    assert step.last_decision is not None
-    return step.last_decision.reason
-
-
-def batch(rows: int) -> torch.Tensor:
-    """A new batch."""
-    return torch.randn(rows, 3)
 
 
 def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ from graphdispatch.capture.outputs import OutputView
 from graphdispatch.capture.padding import Pad
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError, FallbackError, GraphDispatchError
-from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.graphed_callable import graphed
 from graphdispatch.reasons import Reason
+
+from .doubled import batch, make, reason
 
 
 @pytest.fixture(autouse=True)
@@ -25,28 +27,6 @@ def _inference() -> Iterator[None]:
     torch.manual_seed(0)
     with torch.no_grad():
         yield
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """The model of most tests."""
-    return x * 2
-
-
-def make(fn: Callable[..., Any] = double, **options: Any) -> Graphed[..., Any]:
-    """Sizes two and four, captured at the first sighting, unless ``options`` say otherwise."""
-    return graphed(fn, **({"dynamic": {"x": 0}, "sizes": (2, 4), "capture_after": 1} | options))
-
-
-def reason(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> Reason:
-    """The reason of one call."""
-    step(*args, **kwargs)
-    assert step.last_decision is not None
-    return step.last_decision.reason
-
-
-def batch(rows: int) -> torch.Tensor:
-    """A new batch."""
-    return torch.randn(rows, 3)
 
 
 @pytest.mark.parametrize("after", [1, 2, 4])

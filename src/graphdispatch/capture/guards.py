@@ -38,6 +38,7 @@ class StateGuard:
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
+        self._latest_hook = RemovableHandle.next_id  # first: what is registered from here on is new
         reach = Reach(fn)
         self._modules = tuple(reach.modules)
         self._holders = (*reach.modules, *reach.objects, *reach.containers)
@@ -46,7 +47,6 @@ class StateGuard:
             t for m in reach.modules for t in (m._parameters, m._buffers, m._modules) if t and isinstance(t, dict)
         ]
         self._hooks = [table for m in reach.modules for table in _hooks_of(m)] + list(_GLOBAL_HOOKS)
-        self._latest_hook = RemovableHandle.next_id
         watched = [part for t in (*reach.containers, *filter(None, self._hooks)) for part in _parts(t)]
         # Behind each a mark, so that nothing passes from one to the next unseen.
         marked = [part for values in watched for part in (values, _END)]
