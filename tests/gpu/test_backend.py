@@ -204,7 +204,6 @@ def test_captures_of_several_threads_take_turns(cuda: CUDABackend) -> None:
 def test_pool_counts_its_bytes_and_gives_them_back(cuda: CUDABackend) -> None:
     """A pool holds what its graphs allocated, until they and it are gone."""
     pool, size = cuda.make_pool(), 32 << 20
-    small = torch.zeros(1, device=cuda.device)  # room for the few bytes that a graph keeps outside its pool
     torch.cuda.empty_cache()
     before = (pool.nbytes, torch.cuda.memory_reserved(cuda.device))
     with cuda.begin_capture(pool) as capture:
@@ -215,7 +214,7 @@ def test_pool_counts_its_bytes_and_gives_them_back(cuda: CUDABackend) -> None:
     torch.cuda.empty_cache()
     assert before[0] == 0
     assert held >= size
-    assert torch.cuda.memory_reserved(cuda.device) <= before[1], f"{small.nbytes} bytes are meant to stay"
+    assert torch.cuda.memory_reserved(cuda.device) <= before[1]
 
 
 def test_graphs_of_one_pool_share_memory(cuda: CUDABackend, pool: CUDAPool, record: Record) -> None:

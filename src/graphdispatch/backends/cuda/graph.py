@@ -181,6 +181,7 @@ class CUDACapture(Capture):
             self._leave()
         nbytes = max(0, _unaccounted_bytes(self._pool.device) - self._before)
         self.graph = RecordedCUDAGraph(self._native, self._pool, nbytes)
+        del self._native  # torch keeps some bytes for each of these objects, until nobody holds it
         return self.graph
 
     def abort(self) -> None:
