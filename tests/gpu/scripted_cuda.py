@@ -63,6 +63,7 @@ class ScriptedGraph:
         driver.recording.add(pool)
         driver.holds[pool] += 1
         driver.throw("begin")
+        driver.offset.fill_(0)  # torch writes the generator's seed and offset by ordinary operators
         stream.is_capturing = True
         driver.log.append("begin")
 
@@ -98,6 +99,7 @@ class ScriptedCUDA:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.offset = torch.zeros(1, dtype=torch.long)
         self.recording: set[Handle] = set()
         self.holds: Counter[Handle] = Counter()
         self.finished: set[Handle] = set()

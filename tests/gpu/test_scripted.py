@@ -1,9 +1,11 @@
 """What the CUDA backend asks of torch and puts back whatever fails, on a stand-in for ``torch.cuda``: runs anywhere."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch.backends.base import CAPTURE_LOCK, Graph
 from graphdispatch.backends.cuda import CUDABackend
@@ -67,6 +69,28 @@ def assert_restored(driver: ScriptedCUDA) -> None:
     assert (driver.device, driver.currents) == (0, driver.defaults)
     assert driver.recording == set()
     assert can_take_lock_elsewhere()
+
+
+def test_what_torch_does_to_begin_is_hidden_from_modes(
+    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
+) -> None:
+    """A mode that watches the callable, as the capturer does after a break, is shown none of it."""
+    seen: list[object] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), backend.begin_capture(pool) as made:
+        made.pause()
+        made.resume()
+    with Watch(), backend.begin_capture(pool) as made:
+        made.abort()
+    assert seen == []
+    with Watch():
+        driver.offset.fill_(1)
+    assert len(seen) == 1
 
 
 def test_a_capture_is_prepared_and_cleaned_up_in_order(

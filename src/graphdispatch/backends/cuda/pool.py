@@ -29,7 +29,7 @@ from ..base import CAPTURE_LOCK, Pool
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-__all__ = ["CUDAPool", "may_be_empty"]
+__all__ = ["CUDAPool", "may_be_empty", "unseen"]
 
 _Handle: TypeAlias = "_POOL_HANDLE"  # a pair of integers
 
@@ -147,6 +147,10 @@ class CUDAPool(Pool):
         return f"<CUDAPool {self.device} {condition} generation={self.generation}>"
 
 
+unseen = torch._C._DisableTorchDispatch
+"""Hides torch's own operators from modes that watch: see Note [torch's own operators around a capture]."""
+
+
 @contextlib.contextmanager
 def may_be_empty() -> Iterator[None]:
     """No warning about an empty graph within a ``with`` block, where that is meant."""
@@ -159,7 +163,7 @@ def _new_hold(device: torch.device, stream: torch.cuda.Stream) -> _Hold:
     """A fresh handle with an empty graph in it."""
     graph = torch.cuda.CUDAGraph()
     handle = torch.cuda.graph_pool_handle()
-    with torch.cuda.device(device), torch.cuda.stream(stream), may_be_empty():
+    with torch.cuda.device(device), torch.cuda.stream(stream), may_be_empty(), unseen():
         try:
             graph.capture_begin(pool=handle, capture_error_mode="thread_local")
             graph.capture_end()
