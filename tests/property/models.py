@@ -162,6 +162,11 @@ def _attends_within_rows(h: Tensor, call: Call) -> Tensor:
     return torch.bmm(torch.softmax(torch.bmm(pairs, pairs.transpose(1, 2)), -1), pairs).flatten(1)
 
 
+def _gathered(h: Tensor, call: Call) -> Tensor:
+    # Always within h, whatever its width: on a GPU an index that is not would end the process's use of the device.
+    return h.gather(1, (call.ids[:, None] + torch.arange(WIDTH, device=h.device)) % h.shape[1])
+
+
 def _reads_host(h: Tensor, call: Call) -> Tensor:
     return h * (0.5 if float(h.abs().sum()) > 1 else 0.25)
 
@@ -178,9 +183,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "attends": lambda: Part(_attends_within_rows),
     "activated": lambda: Part(lambda h, call: functional.gelu(h) * call.scale),
     "selected": lambda: Part(lambda h, call: torch.where(call.ids[:, None] % 2 == 0, h, -h)),
-    "gathered": lambda: Part(
-        lambda h, call: h.gather(1, (call.ids[:, None] + torch.arange(WIDTH, device=h.device)) % WIDTH)
-    ),
+    "gathered": lambda: Part(_gathered),
 }
 """Parts that keep rows apart and have no state."""
 
