@@ -11,7 +11,7 @@ import torch
 from .backends import Backend, Pool
 from .cache import Admission, MemoryBudget, Probation
 from .cache.eviction import Frecency
-from .capture.collector import frozen_collector
+from .capture.collector import swept_collector
 from .capture.family import Family
 from .capture.signature import Refusal
 from .config import CUDAGraphOptions
@@ -104,7 +104,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
                 "raise it, or name fewer in shapes"
             )
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
-        with torch.no_grad(), self._graphs.lock, frozen_collector(self.options.gc_disable):
+        with torch.no_grad(), self._graphs.lock, swept_collector(self.options.gc_disable):
             self._graphs.refresh()
             found = [(d, self._prepared(d, dummy_fn(d))) for d in largest_first if self.get_entry(d) is None]
             todo = [(descriptor, *call) for descriptor, call in found if call is not None]

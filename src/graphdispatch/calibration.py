@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import keystr, tree_map_with_path
 
 from .backends import Backend, get_backend
-from .capture.collector import frozen_collector
+from .capture.collector import swept_collector
 from .config import parse_mode
 from .errors import CaptureError, ConfigError
 from .graphed_callable import Graphed, graphed
@@ -95,7 +95,7 @@ def calibrate(
     try:
         for one in served.values():  # what is loaded or made once is not part of any measurement
             _capture(one, inputs[checked[-1]], checked[-1:])
-        with torch.no_grad(), frozen_collector():  # so that no capture alone pays for a collection
+        with torch.no_grad(), swept_collector():  # so that no capture alone pays for a collection
             graphs = {each: [_capture_alone(one, inputs, size) for size in checked] for each, one in served.items()}
             for one in served.values():
                 one.clear()

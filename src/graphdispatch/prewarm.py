@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .cache.estimate import BudgetedCapture, MemoryEstimate, estimate_memory
-from .capture.collector import frozen_collector
+from .capture.collector import swept_collector
 from .capture.family import Family
 from .dispatch.routine import Routine
 from .errors import CaptureError, ConfigError, FallbackError, GraphDispatchError
@@ -63,7 +63,7 @@ def prewarm(
     started = time.perf_counter()
     batch = _Batch(path, limits.checked(), started)
     path.graphs.refresh()
-    with frozen_collector(path.config.options.gc_disable):
+    with swept_collector(path.config.options.gc_disable):
         for routine in path.routines or [path.decode]:
             batch.capture(routine, args, kwargs, sizes, progress)
     captured = {mode: tuple(done) for mode, done in batch.captured.items()}

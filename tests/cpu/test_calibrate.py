@@ -206,7 +206,7 @@ def test_the_demo_s_decoder_is_measured_in_both_modes(tmp_path: Path) -> None:
         ("users_model:wrong", "must return (callable, keyword arguments of a call)"),
         ("users_model:unknown_option", "options must be of graphed"),
         ("users_model:raises", "MODEL 'users_model:raises': raises() raised ValueError: no weights here"),
-        ("users_model:misfit", "MODEL 'users_model:misfit': measuring it raised RuntimeError: mat1 and mat2 shapes"),
+        ("users_model:misfit", "MODEL 'users_model:misfit': measuring it raised RuntimeError: "),
     ],
 )
 def test_a_bad_model_is_one_line(model: str, named: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:

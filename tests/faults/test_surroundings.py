@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphdispatch.backends import get_backend
 from graphdispatch.capture.breaks import eager_break
-from graphdispatch.capture.collector import frozen_collector, paused_collector
+from graphdispatch.capture.collector import paused_collector, swept_collector
 from graphdispatch.errors import CaptureError
 from graphdispatch.graphed_callable import graphed
 from graphdispatch.reasons import Reason
@@ -161,17 +161,18 @@ def test_threads_that_pause_the_collector_do_not_wake_it_for_each_other() -> Non
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_the_process_has_frozen_stays_frozen(frozen: bool) -> None:
-    """A batch of captures that fails leaves the collector as the process had it."""
+def test_a_batch_of_captures_leaves_the_collector_as_it_was(frozen: bool) -> None:
+    """Also one that fails: it runs again, and what the process has frozen stays frozen."""
     if frozen:
         gc.freeze()
     try:
-        with suppress(KeyboardInterrupt), frozen_collector():
+        gc.collect()  # some versions of Python freeze objects of their own in each collection
+        before = gc.get_freeze_count()
+        with suppress(KeyboardInterrupt), swept_collector():
             assert not gc.isenabled()
-            assert gc.get_freeze_count() > 0
             raise KeyboardInterrupt
         assert gc.isenabled()
-        assert (gc.get_freeze_count() > 0) is frozen
+        assert gc.get_freeze_count() >= before
     finally:
         gc.unfreeze()
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["frozen_collector", "paused_collector"]
+__all__ = ["paused_collector", "swept_collector"]
 
 
 class _Pauses:
@@ -51,22 +51,14 @@ def paused_collector(enabled: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def frozen_collector(enabled: bool = True) -> Iterator[None]:
-    """For a batch of captures: collect before, take what exists out of the collector's sight, collect after.
-
-    What the process has frozen itself stays frozen: it could not be told from the rest, so that nothing is added.
-    """
+def swept_collector(enabled: bool = True) -> Iterator[None]:
+    """For a batch of captures: one collection before, one after, none within the block."""
     if not enabled:
         yield
         return
     gc.collect()
-    freezes = gc.get_freeze_count() == 0
-    if freezes:
-        gc.freeze()
     try:
         with paused_collector():
             yield
     finally:
-        if freezes:
-            gc.unfreeze()
         gc.collect()
