@@ -202,7 +202,7 @@ def test_captures_of_several_threads_take_turns(cuda: CUDABackend) -> None:
 
 
 def test_pool_counts_its_bytes_and_gives_them_back(cuda: CUDABackend) -> None:
-    """A pool holds what its graphs allocated, until they and it are gone."""
+    """A pool holds what its graphs allocated until they are gone, and serves again after that."""
     pool, size = cuda.make_pool(), 32 << 20
     torch.cuda.empty_cache()
     before = (pool.nbytes, torch.cuda.memory_reserved(cuda.device))
@@ -210,11 +210,18 @@ def test_pool_counts_its_bytes_and_gives_them_back(cuda: CUDABackend) -> None:
         torch.zeros(size, dtype=torch.uint8, device=cuda.device)
     held = pool.nbytes
     capture.graph.reset()
-    pool.close()
-    torch.cuda.empty_cache()
     assert before[0] == 0
     assert held >= size
-    assert torch.cuda.memory_reserved(cuda.device) <= before[1]
+    assert (pool.nbytes, torch.cuda.memory_reserved(cuda.device)) == before
+    with cuda.begin_capture(pool) as capture:
+        torch.zeros(size, dtype=torch.uint8, device=cuda.device)
+    capture.graph.replay()
+    assert pool.nbytes >= size
+    pool.close()
+    assert pool.nbytes >= size  # while a graph is there
+    capture.graph.reset()
+    torch.cuda.empty_cache()
+    assert (pool.nbytes, torch.cuda.memory_reserved(cuda.device)) == before
 
 
 def test_graphs_of_one_pool_share_memory(cuda: CUDABackend, pool: CUDAPool, record: Record) -> None:

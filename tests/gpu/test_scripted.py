@@ -121,17 +121,21 @@ def test_all_captures_of_a_device_run_on_one_stream(driver: ScriptedCUDA, backen
     assert (seen[0].device, driver.streams) == (torch.device("cuda", 1), 1)
 
 
-def test_the_placeholder_keeps_the_handle_between_graphs(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
-) -> None:
-    """A handle whose last real graph went is still good for the next; after ``close`` nothing holds it."""
-    first = capture(backend, pool)
+def test_the_memory_goes_with_the_last_graph(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+    """Then nothing holds its handle any more, and the next graph gets another; after ``close`` nothing holds that."""
+    first, second = capture(backend, pool), capture(backend, pool)
     (handle,) = driver.held()
     first.reset()
-    second = capture(backend, pool)
-    assert driver.held() == {handle: 2}
+    first.reset()
+    assert driver.held() == {handle: 2}, "the second graph and the placeholder"
+    assert "empty cache" not in driver.log
     second.reset()
+    assert driver.held() == {}
+    assert driver.log[-1] == "empty cache"
+    third = capture(backend, pool)
+    assert driver.held() == {(0, 2): 2}
     pool.close()
+    third.reset()
     assert driver.held() == {}
 
 
@@ -190,14 +194,17 @@ def test_a_fault_of_the_driver_leaves_no_count(
     driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool, place: str
 ) -> None:
     """Whether the stream refused to begin, or the finished graph found no memory."""
-    capture(backend, pool).reset()
+    older = capture(backend, pool)
+    (old,) = driver.held()
     driver.faults[place] = [RuntimeError("CUDA error: out of memory")]
     with pytest.raises(CaptureError, match="fewer or smaller") as caught:
         capture(backend, pool)
     assert caught.value.reason is Reason.OUT_OF_MEMORY
-    assert sum(driver.held().values()) == 1, "the placeholder of the new handle"
+    assert driver.held().pop(old) == 1
+    assert sum(driver.held().values()) == 2, "the older graph, and the placeholder of the new handle"
     assert_restored(driver)
     pool.close()
+    older.reset()
     assert driver.held() == {}
 
 
@@ -285,7 +292,7 @@ def test_a_graph_is_released_only_when_idle(driver: ScriptedCUDA, backend: CUDAB
     graph = capture(backend, pool)
     graph.replay()
     graph.reset()
-    assert driver.log[-2:] == ["wait until idle", "reset"]
+    assert driver.log[-4:] == ["wait until idle", "reset", "reset", "empty cache"], "the graph, then the placeholder"
 
 
 def test_only_a_change_of_stream_is_ordered(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:

@@ -91,6 +91,8 @@ class RecordedCUDAGraph(Graph):
             if graph is not None:
                 self._pool.wait_until_idle()
                 graph.reset()
+                del graph  # torch frees what it keeps beside the pool only then
+                self._pool.release_graph()
 
     @property
     def nbytes(self) -> int:
@@ -180,6 +182,7 @@ class CUDACapture(Capture):
             # A callable may do nothing before its first break; a wrong stream shows when replays are compared.
             with may_be_empty(), unseen():
                 self._native.capture_end()
+            self._pool.hold_graph()
         except BaseException as error:
             self._throw_away()
             raise_classified(error, self._pool.device)

@@ -3,7 +3,9 @@
 Note [a pool lives by its placeholder]
     The allocator counts the graphs of a pool handle and takes the memory back when the last one goes; a handle whose
     count fell to zero must not be used again. An empty graph captured into each handle keeps the count above zero
-    for as long as the pool is open.
+    between the captures. When the last of the pool's own graphs goes, its placeholder and memory go too, and the
+    next capture gets a new handle: torch gives the memory of a pool to nobody else, so that keeping it for a capture
+    that may never come would break the promise of a memory budget.
 
 Note [after a failed capture]
     ``capture_end`` throws before it has told the allocators that the recording is over. The device allocator would
@@ -54,6 +56,7 @@ class CUDAPool(Pool):
         self._capture_stream = capture_stream
         self._hold: _Hold | None = None
         self._abandoned: list[_Handle] = []
+        self._graphs = 0
         self._closed = False
         self._index = int(device.index)
         self._raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
@@ -80,13 +83,23 @@ class CUDAPool(Pool):
         """
         hold, self._hold = self._hold, None
         if hold is not None:
-            # A handle without memory gets none any more, and need not be counted.
-            self._abandoned = [kept for kept in self._abandoned if _segment_bytes(self._index, kept)] + [hold.handle]
+            self._forget_empty()
+            self._abandoned.append(hold.handle)
             _end_recording(self._index, hold.handle)
             with contextlib.suppress(RuntimeError):
                 hold.placeholder.reset()
         with contextlib.suppress(RuntimeError, BackendError):  # the next capture tries again, and reports
             self.handle()
+
+    def hold_graph(self) -> None:
+        """Note that a graph was captured into the pool; with ``CAPTURE_LOCK`` held."""
+        self._graphs += 1
+
+    def release_graph(self) -> None:
+        """Note that one of those graphs is gone; the memory goes with the last. With ``CAPTURE_LOCK`` held."""
+        self._graphs -= 1
+        if not self._graphs:
+            self._let_go()
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Note that work on the pool's memory ends on ``stream``."""
@@ -136,11 +149,19 @@ class CUDAPool(Pool):
         """
         with CAPTURE_LOCK:
             self._closed = True
-            hold, self._hold = self._hold, None
-            if hold is not None:
-                self._abandoned.append(hold.handle)
-                hold.placeholder.reset()
-                torch.cuda.empty_cache()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            self._abandoned.append(hold.handle)
+            hold.placeholder.reset()
+            torch.cuda.empty_cache()
+            self._forget_empty()
+
+    def _forget_empty(self) -> None:
+        """Count no more those handles whose memory is gone: they get none any more."""
+        self._abandoned = [kept for kept in self._abandoned if _segment_bytes(self._index, kept)]
 
     def __repr__(self) -> str:
         condition = "closed" if self._closed else "open" if self._hold is not None else "empty"
