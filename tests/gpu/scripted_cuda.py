@@ -41,7 +41,8 @@ class ScriptedEvent:
         self.driver.log.append("wait until idle")
 
     def query(self) -> bool:
-        return True
+        self.driver.unreached -= 1
+        return self.driver.unreached < 0
 
 
 class ScriptedGraph:
@@ -113,6 +114,7 @@ class ScriptedCUDA:
         self.fraction = 1.0
         self.segments: list[dict[str, Any]] = []
         self.warns_of_empty_graphs = False
+        self.unreached = 0  # so many questions find an event not reached yet
 
     @property
     def current(self) -> ScriptedStream:

@@ -19,6 +19,7 @@ Note [after a failed capture]
 
 import contextlib
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["CUDAPool", "may_be_empty", "unseen"]
 
 _Handle: TypeAlias = "_POOL_HANDLE"  # a pair of integers
+_ANSWER_S = 200e-6  # how long an idle device may take to say that it has reached an event
 
 
 class _Hold(NamedTuple):
@@ -116,16 +118,23 @@ class CUDAPool(Pool):
         self.used_on(current)
 
     def is_idle(self) -> bool:
-        """Whether no replay of the pool is in flight; False where that cannot be asked, as inside a capture."""
+        """Whether no replay of the pool is in flight; False where that cannot be asked, as inside a capture.
+
+        The first to ask after a replay may wait for a moment, since also an idle device takes some time to say so.
+        """
         if self._last is None:
             return True
         try:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            if self._mark is None or self._mark_generation != self.generation:
-                self._mark = self._last.record_event()
-                self._mark_generation = self.generation
-            return bool(self._mark.query())
+            if self._mark is not None and self._mark_generation == self.generation:
+                return bool(self._mark.query())
+            self._mark, self._mark_generation = self._last.record_event(), self.generation
+            deadline = time.perf_counter() + _ANSWER_S
+            while not self._mark.query():
+                if time.perf_counter() > deadline:
+                    return False
+            return True
         except RuntimeError:  # the stream is being captured by someone else
             return False
 
@@ -156,6 +165,7 @@ class CUDAPool(Pool):
         if hold is not None:
             self._abandoned.append(hold.handle)
             hold.placeholder.reset()
+        if self._abandoned:
             torch.cuda.empty_cache()
             self._forget_empty()
 
