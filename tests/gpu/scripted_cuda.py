@@ -53,6 +53,11 @@ class ScriptedGraph:
     def __init__(self) -> None:
         self.handle: Handle | None = None
         self.is_held = False
+        self.may_go = True
+
+    def __del__(self) -> None:
+        if not self.may_go:
+            self.driver.log.append("the process ends: destroyed a graph that could not begin")
 
     def capture_begin(self, pool: Handle, capture_error_mode: str) -> None:
         driver, stream = self.driver, self.driver.current
@@ -63,7 +68,9 @@ class ScriptedGraph:
         self.handle = pool
         driver.recording.add(pool)
         driver.holds[pool] += 1
+        self.may_go = False
         driver.throw("begin")
+        self.may_go = True
         driver.offset.fill_(0)  # torch writes the generator's seed and offset by ordinary operators
         stream.is_capturing = True
         driver.log.append("begin")

@@ -212,7 +212,8 @@ def test_pool_counts_its_bytes_and_gives_them_back(cuda: CUDABackend) -> None:
     capture.graph.reset()
     assert before[0] == 0
     assert held >= size
-    assert (pool.nbytes, torch.cuda.memory_reserved(cuda.device)) == before
+    assert pool.nbytes == 0
+    assert torch.cuda.memory_reserved(cuda.device) <= before[1]
     with cuda.begin_capture(pool) as capture:
         torch.zeros(size, dtype=torch.uint8, device=cuda.device)
     capture.graph.replay()
@@ -221,7 +222,8 @@ def test_pool_counts_its_bytes_and_gives_them_back(cuda: CUDABackend) -> None:
     assert pool.nbytes >= size  # while a graph is there
     capture.graph.reset()
     torch.cuda.empty_cache()
-    assert (pool.nbytes, torch.cuda.memory_reserved(cuda.device)) == before
+    assert pool.nbytes == 0
+    assert torch.cuda.memory_reserved(cuda.device) <= before[1]
 
 
 def test_graphs_of_one_pool_share_memory(cuda: CUDABackend, pool: CUDAPool, record: Record) -> None:

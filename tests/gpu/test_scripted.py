@@ -1,5 +1,6 @@
 """What the CUDA backend asks of torch and puts back whatever fails, on a stand-in for ``torch.cuda``: runs anywhere."""
 
+import gc
 import threading
 from typing import Any
 
@@ -200,6 +201,9 @@ def test_a_fault_of_the_driver_leaves_no_count(
     with pytest.raises(CaptureError, match="fewer or smaller") as caught:
         capture(backend, pool)
     assert caught.value.reason is Reason.OUT_OF_MEMORY
+    del caught
+    gc.collect()
+    assert not any("process ends" in line for line in driver.log)
     assert driver.held().pop(old) == 1
     assert sum(driver.held().values()) == 2, "the older graph, and the placeholder of the new handle"
     assert_restored(driver)

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..backends.base import Capture, Graph
-from ..errors import CaptureError, ReplayError, VerificationError
+from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from .collector import paused_collector
@@ -105,7 +105,7 @@ def warm_up(job: CaptureJob) -> None:
             job.backend.raise_if_lost(error)
             _log.debug("warming up %s failed: %s", job.key, error)
         finally:
-            insist(take_back)
+            insist(take_back, job.backend)
 
 
 @dataclass
@@ -128,9 +128,10 @@ class _Attempt:
         if not self._dirty and self.job.keep_effects:
             return
         try:
-            insist(self._put_back)
+            insist(self._put_back, self.job.backend)
+        except DeviceLostError:
+            raise
         except Exception as error:
-            self.job.backend.raise_if_lost(error)
             raise CaptureError(
                 f"what the call writes could not be put back as eager left it, and holds values of another run: {error}"
             ) from error
@@ -333,7 +334,7 @@ class _Attempt:
                 Reason.OUTPUT_ROWS_UNKNOWN,
             ) from error
         finally:
-            insist(partial(undo, effects.regions))
+            insist(partial(undo, effects.regions), job.backend)
         return learn_output_rule(output, job.size, probed, rows)
 
     def _compare_replay(self, entry: CUDAGraphEntry) -> None:

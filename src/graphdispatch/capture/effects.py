@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..backends.base import Backend
 from ..backends.operators import OperatorKind, is_composite, kind_of, tensors_in, written_tensors
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -76,12 +77,19 @@ def redo(regions: list[Region]) -> None:
                 region.write(region.after)
 
 
-def insist(put_back: Callable[[], None]) -> None:
-    """Call a function that writes saved values; once more if it fails or is interrupted, which does no harm."""
+def insist(put_back: Callable[[], None], backend: Backend) -> None:
+    """Call a function that writes saved values; once more if it fails or is interrupted, which does no harm.
+
+    Raises ``DeviceLostError`` where it fails since nothing works on the device any more.
+    """
     try:
         put_back()
     except Exception:
-        put_back()
+        try:
+            put_back()
+        except Exception as error:
+            backend.raise_if_lost(error)
+            raise
     except BaseException:
         put_back()
         raise

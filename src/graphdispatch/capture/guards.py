@@ -6,7 +6,7 @@ and the old path, without an error.
 """
 
 import types
-from collections.abc import Callable, Collection, Iterable, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -51,11 +51,14 @@ class StateGuard:
         # Behind each a mark, so that nothing passes from one to the next unseen.
         marked = [part for values in watched for part in (values, _END)]
         contents: tuple[Iterable[Any], ...] = (*(t.values() for t in members), *marked)
-        self._contents = (*contents, _END) if contents else ()
         # Two names at least, so that the reader gives a tuple.
-        self._numbers = [partial(itemgetter(*names, names[0]), table) for table, names in reach.numbers if names]
-        self._variables = [reader for reader, _ in reach.variables]
-        self._held = tuple(self._now())
+        numbers: list[Callable[[], Any]]
+        numbers = [partial(itemgetter(*names, names[0]), table) for table, names in reach.numbers if names]
+        variables = [reader for reader, _ in reach.variables]
+        contents += (_END,) if contents else ()
+        contents += (_Readers(numbers, several=True),) if numbers else ()
+        self._contents = (*contents, _Readers(variables, several=False)) if variables else contents
+        self._held = tuple(chain.from_iterable(self._contents))
         parameters = [t for m in reach.modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
         tensors = dict.fromkeys((*parameters, *reach.tensors, *filter(torch.is_tensor, self._held)))
         # Lazy parameters and subclasses have no address to compare; their identity is compared all the same.
@@ -76,10 +79,9 @@ class StateGuard:
         try:
             if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
                 return False
-            if self._held:
-                contents, numbers = chain.from_iterable(self._contents), chain.from_iterable(map(call, self._numbers))
-                now = chain(contents, numbers, map(call, self._variables))
-                if not all(map(is_, now, self._held)) and not same_objects(self._now(), list(self._held)):
+            if self._held and not all(map(is_, chain.from_iterable(self._contents), self._held)):
+                now = list(chain.from_iterable(self._contents))
+                if not same_objects(now, list(self._held)):
                     return False
             if self._tensors and (
                 list(map(_address, self._tensors)) != self._addresses
@@ -92,11 +94,6 @@ class StateGuard:
             return not self._tables or list(map(len, self._tables)) == self._sizes
         except (KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile, or of no use to compare
             return False
-
-    def _now(self) -> list[Any]:
-        """What all members, numbers and variables hold now."""
-        numbers = chain.from_iterable(read() for read in self._numbers)
-        return [*chain.from_iterable(self._contents), *numbers, *(read() for read in self._variables)]
 
     def _no_new_hooks(self) -> bool:
         """Whether the hooks that were registered meanwhile, anywhere in the process, are none of the callable's."""
@@ -126,6 +123,20 @@ class StateGuard:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+class _Readers:
+    """What some readers give, or with ``several`` what is in each tuple that they give; anew each time."""
+
+    __slots__ = ("readers", "several")
+
+    def __init__(self, readers: list[Callable[[], Any]], several: bool) -> None:
+        self.readers = readers
+        self.several = several
+
+    def __iter__(self) -> Iterator[Any]:
+        given = map(call, self.readers)
+        return chain.from_iterable(given) if self.several else given
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:

@@ -116,7 +116,7 @@ def run_eagerly(job: CaptureJob) -> EagerRun | Outcome:
         with effects:
             result = job.call(job.values)
     except BaseException as error:
-        insist(take_back)
+        insist(take_back, job.backend)
         if effects.unsaved is not None and not job.keep_effects and isinstance(error, Exception):
             return failure(job, None, error, "saving what it overwrites")
         raise
@@ -129,7 +129,7 @@ def run_eagerly(job: CaptureJob) -> EagerRun | Outcome:
         arguments = [job.values[spec.position] for spec in job.inputs.specs]
         written = {i: t.detach().clone() for i, t in enumerate(arguments) if effects.writes_to(t)}
     except BaseException as error:
-        insist(take_back)
+        insist(take_back, job.backend)
         if isinstance(error, Exception):
             return failure(job, result, error, "noting what the eager run did")
         raise

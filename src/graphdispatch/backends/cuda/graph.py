@@ -23,11 +23,6 @@ Note [random numbers during a capture]
     launched; it is made again once the capture has ended. Eager code of other threads that draws random numbers on
     the device at that moment gets torch's error, which we cannot help: capture before threads serve.
 
-Note [torch's own operators around a capture]
-    To begin a capture, and to replay a graph that draws random numbers, torch writes the generator's seed and offset
-    to the device with ordinary operators. A mode that watches operators would take them for the callable's: what a
-    piece does after a break begins while the capturer watches. They are hidden from it.
-
 Note [why not torch.cuda.graph]
     Its ``__exit__`` ends the capture first and leaves the stream context after; when ``capture_end`` raises, the
     thread stays on the capture stream, and the user's own exception survives only as the context of the other.
@@ -41,7 +36,7 @@ import torch
 from ...errors import CaptureError, GraphDispatchError, ReplayError
 from ..base import CAPTURE_LOCK, Capture, Graph
 from .errors import diagnose
-from .pool import CUDAPool, may_be_empty, unseen
+from .pool import CUDAPool, begin_recording, may_be_empty
 
 __all__ = ["CUDACapture", "RecordedCUDAGraph", "raise_classified"]
 
@@ -148,8 +143,7 @@ class CUDACapture(Capture):
             self._stream.wait_stream(self._caller_stream)
             torch.cuda.set_stream(self._stream)
             recording = True
-            with unseen():
-                self._native.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+            begin_recording(self._native, self._handle)
         except BaseException as error:
             if recording:  # the allocator may have begun although the stream did not
                 self._throw_away()
@@ -180,7 +174,7 @@ class CUDACapture(Capture):
         try:
             torch.cuda.set_stream(self._stream)  # the user's code may have left another one current
             # A callable may do nothing before its first break; a wrong stream shows when replays are compared.
-            with may_be_empty(), unseen():
+            with may_be_empty():
                 self._native.capture_end()
             self._pool.hold_graph()
         except BaseException as error:
@@ -199,7 +193,7 @@ class CUDACapture(Capture):
             return
         try:
             torch.cuda.set_stream(self._stream)
-            with may_be_empty(), unseen():
+            with may_be_empty():
                 self._native.capture_end()
             self._native.reset()
         except RuntimeError:  # that the capture is invalid is why it is aborted: that error is on its way

@@ -7,6 +7,16 @@ Note [a pool lives by its placeholder]
     next capture gets a new handle: torch gives the memory of a pool to nobody else, so that keeping it for a capture
     that may never come would break the promise of a memory budget.
 
+Note [torch's own operators at the beginning]
+    ``capture_begin`` writes the generator's seed and offset to the device with ordinary operators. A mode that watches
+    operators would take them for the callable's: after a break a recording begins while the capturer watches. They are
+    hidden from it.
+
+Note [a graph that could not begin is never destroyed]
+    ``capture_begin`` first registers the graph with the random generator. Where that fails, for want of memory or since
+    the device is lost, the destructor of the graph finds it not registered, throws, and so ends the process. Nothing
+    tells from outside how far it came, so that each graph which could not begin is kept for good: some hundred bytes.
+
 Note [after a failed capture]
     ``capture_end`` throws before it has told the allocators that the recording is over. The device allocator would
     then refuse the handle for ever ("already recording to mempool_id"), put off the release of blocks that other
@@ -18,6 +28,7 @@ Note [after a failed capture]
 """
 
 import contextlib
+import ctypes
 import inspect
 import time
 import warnings
@@ -32,7 +43,7 @@ from ..base import CAPTURE_LOCK, Pool
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-__all__ = ["CUDAPool", "may_be_empty", "unseen"]
+__all__ = ["CUDAPool", "begin_recording", "may_be_empty"]
 
 _Handle: TypeAlias = "_POOL_HANDLE"  # a pair of integers
 _ANSWER_S = 200e-6  # how long an idle device may take to say that it has reached an event
@@ -79,9 +90,14 @@ class CUDAPool(Pool):
         return self._hold.handle
 
     def give_up_handle(self) -> None:
-        """Leave the current handle to its graphs: see Note [after a failed capture]. Never raises.
+        """Leave the current handle to its graphs: see Note [a graph that could not begin is never destroyed]
+            ``capture_begin`` first registers the graph with the random generator. Where that fails, for want of memory or since
+            the device is lost, the destructor of the graph finds it not registered, throws, and so ends the process. Nothing
+            tells from outside how far it came, so that each graph which could not begin is kept for good: some hundred bytes.
 
-        With ``CAPTURE_LOCK`` held, after the capture has ended with an error.
+        Note [after a failed capture]. Never raises.
+
+                With ``CAPTURE_LOCK`` held, after the capture has ended with an error.
         """
         hold, self._hold = self._hold, None
         if hold is not None:
@@ -178,8 +194,18 @@ class CUDAPool(Pool):
         return f"<CUDAPool {self.device} {condition} generation={self.generation}>"
 
 
-unseen = torch._C._DisableTorchDispatch
-"""Hides torch's own operators from modes that watch: see Note [torch's own operators around a capture]."""
+def begin_recording(graph: torch.cuda.CUDAGraph, handle: _Handle) -> None:
+    """Begin to record the current stream's work into ``graph``, with the memory of ``handle``.
+
+    Raises what torch raises. See Notes [torch's own operators at the beginning] and
+    [a graph that could not begin is never destroyed].
+    """
+    try:
+        with torch._C._DisableTorchDispatch():
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+    except BaseException:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+        raise
 
 
 @contextlib.contextmanager
@@ -194,9 +220,9 @@ def _new_hold(device: torch.device, stream: torch.cuda.Stream) -> _Hold:
     """A fresh handle with an empty graph in it."""
     graph = torch.cuda.CUDAGraph()
     handle = torch.cuda.graph_pool_handle()
-    with torch.cuda.device(device), torch.cuda.stream(stream), may_be_empty(), unseen():
+    with torch.cuda.device(device), torch.cuda.stream(stream), may_be_empty():
         try:
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+            begin_recording(graph, handle)
             graph.capture_end()
         except RuntimeError:
             _end_recording(int(device.index), handle)
