@@ -90,14 +90,9 @@ class CUDAPool(Pool):
         return self._hold.handle
 
     def give_up_handle(self) -> None:
-        """Leave the current handle to its graphs: see Note [a graph that could not begin is never destroyed]
-            ``capture_begin`` first registers the graph with the random generator. Where that fails, for want of memory or since
-            the device is lost, the destructor of the graph finds it not registered, throws, and so ends the process. Nothing
-            tells from outside how far it came, so that each graph which could not begin is kept for good: some hundred bytes.
+        """Leave the current handle to its graphs: see Note [after a failed capture]. Never raises.
 
-        Note [after a failed capture]. Never raises.
-
-                With ``CAPTURE_LOCK`` held, after the capture has ended with an error.
+        With ``CAPTURE_LOCK`` held, after the capture has ended with an error.
         """
         hold, self._hold = self._hold, None
         if hold is not None:
