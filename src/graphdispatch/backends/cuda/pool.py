@@ -176,6 +176,7 @@ class CUDAPool(Pool):
         if hold is not None:
             self._abandoned.append(hold.handle)
             hold.placeholder.reset()
+        del hold  # torch frees what it keeps for a graph beside the pool only when the object goes
         if self._abandoned:
             torch.cuda.empty_cache()
             self._forget_empty()
