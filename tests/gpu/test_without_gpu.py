@@ -17,6 +17,11 @@ from graphdispatch.reasons import Reason
     [
         ("CUDA error: operation not permitted when stream is capturing", Reason.CAPTURE_UNSAFE, "item"),
         ("CUDA error: operation failed due to a previous error during capture", Reason.CAPTURE_UNSAFE, "swallowed"),
+        (
+            "info.status != cudaStreamCaptureStatusInvalidated INTERNAL ASSERT FAILED. Invalid stream capture status",
+            Reason.CAPTURE_UNSAFE,
+            "swallowed",
+        ),
         ("CUDA error: capturing stream has unjoined work", Reason.CAPTURE_UNSAFE, "side stream"),
         (
             "CUDA error: operation would make the legacy stream depend on a capturing blocking stream",

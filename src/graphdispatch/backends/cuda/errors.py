@@ -26,6 +26,8 @@ def _unsafe(remedy: str) -> Diagnosis:
     return Diagnosis(Reason.CAPTURE_UNSAFE, remedy)
 
 
+_SPOILT = _unsafe("an earlier operation could not be captured and its own error was swallowed; let that error through")
+
 # CUDA's error code and text. The first text that occurs in the error decides, so that the specific ones stand before
 # the general ones; those without a code are torch's own.
 _SIGNS: tuple[tuple[int | None, str, Diagnosis], ...] = (
@@ -41,11 +43,8 @@ _SIGNS: tuple[tuple[int | None, str, Diagnosis], ...] = (
         "operation not permitted when stream is capturing",
         _unsafe("it waits for the device (.item(), .cpu(), nonzero, printing a tensor); keep values on the device"),
     ),
-    (
-        901,
-        "previous error during capture",
-        _unsafe("an earlier operation could not be captured and its own error was swallowed; let that error through"),
-    ),
+    (901, "previous error during capture", _SPOILT),
+    (None, "invalid stream capture status", _SPOILT),  # newer versions of torch ask before CUDA says so
     (904, "unjoined work", _unsafe("a side stream was not joined; let the current stream wait for it at the end")),
     (
         905,
