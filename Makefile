@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: demo test gpu-test gpu-bench bench lint format types check clean
+.PHONY: demo test gpu-test gpu-emulated gpu-bench bench lint format types check clean
 
 demo: $(VENV)/.test
 	@$(BIN)/graphdispatch demo $(ARGS)
@@ -27,6 +27,14 @@ gpu-test:
 	@$(GPU_PYTHON) -c 'import torch; torch.cuda.is_available() or exit("gpu-test needs a CUDA device; none found")'
 	@$(GPU_PYTHON) -m pytest tests/gpu tests/conformance $(ARGS)
 	@GRAPHDISPATCH_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest tests/property/test_piecewise.py tests/property/test_threads.py \
+		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
+
+# Without a GPU: GPU_PYTHON is a python that has a CUDA 13 build of torch with its CUDA packages; it takes g++ besides.
+gpu-emulated: export PYTHONPATH := src:tests/emulator
+gpu-emulated:
+	@tests/emulator/build.sh $(GPU_PYTHON) build/emulator
+	@LD_PRELOAD=$(CURDIR)/build/emulator/libcudart.so.13 LD_LIBRARY_PATH=build/emulator GRAPHDISPATCH_TEST_DEVICE=cuda \
+		$(GPU_PYTHON) -m pytest -p emulated_cuda tests/gpu tests/conformance tests/property/test_piecewise.py \
 		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
 
 gpu-bench:
