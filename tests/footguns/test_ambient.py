@@ -40,6 +40,22 @@ def test_autocast_flip(settled: Settle) -> None:
     assert step.last_decision.reason is Reason.EXACT
 
 
+def test_autocast_weight_written(tried: Settle) -> None:
+    """The graph casts weights in each replay; no copy is taken from an autocast region, and none is left to it."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)).eval()
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)  # from here on the region has copies of the weights
+        step = tried(model, **INPUT)
+        assert torch.equal(step(x), model(x))
+    assert step.stats.hits > 0
+    for factor in (3, 0.5):
+        model[0].weight.mul_(factor)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(step(x), model(x))
+            assert step.last_decision.reason is Reason.EXACT
+
+
 def test_inference_mode(settled: Settle) -> None:
     """A step that was captured under ``no_grad`` serves inference mode with a graph of its own, and the reverse."""
     step = settled(lambda x: x * 2)

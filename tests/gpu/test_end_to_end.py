@@ -55,6 +55,20 @@ def test_outputs_belong_to_the_caller(cuda: CUDABackend, model: Block) -> None:
         assert torch.equal(first, kept)
 
 
+def test_weights_are_cast_by_the_graph(cuda: CUDABackend, model: Block) -> None:
+    """Under autocast: no copy of a weight is taken from the region, none is left to it, and weights may be written."""
+    decode = gd.graphed(model, dynamic={"x": 0}, sizes=(8,), capture_after=1)
+    batches = [torch.randn(8, 32, device=cuda.device) for _ in range(4)]
+    for _ in range(2):
+        with torch.no_grad():
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                model(batches[0])  # from here on the region has copies of the weights
+                for batch in batches:
+                    torch.testing.assert_close(decode(x=batch), model(batch))
+            next(model.parameters()).mul_(2)
+    assert decode.stats.hits == 6, decode.stats.reasons
+
+
 def test_calls_on_several_streams_are_right(cuda: CUDABackend, model: Block) -> None:
     """A graph that is replayed on another stream waits for its last use, without being told."""
     decode = gd.graphed(model, dynamic={"x": 0}, max_size=8, sizes=[8])

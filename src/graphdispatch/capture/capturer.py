@@ -24,6 +24,7 @@ from ..backends.base import Capture, Graph
 from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
+from .casts import uncached_casts
 from .collector import paused_collector
 from .effects import EffectRecorder, Region, insist, redo, undo, written_elsewhere
 from .entry import CUDAGraphEntry, WrittenSpans
@@ -191,7 +192,7 @@ class _Attempt:
         self.job.inputs.load(self.job.values, self.job.rows, self.job.size)
         warm = self._warm = EffectRecorder(self.job.options.state_limit_bytes, strict=True)
         self._padded = warm.regions
-        with warm:
+        with uncached_casts(), warm:
             output = self.job.call(self.job.static_values())
         self._known = set(warm.outside) | warm.made_storages()
         del output
@@ -203,7 +204,7 @@ class _Attempt:
             if breaks:
                 self.job.mode = CUDAGraphMode.PIECEWISE
             try:
-                with breaks.marked() if breaks is not None else nullcontext():
+                with uncached_casts(), breaks.marked() if breaks is not None else nullcontext():
                     return self._record()
             except CaptureError as error:
                 if breaks is None or not breaks.add(error):

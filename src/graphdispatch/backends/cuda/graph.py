@@ -12,11 +12,6 @@ Note [cuBLAS workspaces]
     the buffers of *all* streams, so a graph that somebody else captured after warming up on the same stream, and
     whose buffer therefore lies outside its pool, may lose it, as it does when ``torch.compile`` records graphs.
 
-Note [autocast inside a capture]
-    Autocast keeps the cast copies of weights until the outermost region ends. A copy that was made before the
-    capture would be baked in and then freed; one that was made inside it was never computed, and eager code in the
-    same region would read it. The cache is emptied on both sides, so that the graph casts for itself.
-
 Note [random numbers during a capture]
     Up to some version torch keeps one state of its default generator for all threads, which a capture puts into another
     mode. Meanwhile a replay on another thread whose graph draws random numbers is refused before anything is
@@ -137,7 +132,7 @@ class CUDACapture(Capture):
         try:
             # Work of the warm-up on side streams may still own blocks that the capture would be given.
             torch.cuda.synchronize(device)
-            _forget_caches()
+            _forget_workspaces()
             _make_room(device)
             self._before = _unaccounted_bytes(device)
             self._stream.wait_stream(self._caller_stream)
@@ -216,7 +211,7 @@ class CUDACapture(Capture):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.set_device(self._caller_device)
             with contextlib.suppress(RuntimeError):
-                _forget_caches()
+                _forget_workspaces()
                 self._caller_stream.wait_stream(self._stream)
                 self._pool.used_on(self._caller_stream)
         finally:
@@ -231,11 +226,10 @@ def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
     raise CaptureError(f"the capture on {device} failed: {_first_line(error)}; {remedy}", reason) from error
 
 
-def _forget_caches() -> None:
-    """See Note [cuBLAS workspaces] and Note [autocast inside a capture]."""
+def _forget_workspaces() -> None:
+    """See Note [cuBLAS workspaces]."""
     if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
         torch._C._cuda_clearCublasWorkspaces()
-    torch.clear_autocast_cache()
 
 
 def _make_room(device: torch.device) -> None:
