@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from graphdispatch import Reason
 
@@ -54,6 +55,27 @@ def test_autocast_weight_written(tried: Settle) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(step(x), model(x))
             assert step.last_decision.reason is Reason.EXACT
+
+
+def test_parametrization_cached(tried: Settle) -> None:
+    """While computed weights are cached nothing is captured, since a graph would keep them; it is served after that."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    model = nn.Linear(3, 3).eval()
+    parametrize.register_parametrization(model, "weight", Doubled())
+    x = torch.randn(4, 3)
+    with parametrize.cached():
+        step = tried(model, **INPUT)
+        assert torch.equal(step(x), model(x))
+        assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+    model.parametrizations.weight.original.mul_(3)
+    for _ in range(20):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), model(x))
+    assert step.last_decision.reason is Reason.EXACT
 
 
 def test_inference_mode(settled: Settle) -> None:

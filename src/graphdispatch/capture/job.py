@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten
 
 from ..backends.base import Backend, Pool
@@ -165,6 +166,12 @@ def refusal_of(job: CaptureJob, eager: EagerRun) -> CaptureError | None:
             "the call rebinds a parameter, buffer, attribute or captured variable (self.x = ..., self.n += 1); keep it "
             "in a tensor and write that in place (self.x.copy_(...)), or a graph would go on using the old value",
             Reason.STATE_REBOUND,
+        )
+    if getattr(parametrize, "_cache_enabled", 0):
+        return CaptureError(
+            "parametrizations are cached (torch.nn.utils.parametrize.cached()), and a graph would go on reading what "
+            "is cached now; capture outside of it, as by prewarm()",
+            Reason.CAPTURE_UNSAFE,
         )
     if isinstance(job.values, Leaves) and not job.values.still_fit():
         return CaptureError(
