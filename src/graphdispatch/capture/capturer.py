@@ -176,8 +176,7 @@ class _Attempt:
 
     def _refuse(self) -> None:
         """Before anything is run again: an eager run that cannot be undone must not be."""
-        refusal = refusal_of(self.job, self.eager)
-        if refusal is not None:
+        if (refusal := refusal_of(self.job, self.eager)) is not None:
             raise refusal
 
     def _back_to_start(self) -> None:
