@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
+from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.demo.trace import Step, generate_trace, read_trace
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.dispatch.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.modes import DispatchMode
 from graphdispatch.sizes import ladder
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from graphdispatch.api.dispatcher import CudagraphDispatcher
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
 from graphdispatch.descriptors import BatchDescriptor, DispatchKey
-from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
-from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
 from graphdispatch.modes import CUDAGraphMode as Mode
 from graphdispatch.sizes import ladder, next_size_table
 from graphdispatch.testing import MockCUDAGraph

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from graphdispatch.cache import Admission, GraphCache
-from graphdispatch.capture.foreign import entry_around
 from graphdispatch.demo.trace import generate_trace
+from graphdispatch.memory.admission import Admission
+from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.foreign import entry_around
 from graphdispatch.sizes import ladder
 from graphdispatch.testing import MockCUDAGraph
 
@@ -39,14 +40,14 @@ WAYS = {
 }
 
 
-class Outcome(NamedTuple):
+class CaptureResult(NamedTuple):
     """How many steps found their graph, and how many captures that took."""
 
     hits: int
     captures: int
 
 
-def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) -> Outcome:
+def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) -> CaptureResult:
     """Run the steps on a cache of ``room`` graphs."""
     admission = Admission()
     cache = GraphCache(room, eviction=eviction, admission=admission)
@@ -68,10 +69,10 @@ def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) ->
         cache.add(key, entry)
         admission.forget(key)
         captures += 1
-    return Outcome(hits, captures)
+    return CaptureResult(hits, captures)
 
 
-def optimum(keys: Sequence[int], room: int) -> Outcome:
+def optimum(keys: Sequence[int], room: int) -> CaptureResult:
     """Keep what is needed soonest; do not capture what is needed later than all that is kept."""
     following, later = [0] * len(keys), dict[int, int]()
     for step in range(len(keys) - 1, -1, -1):
@@ -93,7 +94,7 @@ def optimum(keys: Sequence[int], room: int) -> Outcome:
             del kept[latest]
             captures += 1
         kept[key] = needed
-    return Outcome(hits, captures)
+    return CaptureResult(hits, captures)
 
 
 def read(path: Path) -> list[int]:
@@ -109,12 +110,12 @@ def keys_of(tokens: Sequence[int], kind: str) -> list[int]:
     return small if kind == "exact" else [sizes[bisect_left(sizes, count)] for count in small]
 
 
-def outcomes(keys: Sequence[int], room: int) -> dict[str, Outcome]:
+def outcomes(keys: Sequence[int], room: int) -> dict[str, CaptureResult]:
     """What becomes of the steps by each way."""
     return {way: simulate(keys, room, eviction, guarded=guarded) for way, (eviction, guarded) in WAYS.items()}
 
 
-def beside_optimum(case: str, steps: int, found: dict[str, Outcome], best: Outcome) -> list[Row]:
+def beside_optimum(case: str, steps: int, found: dict[str, CaptureResult], best: CaptureResult) -> list[Row]:
     """What each way misses, and how often it captures, beside the optimum."""
     return [
         Row(f"{case}: {way}, {what}", 100 * count / steps, 100 * least / steps, unit="%")
@@ -126,7 +127,7 @@ def beside_optimum(case: str, steps: int, found: dict[str, Outcome], best: Outco
     ]
 
 
-def beside_best(name: str, steps: int, cases: Sequence[dict[str, Outcome]]) -> list[Row]:
+def beside_best(name: str, steps: int, cases: Sequence[dict[str, CaptureResult]]) -> list[Row]:
     """All cases of a trace added up: each guarded way beside the best of them, in misses and in captures."""
     made = []
     for what in ("misses", "captures"):

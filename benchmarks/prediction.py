@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from graphdispatch.decide.prediction import Prewarmer, SizePredictor
 from graphdispatch.demo.trace import generate_trace
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.prediction import Prewarmer, SizePredictor
 from graphdispatch.sizes import ladder
 
 from .timing import Effort, Row
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     tokens: int
 
 
-class Outcome(NamedTuple):
+class CaptureResult(NamedTuple):
     """What one way of capturing came to, in percent of the steps that a graph could serve."""
 
     missed: float
@@ -93,7 +93,7 @@ class Graphs:
         self.last_use[size] = step
 
 
-def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str) -> Outcome:
+def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str) -> CaptureResult:
     """Run the steps with one way of capturing: ``none``, ``predicted`` or ``oracle``."""
     clock = Clock()
     predictor = SizePredictor(sizes)
@@ -136,7 +136,7 @@ def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str)
                 counts["delayed"] += clock.ms > following
             else:
                 wait *= 2
-    return Outcome(
+    return CaptureResult(
         100 * counts["missed"] / counts["all"],
         100 * counts["missed_early"] / max(1, counts["early"]),
         100 * counts["delayed"] / len(steps),

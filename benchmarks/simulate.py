@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from graphdispatch.cache.admission import Admission
-from graphdispatch.cache.store import GraphCache
-from graphdispatch.dispatch.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
-from graphdispatch.dispatch.policies import DefaultDispatchPolicy
+from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch.decide.policies import DefaultDispatchPolicy
+from graphdispatch.memory.admission import Admission
+from graphdispatch.memory.cache import GraphCache
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.scheduler import SchedulerModel
 from graphdispatch.plan.traffic import Requests
 from graphdispatch.plan.workload import Workload
-from graphdispatch.simulator import simulate
+from graphdispatch.simulation.simulator import simulate
 from graphdispatch.sizes import ladder
 
 from .timing import Effort, Row

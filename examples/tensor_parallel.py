@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphdispatch as gd
-from graphdispatch.dispatch.ranks import RankConsensus
+from graphdispatch.ranks.consensus import RankConsensus
 
 SIZES = (1, 2, 4, 8)
 LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB, WINDOW = 2, 64, 4, 16, 128, 32

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.registry import CUDAGraphRegistry
 from graphdispatch.backends import Backend, Graph, Pool, get_backend, register_backend
 from graphdispatch.backends.cpu import CPUBackend
-from graphdispatch.cache import CUDAGraphRegistry
 from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.errors import BackendError
 from graphdispatch.reasons import Reason

@@ -53,6 +53,6 @@ def test_command_exists(line: str) -> None:
         assert words[1] in targets
         return
     assert words[0].endswith("graphdispatch")
-    run = [sys.executable, "-c", "from graphdispatch.cli import main; raise SystemExit(main())", *words[1:]]
+    run = [sys.executable, "-c", "from graphdispatch.cli.app import main; raise SystemExit(main())", *words[1:]]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

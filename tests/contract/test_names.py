@@ -69,7 +69,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["", ".config", ".sizes", ".stats", ".dispatch.decision", ".dispatch.policies", ".testing", ".cli"]
+    "module", ["", ".config", ".sizes", ".stats", ".decide.decision", ".decide.policies", ".testing", ".cli"]
 )
 def test_deciding_and_configuring_need_no_torch(module: str) -> None:
     """Importing the package, its vocabulary, configuration, decisions or command line does not load torch."""

@@ -39,7 +39,7 @@ def test_the_whole_package_is_shipped(wheel: zipfile.ZipFile) -> None:
 def test_the_command_and_the_licence_are_shipped(wheel: zipfile.ZipFile) -> None:
     """The entry point and the licence stand in the metadata."""
     (entry_points,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "graphdispatch = graphdispatch.cli:main" in wheel.read(entry_points).decode()
+    assert "graphdispatch = graphdispatch.cli.app:main" in wheel.read(entry_points).decode()
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
 
 

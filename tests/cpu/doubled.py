@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.api.graphed import Graphed, graphed
 from graphdispatch.reasons import Reason
 
 

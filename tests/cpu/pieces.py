@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdispatch.capture.breaks import eager_break
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.call.breaks import eager_break
 from graphdispatch.capture.piecewise import PiecewiseGraph
 from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import CUDAGraphMode
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from graphdispatch.backends import Graph
-from graphdispatch.cache import GraphCache
-from graphdispatch.cache.budget import Victim
-from graphdispatch.capture.entry import CUDAGraphEntry
-from graphdispatch.capture.foreign import entry_around
+from graphdispatch.memory.budget import Victim
+from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.entry import CUDAGraphEntry
+from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
 
 MIB = 2**20

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.adaptive_wrapper import AdaptiveCUDAGraphWrapper
-from graphdispatch.cache import MemoryBudget
+from graphdispatch.api.adaptive_wrapper import AdaptiveCUDAGraphWrapper
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import ConfigError
+from graphdispatch.memory.budget import MemoryBudget
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 FULL = CUDAGraphMode.FULL
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason
+from graphdispatch.api.graphed import graphed
 from graphdispatch.capture.piecewise import PiecewiseGraph
-from graphdispatch.graphed_callable import graphed
 
 
 class HostReader(nn.Module):

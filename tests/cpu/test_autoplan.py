@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.autoplan import AutoPlan, IdleAction
+from graphdispatch.api.graphed import Graphed, graphed
 from graphdispatch.errors import ConfigError
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan.autoplan import AutoPlan, IdleAction
 from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.profile import Profile

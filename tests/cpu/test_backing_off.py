@@ -9,18 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.adaptive_wrapper import AdaptiveCUDAGraphWrapper
-from graphdispatch.cache import Admission, GraphCache, MemoryBudget
+from graphdispatch.api.adaptive_wrapper import AdaptiveCUDAGraphWrapper
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.api.manager import CUDAGraphManager
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.graphed_callable import Graphed, graphed
-from graphdispatch.manager import CUDAGraphManager
+from graphdispatch.memory.admission import Admission
+from graphdispatch.memory.budget import MemoryBudget
+from graphdispatch.memory.cache import GraphCache
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan import Workload
 from graphdispatch.reasons import Reason
-from graphdispatch.simulator import simulate
+from graphdispatch.simulation.simulator import simulate
 from graphdispatch.stats import EvictionReason
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 from ..plan.test_simulator import COST, dispatcher
 from .sized import entry
@@ -237,7 +239,7 @@ def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
         step(torch.randn(64, 64))
     assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
     assert step.stats.reasons[Reason.CACHE_FULL] == 99
-    buffers = [family.buffers for family in step._graphs.families.values()]
+    buffers = [group.buffers for group in step._graphs.groups.values()]
     assert all(one is None or one.nbytes == 0 for one in buffers)
     held = int(step.last_decision.explain().split("its graph holds ")[1].split()[0])
     assert held > 100_000

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Stream
-from graphdispatch.capture.breaks import eager_break
+from graphdispatch.call.breaks import eager_break
 from graphdispatch.errors import ReplayError
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.reasons import Reason
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 from .pieces import FULL, ONE, PIECEWISE, agrees, graph_of, host_scale, pieces
 

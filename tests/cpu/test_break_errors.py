@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
-from graphdispatch.capture.breaks import ACTIVE, eager_break
+from graphdispatch.call.breaks import ACTIVE, eager_break
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import ReplayError
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.reasons import Reason
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 from .pieces import ONE, PIECEWISE, agrees, host_scale, pieces
 

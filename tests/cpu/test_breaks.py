@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
-from graphdispatch.capture.breaks import ACTIVE, BREAKS, eager_break, is_marked, remove_eager_break
+from graphdispatch.call.breaks import ACTIVE, BREAKS, eager_break, is_marked, remove_eager_break
 from graphdispatch.capture.piecewise import PiecewiseGraph
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 ONE = BatchDescriptor(1)
 X = torch.tensor([1.0, -2.0, 3.0])

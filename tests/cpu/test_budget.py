@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.cache import GraphCache, MemoryBudget
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.api.manager import CUDAGraphManager
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import ConfigError, IntegrityError
-from graphdispatch.graphed_callable import Graphed, graphed
-from graphdispatch.manager import CUDAGraphManager
+from graphdispatch.memory.budget import MemoryBudget
+from graphdispatch.memory.cache import GraphCache
 from graphdispatch.modes import CUDAGraphMode, EntryState
 from graphdispatch.stats import CUDAGraphStats
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 from .sized import Sized, entry, filled, gone
 

@@ -6,18 +6,19 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.graphed import graphed
+from graphdispatch.api.manager import CUDAGraphManager
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
-from graphdispatch.cache import GraphCache, GraphSet
-from graphdispatch.capture.buffers import CallerBuffers, OutputRing, copy_into
-from graphdispatch.capture.calls import CallForm
-from graphdispatch.capture.outputs import OutputRule, Outputs, OutputView
-from graphdispatch.capture.rules import make_rules
+from graphdispatch.call.rules import make_rules
+from graphdispatch.call.spec import CallSpec
 from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
 from graphdispatch.errors import CaptureError, ConfigError, StaleOutputError
-from graphdispatch.graphed_callable import graphed
-from graphdispatch.manager import CUDAGraphManager
+from graphdispatch.memory.buffers import CallerBuffers, OutputRing, copy_into
+from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.outputs import OutputRule, Outputs, OutputView
 from graphdispatch.reasons import Reason
+from graphdispatch.serve.graphset import GraphSet
 
 CAPACITY = 8
 ROWS = OutputRule((((0, 1),),))
@@ -117,10 +118,10 @@ GOOD = {"y": torch.zeros(CAPACITY, 2), "z": torch.zeros(())}
 
 
 def graphs_with(out: Any) -> tuple[GraphSet, Any]:
-    """A set that copies outputs into ``out``, and its family of calls of two columns."""
+    """A set that copies outputs into ``out``, and its group of calls of two columns."""
     fn = lambda x: {"y": x * 2, "z": x.sum()}  # noqa: E731
     graphs = GraphSet(fn, CUDAGraphOptions(verify=False), GraphCache(4), backend=get_backend("cpu"), out=out)
-    made = graphs.make_family(0, CallForm(fn, 1, ()), [torch.ones(4, 2)], make_rules(fn, {"x": 0}, {}, ()), CAPACITY)
+    made = graphs.make_group(0, CallSpec(fn, 1, ()), [torch.ones(4, 2)], make_rules(fn, {"x": 0}, {}, ()), CAPACITY)
     assert isinstance(made, tuple)
     return graphs, made[0]
 
@@ -128,8 +129,8 @@ def graphs_with(out: Any) -> tuple[GraphSet, Any]:
 def test_outputs_go_to_the_callers_tensors() -> None:
     """The call returns views of their first rows; what was there behind those stays."""
     out = {"y": torch.full((CAPACITY, 2), -1.0), "z": torch.full((), -1.0)}
-    graphs, family = graphs_with(out)
-    entry = graphs.capture(family, [torch.ones(4, 2)], 4, 4).entry
+    graphs, group = graphs_with(out)
+    entry = graphs.capture(group, [torch.ones(4, 2)], 4, 4).entry
     assert entry is not None
     got = entry.serve([torch.full((3, 2), 2.0)], 3)
     assert got["y"].data_ptr() == out["y"].data_ptr()
@@ -189,9 +190,9 @@ def test_unusable_tensors_are_refused_at_once(out: Any, words: str) -> None:
 )
 def test_tensors_that_do_not_fit_are_refused_at_the_capture(out: Any, words: str) -> None:
     """Structure, room, type and device are compared when the graph is made, and the error reaches the caller."""
-    graphs, family = graphs_with(out)
+    graphs, group = graphs_with(out)
     with pytest.raises(ConfigError, match=words):
-        graphs.capture(family, [torch.ones(4, 2)], 4, 4)
+        graphs.capture(group, [torch.ones(4, 2)], 4, 4)
     assert len(graphs.cache) == 0
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch.backends.base import Pool
-from graphdispatch.cache import GraphCache
 from graphdispatch.errors import ConfigError, IntegrityError
+from graphdispatch.memory.cache import GraphCache
 from graphdispatch.stats import EvictionReason
 
 from .sized import Sized, entry, filled, gone

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphdispatch.cache import GraphCache, MemoryBudget
-from graphdispatch.cache.budget import Victim
-from graphdispatch.capture.entry import CUDAGraphEntry
+from graphdispatch.memory.budget import MemoryBudget, Victim
+from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.entry import CUDAGraphEntry
 from graphdispatch.modes import EntryState
 from graphdispatch.stats import EvictionReason
 

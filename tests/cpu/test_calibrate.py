@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphdispatch.calibration import calibrate
-from graphdispatch.capture.breaks import eager_break
-from graphdispatch.cli import main
-from graphdispatch.commands.calibrate import _warn_of_noise
+from graphdispatch.calibration.calibrate import calibrate
+from graphdispatch.call.breaks import eager_break
+from graphdispatch.cli.app import main
+from graphdispatch.cli.calibrate import _warn_of_noise
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.modes import CUDAGraphMode

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.capture.calls import Caller, CallForm, Leaves, parameter_names
+from graphdispatch.call.spec import Caller, CallSpec, Leaves, parameter_names
 
 
 class Pair(NamedTuple):
@@ -26,13 +26,13 @@ def three(a: Any, b: Any, c: Any = 3) -> tuple[Any, ...]:
 
 def form(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], list[Any]]:
     """The names and values of a call."""
-    made = CallForm(fn, len(args), tuple(kwargs))
+    made = CallSpec(fn, len(args), tuple(kwargs))
     return made.names, made.values(args, kwargs)
 
 
 def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Take a call apart and make it from its leaves."""
-    made = CallForm(fn, len(args), tuple(kwargs))
+    made = CallSpec(fn, len(args), tuple(kwargs))
     values = made.values(args, kwargs)
     caller = Caller(fn, made, values)
     leaves = caller.flatten(values)
@@ -130,7 +130,7 @@ def test_a_wrong_call_is_the_callables_to_refuse() -> None:
 
 def test_a_form_fits_its_own_spelling() -> None:
     """Another number of positions or other keywords are another spelling."""
-    made = CallForm(three, 1, ("b", "c"))
+    made = CallSpec(three, 1, ("b", "c"))
     assert made.fits((1,), {"b": 2, "c": 3})
     assert not made.fits((1,), {"c": 2, "b": 3})
     assert not made.fits((1, 2), {"c": 3})
@@ -144,7 +144,7 @@ def test_a_compiled_module_has_the_parameters_of_its_own() -> None:
 def test_the_callers_own_containers_are_passed_on() -> None:
     """A call from the leaves of a call gets its very dicts and lists; one from other values gets new ones."""
     given = {"x": 1, "y": [2]}
-    made = CallForm(three, 1, ())
+    made = CallSpec(three, 1, ())
     caller = Caller(lambda a: a, made, [given])
     leaves = caller.flatten([given])
     assert leaves is not None
@@ -167,7 +167,7 @@ def test_the_callers_own_containers_are_passed_on() -> None:
 def test_leaves_notice_changed_containers(change: Callable[[dict[str, Any]], Any], fits: bool) -> None:
     """Whatever a call does to the dicts and lists that it was given."""
     given = {"x": torch.ones(1), "y": [torch.ones(1)]}
-    leaves = Caller(three, CallForm(three, 1, ()), [given]).flatten([given])
+    leaves = Caller(three, CallSpec(three, 1, ()), [given]).flatten([given])
     assert isinstance(leaves, Leaves)
     change(given)
     assert leaves.still_fit() is fits
@@ -176,7 +176,7 @@ def test_leaves_notice_changed_containers(change: Callable[[dict[str, Any]], Any
 def test_nests_are_flattened_with_paths() -> None:
     """Each leaf has a path that reads like Python, and the argument it belongs to."""
     values: list[Any] = [{"ids": 1, "more": [2, (3, None)]}, Pair(4, OrderedDict(x=5))]
-    caller = Caller(three, CallForm(three, 2, ()), values)
+    caller = Caller(three, CallSpec(three, 2, ()), values)
     assert [(leaf.path, leaf.argument) for leaf in caller.leaves] == [
         ("a['ids']", "a"), ("a['more'][0]", "a"), ("a['more'][1][0]", "a"), ("a['more'][1][1]", "a"),
         ("b.left", "b"), ("b.right['x']", "b"),
@@ -202,7 +202,7 @@ def test_nests_come_back(argument: Any) -> None:
 )
 def test_another_structure_does_not_flatten(other: Any) -> None:
     """A call whose containers are others is told apart."""
-    made = CallForm(three, 1, ())
+    made = CallSpec(three, 1, ())
     caller = Caller(three, made, [[1, 2]])
     assert caller.flatten([[8, 9]]) == [8, 9]
     assert caller.flatten([other]) is None
@@ -213,7 +213,7 @@ def test_a_leaf_is_not_a_container() -> None:
 
     A call of leaves alone is not looked into; there the signature tells, which compares every leaf.
     """
-    caller = Caller(three, CallForm(three, 2, ()), [torch.ones(1), [1]])
+    caller = Caller(three, CallSpec(three, 2, ()), [torch.ones(1), [1]])
     assert not caller.is_flat
     assert caller.flatten([[torch.ones(1)], [1]]) is None
-    assert Caller(three, CallForm(three, 1, ()), [torch.ones(1)]).is_flat
+    assert Caller(three, CallSpec(three, 1, ()), [torch.ones(1)]).is_flat

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.composite import CompositeDispatcher
+from graphdispatch.api.dispatcher import CudagraphDispatcher
+from graphdispatch.api.registry import CUDAGraphRegistry
+from graphdispatch.api.streams import StreamDispatcher
 from graphdispatch.backends import get_backend
-from graphdispatch.cache import CUDAGraphRegistry
-from graphdispatch.capture.entry import CUDAGraphEntry
 from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.composite import CompositeDispatcher
-from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
-from graphdispatch.dispatch.streams import StreamDispatcher
 from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
+from graphdispatch.memory.entry import CUDAGraphEntry
 from graphdispatch.reasons import Reason
 from graphdispatch.stats import DispatchStats
 from graphdispatch.testing import MockCUDAGraph

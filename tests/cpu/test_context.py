@@ -6,11 +6,11 @@ import threading
 import pytest
 import torch
 
-from graphdispatch.capture.context import cudagraph_context, current_context
+from graphdispatch.api.wrapper import CUDAGraphWrapper
+from graphdispatch.call.context import cudagraph_context, current_context
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 

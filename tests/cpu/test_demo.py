@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from graphdispatch.capture.breaks import is_marked
+from graphdispatch.call.breaks import is_marked
 from graphdispatch.capture.piecewise import BreakFigures
 from graphdispatch.demo import (
     PRESETS,

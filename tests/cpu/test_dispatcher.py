@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.dispatcher import CudagraphDispatcher
+from graphdispatch.api.registry import CUDAGraphRegistry
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
-from graphdispatch.cache import CUDAGraphRegistry
-from graphdispatch.capture.entry import CUDAGraphEntry
 from graphdispatch.config import CUDAGraphOptions
+from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.descriptors import BatchDescriptor, DispatchKey
-from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
-from graphdispatch.dispatch.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.errors import ConfigError
+from graphdispatch.memory.entry import CUDAGraphEntry
 from graphdispatch.modes import CUDAGraphMode, DispatchMode
 from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 EAGER, FULL, PIECEWISE, HYBRID = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.HYBRID
 KEY = DispatchKey(4, 4)

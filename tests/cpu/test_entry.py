@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.cache import CUDAGraphRegistry
-from graphdispatch.capture.entry import CUDAGraphEntry, GraphEntry, WrittenSpans
-from graphdispatch.capture.foreign import Replayable, entry_around
+from graphdispatch.api.registry import CUDAGraphRegistry
 from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
 from graphdispatch.descriptors import BatchDescriptor, DispatchKey
 from graphdispatch.errors import GuardError, ReplayError
+from graphdispatch.memory.entry import CUDAGraphEntry, GraphEntry, WrittenSpans
+from graphdispatch.memory.foreign import Replayable, entry_around
 from graphdispatch.modes import CUDAGraphMode, EntryState
 from graphdispatch.stats import CUDAGraphStats
 from graphdispatch.testing import MockCUDAGraph

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.api.manager import CUDAGraphManager
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import CaptureError
-from graphdispatch.graphed_callable import Graphed, graphed
-from graphdispatch.manager import CUDAGraphManager
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 from graphdispatch.stats import EvictionReason
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 
 @pytest.fixture(autouse=True)

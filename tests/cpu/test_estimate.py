@@ -10,17 +10,18 @@ import torch
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
 from graphdispatch.backends.cpu.graph import CPUPool
-from graphdispatch.cache import GraphCache, GraphSet
-from graphdispatch.cache.accounting import EntryMemory, MemoryReport
-from graphdispatch.cache.estimate import BudgetedCapture, MemoryEstimate, SizeEstimate, _extrapolate, estimate_memory
-from graphdispatch.capture.calls import CallForm
-from graphdispatch.capture.family import Family
-from graphdispatch.capture.padding import Pad
-from graphdispatch.capture.rules import make_rules
+from graphdispatch.call.padding import Pad
+from graphdispatch.call.rules import make_rules
+from graphdispatch.call.spec import CallSpec
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.demo.decoder import PRESETS, Decoder
 from graphdispatch.errors import CaptureError, ConfigError
+from graphdispatch.memory.accounting import EntryMemory, MemoryReport
+from graphdispatch.memory.cache import GraphCache
 from graphdispatch.reasons import Reason
+from graphdispatch.serve.estimate import BudgetedCapture, MemoryEstimate, SizeEstimate, _extrapolate, estimate_memory
+from graphdispatch.serve.graphset import GraphSet
+from graphdispatch.serve.group import GraphGroup
 from graphdispatch.sizes import ladder
 
 SIZES = sorted(ladder("vllm", 128), reverse=True)
@@ -33,16 +34,18 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def graphs_of(fn: Callable[..., Any], pad: Any = None, **values: torch.Tensor) -> tuple[GraphSet, Family, list[Any]]:
-    """An empty set on the CPU backend with one family, of calls with these values, whose dimension 0 is the batch."""
+def graphs_of(
+    fn: Callable[..., Any], pad: Any = None, **values: torch.Tensor
+) -> tuple[GraphSet, GraphGroup, list[Any]]:
+    """An empty set on the CPU backend with one group, of calls with these values, whose dimension 0 is the batch."""
     graphs = GraphSet(fn, CUDAGraphOptions(padding_writes="allow"), GraphCache(64), backend=get_backend("cpu"))
     rules = make_rules(fn, dict.fromkeys(values, 0), pad or {}, ())
-    made = graphs.make_family(0, CallForm(fn, 0, tuple(values)), list(values.values()), rules, SIZES[0])
+    made = graphs.make_group(0, CallSpec(fn, 0, tuple(values)), list(values.values()), rules, SIZES[0])
     assert isinstance(made, tuple)
     return graphs, *made
 
 
-def decoder() -> tuple[Decoder, GraphSet, Family, list[Any]]:
+def decoder() -> tuple[Decoder, GraphSet, GraphGroup, list[Any]]:
     """The demo's decoder, and rows in places of their own."""
     model = Decoder(PRESETS["tiny"], slots=8)
     row = torch.arange(SIZES[0])
@@ -50,9 +53,9 @@ def decoder() -> tuple[Decoder, GraphSet, Family, list[Any]]:
     return model, *graphs_of(model, {"slots": Pad.value(model.scratch_slot)}, **values)
 
 
-def capture(graphs: GraphSet, family: Family, leaves: list[Any], size: int) -> None:
+def capture(graphs: GraphSet, group: GraphGroup, leaves: list[Any], size: int) -> None:
     """Capture one size and leave nothing else."""
-    outcome = graphs.capture(family, family.resized(leaves, size), size, size, keep_effects=False)
+    outcome = graphs.capture(group, group.resized(leaves, size), size, size, keep_effects=False)
     assert outcome.entry is not None, outcome.detail
 
 
@@ -60,16 +63,16 @@ def capture(graphs: GraphSet, family: Family, leaves: list[Any], size: int) -> N
 def test_an_estimate_is_near_what_is_measured(model: str) -> None:
     """From two captures follows, within 15 %, what all sizes hold; the truth is between the least and the most."""
     if model == "decoder":
-        _, graphs, family, leaves = decoder()
+        _, graphs, group, leaves = decoder()
     else:
         fns = {
             "constants": lambda x: x * torch.arange(len(x) * 8.0).view(-1, 8),  # a constant of each size's own
             "ascending": lambda x: x.cumsum(0),
         }
-        graphs, family, leaves = graphs_of(fns[model], x=torch.randn(SIZES[0], 8))
-    estimate = estimate_memory(graphs, family, leaves, SIZES)
+        graphs, group, leaves = graphs_of(fns[model], x=torch.randn(SIZES[0], 8))
+    estimate = estimate_memory(graphs, group, leaves, SIZES)
     for size in SIZES:
-        capture(graphs, family, leaves, size)
+        capture(graphs, group, leaves, size)
     assert estimate.total == pytest.approx(graphs.memory_bytes, rel=0.15)
     assert estimate.low <= graphs.memory_bytes <= estimate.high
     assert list(estimate.per_size) == SIZES
@@ -81,21 +84,21 @@ def test_an_estimate_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     was closed, without which a device would not give it back."""
     closed: list[Pool] = []
     monkeypatch.setattr(CPUPool, "close", lambda pool: closed.append(pool))
-    model, graphs, family, leaves = decoder()
+    model, graphs, group, leaves = decoder()
     cache, rng = model.cache_keys.normal_().clone(), torch.get_rng_state()
-    estimate_memory(graphs, family, leaves, SIZES)
+    estimate_memory(graphs, group, leaves, SIZES)
     assert torch.equal(model.cache_keys, cache)
     assert torch.equal(torch.get_rng_state(), rng)
     assert (graphs.memory_bytes, len(graphs.cache), graphs.stats.captures) == (0, 0, 0)
     assert [pool is graphs.pool for pool in closed] == [False]
-    assert (family.entries, family.failures, family.rule, family.sightings.total()) == ({}, {}, None, 0)
+    assert (group.entries, group.failures, group.rule, group.sightings.total()) == ({}, {}, None, 0)
 
 
 def test_what_cannot_be_captured_has_no_estimate() -> None:
     """The error has the reason of the capture, and names the size."""
-    graphs, family, leaves = graphs_of(lambda x: x * x.sum().item(), x=torch.randn(128, 8))
+    graphs, group, leaves = graphs_of(lambda x: x * x.sum().item(), x=torch.randn(128, 8))
     with pytest.raises(CaptureError, match=r"no graph of 128 rows, so no estimate: .*item") as caught:
-        estimate_memory(graphs, family, leaves, SIZES)
+        estimate_memory(graphs, group, leaves, SIZES)
     assert caught.value.reason is Reason.CAPTURE_UNSAFE
     assert graphs.stats.capture_failures == 0
 
@@ -103,16 +106,16 @@ def test_what_cannot_be_captured_has_no_estimate() -> None:
 @pytest.mark.parametrize("sizes", [[], [0, 4]])
 def test_sizes_must_be_sizes(sizes: list[int]) -> None:
     """No sizes, or none of at least one row, is one error."""
-    graphs, family, leaves = graphs_of(lambda x: x * 2, x=torch.randn(128, 8))
+    graphs, group, leaves = graphs_of(lambda x: x * 2, x=torch.randn(128, 8))
     with pytest.raises(ConfigError, match="sizes must be one or more sizes of at least 1 row"):
-        estimate_memory(graphs, family, leaves, sizes)
+        estimate_memory(graphs, group, leaves, sizes)
 
 
 def test_one_size_is_measured() -> None:
     """With a single size there is nothing to guess."""
-    graphs, family, leaves = graphs_of(lambda x: x * 2, x=torch.randn(128, 8))
-    estimate = estimate_memory(graphs, family, leaves, [4])
-    capture(graphs, family, leaves, 4)
+    graphs, group, leaves = graphs_of(lambda x: x * 2, x=torch.randn(128, 8))
+    estimate = estimate_memory(graphs, group, leaves, [4])
+    capture(graphs, group, leaves, 4)
     assert estimate.low == estimate.total == estimate.high == graphs.memory_bytes
 
 
@@ -193,12 +196,12 @@ def test_without_a_budget_all_is_captured() -> None:
 
 def test_a_budget_holds_with_real_graphs() -> None:
     """With the figures of a set, what is held stays within the budget, and something was left out."""
-    graphs, family, leaves = graphs_of(lambda x: x * torch.arange(len(x) * 8.0).view(-1, 8), x=torch.randn(128, 8))
-    estimate = estimate_memory(graphs, family, leaves, SIZES)
+    graphs, group, leaves = graphs_of(lambda x: x * torch.arange(len(x) * 8.0).view(-1, 8), x=torch.randn(128, 8))
+    estimate = estimate_memory(graphs, group, leaves, SIZES)
     budget = estimate.total * 2 // 3
     plan = BudgetedCapture(lambda: graphs.memory_bytes, budget, estimate)
     for size in SIZES:
         if plan.next(size):
-            capture(graphs, family, leaves, size)
+            capture(graphs, group, leaves, size)
     assert 0 < len(plan.left_out) < len(SIZES)
     assert 0.8 * budget < graphs.memory_bytes <= budget

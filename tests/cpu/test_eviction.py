@@ -5,12 +5,22 @@ from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
-from graphdispatch.cache import EvictionPolicy, Frecency, GraphCache, Probation, eviction
-from graphdispatch.cache.eviction import GDSF, LFU, LRU, available_evictions, make_eviction
-from graphdispatch.capture.entry import CUDAGraphEntry
+from graphdispatch.api.manager import CUDAGraphManager
 from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.errors import ConfigError
-from graphdispatch.manager import CUDAGraphManager
+from graphdispatch.memory import eviction
+from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.entry import CUDAGraphEntry
+from graphdispatch.memory.eviction import (
+    GDSF,
+    LFU,
+    LRU,
+    EvictionPolicy,
+    Frecency,
+    Probation,
+    available_evictions,
+    make_eviction,
+)
 
 from .sized import MIB, entry, filled, gone
 

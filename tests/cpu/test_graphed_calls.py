@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.cache import MemoryBudget
 from graphdispatch.errors import ConfigError
+from graphdispatch.memory.budget import MemoryBudget
 from graphdispatch.reasons import Reason
 
 from .doubled import batch, make, reason
@@ -49,7 +49,7 @@ def test_kinds_seen_once_make_way() -> None:
     for columns in range(10, 40):
         x = torch.randn(4, columns)
         assert torch.equal(step(x), x * 2)
-    assert len(step._graphs.families) == 4
+    assert len(step._graphs.groups) == 4
     assert [reason(step, torch.randn(4, 50)) for _ in range(4)][1:] == [
         Reason.CAPTURED_NOW,
         Reason.VERIFIED_NOW,
@@ -68,8 +68,8 @@ def test_spellings_go_with_their_last_kind() -> None:
         for args, kwargs in ([(x, 1), {}], [(x,), {"y": 1}], [(), {"x": x, "y": 1}])[columns % 3 :]:
             assert torch.equal(step(*args, **kwargs), x * 2)
             forms = step._decode.forms.values()
-            assert {family for form in forms for family in form.families} == set(step._graphs.families.values())
-            assert all(form.latest[0] in form.families for form in forms)
+            assert {group for form in forms for group in form.groups} == set(step._graphs.groups.values())
+            assert all(form.latest[0] in form.groups for form in forms)
 
 
 def test_the_only_kind_makes_way() -> None:
@@ -107,13 +107,13 @@ def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
     budget = MemoryBudget(max_cached_graphs=1)
     step, other = (make(max_signatures=1, budget=budget) for _ in range(2))
     step(batch(4))
-    (family,) = step._graphs.families.values()
-    gone = weakref.ref(family.inputs)
-    del family
+    (group,) = step._graphs.groups.values()
+    gone = weakref.ref(group.inputs)
+    del group
     other(batch(4))
     assert reason(step, torch.randn(4, 5)) is Reason.CAPTURED_NOW
     gc.collect()
-    assert (len(step._graphs.families), gone()) == (1, None)
+    assert (len(step._graphs.groups), gone()) == (1, None)
 
 
 def test_threads_that_read_while_kinds_make_way() -> None:
@@ -134,7 +134,7 @@ def test_threads_that_read_while_kinds_make_way() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert len(step._graphs.families) == 2
+    assert len(step._graphs.groups) == 2
 
 
 def test_a_call_that_the_rules_do_not_fit_is_odd_once_one_has_fitted() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.capture.outputs import OutputView
-from graphdispatch.capture.padding import Pad
+from graphdispatch.api.graphed import graphed
+from graphdispatch.call.padding import Pad
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError, FallbackError, GraphDispatchError
-from graphdispatch.graphed_callable import graphed
+from graphdispatch.memory.outputs import OutputView
 from graphdispatch.reasons import Reason
 
 from .doubled import batch, make, reason

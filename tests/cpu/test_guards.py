@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.capture.breaks import eager_break
-from graphdispatch.capture.guards import StateGuard, same_callable, same_objects, wants_gradient
-from graphdispatch.capture.reach import Reach
-from graphdispatch.graphed_callable import graphed
+from graphdispatch.api.graphed import graphed
+from graphdispatch.call.breaks import eager_break
+from graphdispatch.state.discovery import Reach
+from graphdispatch.state.guards import StateGuard, same_callable, same_objects, wants_gradient
 
 _table = torch.ones(3)
 _factor = 2.0

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.graphed import graphed
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.graphed_callable import graphed
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 transformers = pytest.importorskip("transformers")
 TOKENS = 64

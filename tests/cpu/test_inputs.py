@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.capture.inputs import InputSpec, StaticInputs
-from graphdispatch.capture.padding import Pad, as_pad
+from graphdispatch.call.padding import Pad, as_pad
+from graphdispatch.call.signature import InputSpec
 from graphdispatch.errors import ConfigError
+from graphdispatch.memory.inputs import StaticInputs
 
 CPU = torch.device("cpu")
 CAPACITY = 6
@@ -54,16 +55,16 @@ def _check(inputs: StaticInputs, dim: int, model: Model, rows: int, size: int, r
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dim", [0, 1])
-@given(batches=BATCHES, soil=st.sets(st.integers(0, 11)))
-def test_buffers_after_any_sequence(rule: str, dim: int, batches: Sequence[tuple[int, int]], soil: set[int]) -> None:
+@given(batches=BATCHES, soiled=st.sets(st.integers(0, 11)))
+def test_buffers_after_any_sequence(rule: str, dim: int, batches: Sequence[tuple[int, int]], soiled: set[int]) -> None:
     """After each batch of any sequence the buffers hold its rows, then padding by the rule, whatever was before."""
     pad, model = RULES[rule]
     inputs = StaticInputs([spec(dim, pad)], CAPACITY)
     generator = torch.Generator().manual_seed(0)
     for step, (rows, size) in enumerate(batches):
-        if step in soil:
+        if step in soiled:
             inputs.views(CAPACITY)[0].fill_(-1.0)
-            inputs.soil()
+            inputs.mark_dirty()
         real = torch.randn(rows, 3, generator=generator)
         inputs.load([real.movedim(0, dim)], rows, size)
         _check(inputs, dim, model, rows, size, real, 0)

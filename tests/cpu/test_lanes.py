@@ -6,17 +6,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from graphdispatch.api.dispatcher import CudagraphDispatcher
+from graphdispatch.api.streams import StreamDispatcher
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
 from graphdispatch.config import CUDAGraphOptions
+from graphdispatch.decide.policies import DefaultDispatchPolicy
 from graphdispatch.descriptors import BatchDescriptor, DispatchKey
-from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
-from graphdispatch.dispatch.policies import DefaultDispatchPolicy
-from graphdispatch.dispatch.streams import StreamDispatcher
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.modes import CUDAGraphMode, DispatchMode
 from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 TIMEOUT_S = 30.0
 """Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""

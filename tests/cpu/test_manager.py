@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from graphdispatch.api.manager import CUDAGraphManager
 from graphdispatch.backends import get_backend
-from graphdispatch.capture.outputs import OutputView
 from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
 from graphdispatch.errors import ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
-from graphdispatch.manager import CUDAGraphManager
+from graphdispatch.memory.outputs import OutputView
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from graphdispatch.api.manager import CUDAGraphManager
 from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
 from graphdispatch.errors import ConfigError
-from graphdispatch.manager import CUDAGraphManager
 from graphdispatch.reasons import Reason
 
 X = torch.ones(4, 3)

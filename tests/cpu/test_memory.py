@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from graphdispatch.api.graphed import Graphed, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.cache.accounting import bytes_of
-from graphdispatch.capture.breaks import eager_break
+from graphdispatch.call.breaks import eager_break
 from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.memory.accounting import bytes_of
 from graphdispatch.sizes import ladder
 
 QUICK = CUDAGraphOptions(gc_disable=False)  # no collection of the whole process around few captures
@@ -86,7 +86,7 @@ def test_an_output_that_somebody_holds_is_not_shared() -> None:
     pool, x, kept = backend.make_pool(), torch.ones(4, 2), []
     with backend.begin_capture(pool) as capture:
         kept.append(x * 2)
-        capture.hand_over({"kept": kept[0], "input": x, "free": x * 3}, shared=True)
+        capture.set_outputs({"kept": kept[0], "input": x, "free": x * 3}, shared=True)
     held, given, free = capture.outputs.values()
     x.fill_(5.0)
     capture.graph.replay()
@@ -100,7 +100,7 @@ def test_an_output_without_an_operator_has_a_place() -> None:
     """Memory that the callable returns without having written to it is laid out as well."""
     backend = get_backend("cpu")
     with backend.begin_capture(backend.make_pool()) as capture:
-        capture.hand_over(torch.empty(3, 5), shared=True)
+        capture.set_outputs(torch.empty(3, 5), shared=True)
     assert capture.outputs.shape == (3, 5)
 
 

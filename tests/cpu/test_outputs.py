@@ -8,8 +8,8 @@ import torch
 
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
-from graphdispatch.capture.outputs import OutputRule, Outputs, OutputView, check_values, learn_output_rule
 from graphdispatch.errors import CaptureError, StaleOutputError
+from graphdispatch.memory.outputs import OutputRule, Outputs, OutputView, check_values, learn_output_rule
 from graphdispatch.reasons import Reason
 
 

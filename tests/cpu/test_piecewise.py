@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphdispatch.api.graphed import graphed
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
-from graphdispatch.capture.breaks import eager_break
-from graphdispatch.capture.context import cudagraph_context
+from graphdispatch.call.breaks import eager_break
+from graphdispatch.call.context import cudagraph_context
 from graphdispatch.capture.piecewise import EagerPart, break_figures
-from graphdispatch.graphed_callable import graphed
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 from .pieces import FULL, ONE, PIECEWISE, agrees, graph_of, host_scale, pieces
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.decide.prediction import Prewarmer, SizePredictor
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.prediction import Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.plan import Plan, PlannedGraph

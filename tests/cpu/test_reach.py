@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.capture.breaks import eager_break
-from graphdispatch.capture.guards import StateGuard
+from graphdispatch.call.breaks import eager_break
+from graphdispatch.state.guards import StateGuard
 
 _factor = 2.0
 _weight = torch.ones(3)

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch.api.dispatcher import CudagraphDispatcher
+from graphdispatch.api.registry import CUDAGraphRegistry
+from graphdispatch.api.streams import StreamDispatcher
 from graphdispatch.backends import get_backend
-from graphdispatch.cache import CUDAGraphRegistry
-from graphdispatch.capture.entry import CUDAGraphEntry
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch.decide.policies import DefaultDispatchPolicy
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
-from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
-from graphdispatch.dispatch.policies import DefaultDispatchPolicy
-from graphdispatch.dispatch.streams import StreamDispatcher
 from graphdispatch.errors import ConfigError
+from graphdispatch.memory.entry import CUDAGraphEntry
 from graphdispatch.modes import CUDAGraphMode, DispatchMode
 from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.cache import CUDAGraphRegistry
+from graphdispatch.api.registry import CUDAGraphRegistry
 from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.errors import CaptureError, ConfigError, GuardError, ReplayError
 from graphdispatch.modes import EntryState

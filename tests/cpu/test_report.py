@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from graphdispatch.api.graphed import Graphed, graphed
 from graphdispatch.backends.base import Graph
-from graphdispatch.capture.breaks import eager_break
+from graphdispatch.call.breaks import eager_break
 from graphdispatch.errors import ConfigError
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.compare import Comparison, compare
 from graphdispatch.plan.cost import CostModel

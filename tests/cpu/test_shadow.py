@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.api.wrapper import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.reasons import Reason
-from graphdispatch.wrapper import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper
 
 HIDDEN = array("d", [2.0])  # a value of Python that a graph freezes
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.capture.calls import Leaf
-from graphdispatch.capture.rules import ArgumentRules
-from graphdispatch.capture.signature import NO_MATCH, Signature, refusal
+from graphdispatch.call.rules import ArgumentRules
+from graphdispatch.call.signature import NO_MATCH, Signature, refusal
+from graphdispatch.call.spec import Leaf
 from graphdispatch.errors import ConfigError
 from graphdispatch.reasons import Reason
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from graphdispatch import dispatch
-from graphdispatch.cache import CUDAGraphRegistry
-from graphdispatch.capture.entry import CUDAGraphEntry
+from graphdispatch.api.dispatcher import CudagraphDispatcher
+from graphdispatch.api.registered import RegisteredGraphs
+from graphdispatch.api.registry import CUDAGraphRegistry
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch.decide.table import KeyTable
 from graphdispatch.descriptors import BatchDescriptor, DispatchKey
-from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
-from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
-from graphdispatch.dispatch.registered import RegisteredGraphs
-from graphdispatch.dispatch.table import KeyTable
+from graphdispatch.memory.entry import CUDAGraphEntry
 from graphdispatch.modes import CUDAGraphMode, DispatchMode
 from graphdispatch.testing import MockCUDAGraph
 

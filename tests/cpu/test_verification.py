@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.graphed import Graphed, graphed
 from graphdispatch.capture.verify import Tolerance, difference, tolerance_for
 from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.graphed_callable import Graphed, graphed
 from graphdispatch.modes import EntryState
 from graphdispatch.reasons import Reason
 

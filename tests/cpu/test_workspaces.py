@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdispatch.graphed_callable import graphed
+from graphdispatch.api.graphed import graphed
 from graphdispatch.stats import EvictionReason
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import ConfigError, StaleOutputError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 

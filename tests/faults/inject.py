@@ -16,7 +16,7 @@ from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.operators import OperatorKind, kind_of
-from graphdispatch.capture.breaks import eager_break
+from graphdispatch.call.breaks import eager_break
 
 ROWS, WIDTH = 3, 4
 
@@ -209,6 +209,6 @@ def nothing_left_behind(step: Any, backend: Any | None = None) -> Iterator[None]
         graphs = step._graphs
         assert are_free(CAPTURE_LOCK, graphs.lock, *([graphs.pool.lock] if graphs.pool is not None else []))
         step.check_integrity()
-        for family in graphs.families.values():
-            for entry in family.entries.values():
+        for group in graphs.groups.values():
+            for entry in group.entries.values():
                 assert any(entry is kept for kept in graphs.cache), "an entry that its cache does not know"

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.api.manager import CUDAGraphManager
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
-from graphdispatch.graphed_callable import Graphed, graphed
-from graphdispatch.manager import CUDAGraphManager
 from graphdispatch.reasons import Reason
 from graphdispatch.stats import EvictionReason
 
@@ -76,7 +76,7 @@ def test_a_later_part_that_fails_takes_the_whole_capture(faults: Faults) -> None
     step = serve(model)
     faults.set("end", 1)
     assert agrees(model, step, 0) is Reason.CAPTURE_FAILED
-    assert step.memory_bytes == step._graphs.families[0].inputs.nbytes
+    assert step.memory_bytes == step._graphs.groups[0].inputs.nbytes
 
 
 def test_a_failed_size_is_tried_again_ever_later_and_at_last_no_more(faults: Faults) -> None:

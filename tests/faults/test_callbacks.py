@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphdispatch.capture.breaks import eager_break
-from graphdispatch.capture.foreign import entry_around
+from graphdispatch.api.dispatcher import CudagraphDispatcher
+from graphdispatch.api.graphed import graphed
+from graphdispatch.call.breaks import eager_break
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.dispatcher import CudagraphDispatcher
 from graphdispatch.errors import ReplayError
-from graphdispatch.graphed_callable import graphed
+from graphdispatch.memory.foreign import entry_around
 from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphdispatch.api.graphed import graphed
 from graphdispatch.capture.collector import paused_collector
-from graphdispatch.graphed_callable import graphed
 from graphdispatch.reasons import Reason
 
 from .inject import Faults, FaultyBackend

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.graphed import Graphed, graphed
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ReplayError
-from graphdispatch.graphed_callable import Graphed, graphed
 
 from .inject import FailAt, Model, batch, nothing_left_behind
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphdispatch.api.graphed import graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.capture.breaks import eager_break
+from graphdispatch.call.breaks import eager_break
 from graphdispatch.capture.collector import paused_collector, swept_collector
 from graphdispatch.errors import CaptureError
-from graphdispatch.graphed_callable import graphed
 from graphdispatch.reasons import Reason
 
 from .inject import FailAt, nothing_left_behind

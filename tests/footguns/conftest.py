@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.api.graphed import Graphed, graphed
 
 Batch = Callable[[int], tuple[Any, ...]]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from graphdispatch import CUDAGraphOptions, Reason
-from graphdispatch.graphed_callable import graphed
+from graphdispatch.api.graphed import graphed
 
 Settle = Callable[..., Any]
 MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

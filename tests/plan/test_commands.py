@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphdispatch.cache.admission import Admission
-from graphdispatch.cache.store import GraphCache
-from graphdispatch.cli import main
-from graphdispatch.commands.options import parse_bytes, parse_seconds, parse_share
-from graphdispatch.dispatch.planned import planned_dispatcher
+from graphdispatch.cli.app import main
+from graphdispatch.cli.options import parse_bytes, parse_seconds, parse_share
+from graphdispatch.memory.admission import Admission
+from graphdispatch.memory.cache import GraphCache
 from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan.dispatcher import planned_dispatcher
 from graphdispatch.plan.plan import Plan
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.workload import Workload
-from graphdispatch.simulator import simulate
+from graphdispatch.simulation.simulator import simulate
 
 RNG = np.random.default_rng(0)
 REQS = RNG.integers(1, 33, 300)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from graphdispatch.config import CUDAGraphConfig
-from graphdispatch.dispatch.planned import planned_dispatcher
-from graphdispatch.dispatch.routine import Routine
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan.dispatcher import planned_dispatcher
 from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.workload import Workload
 from graphdispatch.reasons import Reason
-from graphdispatch.simulator import simulate
+from graphdispatch.serve.routine import Routine
+from graphdispatch.simulation.simulator import simulate
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 COST = CostModel.of(lambda n: 5.0 + n, lambda n: 1.0 + n, lambda n: 2.0 + n)

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from graphdispatch.cache.admission import Admission
-from graphdispatch.cache.store import GraphCache
-from graphdispatch.dispatch.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
-from graphdispatch.dispatch.policies import DefaultDispatchPolicy
+from graphdispatch.api.graphed import graphed
+from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch.decide.policies import DefaultDispatchPolicy
 from graphdispatch.errors import ConfigError
-from graphdispatch.graphed_callable import graphed
+from graphdispatch.memory.admission import Admission
+from graphdispatch.memory.cache import GraphCache
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan import Workload
 from graphdispatch.plan.cost import CostModel
 from graphdispatch.reasons import Reason
-from graphdispatch.simulator import simulate
+from graphdispatch.simulation.simulator import simulate
 from graphdispatch.sizes import next_size_table
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

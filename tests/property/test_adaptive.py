@@ -5,9 +5,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
+from graphdispatch.decide.estimates import bucket_of
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.dispatch.estimates import bucket_of
 from graphdispatch.modes import DispatchMode
 
 MODES = (DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.EAGER)

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphdispatch.capture.breaks import eager_break
-from graphdispatch.capture.outputs import OutputView
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.call.breaks import eager_break
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError, StaleOutputError
-from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.memory.outputs import OutputView
 from graphdispatch.reasons import Reason
 
 from .calls import Plan, plans, sound_plans, twists

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.capture.outputs import OutputView
+from graphdispatch.api.graphed import graphed
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import StaleOutputError
-from graphdispatch.graphed_callable import graphed
+from graphdispatch.memory.outputs import OutputView
 
 _SIZES = (1, 2, 4)
 _QUICK = CUDAGraphOptions(gc_disable=False)

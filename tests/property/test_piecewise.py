@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from graphdispatch.capture.breaks import eager_break
-from graphdispatch.graphed_callable import graphed
+from graphdispatch.api.graphed import graphed
+from graphdispatch.call.breaks import eager_break
 
 from .device import DEVICE
 

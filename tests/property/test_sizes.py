@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch.config import CUDAGraphConfig
-from graphdispatch.dispatch.decision import SizeTable
+from graphdispatch.decide.decision import SizeTable
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 from graphdispatch.sizes import LADDERS

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch.decide.decision import Decision
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch.decide.lint import lint
+from graphdispatch.decide.preference import query_len_of, request_limit
+from graphdispatch.decide.table import KeyTable
 from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.dispatch.decision import Decision
-from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
-from graphdispatch.dispatch.ladders import query_len_of, request_limit
-from graphdispatch.dispatch.lint import lint
-from graphdispatch.dispatch.table import KeyTable
 from graphdispatch.modes import CUDAGraphMode as Mode
 from graphdispatch.reasons import Reason
 

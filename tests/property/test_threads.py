@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch.api.graphed import graphed
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.graphed_callable import graphed
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.wrapper import CUDAGraphWrapper
 
 from .calls import Plan
 from .compare import assert_same_outcome, perform

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphdispatch.api.graphed import Graphed, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.capture.breaks import eager_break
-from graphdispatch.graphed_callable import Graphed, graphed
+from graphdispatch.call.breaks import eager_break
 
 THREADS = 16
 CALLS = int(os.environ.get("GRAPHDISPATCH_SOAK_CALLS", "8000"))

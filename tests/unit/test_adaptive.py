@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
+from graphdispatch.decide.adaptive_state import Place, Standing
+from graphdispatch.decide.estimates import CostCurve, bucket_of
 from graphdispatch.demo.trace import generate_trace
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.dispatch.adaptive_state import Place, Standing
-from graphdispatch.dispatch.estimates import CostCurve, bucket_of
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import DispatchMode
 from graphdispatch.sizes import ladder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphdispatch.cli import main
+from graphdispatch.cli.app import main
 from graphdispatch.demo import run
 
 SMALL = ["demo", "--steps", "12", "--device", "cpu"]

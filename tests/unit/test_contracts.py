@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
 from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
 from graphdispatch.errors import ConfigError, FallbackError
 from graphdispatch.modes import CUDAGraphMode as Mode
 

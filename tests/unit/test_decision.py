@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch.decide.decision import Decision, SizeTable
 from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.dispatch.decision import Decision, SizeTable
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 from graphdispatch.sizes import next_size_table

@@ -1,4 +1,4 @@
-"""The error family: one base, and for each cause a builtin type that fits it."""
+"""The error group: one base, and for each cause a builtin type that fits it."""
 
 import pickle
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch.decide.lint import LintCode, LintFinding, lint
+from graphdispatch.decide.table import KeyTable
 from graphdispatch.descriptors import BatchDescriptor as Key
-from graphdispatch.dispatch.keys import CudagraphKeyDispatcher
-from graphdispatch.dispatch.lint import LintCode, LintFinding, lint
-from graphdispatch.dispatch.table import KeyTable
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode as Mode
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphdispatch.dispatch.memo import Memo
+from graphdispatch.decide.memo import Memo
 
 
 def test_an_answer_is_made_once() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import DispatchMode
 

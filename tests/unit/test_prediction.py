@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from graphdispatch.decide.prediction import Prewarmer, SizePredictor
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.dispatch.prediction import Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.capture.reads import reads
+from graphdispatch.state.bytecode import reads
 
 SETTINGS = torch
 

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
-from graphdispatch.dispatch.support import AttentionSupport as Support
-from graphdispatch.dispatch.support import resolve_cudagraph_mode
+from graphdispatch.decide.support import AttentionSupport as Support
+from graphdispatch.decide.support import resolve_cudagraph_mode
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode as Mode
 

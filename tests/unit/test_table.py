@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from graphdispatch.decide.table import KeyTable
 from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.dispatch.table import KeyTable
 from graphdispatch.errors import ConfigError, FallbackError
 from graphdispatch.modes import CUDAGraphMode as Mode
 from graphdispatch.reasons import Reason
@@ -208,7 +208,7 @@ def test_a_decision_does_not_depend_on_the_order_of_the_keys() -> None:
     code = (
         "from graphdispatch.descriptors import BatchDescriptor as B;"
         "from graphdispatch.modes import CUDAGraphMode as M;"
-        "from graphdispatch.dispatch.table import KeyTable as T;"
+        "from graphdispatch.decide.table import KeyTable as T;"
         "keys = [B(8, r, False, v) for r in (None, 8, 9) for v in ('a', 'b')];"
         "print(T({M.FULL: keys}, mode=M.FULL, query_len=1).decide(5, variant='a'))"
     )

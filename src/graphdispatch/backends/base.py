@@ -208,7 +208,7 @@ class Capture(ABC):
     def is_open(self) -> bool:
         """Whether it has neither ended nor been aborted."""
 
-    def hand_over(self, outputs: Any, *, shared: bool) -> None:
+    def set_outputs(self, outputs: Any, *, shared: bool) -> None:
         """Give what the callable returned, a tensor or any nest, to the capture before it ends; ``end`` sets
         ``outputs`` to the same nest.
 

@@ -1,1 +1,1 @@
-"""Capturing a callable: static inputs and pad rules, guards, effects, entries, and the one capture path."""
+"""Capturing a callable: the watched eager run, the recording, piecewise graphs, and the comparison with eager."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ..call.breaks import eager_break, is_marked, remove_eager_break
 from ..errors import CaptureError
 from ..reasons import Reason
-from .breaks import eager_break, is_marked, remove_eager_break
 
 __all__ = ["AutoBreaks"]
 

@@ -22,7 +22,7 @@ from ..backends.operators import OperatorKind, is_composite, kind_of, tensors_in
 from ..errors import CaptureError
 from ..reasons import Reason
 
-__all__ = ["EffectRecorder", "Region", "insist", "redo", "undo", "written_elsewhere"]
+__all__ = ["EffectRecorder", "Region", "redo", "retry_once", "undo", "written_elsewhere"]
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ def redo(regions: list[Region]) -> None:
                 region.write(region.after)
 
 
-def insist(put_back: Callable[[], None], backend: Backend) -> None:
+def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
     """Call a function that writes saved values; once more if it fails or is interrupted, which does no harm.
 
     Raises ``DeviceLostError`` where it fails since nothing works on the device any more.

@@ -26,12 +26,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ..backends.base import Backend, Capture, Graph, Pool
 from ..backends.operators import user_line
+from ..call.breaks import ACTIVE, BreakRunner
+from ..call.spec import describe
 from ..errors import CaptureError, ReplayError
+from ..memory.entry import CUDAGraphEntry
+from ..memory.outputs import is_same_value
 from ..reasons import Reason
-from .breaks import ACTIVE, BreakRunner
-from .calls import describe
-from .entry import CUDAGraphEntry
-from .outputs import is_same_value
 from .watch import CaptureWatch, storage_key
 
 __all__ = ["BreakFigures", "EagerPart", "PiecewiseCapture", "PiecewiseGraph", "break_figures"]
@@ -279,10 +279,10 @@ class PiecewiseCapture:
                 self._capture.abort()
                 self.graph.reset()
 
-    def hand_over(self, outputs: Any, *, shared: bool) -> None:
-        """As ``Capture.hand_over``; what the last graph made may be shared."""
+    def set_outputs(self, outputs: Any, *, shared: bool) -> None:
+        """As ``Capture.set_outputs``; what the last graph made may be shared."""
         assert self._capture is not None
-        self._capture.hand_over(outputs, shared=shared)
+        self._capture.set_outputs(outputs, shared=shared)
 
     @property
     def outputs(self) -> Any:

@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.operators import forbidden, is_composite, tensors_in, user_line
+from ..call.breaks import BREAKS
 from ..errors import CaptureError
 from ..reasons import Reason
-from .breaks import BREAKS
 
 __all__ = ["CaptureWatch", "storage_key"]
 

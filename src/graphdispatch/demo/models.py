@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from ..backends import get_backend
-from ..capture.breaks import eager_break
-from ..capture.padding import Pad
+from ..call.breaks import eager_break
+from ..call.padding import Pad
 from ..config import CUDAGraphOptions
 from .decoder import PRESETS, Decoder
 

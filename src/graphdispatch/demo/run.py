@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..api.graphed import graphed
 from ..backends import get_backend
-from ..capture.breaks import eager_break
-from ..capture.entry import CUDAGraphEntry
-from ..capture.padding import Pad
+from ..call.breaks import eager_break
+from ..call.padding import Pad
 from ..capture.piecewise import PiecewiseGraph, break_figures
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
-from ..graphed_callable import graphed
+from ..memory.entry import CUDAGraphEntry
 from ..sizes import ladder
 from .decoder import PRESETS, Decoder
 from .result import DemoResult, DemoSettings, Pieces, StepRecord

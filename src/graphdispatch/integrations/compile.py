@@ -13,10 +13,10 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
-from ..capture.breaks import eager_break
+from ..api.graphed import Graphed, graphed
+from ..call.breaks import eager_break
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
-from ..graphed_callable import Graphed, graphed
 
 __all__ = ["PiecewiseBackend", "piecewise_backend"]
 

@@ -11,9 +11,9 @@ from .page import Chart, Note, Report, Section, Table, Tile, make_report
 from .units import count, milliseconds, percent, storage
 
 if TYPE_CHECKING:
-    from ..cache.accounting import MemoryReport
-    from ..capture.entry import CUDAGraphEntry
     from ..capture.piecewise import BreakFigures
+    from ..memory.accounting import MemoryReport
+    from ..memory.entry import CUDAGraphEntry
 
 __all__ = ["Served", "callable_report"]
 

@@ -140,7 +140,7 @@ class _CPUCapture(Capture):
         self._count()
         self._recorder.resume()
 
-    def hand_over(self, outputs: Any, *, shared: bool) -> None:
+    def set_outputs(self, outputs: Any, *, shared: bool) -> None:
         """Keep the outputs, or note what they are and let go of them."""
         if shared:
             leaves, self._spec = tree_flatten(outputs)

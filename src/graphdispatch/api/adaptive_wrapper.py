@@ -1,0 +1,169 @@
+"""``AdaptiveCUDAGraphWrapper``: a wrapper that keeps the graphs which are worth their memory.
+
+A front door like ``CUDAGraphWrapper``, for engines whose descriptors are more than there is room for.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..backends import Backend, Pool
+from ..call.signature import Refusal
+from ..capture.collector import swept_collector
+from ..config import CUDAGraphOptions
+from ..descriptors import BatchDescriptor
+from ..errors import ConfigError
+from ..memory.admission import Admission
+from ..memory.budget import MemoryBudget
+from ..memory.eviction import Frecency, Probation
+from ..modes import CUDAGraphMode
+from ..reasons import Reason
+from ..serve.group import GraphGroup
+from ..sizes import check_count
+from .wrapper import CUDAGraphWrapper
+
+__all__ = ["AdaptiveCUDAGraphWrapper"]
+
+
+class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
+    """All of ``CUDAGraphWrapper``, with eviction by use and bytes, the shapes that are hot, and prewarming.
+
+    When a limit is reached, graphs with fewer than ``min_replays_to_keep`` replays go first, and then those that
+    are used least and longest ago, weighted by capture time and bytes (``Frecency``). While there is room, a descriptor
+    is captured when it first comes, as by ``CUDAGraphWrapper``; without room, when it comes again within a while, and
+    only in place of a graph that was not used for longer than that. So descriptors that come once, or in a cycle that
+    is larger than the cache, run eagerly and displace nothing.
+
+    After a ``prewarm`` it is a target of ``Prewarmer.capture_one``, which captures in pauses the sizes that are
+    forecast to come. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        runtime_mode: CUDAGraphMode = CUDAGraphMode.FULL,
+        options: CUDAGraphOptions | None = None,
+        max_cached_graphs: int = 100,
+        min_replays_to_keep: int = 3,
+        *,
+        memory_budget_bytes: int | None = None,
+        budget: MemoryBudget | None = None,
+        out: Any = None,
+        backend: Backend | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        super().__init__(
+            runnable,
+            runtime_mode,
+            options,
+            max_cached_graphs,
+            memory_budget_bytes=memory_budget_bytes,
+            eviction=Probation(min_replays_to_keep, Frecency()),
+            budget=budget,
+            out=out,
+            backend=backend,
+            pool=pool,
+        )
+        self._graphs.cache.admission = Admission()
+        self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
+
+    def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:
+        """The ``top_k`` descriptors that came most often, each with its number of calls, the most frequent first.
+
+        Calls count since ``clear_cache`` or the beginning, with or without a graph; prewarming does not. Calls that
+        no graph can ever serve do not count either.
+        """
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise ConfigError(f"top_k must be an integer >= 1, got {top_k!r}")
+        with self._graphs.lock:
+            calls = {group.index: _calls(group) for group in self._graphs.groups.values()}
+        ranked = sorted(calls.items(), key=lambda item: -item[1])
+        return [(descriptor, count) for descriptor, count in ranked if count][:top_k]
+
+    def prewarm(
+        self, shapes: Iterable[BatchDescriptor | int], dummy_fn: Callable[[BatchDescriptor], Any]
+    ) -> list[BatchDescriptor]:
+        """Capture ``shapes`` now, largest first; returns those that have a graph afterwards.
+
+        An integer stands for the descriptor of that many tokens. ``dummy_fn(descriptor)`` gives the arguments of a
+        call: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a pair of the latter two.
+        Whatever the runs write is put back. The first real batch of a shape is still compared with eager. A shape that
+        cannot be captured is left out, and stays eager.
+
+        Raises ``ConfigError`` for what is no shape, and for more shapes than ``max_cached_graphs``, before anything is
+        captured, and what ``dummy_fn`` raises, and the runnable on dummy arguments.
+        """
+        if not callable(dummy_fn):
+            raise ConfigError(f"dummy_fn must be a function from a descriptor to arguments, got {dummy_fn!r}")
+        self._dummy_fn = dummy_fn
+        wanted = dict.fromkeys(_descriptors(shapes))
+        most = self._graphs.cache.limit.max_cached_graphs
+        if most is not None and len(wanted) > most:
+            raise ConfigError(
+                f"prewarm of {len(wanted)} shapes needs max_cached_graphs >= {len(wanted)}, got {most}; "
+                "raise it, or name fewer in shapes"
+            )
+        largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
+        with torch.no_grad(), self._graphs.lock, swept_collector(self.options.gc_disable):
+            self._graphs.refresh()
+            found = [(d, self._prepared(d, dummy_fn(d))) for d in largest_first if self.get_entry(d) is None]
+            todo = [(descriptor, *call) for descriptor, call in found if call is not None]
+            for _, group, leaves in todo:
+                self._graphs.warm_up(group, leaves, 1)
+            for descriptor, group, leaves in todo:
+                self._graphs.capture(
+                    group, leaves, 1, 1, descriptor=descriptor, mode=self.runtime_mode, keep_effects=False
+                )
+        return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """The numbers of tokens whose descriptor, ``BatchDescriptor(num_tokens)``, has a graph; rising."""
+        found = self.get_cached_descriptors()
+        return sorted(d.num_tokens for d in found if d == BatchDescriptor(d.num_tokens))
+
+    def capture_size(self, size: int) -> bool:
+        """Capture ``BatchDescriptor(size)`` now, as ``prewarm`` does; whether it has a graph then.
+
+        The arguments come from the ``dummy_fn`` of the latest ``prewarm``. Raises ``ConfigError`` before the first.
+        """
+        if self._dummy_fn is None:
+            raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm(shapes, dummy_fn) first")
+        return bool(self.prewarm([size], self._dummy_fn))
+
+    def _prepared(self, descriptor: BatchDescriptor, dummy: Any) -> tuple[GraphGroup, list[Any]] | None:
+        args, kwargs = _arguments(dummy)
+        made = self._find(args, kwargs, descriptor)
+        return None if isinstance(made, Refusal) else made
+
+    def _admit(self, key: tuple[Any, int]) -> Reason:
+        reason = super()._admit(key)
+        if reason is Reason.FIRST_SIGHTING and not self._graphs.cache.is_full:
+            return Reason.CAPTURED_NOW
+        return reason
+
+
+def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:
+    if not isinstance(shapes, Iterable) or isinstance(shapes, (str, BatchDescriptor)):
+        raise ConfigError(f"shapes must be several descriptors or numbers of tokens, got {shapes!r}; put one in a list")
+    for shape in shapes:
+        descriptor = shape if isinstance(shape, BatchDescriptor) else BatchDescriptor(shape)
+        check_count("shapes: a number of tokens", descriptor.num_tokens)
+        yield descriptor
+
+
+def _calls(group: GraphGroup) -> int:
+    entry = group.entries.get(1)
+    return group.sightings[1] + group.past_replays[1] + (entry.replay_count if entry is not None else 0)
+
+
+def _arguments(dummy: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The positional and keyword arguments that a ``dummy_fn`` returned in one of four ways."""
+    if isinstance(dummy, Mapping):
+        return (), dummy
+    if not isinstance(dummy, tuple):
+        return (dummy,), {}
+    if len(dummy) == 2 and isinstance(dummy[0], tuple) and isinstance(dummy[1], Mapping):
+        return dummy
+    return dummy, {}

@@ -1,0 +1,362 @@
+"""``CompositeDispatcher``: one front for several dispatchers, such as an encoder's, a draft model's and a decoder's.
+
+A call goes to the first member, by priority, whose graph can serve it; without one, the runner of the first member
+runs. Members are asked for graphs only, so that a runner is entered once, by the composite, after all graphs were
+tried: an error that it raises passes through, and nothing of it runs twice.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any, NamedTuple, Protocol, cast
+
+from ..descriptors import DispatchKey
+from ..errors import ConfigError, GuardError, ReplayError
+from ..memory.accounting import bytes_of
+from ..memory.entry import CUDAGraphEntry
+from ..modes import DispatchMode
+from ..reasons import Reason
+from ..stats import DispatchStats
+from .dispatcher import CudagraphDispatcher
+
+__all__ = ["CompositeDispatcher", "GraphMember", "MemberStatus"]
+
+
+class GraphMember(Protocol):
+    """What the composite asks of a member; ``CudagraphDispatcher``s are adapted to it."""
+
+    @property
+    def stats(self) -> DispatchStats:
+        """The member's counters."""
+
+    @property
+    def eager_runner(self) -> Callable[..., Any]:
+        """The way that is always right."""
+
+    @property
+    def entries(self) -> Sequence[tuple[DispatchKey, CUDAGraphEntry]]:
+        """The member's graphs with their keys."""
+
+    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
+        """Serve a call by a graph and count it: whether one did, the outputs, and the reason; never the runner.
+
+        Raises ``ReplayError`` if there is a graph and it cannot be replayed. With ``VERIFIED_NOW`` the member wants
+        the call through its ``dispatch``.
+        """
+
+    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
+        """Serve a call by a graph or the runner."""
+
+    def discard(self, entry: CUDAGraphEntry) -> None:
+        """Forget a graph."""
+
+
+class MemberStatus(NamedTuple):
+    """How one member stands: failures in a row, seconds until its graphs are tried again, and the last failure."""
+
+    name: str
+    priority: int
+    failures: int
+    quarantined_s: float
+    detail: str
+
+
+@dataclass(eq=False)
+class _Member:
+    name: str
+    priority: int
+    dispatcher: GraphMember
+    accepts: Callable[[DispatchKey], bool] | None
+    failures: int = 0
+    retry_at: float = 0.0
+    detail: str = ""
+    skips: Counter[Reason] = field(default_factory=Counter)
+
+
+class CompositeDispatcher:
+    """Dispatches over members by priority: the first graph that can serve a call does, else the first member's runner.
+
+    A member whose graph cannot be replayed is skipped, with the reason counted in ``skips``, and quarantined: its
+    graphs are not tried for ``backoff_s``, twice as long after each further failure, at most ``max_backoff_s``.
+    Only a ``ReplayError`` that says that nothing has happened moves a call on to the next member; any other error
+    passes through unchanged.
+
+    ``stats`` sums up all members, ``memory_bytes`` counts the memory of all their graphs once each, and
+    ``memory_budget_bytes`` bounds it: when ``register_graph`` or ``enforce_budget`` finds more, graphs are evicted by
+    least recent use, whosever they are. An evicted entry is released, or given to ``on_evict(name, entry)``, for an
+    owner that keeps it in a cache of its own. ``clock`` gives seconds that never decrease. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_budget_bytes: int | None = None,
+        backoff_s: float = 1.0,
+        max_backoff_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_evict: Callable[[str, CUDAGraphEntry], None] | None = None,
+    ) -> None:
+        if memory_budget_bytes is not None and memory_budget_bytes < 1:
+            raise ConfigError(f"memory_budget_bytes must be at least 1 or None, got {memory_budget_bytes}")
+        if not 0 < backoff_s <= max_backoff_s:
+            raise ConfigError(f"backoff_s must be positive and at most max_backoff_s={max_backoff_s}, got {backoff_s}")
+        self.memory_budget_bytes = memory_budget_bytes
+        self._backoff_s = backoff_s
+        self._max_backoff_s = max_backoff_s
+        self._clock = clock
+        self._on_evict = on_evict
+        self._members: tuple[_Member, ...] = ()
+        self._lock = threading.Lock()
+
+    def add_dispatcher(
+        self,
+        name: str,
+        dispatcher: CudagraphDispatcher | GraphMember,
+        priority: int = 0,
+        *,
+        accepts: Callable[[DispatchKey], bool] | None = None,
+    ) -> None:
+        """Add a member; higher priorities come first, and among equal ones those added first.
+
+        ``accepts`` tells which keys are the member's at all (default: every one), for members that do different work.
+        Raises ``ConfigError`` for a name that is taken, and for what is no dispatcher.
+        """
+        for what, value, kind in (("name", name, str), ("priority", priority, int)):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{what} must be of type {kind.__name__}, got {value!r}")
+        member: GraphMember
+        if hasattr(dispatcher, "attempt") and dispatcher is not self:
+            member = cast(GraphMember, dispatcher)
+        elif isinstance(dispatcher, CudagraphDispatcher):
+            member = _Plain(dispatcher)
+        else:
+            raise ConfigError(f"dispatcher must be another dispatcher, got {dispatcher!r}")
+        with self._lock:
+            if any(other.name == name for other in self._members):
+                raise ConfigError(f"name {name!r} is taken; names are {[m.name for m in self._members]}")
+            members = [*self._members, _Member(name, priority, member, accepts)]
+            self._members = tuple(sorted(members, key=lambda m: -m.priority))
+
+    def remove_dispatcher(self, name: str) -> None:
+        """Let a member go; its graphs stay its own. Raises ``ConfigError`` for an unknown name."""
+        gone = self._member(name)
+        with self._lock:
+            self._members = tuple(member for member in self._members if member is not gone)
+
+    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
+        """Run one call. Raises what the graph or the runner raises, and ``ConfigError`` if no member takes the key."""
+        start = perf_counter_ns()
+        served, result, reason, first = self._try_graphs(key, args, kwargs)
+        if served:
+            return result
+        if first is None:
+            raise ConfigError(f"no member accepts {key}; members are {[m.name for m in self._members]}")
+        if reason is Reason.VERIFIED_NOW:
+            return first.dispatcher.dispatch(key, *args, **kwargs)
+        first.dispatcher.stats.record(DispatchMode.EAGER, reason, perf_counter_ns() - start)
+        return first.dispatcher.eager_runner(*args, **kwargs)
+
+    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
+        """Serve a call by a member's graph if one can, so that composites nest; see ``GraphMember``."""
+        served, result, reason, _ = self._try_graphs(key, args, kwargs)
+        return served, result, reason
+
+    def has_graph(self, key: DispatchKey) -> bool:
+        """Whether a member has a graph for ``key`` now, in quarantine or not."""
+        return any(key == other for other, _ in self.entries)
+
+    def register_graph(self, name: str, key: DispatchKey, graph: Any, **options: Any) -> int:
+        """Register a graph with a member, as its own ``register_graph`` does, within the memory budget.
+
+        Returns the bytes freed for it. The new graph itself is never evicted for the budget here.
+        """
+        member = self._member(name).dispatcher
+        register = getattr(member.dispatcher if isinstance(member, _Plain) else member, "register_graph", None)
+        if register is None:
+            raise ConfigError(f"member {name!r} takes no graphs: {member!r}")
+        register(key, graph, **options)
+        return self.enforce_budget(keep=graph)
+
+    def enforce_budget(self, keep: Any = None) -> int:
+        """Evict graphs until the budget holds; returns the bytes that this freed.
+
+        Graphs that free nothing (somebody else's memory), ``keep``, and those with a replay in flight are left alone,
+        so that the budget may still be exceeded afterwards.
+        """
+        if self.memory_budget_bytes is None:
+            return 0
+        with self._lock:
+            before = now = self.memory_bytes
+            for member, entry in sorted(self._owned(), key=lambda pair: pair[1].last_used):
+                if now <= self.memory_budget_bytes:
+                    break
+                if entry is keep or not bytes_of([entry]) or not entry.pool.is_idle():
+                    continue
+                member.dispatcher.discard(entry)
+                if self._on_evict is None:
+                    entry.release()
+                else:
+                    self._on_evict(member.name, entry)
+                now = self.memory_bytes
+        return max(before - now, 0)
+
+    def rearm(self, name: str) -> None:
+        """Try a member's graphs again now. Raises ``ConfigError`` for an unknown name."""
+        member = self._member(name)
+        with self._lock:
+            member.failures, member.retry_at, member.detail = 0, 0.0, ""
+
+    @property
+    def eager_runner(self) -> Callable[..., Any]:
+        """The runner of the first member. Raises ``ConfigError`` without members."""
+        if not self._members:
+            raise ConfigError("a composite without members runs nothing; call add_dispatcher() first")
+        return self._members[0].dispatcher.eager_runner
+
+    @property
+    def stats(self) -> DispatchStats:
+        """The counters of all members together, as they are now; calls made to a member directly count too."""
+        total = DispatchStats()
+        for member in self._members:
+            one = member.dispatcher.stats
+            for name in ("eager", "graph", "piecewise", "fallbacks", "dispatch_time_ns"):
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            total.reasons.update(one.reasons)
+        return total
+
+    @property
+    def skips(self) -> dict[str, dict[Reason, int]]:
+        """By member, how often it was passed over although it accepts the key, and why."""
+        with self._lock:
+            return {member.name: dict(member.skips) for member in self._members}
+
+    @property
+    def members(self) -> tuple[MemberStatus, ...]:
+        """How the members stand, in the order in which they are tried."""
+        now = self._clock()
+        return tuple(
+            MemberStatus(m.name, m.priority, m.failures, max(m.retry_at - now, 0.0) if m.failures else 0.0, m.detail)
+            for m in self._members
+        )
+
+    @property
+    def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
+        """The graphs of all members with their keys."""
+        return [pair for member in self._members for pair in member.dispatcher.entries]
+
+    def discard(self, entry: CUDAGraphEntry) -> None:
+        """Let every member forget a graph."""
+        for member in self._members:
+            member.dispatcher.discard(entry)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all members' graphs, pools and static inputs, each counted once."""
+        return bytes_of({entry for _, entry in self.entries})
+
+    def __repr__(self) -> str:
+        names = [m.name + (" (quarantined)" if self._is_quarantined(m) else "") for m in self._members]
+        return f"<CompositeDispatcher {', '.join(names) or 'empty'}: {self.stats!r}>"
+
+    def _try_graphs(
+        self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bool, Any, Reason, _Member | None]:
+        """Ask one member after the other: whether a graph served, its outputs, the reason, and whose runner is next."""
+        first: _Member | None = None
+        answer = Reason.NOT_CAPTURED
+        for member in self._members:
+            if member.accepts is not None and not member.accepts(key):
+                continue
+            reason = Reason.REPLAY_FAILED
+            if not self._is_quarantined(member):
+                try:
+                    served, result, reason = member.dispatcher.attempt(key, args, kwargs)
+                except ReplayError as error:
+                    self._quarantine(member, error)
+                    if error.had_effects:
+                        raise
+                    reason = Reason.REPLAY_FAILED
+                else:
+                    if served:
+                        self._recover(member)
+                        return True, result, reason, member
+                    if reason is Reason.VERIFIED_NOW:
+                        return False, None, reason, member
+            with self._lock:
+                member.skips[reason] += 1
+            if first is None:
+                first, answer = member, reason
+        return False, None, answer, first
+
+    def _is_quarantined(self, member: _Member) -> bool:
+        return member.failures > 0 and self._clock() < member.retry_at
+
+    def _quarantine(self, member: _Member, error: ReplayError) -> None:
+        with self._lock:
+            wait = min(self._backoff_s * 2.0**member.failures, self._max_backoff_s)
+            member.failures += 1
+            member.retry_at = self._clock() + wait
+            member.detail = str(error)
+
+    def _recover(self, member: _Member) -> None:
+        if member.failures:
+            with self._lock:
+                member.failures, member.detail = 0, ""
+
+    def _member(self, name: str) -> _Member:
+        for member in self._members:
+            if member.name == name:
+                return member
+        raise ConfigError(f"name must be one of {[m.name for m in self._members]}, got {name!r}")
+
+    def _owned(self) -> list[tuple[_Member, CUDAGraphEntry]]:
+        return [(member, entry) for member in self._members for _, entry in member.dispatcher.entries]
+
+
+class _Plain:
+    """A ``CudagraphDispatcher`` as a member: its decision and its replay, without its eager fallback."""
+
+    def __init__(self, dispatcher: CudagraphDispatcher) -> None:
+        self.dispatcher = dispatcher
+
+    @property
+    def stats(self) -> DispatchStats:
+        return self.dispatcher.stats
+
+    @property
+    def eager_runner(self) -> Callable[..., Any]:
+        return self.dispatcher.eager_runner
+
+    @property
+    def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
+        return [(found.key, found.entry) for found in self.dispatcher.registered()]
+
+    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
+        start = perf_counter_ns()
+        found, decision = self.dispatcher.choose(key, args, kwargs)
+        spent = perf_counter_ns() - start
+        if found is None:
+            return False, None, decision.reason
+        try:
+            result = found.entry.serve(*found.arguments(args, kwargs))
+        except GuardError:
+            return False, None, Reason.ARGUMENTS_CHANGED
+        except ReplayError:
+            self.dispatcher.drop(found)
+            raise
+        self.stats.record(found.mode, decision.reason, spent)
+        return True, result, decision.reason
+
+    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
+        return self.dispatcher.dispatch(key, *args, **kwargs)
+
+    def discard(self, entry: CUDAGraphEntry) -> None:
+        for found in self.dispatcher.registered():
+            if found.entry is entry:
+                self.dispatcher.drop(found)
+
+    def __repr__(self) -> str:
+        return repr(self.dispatcher)

@@ -1,0 +1,150 @@
+"""The graphs of a ``CudagraphDispatcher``, and what they decide for every key: one immutable thing, swapped whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..decide.decision import Decision
+from ..decide.memo import Memo
+from ..decide.table import KeyTable
+from ..descriptors import BatchDescriptor, DispatchKey
+from ..errors import ConfigError, GuardError
+from ..memory.entry import CUDAGraphEntry
+from ..memory.foreign import Replayable
+from ..modes import CUDAGraphMode, DispatchMode
+from ..reasons import Reason
+
+__all__ = ["GRAPH_MODES", "Choice", "Registered", "RegisteredGraphs", "Slot"]
+
+GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
+"""The modes that a graph can be registered in, the better first, and the runtime mode of each."""
+
+Slot = tuple[DispatchKey, DispatchMode]
+_MOST_KEPT = 16384  # choices
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A graph as it was registered, and its entry."""
+
+    key: DispatchKey
+    mode: DispatchMode
+    graph: Replayable | CUDAGraphEntry
+    entry: CUDAGraphEntry
+    addresses: tuple[int, ...] | None
+
+    @property
+    def pads(self) -> bool:
+        """Whether it fills up smaller batches itself; any other graph serves exactly its key."""
+        return any(spec.dim is not None for spec in self.entry.inputs.specs)
+
+    def refusal(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reason | None:
+        """Why the graph must not serve this call now, though it was decided on; or None."""
+        entry = self.entry
+        if entry.backend.is_watched():
+            return Reason.INSIDE_CAPTURE
+        if entry.pool.is_inside_replay():
+            return Reason.INSIDE_REPLAY
+        if entry.unproven and decision.reason is Reason.PADDED:
+            return Reason.PADDING_UNPROVEN
+        if not entry.is_current():
+            return Reason.ADDRESS_CHANGED
+        if torch.is_grad_enabled() and entry.needs_gradients(_tensors(args, kwargs)):
+            return Reason.NEEDS_GRADIENTS
+        if self.addresses is not None and _addresses(args, kwargs) != self.addresses:
+            return Reason.ADDRESS_CHANGED
+        return None
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """What ``entry.serve`` takes for a call: the values and their number of rows. Raises ``GuardError``."""
+        specs = self.entry.inputs.specs
+        if not specs:
+            return (), self.entry.size
+        if len(args) > len(specs):
+            raise GuardError(f"the graph takes {len(specs)} tensors, got {len(args)} positional arguments")
+        named = {spec.name: value for spec, value in zip(specs, args, strict=False)}
+        return self.entry.check(named | kwargs)
+
+
+class Choice(NamedTuple):
+    """What may serve a key: by mode, the better first, the graph and its decision; and why eager does, without one."""
+
+    graphs: Mapping[DispatchMode, tuple[Registered, Decision]]
+    modes: tuple[DispatchMode, ...]
+    eager: Decision
+
+
+class RegisteredGraphs:
+    """Registered graphs and the enabled modes; ``choices[key]`` is what they decide for a key. Immutable.
+
+    The keys of graphs are those of two ``KeyTable``, for decode and for prefill, which never serve each other. A decode
+    key whose tokens are a multiple of its requests is uniform decode. A graph that pads serves smaller batches with
+    sequences of at most the same length (those of unknown length, if its own is); any other graph is a variant of its
+    own, which only its key asks for.
+    """
+
+    def __init__(self, graphs: Mapping[Slot, Registered], modes: frozenset[DispatchMode]) -> None:
+        self.graphs = MappingProxyType(dict(graphs))
+        self.modes = modes
+        self.choices = Memo[DispatchKey, Choice](self._choose, _MOST_KEPT)
+        """For each key what may serve it; the first question about a key asks the tables, later ones are one lookup."""
+        self._by_descriptor = {_place(found): found for found in self.graphs.values()}
+        self._tables = {is_prefill: self._table(is_prefill) for is_prefill in (False, True)}
+
+    def _table(self, is_prefill: bool) -> KeyTable:
+        keys: dict[CUDAGraphMode, list[BatchDescriptor]] = {mode: [] for mode in GRAPH_MODES.values()}
+        for kind, mode, descriptor in self._by_descriptor:
+            if kind is is_prefill:
+                keys[mode].append(descriptor)
+        return KeyTable(keys, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+
+    def _choose(self, key: DispatchKey) -> Choice:
+        if not isinstance(key, DispatchKey):
+            raise ConfigError(f"key must be a DispatchKey, got {key!r}; create_dispatch_key() makes one")
+        found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, mode)) is not None}
+        enabled = {mode: best for mode, best in found.items() if mode in self.modes}
+        eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._why_none(key)
+        return Choice(enabled, (*enabled, DispatchMode.EAGER), eager)
+
+    def _best(self, key: DispatchKey, mode: DispatchMode) -> tuple[Registered, Decision] | None:
+        for variant in (key, key.max_seq_len or None):
+            decision = self._decide(key, variant, frozenset((CUDAGraphMode.NONE, GRAPH_MODES[mode])))
+            if decision.descriptor is not None:
+                return self._by_descriptor[key.is_prefill, decision.mode, decision.descriptor], decision
+        return None
+
+    def _why_none(self, key: DispatchKey) -> Decision:
+        decision = self._decide(key, key.max_seq_len or None, None)
+        if decision.reason is Reason.VARIANT_NOT_CAPTURED:
+            return Decision.eager(Reason.NOT_CAPTURED, key.num_tokens)
+        return decision
+
+    def _decide(self, key: DispatchKey, variant: Any, allowed: frozenset[CUDAGraphMode] | None) -> Decision:
+        return self._tables[key.is_prefill].decide(key.num_tokens, key.num_reqs, _query_len(key), variant, allowed)
+
+
+def _query_len(key: DispatchKey) -> int | None:
+    """The tokens of each request of uniform decode; None for a batch that is not, or not for certain."""
+    if key.is_prefill or key.num_reqs < 1 or key.num_tokens % key.num_reqs:
+        return None
+    return key.num_tokens // key.num_reqs
+
+
+def _place(found: Registered) -> tuple[bool, CUDAGraphMode, BatchDescriptor]:
+    """The table, mode and descriptor of a registered graph; each has its own."""
+    key, mode = found.key, GRAPH_MODES[found.mode]
+    is_uniform = mode is CUDAGraphMode.FULL and _query_len(key) is not None
+    variant = (key.max_seq_len or None) if found.pads else key
+    return key.is_prefill, mode, BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, variant)
+
+
+def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in _tensors(args, kwargs))
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

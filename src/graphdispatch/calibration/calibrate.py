@@ -1,0 +1,231 @@
+"""``calibrate``: measures what steps and graphs of a callable cost on this machine, as a cost model to plan with."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import keystr, tree_map_with_path
+
+from ..api.graphed import Graphed, graphed
+from ..backends import Backend, get_backend
+from ..capture.collector import swept_collector
+from ..config import parse_mode
+from ..errors import CaptureError, ConfigError
+from ..modes import CUDAGraphMode
+from ..plan.cost import CostModel, Curve, GraphCosts
+from ..serve.prewarm import PrewarmReport
+from ..sizes import check_sizes, ladder
+
+__all__ = ["Calibration", "calibrate"]
+
+_CAPTURES = 3
+_LEAST_REPEATS = 5
+_WARM_UPS = 2
+
+# Of a median of n samples: 1.2533 sigma / sqrt(n), with sigma = interquartile range / 1.349 for normal noise.
+_ERROR_OF_MEDIAN = 1.2533 / 1.349
+
+_Measured = tuple[float, float]
+"""A median and its standard error."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured: ``cost`` on ``device``, each step ``repeats`` times.
+
+    ``held_bytes`` is, for each mode, what the graphs of all sizes really held together, where the cost model adds up
+    graphs that were measured alone (``expected_bytes``).
+    """
+
+    cost: CostModel
+    device: str
+    repeats: int
+    held_bytes: Mapping[CUDAGraphMode, int]
+
+    def expected_bytes(self, mode: CUDAGraphMode) -> float:
+        """What the cost model says that the measured sizes hold together in ``mode``."""
+        costs = self.cost.graphs(mode)
+        sizes = costs.graph_bytes.sizes
+        return float(costs.graph_bytes.at(sizes).sum() + costs.pool_bytes.at(sizes).max())
+
+
+def calibrate(
+    fn: Callable[..., Any],
+    example: Mapping[str, Any],
+    *,
+    sizes: Iterable[int] | None = None,
+    mode: str | CUDAGraphMode = CUDAGraphMode.FULL,
+    repeats: int = 30,
+    dynamic: Mapping[str, int] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **options: Any,
+) -> Calibration:
+    """Measure eager steps, replays, captures and bytes of ``fn`` at ``sizes``, on the device of ``example``.
+
+    ``example`` are the keyword arguments of one call; its rows are repeated, or left out, to fill each size. ``sizes``
+    are numbers of rows (default: the powers of two up to the example's). ``dynamic`` names the batch dimensions
+    (default: 0 of every tensor), and ``options`` go to ``graphed``. ``mode`` FULL or PIECEWISE measures such graphs,
+    and a mode with both measures both.
+
+    Each size is captured alone, three times, as ``prewarm`` does; a capture costs the median of all that takes, checks
+    included. Then all are captured, and every size runs eagerly and by its graph in turn, ``repeats`` times. A time is
+    the median, from call to idle device, by ``clock`` (seconds), and its error the standard error of the median, by the
+    quartiles. What graphs share (pool, static inputs) counts as the pool.
+
+    The callable runs for real, and what it writes stays written. Raises ``ConfigError`` for bad arguments, and
+    ``CaptureError`` for a size that cannot be captured or is not served.
+    """
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < _LEAST_REPEATS:
+        raise ConfigError(f"repeats must be an integer >= {_LEAST_REPEATS}, got {repeats!r}")
+    mode = parse_mode(mode)
+    modes = sorted({mode.decode_mode(), mode.mixed_mode()} - {CUDAGraphMode.NONE})
+    if not modes:
+        raise ConfigError("mode must have graphs to measure, got NONE")
+    if dynamic is None:
+        dynamic = {name: 0 for name, value in example.items() if isinstance(value, torch.Tensor) and value.dim()}
+    rows, device = _rows_and_device(example, dynamic)
+    checked = ladder("pow2", rows) if sizes is None else check_sizes(sorted(set(sizes)), "sizes")
+    inputs = {size: _resized(example, dynamic, size) for size in checked}
+    served = {each: graphed(fn, dynamic=dynamic, sizes=checked, mode=each, **options) for each in modes}
+    backend = get_backend("auto", device)
+    try:
+        for one in served.values():  # what is loaded or made once is not part of any measurement
+            _capture(one, inputs[checked[-1]], checked[-1:])
+        with torch.no_grad(), swept_collector():  # so that no capture alone pays for a collection
+            graphs = {each: [_capture_alone(one, inputs, size) for size in checked] for each, one in served.items()}
+            for one in served.values():
+                one.clear()
+                _capture(one, inputs[checked[-1]], checked)
+            times = _step_times({CUDAGraphMode.NONE: fn, **served}, inputs, backend, repeats, clock)
+            held = {each: one.memory_bytes for each, one in served.items()}
+    finally:
+        for one in served.values():
+            one.clear()
+    costs = {each.name.lower(): _graph_costs(times[each], checked, graphs[each]) for each in modes}
+    eager = Curve.of(times[CUDAGraphMode.NONE], "eager_ms")
+    cost = CostModel(format="graphdispatch.cost", version=1, source="measured", eager_ms=eager, **costs)
+    return Calibration(cost, _name(backend), repeats, held)
+
+
+class _Alone(NamedTuple):
+    """One size captured alone."""
+
+    capture_ms: _Measured
+    graph_bytes: int
+    pool_bytes: int
+
+
+def _capture_alone(served: Graphed[..., Any], inputs: Mapping[int, Mapping[str, Any]], size: int) -> _Alone:
+    """The last of some captures is measured for bytes: the first one pays for what the driver does once."""
+    largest, times = max(inputs), []
+    for _ in range(_CAPTURES):
+        served.clear()
+        times.append(1e3 * _capture(served, inputs[largest], [size]).seconds)
+    report = served.memory_report()
+    (entry,) = report.entries
+    # Static inputs are made for the largest size, whichever are captured.
+    shared = report.pool_bytes + (report.input_bytes + report.ring_bytes) * size // largest
+    return _Alone(_median(times), entry.own + entry.driver, shared)
+
+
+def _capture(served: Graphed[..., Any], example: Mapping[str, Any], sizes: Sequence[int]) -> PrewarmReport:
+    report = served.prewarm(sizes=sizes, **example)
+    for (mode, size), why in report.left_out.items():
+        raise CaptureError(f"no {mode.name} graph of {size} rows, so no measurement: {why}")
+    return report
+
+
+def _step_times(
+    calls: Mapping[CUDAGraphMode, Callable[..., Any]],
+    inputs: Mapping[int, Mapping[str, Any]],
+    backend: Backend,
+    repeats: int,
+    clock: Callable[[], float],
+) -> dict[CUDAGraphMode, dict[int, _Measured]]:
+    """Milliseconds by mode (NONE: eager) and size. All take turns, so that a change of the clock concerns all alike."""
+    samples: dict[CUDAGraphMode, dict[int, list[float]]] = {mode: {size: [] for size in inputs} for mode in calls}
+    for number in range(_WARM_UPS + repeats):
+        for size, arguments in inputs.items():
+            for mode, call in calls.items():
+                backend.synchronize()
+                started = clock()
+                call(**arguments)
+                backend.synchronize()
+                taken = clock() - started
+                if number >= _WARM_UPS:
+                    samples[mode][size].append(1e3 * taken)
+                elif isinstance(call, Graphed):
+                    _insist_on_graph(call, size)
+    return {mode: {size: _median(times) for size, times in each.items()} for mode, each in samples.items()}
+
+
+def _insist_on_graph(served: Graphed[..., Any], size: int) -> None:
+    decision = served.last_decision
+    assert decision is not None  # every call leaves one
+    if not decision.reason.is_graph:
+        raise CaptureError(
+            f"no graph serves {size} rows, so no measurement: {decision.explain()}; see docs/footguns.md",
+            decision.reason,
+        )
+
+
+def _graph_costs(times: Mapping[int, _Measured], sizes: Sequence[int], alone: Sequence[_Alone]) -> GraphCosts:
+    capture_ms, graph_bytes, pool_bytes = (dict(zip(sizes, column, strict=True)) for column in zip(*alone, strict=True))
+    return GraphCosts(
+        step_ms=Curve.of(times, "step_ms"),
+        capture_ms=Curve.of(capture_ms, "capture_ms"),
+        graph_bytes=Curve.of(graph_bytes, "graph_bytes"),
+        pool_bytes=Curve.of(pool_bytes, "pool_bytes"),
+    )
+
+
+def _median(samples: Sequence[float]) -> _Measured:
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return middle, _ERROR_OF_MEDIAN * (high - low) / math.sqrt(len(samples))
+
+
+def _rows_and_device(example: Mapping[str, Any], dynamic: Mapping[str, int]) -> tuple[int, torch.device]:
+    """The example's rows, by the first tensor that has a batch dimension, and where it lies."""
+    found = [
+        (leaf.shape[dynamic[path]], leaf.device)
+        for path, leaf in _leaves(example)
+        if path in dynamic and -leaf.dim() <= dynamic[path] < leaf.dim()
+    ]
+    if not found or not found[0][0]:
+        raise ConfigError(
+            f"example must hold a tensor with rows in a dimension that dynamic names, got {sorted(example)} and "
+            f"dynamic={dict(dynamic)}"
+        )
+    return found[0]
+
+
+def _leaves(example: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of the example with their paths, as ``dynamic`` names them."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, value in example.items():
+        tree_map_with_path(lambda path, leaf, name=name: found.append((name + keystr(path), leaf)), value)
+    return [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _resized(example: Mapping[str, Any], dynamic: Mapping[str, int], rows: int) -> dict[str, Any]:
+    """The example with its rows repeated until there are ``rows``."""
+
+    def sized(path: str, leaf: Any) -> Any:
+        if path not in dynamic or not isinstance(leaf, torch.Tensor):
+            return leaf
+        count = leaf.shape[dynamic[path]]
+        return leaf.index_select(dynamic[path], torch.arange(rows, device=leaf.device) % count)
+
+    return {
+        name: tree_map_with_path(lambda path, leaf, name=name: sized(name + keystr(path), leaf), value)
+        for name, value in example.items()
+    }
+
+
+def _name(backend: Backend) -> str:
+    device = backend.device
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

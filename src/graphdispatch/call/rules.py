@@ -1,0 +1,99 @@
+"""What the user says of the arguments: which have a batch dimension, how they are padded, which are static."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ConfigError
+from .padding import Pad, as_pad
+from .spec import Caller, Leaf, describe, parameter_names
+
+__all__ = ["ArgumentRules", "callable_name", "make_rules"]
+
+
+class ArgumentRules(NamedTuple):
+    """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
+
+    ``dynamic``: the batch dimension of each argument that has one. ``pad``: pad rules. ``static``: tensors whose
+    address never changes, and objects that are the same each time; neither is copied. ``check_addresses`` compares the
+    addresses of static tensors on each call.
+    """
+
+    dynamic: Mapping[str, int]
+    pad: Mapping[str, Pad]
+    static: frozenset[str]
+    check_addresses: bool = True
+
+    def dim_of(self, leaf: Leaf, tensor: torch.Tensor) -> int | None:
+        """The batch dimension of a tensor, counted from the front; raises ``ConfigError`` if it has no such one."""
+        given = self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument))
+        if given is None:
+            return None
+        if not -tensor.dim() <= given < tensor.dim():
+            raise ConfigError(
+                f"dynamic[{leaf.path!r}] = {given} is out of range: the tensor has shape {tuple(tensor.shape)}; "
+                f"give a dimension from {-tensor.dim()} to {tensor.dim() - 1}"
+                if tensor.dim()
+                else f"dynamic[{leaf.path!r}] = {given}, but the tensor has no dimensions; leave it out of dynamic="
+            )
+        return given % tensor.dim()
+
+    def pad_of(self, leaf: Leaf) -> Pad:
+        """The pad rule of a tensor."""
+        return self.pad.get(leaf.path, self.pad.get(leaf.argument, Pad.zero()))
+
+    def is_static(self, leaf: Leaf) -> bool:
+        """Whether the user declared it static."""
+        return leaf.path in self.static or leaf.argument in self.static
+
+    def check_names(self, fn: Callable[..., Any], caller: Caller) -> None:
+        """Raise ``ConfigError`` if ``dynamic`` names what neither the callable's signature nor this call has."""
+        names = {leaf.path for leaf in caller.leaves} | {leaf.argument for leaf in caller.leaves}
+        for name in self.dynamic:
+            if name not in names and (parameter_names(fn) is None or "[" in name or "." in name):
+                raise ConfigError(
+                    f"dynamic names {name!r}, which is no argument of this call of {callable_name(fn)}; "
+                    f"expected one of {sorted(names)}"
+                )
+
+
+def make_rules(
+    fn: Callable[..., Any], dynamic: Mapping[str, int], pad: Mapping[str, Any], static: Iterable[str]
+) -> ArgumentRules:
+    """The rules from a user's options; raises ``ConfigError`` for what can be told to be wrong before any call."""
+    if not callable(fn):
+        raise ConfigError(f"fn must be callable, got {fn!r}")
+    if not isinstance(dynamic, Mapping):
+        raise ConfigError(f"dynamic must map argument names to batch dimensions, got {dynamic!r}")
+    for name, dim in dynamic.items():
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise ConfigError(f"dynamic[{name!r}] must be the number of a dimension, got {dim!r}")
+    if not isinstance(pad, Mapping):
+        raise ConfigError(f"pad must map argument names to pad rules, as {{'ids': 0}}, got {pad!r}")
+    if not isinstance(static, Iterable):
+        raise ConfigError(f"static must name arguments, got {describe(static)}")
+    names = frozenset([static] if isinstance(static, str) else static)
+    known = parameter_names(fn)
+    for option, given in (("dynamic", dynamic), ("pad", pad), ("static", names)):
+        for name in given:
+            if not isinstance(name, str):
+                raise ConfigError(f"{option} must name arguments by text, got {describe(name)}")
+            top = name.split("[", 1)[0].split(".", 1)[0]
+            if known is not None and top not in known:
+                raise ConfigError(
+                    f"{option} names {name!r}, which is no argument of {callable_name(fn)}; "
+                    f"expected one of {list(known)}"
+                )
+    for name in pad:
+        if name not in dynamic:
+            raise ConfigError(f"pad names {name!r}, which dynamic does not; only arguments with a batch dimension pad")
+    if both := names & set(dynamic):
+        raise ConfigError(f"{sorted(both)} are in both dynamic and static; a static tensor keeps its shape")
+    return ArgumentRules(dict(dynamic), {name: as_pad(name, rule) for name, rule in pad.items()}, names)
+
+
+def callable_name(fn: Callable[..., Any]) -> str:
+    """The name of a callable, for messages."""
+    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return name

@@ -1,0 +1,277 @@
+"""Signatures: everything about a call's arguments, apart from the number of rows, that a graph was captured for.
+
+A signature is made once from a call, where everything that can be refused is refused with a reason or an error, and
+then only compared with later calls.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from ..reasons import Reason
+from .padding import Pad
+from .rules import ArgumentRules
+from .spec import Leaf, describe
+
+__all__ = ["PLAIN_TENSORS", "InputSpec", "Refusal", "Signature", "no_tensors", "refusal"]
+
+NO_MATCH = -1
+_FIXED = -2  # the rows of a tensor without a batch dimension
+_MOST_SHAPES = 4096  # per tensor; more are compared each time
+_is_inference = torch.is_inference_mode_enabled
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# Values whose equality is known to mean that a callable cannot tell them apart.
+_CONSTANTS = (
+    bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size, Enum,
+)  # fmt: skip
+# Constants whose equality is too coarse (0.0 equals -0.0) or too fine (NaN is not NaN), and what to compare instead.
+_EXACT: dict[type, Callable[[Any], str]] = {float: float.hex, complex: repr}
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor argument that is copied on each call.
+
+    ``position`` is its place among the call's values; ``shape`` has 0 where the batch is; ``order`` lists the
+    dimensions from the slowest to the fastest in memory; ``dim`` is the batch dimension or None.
+    """
+
+    name: str
+    position: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    dim: int | None
+    pad: Pad
+    is_dense: bool = True
+    """Whether the caller's tensors leave no gaps in memory; the buffer never does, so that eager may compute a tensor
+    with gaps by another kernel."""
+
+    def sized(self, rows: int) -> tuple[int, ...]:
+        """The shape with ``rows`` rows."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+
+class Refusal(NamedTuple):
+    """Why a call cannot be served by any graph."""
+
+    reason: Reason
+    detail: str
+
+
+class _TensorCheck(NamedTuple):
+    position: int
+    dtype: torch.dtype
+    device: torch.device
+    shapes: dict[torch.Size, int]
+    """Shapes that fit, with their rows; filled as they come, so that a hit compares a shape by one lookup."""
+    contiguous: bool
+
+
+class _TensorForm(NamedTuple):
+    """The parts of a tensor check that only an unusual call needs."""
+
+    shape: tuple[int, ...]  # with 0 where the batch is
+    dim: int | None
+    order: tuple[int, ...]
+    dense: bool
+
+    def rows(self, shape: torch.Size) -> int:
+        """The rows of a shape that fits, else ``NO_MATCH``."""
+        if len(shape) != len(self.shape):
+            return NO_MATCH
+        if any(d != self.dim and extent != self.shape[d] for d, extent in enumerate(shape)):
+            return NO_MATCH
+        return _FIXED if self.dim is None else shape[self.dim]
+
+
+class _ValueCheck(NamedTuple):
+    position: int
+    kind: type[Any]
+    value: Any
+
+
+class Signature:
+    """What a call must look like to be served by the graphs of one group.
+
+    Make it only from a call for which ``refusal`` finds nothing.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
+    ) -> None:
+        self.device = device
+        self._inference, self._autocast = ambient_state(device)
+        self._device_type = device.type
+        self.inputs: list[InputSpec] = []
+        self._checks: list[_TensorCheck] = []
+        self._forms: dict[int, _TensorForm] = {}
+        self._addresses: list[tuple[int, int]] = []
+        self._constants: list[_ValueCheck] = []
+        self._objects: list[tuple[int, Any]] = []
+        self.rows = NO_MATCH
+        for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
+            if isinstance(value, torch.Tensor):
+                self._add_tensor(position, leaf, value, rules)
+            elif type(value) in _EXACT:
+                self._constants.append(_ValueCheck(position, type(value), _EXACT[type(value)](value)))
+            elif isinstance(value, _CONSTANTS):
+                self._constants.append(_ValueCheck(position, type(value), value))
+            else:
+                self._objects.append((position, value))
+
+    def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
+        dim = _dim(rules, leaf, tensor)
+        shape = tuple(0 if d == dim else extent for d, extent in enumerate(tensor.shape))
+        order, dense = _memory_order(tensor)
+        if dim is not None and self.rows == NO_MATCH:
+            self.rows = tensor.shape[dim]
+        self._forms[position] = _TensorForm(shape, dim, order, dense)
+        self._checks.append(_TensorCheck(position, tensor.dtype, tensor.device, {}, tensor.is_contiguous()))
+        if not rules.is_static(leaf):
+            pad = rules.pad_of(leaf)
+            self.inputs.append(
+                InputSpec(leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense)
+            )
+        elif rules.check_addresses:
+            self._addresses.append((position, tensor.data_ptr()))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any argument has a batch dimension."""
+        return self.rows != NO_MATCH
+
+    def match(self, values: Sequence[Any]) -> int:
+        """The rows of a call that fits (1 if it has no batch dimension), else ``NO_MATCH``."""
+        if _is_inference() is not self._inference or (
+            (self._autocast is not None or torch.is_autocast_enabled(self._device_type))
+            and _autocast_dtype(self._device_type) is not self._autocast
+        ):
+            return NO_MATCH
+        rows = _FIXED
+        try:
+            for position, dtype, device, shapes, contiguous in self._checks:
+                tensor = values[position]
+                if type(tensor) not in PLAIN_TENSORS or tensor.dtype is not dtype or tensor.device != device:
+                    return NO_MATCH
+                count = shapes.get(tensor.shape)
+                if count is None:
+                    count = self._learn(position, tensor.shape, shapes)
+                if count != rows and count != _FIXED:
+                    if count == NO_MATCH or rows != _FIXED:
+                        return NO_MATCH
+                    rows = count
+                if not (contiguous and tensor.is_contiguous()) and not self._same_order(position, tensor):
+                    return NO_MATCH
+        except RuntimeError:  # a sparse tensor has no strides to compare
+            return NO_MATCH
+        if self._addresses or self._constants or self._objects:
+            return self._match_rest(values, rows)
+        return rows if rows != _FIXED else 1
+
+    def _match_rest(self, values: Sequence[Any], rows: int) -> int:
+        for position, address in self._addresses:
+            if values[position].data_ptr() != address:
+                return NO_MATCH
+        for position, kind, expected in self._constants:
+            value = values[position]
+            if type(value) is not kind or (_EXACT[kind](value) if kind in _EXACT else value) != expected:
+                return NO_MATCH
+        for position, held in self._objects:
+            if values[position] is not held:
+                return NO_MATCH
+        return rows if rows != _FIXED else 1
+
+    def _learn(self, position: int, shape: torch.Size, shapes: dict[torch.Size, int]) -> int:
+        count = self._forms[position].rows(shape)
+        if count != NO_MATCH and len(shapes) < _MOST_SHAPES:
+            shapes[shape] = count
+        return count
+
+    def _same_order(self, position: int, tensor: torch.Tensor) -> bool:
+        form = self._forms[position]
+        return _memory_order(tensor) == (form.order, form.dense)
+
+
+def refusal(
+    leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
+) -> Refusal | None:
+    """Why a call can never be graphed on a backend's device, or None.
+
+    Raises ``ConfigError`` if a batch dimension is out of range.
+    """
+    tensors = [(leaf, v) for leaf, v in zip(leaves, values, strict=True) if isinstance(v, torch.Tensor)]
+    for leaf, tensor in tensors:
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+            what = f"{type(tensor).__name__} of layout {tensor.layout}"
+            return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a {what}")
+        if tensor.is_conj() or tensor.is_neg():
+            return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a lazy conjugate or negative view")
+    if len({tensor.device for _, tensor in tensors}) > 1:
+        on = ", ".join(f"{leaf.path!r} on {tensor.device}" for leaf, tensor in tensors)
+        return Refusal(Reason.DEVICES_DISAGREE, f"arguments are on different devices: {on}")
+    if not tensors:
+        return no_tensors(leaves, values)
+    if tensors[0][1].device.type != device.type:
+        return Refusal(Reason.DEVICE_UNSUPPORTED, f"the arguments are on {tensors[0][1].device}, not on {device}")
+    rows = {leaf.path: t.shape[d] for leaf, t in tensors if (d := _dim(rules, leaf, t)) is not None}
+    if len(set(rows.values())) > 1:
+        return Refusal(Reason.ROWS_DISAGREE, f"arguments have different numbers of rows: {rows}")
+    for leaf, value in zip(leaves, values, strict=True):
+        if not _is_plain(value) and not rules.is_static(leaf):
+            return Refusal(
+                Reason.UNGUARDED_ARGUMENT,
+                f"argument {leaf.path!r} is {describe(value)}, whose change cannot be seen; "
+                "pass tensors and constants, or name it in static= if it is the same each time",
+            )
+    return None
+
+
+def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
+    """Why arguments among which no tensor is found cannot be served; those that may hold some are named."""
+    odd = [(leaf, value) for leaf, value in zip(leaves, values, strict=True) if not _is_plain(value)]
+    named = [f"argument {leaf.path!r} is {describe(value)}" for leaf, value in odd]
+    return Refusal(Reason.NO_TENSORS, "; ".join([Reason.NO_TENSORS.text, *named]))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _EXACT or isinstance(value, (torch.Tensor, *_CONSTANTS))
+
+
+def _dim(rules: ArgumentRules, leaf: Leaf, tensor: torch.Tensor) -> int | None:
+    return None if rules.is_static(leaf) else rules.dim_of(leaf, tensor)
+
+
+def ambient_state(device: torch.device) -> tuple[bool, torch.dtype | None]:
+    """The modes of the calling thread that choose other operators for the same call: inference mode, and the type
+    that autocast casts to (None without autocast)."""
+    return _is_inference(), _autocast_dtype(device.type)
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
+    """The dimensions from slowest to fastest in memory, and whether they leave no gaps.
+
+    Where a dimension has one element its stride says nothing; such dimensions may end up in another place than in a
+    larger batch, which makes another signature, and no other harm.
+    """
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim())), True
+    stride, shape = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda d: (-stride[d], d))
+    expected = 1
+    dense = True
+    for d in reversed(order):
+        dense = dense and (stride[d] == expected or shape[d] == 1)
+        expected *= max(shape[d], 1)
+    return tuple(order), dense

@@ -1,0 +1,166 @@
+"""Calls as flat lists of values: how arguments are named, ordered, flattened and put together again.
+
+Positional and keyword spellings of one call become the same list, in the order of the callable's parameters, so that
+they are served by the same graphs.
+"""
+
+import inspect
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+__all__ = ["VALUES", "CallSpec", "Caller", "Leaves", "describe", "parameter_names"]
+
+
+VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Types of plain constants: equal ones cannot be told apart, and each is its own description."""
+
+
+def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The names that ``fn`` accepts, or None if it has no signature or takes ``**kwargs``."""
+    signature = _signature(fn)
+    if signature is None:
+        return None
+    parameters = signature.parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return tuple(p.name for p in parameters)
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    module = getattr(fn, "_orig_mod", fn)  # what torch.compile made of a module takes anything, by its signature
+    target = module.forward if isinstance(module, torch.nn.Module) else fn
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError):  # a builtin without one
+        return None
+
+
+def describe(value: Any) -> str:
+    """A value that is no tensor, in one line of a message: a plain constant itself, and of anything else, which may
+    hold tensors, the type, with what lets graphs see the tensors of a dataclass."""
+    if type(value) in VALUES:
+        return reprlib.repr(value)
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")  # numpy has a bool of its own
+    hint = f" (torch.utils._pytree.register_dataclass({kind.__qualname__}) lets graphs see its fields)"
+    return f"a {name}{hint if is_dataclass(kind) else ''}"
+
+
+class CallSpec:
+    """One way of spelling a call: so many positional arguments, these keywords.
+
+    ``names`` are the arguments in the callable's own order, ``order`` the place of each in the call's spelling (None
+    if the two are the same).
+    """
+
+    def __init__(self, fn: Callable[..., Any], positional: int, keywords: Sequence[str]) -> None:
+        self.positional = positional
+        self.keywords = tuple(keywords)
+        spelled = [*_positional_names(fn, positional, keywords), *keywords]
+        signature = _signature(fn)
+        known = list(signature.parameters) if signature is not None else []
+        rank = {name: i for i, name in enumerate(known)}
+        order = sorted(
+            range(len(spelled)),
+            key=lambda i: (rank.get(spelled[i], len(rank) + (i >= positional)), spelled[i] if i >= positional else ""),
+        )
+        self.names = tuple(spelled[i] for i in order)
+        self.order = None if order == list(range(len(order))) else tuple(order)
+
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is spelt this way."""
+        return len(args) == self.positional and tuple(kwargs) == self.keywords
+
+    def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The call's top-level arguments in the order of ``names``."""
+        spelled = [*args, *kwargs.values()]
+        return spelled if self.order is None else [spelled[i] for i in self.order]
+
+
+def _positional_names(fn: Callable[..., Any], count: int, keywords: Sequence[str]) -> list[str]:
+    signature = _signature(fn)
+    names: list[str] = []
+    rest = None  # the name of *args
+    if signature is not None:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [p.name for p in signature.parameters.values() if p.kind in kinds][:count]
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
+    # A name given twice is the callable's own TypeError to raise; here it only must not merge two arguments.
+    names = [name if name not in keywords else f"{name}#{i}" for i, name in enumerate(names)]
+    further = range(count - len(names))
+    return names + [f"{rest}[{i}]" if rest is not None else f"arg{len(names) + i}" for i in further]
+
+
+class Leaf(NamedTuple):
+    """One value of a flattened call: ``path`` such as ``batch['ids']``, and the argument it belongs to."""
+
+    path: str
+    argument: str
+
+
+class Leaves(list[Any]):
+    """The flattened values of one call, with the arguments that they were taken from."""
+
+    def __init__(self, leaves: Sequence[Any], arguments: Sequence[Any]) -> None:
+        super().__init__(leaves)
+        self.arguments = arguments
+
+    def still_fit(self) -> bool:
+        """Whether the arguments still hold these very values: nothing was put in, taken out, or replaced."""
+        now = tree_leaves(list(self.arguments))
+        return len(now) == len(self) and all(map(is_, now, self))
+
+
+class Caller:
+    """Calls ``fn`` with a flat list of leaves, in the spelling and structure of one recorded call.
+
+    ``specs`` is None when every argument is itself a leaf, which is the fast case.
+    """
+
+    def __init__(self, fn: Callable[..., Any], form: CallSpec, values: Sequence[Any]) -> None:
+        self._fn = fn
+        self._form = form
+        self.leaves: list[Leaf] = []
+        self._specs: list[TreeSpec] = []
+        for name, value in zip(form.names, values, strict=True):
+            paths, spec = tree_flatten_with_path(value)
+            self._specs.append(spec)
+            self.leaves += [Leaf(name + keystr(path), name.partition("[")[0]) for path, _ in paths]
+        self.is_flat = all(spec.is_leaf() for spec in self._specs)
+        inverse = form.order if form.order is not None else range(len(values))
+        self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
+
+    def flatten(self, values: Sequence[Any]) -> list[Any] | None:
+        """The leaves of a call, or None if its structure is another one."""
+        if self.is_flat:
+            return list(values)
+        leaves: list[Any] = []
+        for value, expected in zip(values, self._specs, strict=True):
+            flat, spec = tree_flatten(value)
+            if spec != expected:
+                return None
+            leaves += flat
+        return Leaves(leaves, values)
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """Call the callable with these leaves: with the caller's own dicts and lists where they are ``Leaves``, which
+        it may change, and else with new ones."""
+        arguments = leaves.arguments if isinstance(leaves, Leaves) else self._unflatten(leaves)
+        spelled = [arguments[place] for place in self._places]
+        positional = self._form.positional
+        return self._fn(*spelled[:positional], **dict(zip(self._form.keywords, spelled[positional:], strict=True)))
+
+    def _unflatten(self, leaves: Sequence[Any]) -> list[Any]:
+        arguments: list[Any] = []
+        start = 0
+        for spec in self._specs:
+            end = start + spec.num_leaves
+            arguments.append(leaves[start] if spec.is_leaf() else tree_unflatten(list(leaves[start:end]), spec))
+            start = end
+        return arguments

@@ -1,0 +1,231 @@
+"""The immutable table behind the dispatchers: which graph serves which batch, and why none does.
+
+Graphs are preferred in this order: FULL before PIECEWISE, then the nearest size, the nearest variant, a uniform graph
+before a general one, and the one captured for fewer requests.
+
+Note [decisions on demand]
+    A table of a thousand sizes and eight variants has some hundred thousand decisions, of which traffic asks for a few
+    hundred. Each is made when it is first asked for (a search by bisection) and kept, so that a table costs no more
+    than one pass over its keys, and every later question, hit or miss, is a lookup.
+"""
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from ..descriptors import BatchDescriptor
+from ..errors import ConfigError, FallbackError
+from ..modes import CUDAGraphMode
+from ..reasons import Reason
+from .decision import Decision
+from .memo import Memo
+from .preference import Group, Ladder, group_keys, order_variants, query_len_of, request_limit
+
+__all__ = ["RUNTIME_MODES", "CostModel", "KeyTable"]
+
+CostModel = Callable[[CUDAGraphMode, int, int], float]
+"""``cost(mode, padded, real)``: what a step of ``real`` tokens costs, padded; asked with mode NONE for eager."""
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
+"""The modes that one batch can run in."""
+
+_MOST_KEPT = 65536  # decisions, and answers of each kind, so that odd traffic cannot fill the memory
+
+_Answer = tuple[CUDAGraphMode, BatchDescriptor | None]
+_Batch = tuple[int | None, Hashable, frozenset[CUDAGraphMode], int | None, int]
+
+
+class KeyTable:
+    """Every decision that a set of keys allows. Immutable, so that any number of threads may ask it.
+
+    ``mode`` is the configured mode and ``query_len`` the uniform query length, both None while the keys are not
+    initialised: then nothing is served. No batch has more than ``max_num_reqs`` requests. ``cost`` is asked about a
+    batch when it is first seen, and its answer kept. See Note [decisions on demand].
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]],
+        *,
+        mode: CUDAGraphMode | None = None,
+        query_len: int | None = None,
+        max_num_reqs: int | None = None,
+        cost: CostModel | None = None,
+    ) -> None:
+        self.keys: Mapping[CUDAGraphMode, frozenset[BatchDescriptor]] = MappingProxyType(
+            {graph: frozenset(keys.get(graph, ())) for graph in (PIECEWISE, FULL)}
+        )
+        """All keys, by runtime mode."""
+        self.mode, self.query_len, self.max_num_reqs, self._cost = mode, query_len, max_num_reqs, cost
+        self._groups = group_keys(self.keys, query_len) if mode is not None else {}
+        self.variants, self._counts = order_variants(variant for _, _, variant in self._groups)
+        self.query_lens = tuple(sorted({length for _, length, _ in self._groups if length is not None}))
+        """The uniform query lengths that have graphs of their own."""
+        served = [key for group in self._groups.values() for key in group]
+        self.limits = frozenset(map(request_limit, served))
+        """The request limits of all graphs, with ``sys.maxsize`` for none."""
+        self.free = min(self.limits, default=sys.maxsize)
+        """The number of requests up to which no request limit of any graph binds."""
+        self._ladders = Memo[Group, Ladder](lambda group: Ladder(self._groups.get(group, ())), _MOST_KEPT)
+        self._decisions = Memo[_Batch, Decision](self._decide, _MOST_KEPT)
+        self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)), _MOST_KEPT)
+        """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
+        self.piecewise_answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (PIECEWISE,)), _MOST_KEPT)
+        """What a descriptor is dispatched to without full graphs."""
+
+    @property
+    def has_cost(self) -> bool:
+        """Whether a cost model may decide differently for each number of tokens."""
+        return self._cost is not None
+
+    def decide(
+        self,
+        num_tokens: int,
+        num_reqs: int | None = None,
+        query_len: int | None = None,
+        variant: Hashable = None,
+        allowed_modes: Collection[CUDAGraphMode] | None = None,
+        excluded_modes: Collection[CUDAGraphMode] = (),
+    ) -> Decision:
+        """The decision for any batch, as ``CudagraphKeyDispatcher.decide`` documents it."""
+        if query_len is not None and num_reqs is not None and num_reqs * query_len != num_tokens:
+            query_len = None
+        if allowed_modes is None:
+            allowed_modes = RUNTIME_MODES
+        if excluded_modes or allowed_modes.__class__ is not frozenset:
+            # New sets, so that the caller's own stay as they are.
+            allowed_modes = frozenset(allowed_modes) - frozenset(excluded_modes)
+        if (num_reqs or num_tokens) <= self.free:
+            num_reqs = 0
+        return self._decisions[query_len, variant, allowed_modes, num_reqs, num_tokens]
+
+    def _decide(self, batch: _Batch) -> Decision:
+        """A decision as it is made first."""
+        query_len, variant, allowed, num_reqs, num_tokens = batch
+        _check_batch(num_tokens, query_len, allowed)
+        if query_len is not None and num_tokens % query_len:
+            query_len = None
+        if num_reqs is None:
+            most = num_tokens // (query_len or 1)
+            num_reqs = most if self.max_num_reqs is None else min(most, self.max_num_reqs)
+        found = self._find(query_len, variant, num_tokens, num_reqs)
+        decision = self._choose({graph: key for graph, key in found.items() if graph in allowed}, allowed, num_tokens)
+        if decision is None:
+            decision = self._miss(query_len, variant, allowed, num_tokens)
+        if decision.mode is NONE and NONE not in allowed and num_tokens:
+            raise FallbackError(
+                f"allowed_modes must hold NONE for a batch that no graph serves, got {_names(allowed)} for "
+                f"{num_tokens} tokens: {decision.explain()}; allow NONE, or capture a graph for it",
+                decision.reason,
+            )
+        return decision
+
+    def _find(
+        self, query_len: int | None, variant: Hashable, num_tokens: int, num_reqs: int
+    ) -> dict[CUDAGraphMode, BatchDescriptor]:
+        """The best key of each mode with room for a batch, FULL first."""
+        found = {}
+        for graph in (FULL, PIECEWISE) if num_tokens else ():
+            keys = [ladder.find(num_tokens, num_reqs) for ladder in self._ladders_for(graph, query_len, variant)]
+            best = min((key for key in keys if key is not None), key=lambda key: key.num_tokens, default=None)
+            if best is not None:
+                found[graph] = best
+        return found
+
+    def _ladders_for(self, graph: CUDAGraphMode, query_len: int | None, variant: Hashable) -> list[Ladder]:
+        """The ladders of one mode that a batch may use: the nearest variant first, uniform graphs before general."""
+        kinds = (query_len, None) if query_len in self.query_lens else (None,)
+        return [self._ladders[graph, kind, captured] for captured in self._serving(variant) for kind in kinds]
+
+    def _serving(self, variant: Hashable) -> tuple[Hashable, ...]:
+        """The captured variants whose graphs serve this one, the nearest first."""
+        if isinstance(variant, int):
+            return self._counts[bisect_left(self._counts, variant) :]
+        return (variant,) if variant in self.variants else ()
+
+    def _choose(
+        self, found: Mapping[CUDAGraphMode, BatchDescriptor], allowed: frozenset[CUDAGraphMode], num_tokens: int
+    ) -> Decision | None:
+        """The best of the graphs found: the better mode, or the cheapest where there is a cost model."""
+        best = next(iter(found), None)
+        if best is None:
+            return None
+        if self._cost is not None:
+            costs = {graph: self._cost(graph, key.num_tokens, num_tokens) for graph, key in found.items()}
+            best = min(costs, key=costs.__getitem__)
+            if NONE in allowed and self._cost(NONE, num_tokens, num_tokens) < costs[best]:
+                return Decision.eager(Reason.POLICY, num_tokens, "the cost model expects eager to be cheaper")
+        key = found[best]
+        reason = Reason.EXACT if key.num_tokens == num_tokens else Reason.PADDED
+        return Decision(best, key, key.num_tokens, reason, num_tokens)
+
+    def _miss(
+        self, query_len: int | None, variant: Hashable, allowed: frozenset[CUDAGraphMode], num_tokens: int
+    ) -> Decision:
+        """Why no graph serves a batch; with fewer requests, another mode or fewer tokens one might."""
+        ladders = [ladder for graph in (FULL, PIECEWISE) for ladder in self._ladders_for(graph, query_len, variant)]
+        largest = max((ladder.largest for ladder in ladders), default=0)
+        roomy = self._find(query_len, variant, num_tokens, 0)
+        reason, detail = Reason.NOT_CAPTURED, ""
+        if not num_tokens:
+            reason = Reason.NO_ROWS
+        elif self.mode is None:
+            reason = Reason.NOT_INITIALIZED
+        elif not self._groups:
+            reason = Reason.DISABLED if self.mode is NONE else Reason.NOT_CAPTURED
+        elif not self._serving(variant):
+            reason = Reason.VARIANT_NOT_CAPTURED
+            detail = f"{reason.text} (asked: {variant!r}, captured: {_names(self.variants)})"
+        elif roomy:
+            reason = Reason.MODE_EXCLUDED if allowed.isdisjoint(roomy) else Reason.TOO_MANY_REQUESTS
+        elif largest:
+            reason = Reason.ABOVE_LARGEST_SIZE
+            detail = f"the batch is larger than the largest graph for it ({largest}); capture a larger size"
+        elif self.query_lens and query_len is None:
+            reason = Reason.MIXED_BATCH
+        elif self.query_lens:
+            reason = Reason.QUERY_LEN_NOT_CAPTURED
+            detail = f"{reason.text} (asked: {query_len}, captured: {_names(self.query_lens)})"
+        return Decision.eager(reason, num_tokens, detail)
+
+    def _answer(self, modes: Collection[CUDAGraphMode], asked: BatchDescriptor) -> _Answer:
+        """vLLM 0.11.1's rules for a batch that the caller has padded, as they are applied first."""
+        if not isinstance(asked, BatchDescriptor):
+            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, got {asked!r}")
+        num_tokens, num_reqs, uniform, variant = asked
+        if self.mode is None:
+            return NONE, None
+        if FULL in modes and uniform:
+            staged = BatchDescriptor(num_tokens, num_tokens // (self.query_len or 1), True, variant)
+            exact = (asked, staged) if num_reqs is None and query_len_of(staged, None) == self.query_len else (asked,)
+            for key in exact:
+                if key in self.keys[FULL]:
+                    return FULL, key
+        for mode in modes:
+            if asked.non_uniform in self.keys[mode]:
+                return mode, asked.non_uniform
+        if num_reqs is None:
+            return NONE, None
+        # A key without a number of requests serves every number of them, but no uniform batch of another length.
+        is_uniform = uniform and num_reqs * (self.query_len or 0) == num_tokens
+        return self._answer(modes, BatchDescriptor(num_tokens, None, is_uniform, variant))
+
+
+def _check_batch(num_tokens: int, query_len: int | None, allowed: frozenset[CUDAGraphMode]) -> None:
+    if not allowed or not allowed <= RUNTIME_MODES:
+        raise ConfigError(
+            f"allowed_modes less excluded_modes must leave some of NONE, PIECEWISE and FULL, got {_names(allowed)}; "
+            "a configured mode such as FULL_AND_PIECEWISE is not the mode of one batch"
+        )
+    if num_tokens < 0 or (query_len is not None and query_len < 1):
+        raise ConfigError(
+            f"num_tokens must be >= 0 and query_len >= 1 or None, got {num_tokens} and {query_len}; "
+            "a mixed batch has query_len=None"
+        )
+
+
+def _names(values: Iterable[object]) -> str:
+    return ", ".join(str(getattr(value, "name", value)) for value in values) or "none"

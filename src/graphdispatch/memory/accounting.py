@@ -1,0 +1,120 @@
+"""What graphs cost in memory, measured and counted once: pools, static inputs, output buffers, and the graphs' own.
+
+Note [what shared memory costs]
+    Graphs of one pool use the same memory, so that a graph alone has no share of it: what a set of graphs costs is
+    what would be held if there were no others. Releasing one of them frees its own bytes; the pool shrinks when the
+    graphs that need its largest part are gone, and on CUDA when the last one is.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..backends.base import Graph, Pool
+from .buffers import OutputBuffers
+from .entry import CUDAGraphEntry
+from .inputs import StaticInputs
+
+__all__ = ["EntryMemory", "MemoryReport", "bytes_of", "memory_report"]
+
+
+class EntryMemory(NamedTuple):
+    """One graph, in bytes: ``own`` is what it holds for itself and ``driver`` what the driver took for it, both beyond
+    the pool; ``outputs`` is the size of what it writes out, wherever that lies."""
+
+    size: int
+    mode: str
+    own: int
+    driver: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory of some graphs, in bytes, as measured when it was made; ``total`` counts everything once.
+
+    ``pool_bytes`` is what the allocator says of the pools, intermediates and shared outputs; ``driver_bytes`` is the
+    fall of the device's free memory during the captures that no allocator accounts for (0 without a driver).
+    """
+
+    entries: tuple[EntryMemory, ...]
+    pool_bytes: int
+    input_bytes: int
+    """Static inputs; those of the caller (``inputs="static"``) are not counted."""
+    ring_bytes: int
+    """Preallocated copies of outputs; those of the caller (``out=``) are not counted."""
+    entry_bytes: int
+    driver_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.pool_bytes + self.input_bytes + self.ring_bytes + self.entry_bytes + self.driver_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON can hold."""
+        plain = asdict(self) | {"total": self.total}
+        return plain | {"entries": [entry._asdict() for entry in self.entries]}
+
+    def __str__(self) -> str:
+        rows = [
+            ("pool", self.pool_bytes),
+            ("static inputs", self.input_bytes),
+            ("output ring", self.ring_bytes),
+            (f"{len(self.entries)} graphs", self.entry_bytes),
+            ("driver", self.driver_bytes),
+            ("total", self.total),
+        ]
+        lines = [f"{name:<14}{_readable(count):>12}" for name, count in rows]
+        lines += [
+            f"  {e.mode} {e.size} rows: {_readable(e.own)} own, {_readable(e.driver)} driver, writes "
+            f"{_readable(e.outputs)}"
+            for e in self.entries
+        ]
+        return "\n".join(lines)
+
+
+def memory_report(
+    entries: Iterable[CUDAGraphEntry], pools: Iterable[Pool] = (), inputs: Iterable[StaticInputs] = ()
+) -> MemoryReport:
+    """What ``entries`` hold, with all of ``pools`` and ``inputs`` besides; a pool that is not among them counts for as
+    much as the entries keep of it. Reads the allocator's figures; not for a hit."""
+    entries = sorted(entries, key=lambda entry: (entry.size, entry.mode))
+    whole = set(pools)
+    graphs: dict[Pool, list[Graph]] = {pool: [] for pool in whole}
+    buffers: set[OutputBuffers] = set()
+    for entry in entries:
+        graphs.setdefault(entry.pool, []).append(entry.graph)
+        if entry.outputs.buffers is not None:
+            buffers.add(entry.outputs.buffers)
+    rows = tuple(_row(entry) for entry in entries)
+    return MemoryReport(
+        rows,
+        pool_bytes=sum(p.nbytes if p in whole else p.nbytes_of(kept) for p, kept in graphs.items()),
+        input_bytes=sum(one.nbytes for one in {*inputs, *(entry.inputs for entry in entries)}),
+        ring_bytes=sum(one.nbytes for one in buffers),
+        entry_bytes=sum(row.own for row in rows),
+        driver_bytes=sum(row.driver for row in rows),
+    )
+
+
+def bytes_of(entries: Iterable[CUDAGraphEntry]) -> int:
+    """The bytes that would be held if there were only these entries: see Note [what shared memory costs]."""
+    return memory_report(entries).total
+
+
+def _row(entry: CUDAGraphEntry) -> EntryMemory:
+    driver = entry.graph.driver_nbytes
+    written = sum(t.nbytes for t in entry.outputs.peek(entry.size) if isinstance(t, torch.Tensor))
+    return EntryMemory(entry.size, entry.mode.name, entry.nbytes - driver, driver, written)
+
+
+def _readable(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

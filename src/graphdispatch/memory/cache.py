@@ -1,0 +1,184 @@
+"""The one cache of entries: looked up without a lock, within a limit of its own and, if given, a shared budget."""
+
+from collections.abc import Hashable, Iterator
+
+from ..backends.base import Pool
+from ..config import CUDAGraphConfig
+from ..errors import IntegrityError
+from ..modes import EntryState
+from ..stats import CUDAGraphStats, EvictionReason
+from .accounting import bytes_of
+from .admission import Admission
+from .budget import Choice, MemoryBudget, Victim
+from .entry import CUDAGraphEntry
+from .eviction import EvictionPolicy
+
+__all__ = ["GraphCache", "make_cache"]
+
+
+class GraphCache:
+    """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes, and within ``budget``. Thread-safe.
+
+    Methods that make room *return* the victims; the caller releases them (``Victim.release``), outside of the cache's
+    lock, since releasing waits for calls in flight. A lookup takes no lock. Which entry goes is the policy
+    ``eviction``'s choice; under a shared ``budget`` victims may be those of another cache, and count in its ``stats``.
+    There is intentionally no ``__contains__``: between the question and the use another thread may evict.
+    """
+
+    def __init__(
+        self,
+        max_graphs: int,
+        max_bytes: int | None = None,
+        *,
+        eviction: str | EvictionPolicy = "frecency",
+        budget: MemoryBudget | None = None,
+        stats: CUDAGraphStats | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        self.limit = MemoryBudget(max_bytes, max_graphs, eviction=eviction)
+        self.budget = budget
+        self.stats = stats or CUDAGraphStats()
+        """Where evictions of this cache's entries are recorded."""
+        self.admission = admission or Admission(1)
+        """Which keys are captured; told of this cache's entries that go before they were used enough."""
+        self.entries: dict[Hashable, CUDAGraphEntry] = {}
+        """Read anywhere; changed only by this class, with the lock held."""
+        self._budgets = (self.limit,) if budget is None else (self.limit, budget)
+        self._lock = self._budgets[-1].lock
+        for each in self._budgets:
+            each.join(self)
+
+    def get(self, key: Hashable) -> CUDAGraphEntry | None:
+        """The entry of ``key``, or None."""
+        return self.entries.get(key)
+
+    def has_room(self, since: int | None = None) -> bool:
+        """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
+        with self._lock:
+            return all(choice.is_enough for _, choice in self._choose(since=since))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more entry would displace another."""
+        return not self.has_room(0)
+
+    def make_room(self, since: int | None = None) -> list[Victim]:
+        """Drop what must go before one more entry is captured, of those whose last use was before ``since``.
+
+        What it will hold for itself is not known yet, and expected to be as much as the others do on average.
+        """
+        with self._lock:
+            return self._drop(self._choose(since=since))
+
+    def add(self, key: Hashable, entry: CUDAGraphEntry) -> list[Victim]:
+        """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
+
+        One for which there is no room even without all others is not kept: it is the first of what is returned, and
+        displaces nothing. Others of its pool go with it only if the pool has grown over a limit for it, and keeps that
+        memory as long as it has a graph.
+        """
+        with self._lock:
+            choices = self._choose(entry, leaving=self.entries.get(key))
+            if not all(choice.is_enough for _, choice in choices):
+                return [Victim(self, key, entry, EvictionReason.BYTES), *self._drop_over_limit(entry.pool)]
+            displaced = self._take(key, EvictionReason.REPLACED)
+            self.entries[key] = entry
+            return displaced + self._drop(choices)
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The bytes that all limits allow, or None."""
+        given = [b.memory_budget_bytes for b in self._budgets if b.memory_budget_bytes is not None]
+        return min(given, default=None)
+
+    def remove(self, key: Hashable) -> CUDAGraphEntry | None:
+        """Drop one entry and return it for release, or None."""
+        with self._lock:
+            return self.entries.pop(key, None)
+
+    def retire(self, entry: CUDAGraphEntry, reason: EvictionReason, tag: str = "") -> list[Victim]:
+        """Drop this entry, if it is still what its key stands for, so that its release counts as an eviction."""
+        with self._lock:
+            return self._take(entry.key, reason, tag) if self.entries.get(entry.key) is entry else []
+
+    def clear(self) -> list[CUDAGraphEntry]:
+        """Drop all entries and return them for release."""
+        with self._lock:
+            dropped = list(self.entries.values())
+            self.entries.clear()
+            return dropped
+
+    def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
+        entry = self.entries.pop(key, None)
+        return [] if entry is None else [Victim(self, key, entry, reason, tag)]
+
+    def _choose(
+        self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: CUDAGraphEntry | None = None
+    ) -> list[tuple[MemoryBudget, Choice]]:
+        """What has to go by each limit, besides what goes by those before it."""
+        choices: list[tuple[MemoryBudget, Choice]] = []
+        gone = set() if leaving is None else {leaving}
+        for budget in self._budgets:
+            choice = budget.choose(newcomer, since, gone)
+            choices.append((budget, choice))
+            gone |= {victim.entry for _, victim in choice.victims}
+        return choices
+
+    def _drop(self, choices: list[tuple[MemoryBudget, Choice]]) -> list[Victim]:
+        victims: list[Victim] = []
+        for budget, choice in choices:
+            for worth, victim in choice.victims:
+                budget.eviction.evicted(victim.entry, worth)
+                del victim.cache.entries[victim.key]
+                victims.append(victim)
+        return victims
+
+    def _drop_over_limit(self, pool: Pool) -> list[Victim]:
+        victims: list[Victim] = []
+        for budget in self._budgets:
+            if not budget.is_kept():
+                for victim in budget.held():
+                    if victim.entry.pool is pool:
+                        victims += victim.cache._take(victim.key, EvictionReason.BYTES)
+        return victims
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the entries hold, everything that they share counted once."""
+        return bytes_of(self)
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if the content breaks what this class promises."""
+        for budget in self._budgets:
+            budget.check_integrity()
+        with self._lock:
+            entries = list(self.entries.values())
+        if len({id(entry) for entry in entries}) != len(entries):
+            raise IntegrityError("an entry stands under two keys")
+        for entry in entries:
+            if entry.state is EntryState.EVICTED:
+                raise IntegrityError(f"{entry!r} was released and is still in the cache")
+
+    def __iter__(self) -> Iterator[CUDAGraphEntry]:
+        return iter(list(self.entries.values()))
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        limit = "" if self.limit.memory_budget_bytes is None else f" of {self.limit.memory_budget_bytes}"
+        return f"<GraphCache {len(self)} of {self.limit.max_cached_graphs} graphs, {self.nbytes}{limit} bytes>"
+
+
+def make_cache(
+    config: CUDAGraphConfig, budget: MemoryBudget | None = None, stats: CUDAGraphStats | None = None
+) -> GraphCache:
+    """The cache that a configuration describes."""
+    return GraphCache(
+        config.max_cached_graphs,
+        config.memory_budget_bytes,
+        eviction=config.eviction,
+        budget=budget,
+        stats=stats,
+        admission=Admission(config.capture_after, config.capture_window),
+    )

@@ -1,0 +1,321 @@
+"""The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
+
+import itertools
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..backends.base import Backend, Graph, Pool, Timer
+from ..descriptors import BatchDescriptor
+from ..errors import GuardError, ReplayError
+from ..modes import CUDAGraphMode, EntryState
+from ..state.guards import StateGuard, WorkspaceGuard
+from ..stats import CUDAGraphStats
+from .inputs import StaticInputs
+from .outputs import Outputs
+
+__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans", "next_use"]
+
+_USES = itertools.count(1)  # a clock of uses: cheaper than time, and strictly increasing across threads
+
+
+def next_use() -> int:
+    """A tick of the clock that ``last_used`` is read from: later than every use so far, of any graph."""
+    return next(_USES)
+
+
+@dataclass(eq=False)
+class CUDAGraphEntry:
+    """One captured graph: what it serves, its buffers, outputs, pool, state and statistics.
+
+    Made complete by ``capture_entry`` and published after. ``serve`` is thread-safe; it holds the pool's lock.
+    """
+
+    descriptor: BatchDescriptor
+    mode: CUDAGraphMode
+    key: Hashable
+    size: int
+    graph: Graph
+    pool: Pool
+    backend: Backend
+    inputs: StaticInputs
+    outputs: Outputs
+    mutated: tuple[int, ...] = ()
+    """Inputs (by index) that the graph writes to; they are copied back to the caller's tensors."""
+    written: "WrittenSpans | None" = None
+    """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
+    held: tuple[torch.Tensor, ...] = ()
+    """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
+    workspaces: WorkspaceGuard | None = None
+    """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
+    guard: StateGuard | None = None
+    """What of the callable must be as it was at the capture, for those who were given the entry alone."""
+    capture_time_ms: float = 0.0
+    state: EntryState = EntryState.CAPTURED
+    replay_count: int = 0
+    last_used: int = field(default_factory=lambda: next(_USES))
+    warm_batch: tuple[Any, ...] = ()
+    """The first batch, until a different one has been verified."""
+    unproven: set[int] = field(init=False)
+    """Inputs (by index) with a batch dimension that no padded batch compared with eager has tested; nothing else shows
+    that the model keeps their rows apart."""
+    fewest: int = field(init=False)
+    """The smallest batch that was compared with eager: a smaller one may take another branch of the Python code."""
+    verify_at: float = math.inf
+    """The number of replays from which on the next batch is compared with eager."""
+    draws: bool = False
+    """Whether it draws from the device's default random generator."""
+    knows_effects: bool = True
+    """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
+    writes_outside: bool = field(init=False)
+    """Whether it writes to arguments or to memory of others, so that a call's arguments must be compared with them."""
+    _timer: Timer | None = None
+    _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def __post_init__(self) -> None:
+        self.writes_outside = bool(self.mutated) or self.written is not None
+        self.unproven = {index for index, spec in enumerate(self.inputs.specs) if spec.dim is not None}
+        self.fewest = self.size
+
+    def note_comparison(self, rows: int, proven: Collection[int]) -> None:
+        """A batch of ``rows`` rows agreed with eager; ``proven`` are the inputs whose padding that tested."""
+        self.unproven = self.unproven.difference(proven)
+        self.fewest = min(self.fewest, rows)
+
+    def may_pad(self, rows: int) -> bool:
+        """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one
+        if padding was tested, and a batch that is no larger. Code that takes another branch below some number of rows
+        is found so."""
+        return rows == self.size or (not self.unproven and rows >= self.fewest)
+
+    def is_current(self) -> bool:
+        """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
+        were at the capture. Needs no lock."""
+        return (self.guard is None or self.guard.holds()) and (self.workspaces is None or self.workspaces.holds())
+
+    def needs_gradients(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether a call on ``tensors`` may have to be differentiated, with gradients on. Needs no lock."""
+        return any(t.requires_grad for t in tensors) or (self.guard is not None and self.guard.trainable)
+
+    def increment_replay(self) -> None:
+        """Count one replay."""
+        self.replay_count += 1
+        self.last_used = next(_USES)
+
+    def serve(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
+        """Copy in, replay, hand out: the outputs for ``rows`` rows. The caller has compared the arguments.
+
+        Counts the hit in ``stats``. Raises ``ReplayError`` if the entry was evicted meanwhile, where nothing was
+        copied, or if the replay stopped half-way, after which the entry is ``FAILED`` until it is verified again;
+        ``had_effects`` tells whether the caller can see anything of it. A break's own exception passes through, and so
+        does that of an operator behind a write, where eager would have stopped too. Raises ``DeviceLostError``.
+        """
+        pool = self.pool
+        with pool.lock:
+            if self.state is EntryState.EVICTED or self.state is EntryState.FAILED:
+                raise ReplayError(f"the graph for {self.key} was evicted, or its last replay failed; capture it again")
+            if pool.replaying_on is not None:
+                pool.refuse_inside_replay()
+            pool.order_after_last_use()
+            before = self.backend.rng_state() if self.draws else None
+            try:
+                self.inputs.load(values, rows, self.size)
+                self.graph.replay()
+                result = self.outputs.take(rows)
+            except BaseException as error:
+                self._fail(error, before)
+                raise
+            self.replay_count += 1
+            self.last_used = next(_USES)
+            if self.mutated:
+                self._copy_back(values, rows)
+            if stats is not None:
+                stats.record_hit(rows, self.size)
+            return result
+
+    def _fail(self, error: BaseException, before: Any) -> None:
+        """Raise ``ReplayError`` for a replay that stopped half-way; after one without effects the caller can run the
+        step eagerly, and the generator is where it was. Returns for an error that is the caller's own."""
+        if self.mutated:
+            self.inputs.mark_dirty()
+        self.backend.raise_if_lost(error)
+        if not isinstance(error, Exception):
+            return
+        failure = error if isinstance(error, ReplayError) else None
+        if failure is None:
+            is_plain = self.written is None and self.mode is CUDAGraphMode.FULL
+            if not is_plain and not self.backend.is_out_of_memory(error):
+                return  # a break's, or one that eager would raise at the same operator, after the same writes
+            failure = ReplayError(f"the replay failed: {type(error).__name__}: {error}")
+        self.state = EntryState.FAILED
+        if self.knows_effects:
+            failure.had_effects = self.written is not None
+        if before is not None and not failure.had_effects:
+            self.backend.set_rng_state(before)
+        if failure is not error:
+            raise failure from error
+
+    def clash(self, values: Sequence[Any]) -> str | None:
+        """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
+        if not self.writes_outside:
+            return None
+        tensors = [(spec.name, values[spec.position]) for spec in self.inputs.specs]
+        if self.mutated and len({t.untyped_storage().data_ptr() for _, t in tensors}) < len(tensors):
+            return f"arguments {[name for name, _ in tensors]} share memory, and the call writes to one of them"
+        if self.written is not None:
+            for name, tensor in tensors:
+                if self.written.overlaps(tensor):
+                    return f"argument {name!r} is a view of memory that the call writes"
+        return None
+
+    def _copy_back(self, values: Sequence[Any], rows: int) -> None:
+        for index in self.mutated:
+            values[self.inputs.specs[index].position].copy_(self.inputs.real(index, rows, self.size))
+        self.inputs.mark_dirty()
+
+    def replay(self, inputs: Mapping[str, torch.Tensor] | None = None, stats: CUDAGraphStats | None = None) -> Any:
+        """Check ``inputs`` (name to tensor, of at most ``size`` rows), copy them in, replay; the real rows' outputs.
+
+        Without inputs the static buffers are used as they are. Raises ``GuardError`` for an input that does not fit or
+        needs a gradient, before anything is copied, and ``ReplayError`` after eviction or once weights or captured
+        variables have moved. Thread-safe.
+        """
+        if not self.is_current():
+            raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
+        if inputs is None:
+            return self.serve((), self.size, stats) if not self.inputs.specs else self._replay_as_is()
+        values, rows = self.check(inputs)
+        return self.serve_timed(values, rows, stats)
+
+    def _replay_as_is(self) -> Any:
+        with self.pool.lock:
+            if self.state is EntryState.EVICTED:
+                raise ReplayError(f"the graph for {self.key} was evicted")
+            self.pool.refuse_inside_replay()
+            self.pool.order_after_last_use()
+            self.inputs.mark_dirty()
+            before = self.backend.rng_state() if self.draws else None
+            try:
+                self.graph.replay()
+            except BaseException as error:
+                self._fail(error, before)
+                raise
+            self.increment_replay()
+            return self.outputs.take(self.size)
+
+    def check(self, inputs: Mapping[str, torch.Tensor]) -> tuple[list[Any], int]:
+        """The values to ``serve`` and their number of rows; raises ``GuardError`` for inputs that do not fit."""
+        names = [spec.name for spec in self.inputs.specs]
+        if set(inputs) != set(names):
+            raise GuardError(f"inputs must be named {names}, got {list(inputs)}")
+        values: list[Any] = [None] * (1 + max((spec.position for spec in self.inputs.specs), default=-1))
+        rows = -1
+        for spec in self.inputs.specs:
+            tensor = values[spec.position] = inputs[spec.name]
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise GuardError(
+                    f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
+                )
+            if spec.dim is not None and rows < 0 and tensor.dim() == len(spec.shape):
+                rows = tensor.shape[spec.dim]
+            wanted = spec.sized(max(rows, 0))
+            if tensor.shape != wanted or tensor.dtype is not spec.dtype or tensor.device != spec.device:
+                raise GuardError(
+                    f"input {spec.name!r} must have shape {wanted}, {spec.dtype} on {spec.device}, "
+                    f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
+                )
+        if rows < 0:
+            rows = self.size
+        if not 1 <= rows <= self.size:
+            raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {rows}")
+        clash = self.clash(values)
+        if clash is not None:
+            raise GuardError(f"{clash}; pass copies")
+        return values, rows
+
+    def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
+        """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known."""
+        self._collect_time()
+        if self._timer is not None:
+            return self.serve(values, rows, stats)
+        timer = self.backend.make_timer()
+        timer.start()
+        result = self.serve(values, rows, stats)
+        timer.stop()
+        self._timer = timer
+        return result
+
+    def _collect_time(self) -> None:
+        elapsed = self._timer.elapsed_ms() if self._timer is not None else None
+        if elapsed is not None:
+            self._timer = None
+            self._timed[0] += elapsed
+            self._timed[1] += 1
+
+    @property
+    def avg_replay_time_ms(self) -> float:
+        """Mean device time of the calls timed so far (``replay``, managers), copies included, in milliseconds.
+
+        0.0 before the first. A call is not timed while the device has not finished an earlier timed one.
+        """
+        self._collect_time()
+        total, count = self._timed
+        return total / count if count else 0.0
+
+    @property
+    def input_addresses(self) -> tuple[int, ...]:
+        """The addresses of the static inputs."""
+        return tuple(view.data_ptr() for view in self.inputs.views(self.size))
+
+    @property
+    def output(self) -> Any:
+        """The outputs in graph memory, padding rows included; the next replay of the pool overwrites them."""
+        return self.outputs.tree
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that releasing this entry alone frees; its pool and the shared inputs are not among them."""
+        return self.graph.nbytes
+
+    def release(self) -> None:
+        """Give the graph back; idempotent. Waits for a call that is using it."""
+        with self.pool.lock:
+            if self.state is not EntryState.EVICTED:
+                self.state = EntryState.EVICTED
+                self.graph.reset()
+                self.held = ()
+                self.workspaces = self.guard = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<CUDAGraphEntry {self.mode.name} {self.size} rows, {self.state.value}, "
+            f"{self.replay_count} replays, {self.nbytes} bytes>"
+        )
+
+
+GraphEntry = CUDAGraphEntry
+"""The older name of the same class."""
+
+
+class WrittenSpans:
+    """Address ranges of memory that a graph writes and does not own."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        spans = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        self.spans = tuple(sorted(set(spans)))
+        self.low = self.spans[0][0] if spans else 0
+        self.high = max(end for _, end in self.spans) if spans else 0
+
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in one of the ranges (tensors never lie across storages)."""
+        address = tensor.data_ptr()
+        return self.low <= address < self.high and any(begin <= address < end for begin, end in self.spans)

@@ -1,0 +1,159 @@
+"""Static inputs: the buffers at fixed addresses that graphs read, and how a batch gets into them.
+
+One buffer for each argument, as large as the largest size needs; every size is a contiguous view of its beginning.
+All graphs of one signature share them, which is why a pool's lock is held from the copy to the replay.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..backends.operators import bits_equal
+from ..call.signature import InputSpec
+
+__all__ = ["StaticInputs"]
+
+_CONSTANT_AFTER = 16
+
+
+class _LoadPlan(NamedTuple):
+    """Where the rows of one (rows, size) pair go."""
+
+    targets: list[torch.Tensor]
+    sources: tuple[int, ...]
+
+
+class StaticInputs:
+    """The static buffers of one signature, with room for ``capacity`` rows. Not thread-safe: the caller holds the
+    lock of the pool whose graphs read them."""
+
+    def __init__(self, specs: Sequence[InputSpec], capacity: int) -> None:
+        self.specs = tuple(specs)
+        self.capacity = capacity
+        self._sources = tuple(spec.position for spec in self.specs)
+        self._padded = [i for i, spec in enumerate(self.specs) if spec.dim is not None and spec.pad.kind != "leave"]
+        self._follows_data = any(self.specs[i].pad.follows_data for i in self._padded)
+        self._one_layout = all(spec.dim is None or spec.order[0] == spec.dim for spec in self.specs)
+        self.free()
+
+    def free(self) -> None:
+        """Let go of the buffers, when no graph reads them any more; the next capture gets new ones."""
+        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._plans: dict[tuple[int, int], _LoadPlan] = {}
+        # Rows from here on hold padding already, for graphs of _layout_size rows (or of any size, when the batch
+        # is the slowest dimension of every argument and so lies at one address for all sizes).
+        self._clean_from = self.capacity
+        self._layout_size = 0
+        self._flat: list[torch.Tensor] = []
+        self._constants: dict[int, tuple[torch.Tensor | None, int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(flat.nbytes for flat in self._flat)
+
+    def views(self, size: int) -> tuple[torch.Tensor, ...]:
+        """The arguments of a graph of ``size`` rows, in the order of ``specs``: always the same tensors.
+
+        The buffers are allocated when first asked for.
+        """
+        if size not in self._views:
+            with torch.inference_mode(False), torch.no_grad():
+                self._flat = self._flat or [
+                    torch.zeros(_numel(s.sized(self.capacity)), dtype=s.dtype, device=s.device) for s in self.specs
+                ]
+                self._views[size] = tuple(
+                    _ordered_view(flat, spec.sized(size), spec.order)
+                    for flat, spec in zip(self._flat, self.specs, strict=True)
+                )
+        return self._views[size]
+
+    def load(self, values: Sequence[Any], rows: int, size: int) -> None:
+        """Copy the batch into the first ``rows`` rows of the ``size``-row views, and pad the rest.
+
+        Shapes, dtypes and devices have been compared before: ``copy_`` would broadcast and cast in silence.
+        """
+        if not self.specs:
+            return
+        plan = self._plans.get((rows, size)) or self._make_plan(rows, size)
+        targets = plan.targets
+        # Noted before the copy: of one that stops half-way, nothing shall be taken for padding.
+        if not self._one_layout and self._layout_size != size:
+            self._layout_size = size
+            self._clean_from = size
+        if rows > self._clean_from:
+            self._clean_from = rows
+        if len(targets) == 1:
+            targets[0].copy_(values[plan.sources[0]])
+        elif targets:
+            torch._foreach_copy_(targets, [values[position] for position in plan.sources])
+        if rows < size and (self._follows_data or rows < self._clean_from):
+            self._pad(rows, size)
+
+    def real(self, index: int, rows: int, size: int) -> torch.Tensor:
+        """The real rows of argument ``index`` (in ``specs``) as they lie in the buffer."""
+        spec = self.specs[index]
+        view = self.views(size)[index]
+        return view if spec.dim is None else view.narrow(spec.dim, 0, rows)
+
+    def tells_rows_apart(self, size: int) -> set[int]:
+        """The arguments (by index in ``specs``) whose rows, as they lie in the buffers, are not all alike, so that a
+        model which mixes rows of them shows it; and those taken for constants: alike, and the same, in the latest
+        16 such batches, while others differed.
+
+        Reads values back to the host.
+        """
+        alike: dict[int, torch.Tensor] = {}
+        for index, (spec, view) in enumerate(zip(self.specs, self.views(size), strict=True)):
+            if spec.dim is not None:
+                first = view.narrow(spec.dim, 0, 1)
+                if bits_equal(view, first.expand_as(view)):
+                    alike[index] = first
+        apart = {index for index, spec in enumerate(self.specs) if spec.dim is not None} - alike.keys()
+        if not apart:  # a dummy batch tells nothing
+            return apart
+        before, self._constants = self._constants, {}
+        for index, first in alike.items():
+            value, times = before.get(index, (None, 0))
+            is_same = value is not None and bits_equal(value, first)
+            self._constants[index] = (first.clone(), times + 1 if is_same else 1)
+        return apart | {index for index, (_, times) in self._constants.items() if times >= _CONSTANT_AFTER}
+
+    def mark_dirty(self) -> None:
+        """Forget that any row holds padding: a graph wrote to its own inputs."""
+        self._clean_from = self.capacity
+        self._layout_size = 0
+
+    def _make_plan(self, rows: int, size: int) -> _LoadPlan:
+        with torch.inference_mode(False), torch.no_grad():
+            targets = [self.real(i, rows, size) for i in range(len(self.specs))]
+        plan = self._plans[rows, size] = _LoadPlan(targets, self._sources)
+        return plan
+
+    def _pad(self, rows: int, size: int) -> None:
+        for index in self._padded:
+            spec = self.specs[index]
+            assert spec.dim is not None
+            # What depends on the real rows is filled for this call alone; a fixed value once, for all that is dirty.
+            end = size if spec.pad.follows_data else self._clean_from
+            if end > rows:
+                view = self.views(self.capacity if self._one_layout else size)[index]
+                spec.pad.apply(view.narrow(spec.dim, rows, end - rows), view.narrow(spec.dim, 0, rows), spec.dim)
+        self._clean_from = rows
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _ordered_view(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    stride = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return flat.as_strided(shape, stride)

@@ -1,0 +1,272 @@
+"""Outputs: which part of what a graph writes belongs to the batch, and how it is handed out.
+
+    clone     copies, one allocation each
+    ring:N    a handle on the next of N preallocated copies; stale after N further calls of the signature
+    out=      copies in the caller's own tensors, of which the call returns the first rows
+    view      a handle on graph memory; stale after the pool's next replay
+    static    graph memory as it is
+
+Which dimension of an output follows the batch is learnt by comparing a run of the real rows with a run of another
+number of rows, never from a dimension that merely equals the number of rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..backends.base import Pool
+from ..call.spec import VALUES, describe
+from ..errors import CaptureError, StaleOutputError
+from ..reasons import Reason
+from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
+
+__all__ = ["OutputRule", "OutputView", "Outputs", "fixed_rule", "learn_output_rule"]
+
+
+class OutputView:
+    """A handle on outputs in memory that is used again: ``get()`` returns them, or raises once they were overwritten.
+
+    Those in graph memory are valid until the next replay of any graph in the same pool, those in a ring of N copies
+    for N - 1 further calls of the same signature. Not to be kept past that.
+    """
+
+    __slots__ = ("_generation", "_source", "_value")
+
+    def __init__(self, value: Any, source: Pool | OutputRing | None) -> None:
+        """``source`` is whose memory it is; None is for outputs that no replay touches (of an eager step)."""
+        self._value = value
+        self._source = source
+        self._generation = source.generation if source is not None else 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a later replay has used the memory."""
+        source = self._source
+        return source is not None and source.generation - self._generation >= source.lifetime
+
+    def get(self) -> Any:
+        """The outputs. Raises ``StaleOutputError`` if a later replay has used their memory."""
+        if self.is_stale:
+            raise StaleOutputError(
+                "this view of a graph's output is stale: a later replay has used its memory; "
+                "read it before the next call, or use outputs='clone' (or a longer ring)"
+            )
+        return self._value
+
+    def __repr__(self) -> str:
+        return f"<OutputView {'stale' if self.is_stale else 'fresh'}>"
+
+
+@dataclass(frozen=True)
+class OutputRule:
+    """For each tensor among the outputs, the dimensions that follow the batch: pairs (dimension, rows per row)."""
+
+    follows: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no output follows the batch."""
+        return not any(self.follows)
+
+
+def learn_output_rule(first: Any, first_rows: int, second: Any, second_rows: int) -> OutputRule:
+    """The rule that explains both shapes, from outputs of runs with two different numbers of rows.
+
+    Raises ``CaptureError`` if an output follows the batch in a way that cannot be cut to the real rows.
+    """
+    follows = []
+    pairs = zip(_tensors(first), _tensors(second), strict=False)
+    for index, (a, b) in enumerate(pairs):
+        if a.dim() != b.dim():
+            raise _unknown(index, a, first_rows, b, second_rows)
+        dims = []
+        for dim, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)):
+            if m == n:
+                continue
+            if m % first_rows or n % second_rows or m // first_rows != n // second_rows:
+                raise _unknown(index, a, first_rows, b, second_rows)
+            dims.append((dim, m // first_rows))
+        follows.append(tuple(dims))
+    return OutputRule(tuple(follows))
+
+
+def fixed_rule(output: Any) -> OutputRule:
+    """The rule of outputs that do not follow the batch."""
+    return OutputRule(((),) * len(_tensors(output)))
+
+
+def _unknown(index: int, a: torch.Tensor, m: int, b: torch.Tensor, n: int) -> CaptureError:
+    return CaptureError(
+        f"output {index} has shape {tuple(a.shape)} for {m} rows and {tuple(b.shape)} for {n}; "
+        "a graph can be cut only along dimensions that are a fixed multiple of the rows",
+        Reason.OUTPUT_ROWS_UNKNOWN,
+    )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class _Copy(NamedTuple):
+    """What is copied for one number of rows into one set of buffers, and what is handed out then."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    result: list[torch.Tensor]
+
+
+class Outputs:
+    """What one graph writes, cut to the real rows and handed out as the mode says.
+
+    ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the
+    model returns) is handed out itself, as eager would. With ``buffers`` (a ring, or the caller's own tensors) what
+    is handed out is copied there: allocated, checked and cut once, so that a hit only copies.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        rule: OutputRule,
+        is_own: Sequence[bool],
+        mode: str,
+        pool: Pool,
+        buffers: OutputBuffers | None = None,
+    ) -> None:
+        self.tree = tree
+        self.rule = rule
+        leaves, spec = tree_flatten(tree)
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._leaves = leaves
+        self._is_own = tuple(is_own)
+        self._mode = mode
+        self._pool = pool
+        self._build = _builder(leaves, spec)
+        self._cuts: dict[int, list[torch.Tensor]] = {}
+        self._clones = tuple(own and mode == "clone" for own in self._is_own)
+        self._is_one_clone = self._clones == (True,) and spec.is_leaf() and buffers is None
+        self.buffers = buffers
+        self._copies: dict[tuple[int, int], _Copy] = {}
+        if buffers is not None:
+            parts = zip(self._places, rule.follows, self._is_own, strict=True)
+            outputs = [_spec(leaves[place], place, dims, own, buffers.capacity) for place, dims, own in parts]
+            buffers.prepare(outputs, spec)
+
+    def take(self, rows: int) -> Any:
+        """The outputs of the latest replay for ``rows`` real rows. Hold the pool's lock."""
+        cut = self._cuts.get(rows)
+        if cut is None:
+            cut = self._cut(rows)
+        if self._is_one_clone:
+            return cut[0].clone()
+        if self.buffers is not None:
+            return self._take_copy(self.buffers, rows)
+        if self._mode == "clone":
+            cut = [t.clone() if own else t for t, own in zip(cut, self._clones, strict=True)]
+        value = self._build(cut)
+        return OutputView(value, self._pool) if self._mode == "view" else value
+
+    def _take_copy(self, buffers: OutputBuffers, rows: int) -> Any:
+        turn = buffers.generation % buffers.lifetime
+        buffers.generation += 1
+        copy = self._copies.get((rows, turn))
+        if copy is None:
+            copy = self._copies[rows, turn] = self._make_copy(buffers, turn, rows)
+        if copy.targets:
+            torch._foreach_copy_(copy.targets, copy.sources)
+        value = self._build(copy.result)
+        return OutputView(value, buffers) if isinstance(buffers, OutputRing) else value
+
+    def _make_copy(self, buffers: OutputBuffers, turn: int, rows: int) -> _Copy:
+        copy = _Copy([], [], [])
+        for source, buffer in zip(self.peek(rows), buffers.sets[turn], strict=True):
+            if buffer is not None:
+                copy.targets.append(first_part(buffer, source.shape))
+                copy.sources.append(source)
+            copy.result.append(source if buffer is None else copy.targets[-1])
+        return copy
+
+    def peek(self, rows: int) -> list[torch.Tensor]:
+        """The output tensors in graph memory, cut to ``rows`` rows, in order."""
+        return self._cuts.get(rows) or self._cut(rows)
+
+    def _cut(self, rows: int) -> list[torch.Tensor]:
+        cut = []
+        with torch.inference_mode(False), torch.no_grad():
+            for place, dims in zip(self._places, self.rule.follows, strict=True):
+                tensor = self._leaves[place]
+                for dim, factor in dims:
+                    tensor = tensor.narrow(dim, 0, rows * factor)
+                cut.append(tensor)
+        self._cuts[rows] = cut
+        return cut
+
+
+def _spec(tensor: torch.Tensor, place: int, dims: tuple[tuple[int, int], ...], own: bool, rows: int) -> OutputSpec:
+    factors = dict(dims)
+    shape = [rows * factors[dim] if dim in factors else extent for dim, extent in enumerate(tensor.shape)]
+    return OutputSpec(tensor, place, frozenset(factors), tuple(shape), own)
+
+
+def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]], Any]:
+    """How a list of output tensors becomes the callable's own structure again."""
+    if len(leaves) == 1 and spec.is_leaf():
+        if isinstance(leaves[0], torch.Tensor):
+            return lambda tensors: tensors[0]
+        return lambda tensors: leaves[0]
+    if (
+        spec.type is tuple
+        and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        and spec.num_nodes == len(leaves) + 1
+    ):
+        return tuple
+    template = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def build(tensors: list[torch.Tensor]) -> Any:
+        filled = list(template)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        return tree_unflatten(filled, spec)
+
+    return build
+
+
+def is_same_value(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors cannot be told apart: one object, or equal constants of one type."""
+    return a is b or (type(a) is type(b) and isinstance(a, VALUES) and repr(a) == repr(b))
+
+
+def _line(spec: TreeSpec) -> str:
+    return " ".join(str(spec).split())
+
+
+def _other(a: Any, b: Any) -> str:
+    """``b`` beside ``a``: another object that would be described alike needs no more words."""
+    return describe(b) if describe(b) != describe(a) else "another one"
+
+
+def check_values(eager: Any, graph: Any) -> None:
+    """Raise ``CaptureError`` unless both outputs have one structure and equal values that are not tensors.
+
+    A value that a graph gives back is frozen: it must be a plain constant, or the very same object each time.
+    """
+    eager_leaves, eager_spec = tree_flatten(eager)
+    graph_leaves, graph_spec = tree_flatten(graph)
+    if eager_spec != graph_spec or len(eager_leaves) != len(graph_leaves):
+        raise CaptureError(
+            f"the outputs have another structure in the graph than in eager: {_line(graph_spec)} instead of "
+            f"{_line(eager_spec)}",
+            Reason.OUTPUT_UNSUPPORTED,
+        )
+    for a, b in zip(eager_leaves, graph_leaves, strict=True):
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            continue
+        if not is_same_value(a, b):
+            raise CaptureError(
+                f"an output that is no tensor is {describe(a)} in eager and {_other(a, b)} in the graph; "
+                "return tensors and constants",
+                Reason.OUTPUT_UNSUPPORTED,
+            )

@@ -1,0 +1,1 @@
+"""Ranks that share collectives and decide alike."""

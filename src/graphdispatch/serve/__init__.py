@@ -1,0 +1,1 @@
+"""The one server behind every door: lookups, hits, captures, failures, counters."""

@@ -1,0 +1,1 @@
+"""Production's server under recorded traffic, on a simulated device."""

@@ -1,0 +1,206 @@
+"""Guards: what must be as it was when a graph was captured, apart from the arguments.
+
+A graph holds the addresses of every parameter, buffer and captured tensor, and the code paths that ``training`` chose.
+A module that was moved, reloaded by assignment or switched to training would go on to be served with the old memory
+and the old path, without an error.
+"""
+
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
+from functools import partial
+from itertools import chain
+from operator import attrgetter, call, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from .discovery import CONSTANTS, Reach, cell_value, content
+
+__all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "same_objects", "wants_gradient"]
+
+_END = (object(),)
+_GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+_training = attrgetter("training")
+_address, _numel, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
+_requires_grad = attrgetter("requires_grad")
+
+
+class StateGuard:
+    """Fingerprint of the modules, tensors and variables that a callable reaches; ``holds()`` tells whether it still
+    fits. ``reach.py`` says what is reached.
+
+    Compared by identity and address in C-speed loops, tens of nanoseconds for each parameter, module and variable;
+    kinds that a callable has none of are not looked at. The objects are held, so that an address cannot come back as
+    another tensor's. Thread-safe.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._latest_hook = RemovableHandle.next_id  # first: what is registered from here on is new
+        reach = Reach(fn)
+        self._modules = tuple(reach.modules)
+        self._holders = (*reach.modules, *reach.objects, *reach.containers)
+        # A scripted module keeps its members elsewhere; its parameters are compared by address below.
+        members = [
+            t for m in reach.modules for t in (m._parameters, m._buffers, m._modules) if t and isinstance(t, dict)
+        ]
+        self._hooks = [table for m in reach.modules for table in _hooks_of(m)] + list(_GLOBAL_HOOKS)
+        watched = [part for t in (*reach.containers, *filter(None, self._hooks)) for part in _parts(t)]
+        # Behind each a mark, so that nothing passes from one to the next unseen.
+        marked = [part for values in watched for part in (values, _END)]
+        contents: tuple[Iterable[Any], ...] = (*(t.values() for t in members), *marked)
+        # Two names at least, so that the reader gives a tuple.
+        numbers: list[Callable[[], Any]]
+        numbers = [partial(itemgetter(*names, names[0]), table) for table, names in reach.numbers if names]
+        variables = [reader for reader, _ in reach.variables]
+        contents += (_END,) if contents else ()
+        contents += (_Readers(numbers, several=True),) if numbers else ()
+        self._contents = (*contents, _Readers(variables, several=False)) if variables else contents
+        self._held = tuple(chain.from_iterable(self._contents))
+        parameters = [t for m in reach.modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        tensors = dict.fromkeys((*parameters, *reach.tensors, *filter(torch.is_tensor, self._held)))
+        # Lazy parameters and subclasses have no address to compare; their identity is compared all the same.
+        plain = (torch.Tensor, nn.Parameter)
+        self._tensors = tuple(t for t in tensors if type(t) in plain and t.layout is torch.strided)
+        self._addresses = list(map(_address, self._tensors))
+        # Whether one was cut or transposed where it lies; its shape and strides would tell more, for thrice the time.
+        self._numels = list(map(_numel, self._tensors))
+        self._contiguous = list(map(_is_contiguous, self._tensors))
+        self._readers = [partial(itemgetter(*names), table) for table, names in reach.members if names]
+        self._constants = [read() for read in self._readers]
+        self._tables: list[Sized] = [*(table for table, _ in reach.members), *reach.sized]
+        self._sizes = list(map(len, self._tables))
+
+    def holds(self) -> bool:
+        """Whether all members, numbers and variables are the same objects or constants, the tensors are where they
+        were, of the same extent, and the modules' other attributes have the same values."""
+        try:
+            if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
+                return False
+            if self._held and not all(map(is_, chain.from_iterable(self._contents), self._held)):
+                now = list(chain.from_iterable(self._contents))
+                if not same_objects(now, list(self._held)):
+                    return False
+            if self._tensors and (
+                list(map(_address, self._tensors)) != self._addresses
+                or list(map(_numel, self._tensors)) != self._numels
+                or list(map(_is_contiguous, self._tensors)) != self._contiguous
+            ):
+                return False
+            if self._readers and list(map(call, self._readers)) != self._constants:
+                return False
+            return not self._tables or list(map(len, self._tables)) == self._sizes
+        except (KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile, or of no use to compare
+            return False
+
+    def _no_new_hooks(self) -> bool:
+        """Whether the hooks that were registered meanwhile, anywhere in the process, are none of the callable's."""
+        latest = RemovableHandle.next_id
+        known = self._latest_hook
+        if any(number >= known for table in self._hooks for number in table):
+            return False
+        self._latest_hook = latest  # a later call need not look again; threads that race here set much the same
+        return True
+
+    def attributes(self) -> list[Any]:
+        """What hangs now on the modules, objects, dicts and lists that the callable reaches, two levels deep."""
+        outer = [value for holder in self._holders for value in content(holder)]
+        return outer + [value for holder in outer if isinstance(holder, (dict, list)) for value in content(holder)]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a call may have to be differentiated: a captured tensor requires a gradient, and unless it stands
+        alone its module is in training mode. Looked up anew each time."""
+        training = not self._modules or any(map(_training, self._modules))
+        return training and any(map(_requires_grad, self._tensors))
+
+    @property
+    def storages(self) -> set[int]:
+        """The storages whose address ``holds`` compares (by their ``_cdata``)."""
+        return {tensor.untyped_storage()._cdata for tensor in self._tensors}
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class _Readers:
+    """What some readers give, or with ``several`` what is in each tuple that they give; anew each time."""
+
+    __slots__ = ("readers", "several")
+
+    def __init__(self, readers: list[Callable[[], Any]], several: bool) -> None:
+        self.readers = readers
+        self.several = several
+
+    def __iter__(self) -> Iterator[Any]:
+        given = map(call, self.readers)
+        return chain.from_iterable(given) if self.several else given
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Its forward hooks, by the numbers of their handles, which only grow."""
+    table = vars(module)
+    return tuple(table[name] for name in ("_forward_hooks", "_forward_pre_hooks") if name in table)
+
+
+def _parts(container: Collection[Any]) -> tuple[Iterable[Any], ...]:
+    """Live views of what a container holds: a dict's keys and values, the entries of a list."""
+    return (container, container.values()) if isinstance(container, dict) else (container,)
+
+
+class WorkspaceGuard:
+    """Holds memory that a graph reads and that neither the graph, nor its inputs, nor a ``StateGuard`` owns, such as a
+    workspace that a library keeps; ``holds()`` tells whether it is still where it was, and as large."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._spans = self._read()
+
+    def holds(self) -> bool:
+        """Whether no storage has grown, shrunk or moved."""
+        return self._read() == self._spans
+
+    def _read(self) -> list[tuple[int, int]]:
+        return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+
+def wants_gradient(value: Any) -> bool:
+    """Whether an argument, or what hangs on it where it is an object, is a tensor that requires a gradient."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return any(isinstance(inner, torch.Tensor) and inner.requires_grad for inner in tree_leaves(content(value)))
+
+
+def same_callable(a: Any, b: Any) -> bool:
+    """Whether two callables do the same: one object, or one piece of code over the same objects.
+
+    So a lambda that is written in a loop counts as one callable, and one that captured something else does not.
+    """
+    if a is b:
+        return True
+    if isinstance(a, partial) and isinstance(b, partial):
+        same_args = (
+            len(a.args) == len(b.args) and all(map(is_, a.args, b.args)) and a.keywords.keys() == b.keywords.keys()
+        )
+        return same_args and same_callable(a.func, b.func) and all(a.keywords[k] is b.keywords[k] for k in a.keywords)
+    if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
+        return a.__self__ is b.__self__ and a.__func__ is b.__func__
+    if isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):
+        cells_a, cells_b = ([cell_value(cell) for cell in f.__closure__ or ()] for f in (a, b))
+        defaults_a, defaults_b = ((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()) for f in (a, b))
+        held = [(*cells_a, *defaults_a), (*cells_b, *defaults_b)]
+        return a.__code__ is b.__code__ and len(held[0]) == len(held[1]) and all(map(is_, *held))
+    return False
+
+
+def same_objects(before: list[Any], after: list[Any]) -> bool:
+    """Whether two lists hold the same objects, where equal constants count as the same."""
+    return len(before) == len(after) and all(
+        a is b or (type(a) is type(b) and isinstance(a, CONSTANTS) and repr(a) == repr(b))
+        for a, b in zip(before, after, strict=True)
+    )
