@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.call.spec import Caller, CallSpec, Leaves, parameter_names
+from graphdispatch.call.spec import FlatCall, CallSpec, Leaves, parameter_names
 
 
 class Pair(NamedTuple):
@@ -34,7 +34,7 @@ def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Take a call apart and make it from its leaves."""
     made = CallSpec(fn, len(args), tuple(kwargs))
     values = made.values(args, kwargs)
-    caller = Caller(fn, made, values)
+    caller = FlatCall(fn, made, values)
     leaves = caller.flatten(values)
     assert leaves is not None
     return caller(leaves)
@@ -145,7 +145,7 @@ def test_the_callers_own_containers_are_passed_on() -> None:
     """A call from the leaves of a call gets its very dicts and lists; one from other values gets new ones."""
     given = {"x": 1, "y": [2]}
     made = CallSpec(three, 1, ())
-    caller = Caller(lambda a: a, made, [given])
+    caller = FlatCall(lambda a: a, made, [given])
     leaves = caller.flatten([given])
     assert leaves is not None
     assert caller(leaves) is given
@@ -167,7 +167,7 @@ def test_the_callers_own_containers_are_passed_on() -> None:
 def test_leaves_notice_changed_containers(change: Callable[[dict[str, Any]], Any], fits: bool) -> None:
     """Whatever a call does to the dicts and lists that it was given."""
     given = {"x": torch.ones(1), "y": [torch.ones(1)]}
-    leaves = Caller(three, CallSpec(three, 1, ()), [given]).flatten([given])
+    leaves = FlatCall(three, CallSpec(three, 1, ()), [given]).flatten([given])
     assert isinstance(leaves, Leaves)
     change(given)
     assert leaves.still_fit() is fits
@@ -176,7 +176,7 @@ def test_leaves_notice_changed_containers(change: Callable[[dict[str, Any]], Any
 def test_nests_are_flattened_with_paths() -> None:
     """Each leaf has a path that reads like Python, and the argument it belongs to."""
     values: list[Any] = [{"ids": 1, "more": [2, (3, None)]}, Pair(4, OrderedDict(x=5))]
-    caller = Caller(three, CallSpec(three, 2, ()), values)
+    caller = FlatCall(three, CallSpec(three, 2, ()), values)
     assert [(leaf.path, leaf.argument) for leaf in caller.leaves] == [
         ("a['ids']", "a"), ("a['more'][0]", "a"), ("a['more'][1][0]", "a"), ("a['more'][1][1]", "a"),
         ("b.left", "b"), ("b.right['x']", "b"),
@@ -203,7 +203,7 @@ def test_nests_come_back(argument: Any) -> None:
 def test_another_structure_does_not_flatten(other: Any) -> None:
     """A call whose containers are others is told apart."""
     made = CallSpec(three, 1, ())
-    caller = Caller(three, made, [[1, 2]])
+    caller = FlatCall(three, made, [[1, 2]])
     assert caller.flatten([[8, 9]]) == [8, 9]
     assert caller.flatten([other]) is None
 
@@ -213,7 +213,7 @@ def test_a_leaf_is_not_a_container() -> None:
 
     A call of leaves alone is not looked into; there the signature tells, which compares every leaf.
     """
-    caller = Caller(three, CallSpec(three, 2, ()), [torch.ones(1), [1]])
+    caller = FlatCall(three, CallSpec(three, 2, ()), [torch.ones(1), [1]])
     assert not caller.is_flat
     assert caller.flatten([[torch.ones(1)], [1]]) is None
-    assert Caller(three, CallSpec(three, 1, ()), [torch.ones(1)]).is_flat
+    assert FlatCall(three, CallSpec(three, 1, ()), [torch.ones(1)]).is_flat

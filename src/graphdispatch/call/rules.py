@@ -7,7 +7,7 @@ import torch
 
 from ..errors import ConfigError
 from .padding import Pad, as_pad
-from .spec import Caller, Leaf, describe, parameter_names
+from .spec import FlatCall, Leaf, describe, parameter_names
 
 __all__ = ["ArgumentRules", "callable_name", "make_rules"]
 
@@ -47,7 +47,7 @@ class ArgumentRules(NamedTuple):
         """Whether the user declared it static."""
         return leaf.path in self.static or leaf.argument in self.static
 
-    def check_names(self, fn: Callable[..., Any], caller: Caller) -> None:
+    def check_names(self, fn: Callable[..., Any], caller: FlatCall) -> None:
         """Raise ``ConfigError`` if ``dynamic`` names what neither the callable's signature nor this call has."""
         names = {leaf.path for leaf in caller.leaves} | {leaf.argument for leaf in caller.leaves}
         for name in self.dynamic:

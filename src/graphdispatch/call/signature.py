@@ -16,7 +16,7 @@ from .padding import Pad
 from .rules import ArgumentRules
 from .spec import Leaf, describe
 
-__all__ = ["PLAIN_TENSORS", "InputSpec", "Refusal", "Signature", "no_tensors", "refusal"]
+__all__ = ["PLAIN_TENSORS", "ForeignSignature", "InputSpec", "Refusal", "Signature", "no_tensors", "refusal"]
 
 NO_MATCH = -1
 _FIXED = -2  # the rows of a tensor without a batch dimension
@@ -198,6 +198,23 @@ class Signature:
     def _same_order(self, position: int, tensor: torch.Tensor) -> bool:
         form = self._forms[position]
         return _memory_order(tensor) == (form.order, form.dense)
+
+
+class ForeignSignature(Signature):
+    """What is known of the calls that somebody else's graph serves: the addresses that it reads, if they were given."""
+
+    def __init__(self, addresses: tuple[int, ...] | None) -> None:
+        self.addresses = addresses
+        """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
+        self.inputs = []
+        self.rows = NO_MATCH
+
+    def match(self, values: Sequence[Any]) -> int:
+        """1 if the call's tensors lie where the graph reads, else ``NO_MATCH``."""
+        if self.addresses is None:
+            return 1
+        found = tuple(value.data_ptr() for value in values if isinstance(value, torch.Tensor))
+        return 1 if found == self.addresses else NO_MATCH
 
 
 def refusal(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-__all__ = ["VALUES", "CallSpec", "Caller", "Leaves", "describe", "parameter_names"]
+__all__ = ["VALUES", "CallSpec", "FlatCall", "Leaves", "describe", "parameter_names"]
 
 
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -117,7 +117,7 @@ class Leaves(list[Any]):
         return len(now) == len(self) and all(map(is_, now, self))
 
 
-class Caller:
+class FlatCall:
     """Calls ``fn`` with a flat list of leaves, in the spelling and structure of one recorded call.
 
     ``specs`` is None when every argument is itself a leaf, which is the fast case.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
 from ..reasons import Reason
-from .entry import next_use
+from .replay import next_use
 
 if TYPE_CHECKING:
     from .cache import GraphCache

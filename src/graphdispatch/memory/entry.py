@@ -1,6 +1,5 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
 
-import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +16,7 @@ from ..stats import CUDAGraphStats
 from .inputs import StaticInputs
 from .outputs import Outputs
 
-__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans", "next_use"]
-
-_USES = itertools.count(1)  # a clock of uses: cheaper than time, and strictly increasing across threads
-
-
-def next_use() -> int:
-    """A tick of the clock that ``last_used`` is read from: later than every use so far, of any graph."""
-    return next(_USES)
+__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 
 
 @dataclass(eq=False)
@@ -56,13 +48,13 @@ class CUDAGraphEntry:
     capture_time_ms: float = 0.0
     state: EntryState = EntryState.CAPTURED
     replay_count: int = 0
-    last_used: int = field(default_factory=lambda: next(_USES))
+    last_used: int = field(default_factory=next_use)
     warm_batch: tuple[Any, ...] = ()
     """The first batch, until a different one has been verified."""
     unproven: set[int] = field(init=False)
     """Inputs (by index) with a batch dimension that no padded batch compared with eager has tested; nothing else shows
     that the model keeps their rows apart."""
-    fewest: int = field(init=False)
+    min_batch: int = field(init=False)
     """The smallest batch that was compared with eager: a smaller one may take another branch of the Python code."""
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
@@ -72,24 +64,33 @@ class CUDAGraphEntry:
     """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
     writes_outside: bool = field(init=False)
     """Whether it writes to arguments or to memory of others, so that a call's arguments must be compared with them."""
+    signature: Signature | None = None
+    """What a call must look like; None for a graph that was made by hand."""
+    call: FlatCall | None = None
+    """How the captured callable is called."""
+    example: Sequence[Any] = ()
+    """The values of the captured call, with None in the place of each tensor that is copied."""
+    owner: Any = None
+    """The cache that releases it; anybody else who has it only forgets it."""
+    _plans: dict[int, ReplayPlan] = field(default_factory=dict)
     _timer: Timer | None = None
     _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
         self.unproven = {index for index, spec in enumerate(self.inputs.specs) if spec.dim is not None}
-        self.fewest = self.size
+        self.min_batch = self.size
 
     def note_comparison(self, rows: int, proven: Collection[int]) -> None:
         """A batch of ``rows`` rows agreed with eager; ``proven`` are the inputs whose padding that tested."""
         self.unproven = self.unproven.difference(proven)
-        self.fewest = min(self.fewest, rows)
+        self.min_batch = min(self.min_batch, rows)
 
     def may_pad(self, rows: int) -> bool:
         """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one
         if padding was tested, and a batch that is no larger. Code that takes another branch below some number of rows
         is found so."""
-        return rows == self.size or (not self.unproven and rows >= self.fewest)
+        return rows == self.size or (not self.unproven and rows >= self.min_batch)
 
     def is_current(self) -> bool:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
@@ -103,40 +104,23 @@ class CUDAGraphEntry:
     def increment_replay(self) -> None:
         """Count one replay."""
         self.replay_count += 1
-        self.last_used = next(_USES)
+        self.last_used = next_use()
+
+    def plan(self, rows: int) -> ReplayPlan:
+        """The prepared replay for ``rows`` rows; made once."""
+        plan = self._plans.get(rows)
+        if plan is None:
+            plan = self._plans[rows] = ReplayPlan(self, rows)
+        return plan
 
     def serve(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
-        """Copy in, replay, hand out: the outputs for ``rows`` rows. The caller has compared the arguments.
+        """Copy in, replay, hand out: the outputs for ``rows`` rows of a call whose arguments were compared.
 
-        Counts the hit in ``stats``. Raises ``ReplayError`` if the entry was evicted meanwhile, where nothing was
-        copied, or if the replay stopped half-way, after which the entry is ``FAILED`` until it is verified again;
-        ``had_effects`` tells whether the caller can see anything of it. A break's own exception passes through, and so
-        does that of an operator behind a write, where eager would have stopped too. Raises ``DeviceLostError``.
+        Raises as ``ReplayPlan.run`` does.
         """
-        pool = self.pool
-        with pool.lock:
-            if self.state is EntryState.EVICTED or self.state is EntryState.FAILED:
-                raise ReplayError(f"the graph for {self.key} was evicted, or its last replay failed; capture it again")
-            if pool.replaying_on is not None:
-                pool.refuse_inside_replay()
-            pool.order_after_last_use()
-            before = self.backend.rng_state() if self.draws else None
-            try:
-                self.inputs.load(values, rows, self.size)
-                self.graph.replay()
-                result = self.outputs.take(rows)
-            except BaseException as error:
-                self._fail(error, before)
-                raise
-            self.replay_count += 1
-            self.last_used = next(_USES)
-            if self.mutated:
-                self._copy_back(values, rows)
-            if stats is not None:
-                stats.record_hit(rows, self.size)
-            return result
+        return self.plan(rows).run(values, stats)
 
-    def _fail(self, error: BaseException, before: Any) -> None:
+    def fail(self, error: BaseException, before: Any) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way; after one without effects the caller can run the
         step eagerly, and the generator is where it was. Returns for an error that is the caller's own."""
         if self.mutated:
@@ -158,20 +142,8 @@ class CUDAGraphEntry:
         if failure is not error:
             raise failure from error
 
-    def clash(self, values: Sequence[Any]) -> str | None:
-        """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
-        if not self.writes_outside:
-            return None
-        tensors = [(spec.name, values[spec.position]) for spec in self.inputs.specs]
-        if self.mutated and len({t.untyped_storage().data_ptr() for _, t in tensors}) < len(tensors):
-            return f"arguments {[name for name, _ in tensors]} share memory, and the call writes to one of them"
-        if self.written is not None:
-            for name, tensor in tensors:
-                if self.written.overlaps(tensor):
-                    return f"argument {name!r} is a view of memory that the call writes"
-        return None
-
-    def _copy_back(self, values: Sequence[Any], rows: int) -> None:
+    def copy_back(self, values: Sequence[Any], rows: int) -> None:
+        """Copy the arguments that the graph wrote back to the caller's tensors. Hold the pool's lock."""
         for index in self.mutated:
             values[self.inputs.specs[index].position].copy_(self.inputs.real(index, rows, self.size))
         self.inputs.mark_dirty()
@@ -179,64 +151,50 @@ class CUDAGraphEntry:
     def replay(self, inputs: Mapping[str, torch.Tensor] | None = None, stats: CUDAGraphStats | None = None) -> Any:
         """Check ``inputs`` (name to tensor, of at most ``size`` rows), copy them in, replay; the real rows' outputs.
 
-        Without inputs the static buffers are used as they are. Raises ``GuardError`` for an input that does not fit or
-        needs a gradient, before anything is copied, and ``ReplayError`` after eviction or once weights or captured
-        variables have moved. Thread-safe.
+        Without inputs the static buffers are used as they are. Nothing is compared with eager here, so a batch that
+        would have to be compared first is refused. Raises ``GuardError`` for an input that does not fit or needs a
+        gradient, before anything is copied. Raises ``ReplayError`` after eviction, once weights or captured variables
+        have moved, and for a batch that is not proven: one with padding that no comparison tested, or one that
+        ``verify_every`` wants compared. Thread-safe.
         """
         if not self.is_current():
             raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
+        if self.replay_count >= self.verify_at:
+            raise ReplayError(
+                f"the graph for {self.key} must be compared with eager now (verify_every); serve a batch through the "
+                "wrapper, manager or dispatcher that has it"
+            )
         if inputs is None:
-            return self.serve((), self.size, stats) if not self.inputs.specs else self._replay_as_is()
+            return self.plan(self.size).run(None, stats)
         values, rows = self.check(inputs)
+        if not self.may_pad(rows):
+            raise ReplayError(
+                f"{rows} rows in a graph of {self.size}: {Reason.PADDING_UNPROVEN.text}; or serve the batch through the "
+                "wrapper, manager or dispatcher that has the graph, which compares it"
+            )
         return self.serve_timed(values, rows, stats)
 
-    def _replay_as_is(self) -> Any:
-        with self.pool.lock:
-            if self.state is EntryState.EVICTED:
-                raise ReplayError(f"the graph for {self.key} was evicted")
-            self.pool.refuse_inside_replay()
-            self.pool.order_after_last_use()
-            self.inputs.mark_dirty()
-            before = self.backend.rng_state() if self.draws else None
-            try:
-                self.graph.replay()
-            except BaseException as error:
-                self._fail(error, before)
-                raise
-            self.increment_replay()
-            return self.outputs.take(self.size)
-
-    def check(self, inputs: Mapping[str, torch.Tensor]) -> tuple[list[Any], int]:
+    def check(self, inputs: Mapping[str, Any]) -> tuple[Sequence[Any], int]:
         """The values to ``serve`` and their number of rows; raises ``GuardError`` for inputs that do not fit."""
         names = [spec.name for spec in self.inputs.specs]
         if set(inputs) != set(names):
             raise GuardError(f"inputs must be named {names}, got {list(inputs)}")
-        values: list[Any] = [None] * (1 + max((spec.position for spec in self.inputs.specs), default=-1))
+        values = list(self.example)
         rows = -1
         for spec in self.inputs.specs:
             tensor = values[spec.position] = inputs[spec.name]
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-                got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
-            if tensor.requires_grad and torch.is_grad_enabled():
-                raise GuardError(
-                    f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
-                )
-            if spec.dim is not None and rows < 0 and tensor.dim() == len(spec.shape):
-                rows = tensor.shape[spec.dim]
-            wanted = spec.sized(max(rows, 0))
-            if tensor.shape != wanted or tensor.dtype is not spec.dtype or tensor.device != spec.device:
-                raise GuardError(
-                    f"input {spec.name!r} must have shape {wanted}, {spec.dtype} on {spec.device}, "
-                    f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
-                )
+            rows = _rows_of(spec, tensor, rows)
         if rows < 0:
             rows = self.size
         if not 1 <= rows <= self.size:
             raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {rows}")
-        clash = self.clash(values)
-        if clash is not None:
-            raise GuardError(f"{clash}; pass copies")
+        if self.plan(rows).shares_memory(values):
+            raise GuardError(f"{Reason.ALIASED_ARGUMENTS.text}; pass copies")
+        if self.signature is not None and self.signature.match(values) < 0:
+            raise GuardError(
+                "the call differs from the captured one: in inference mode, autocast, the address of a static tensor, "
+                "or the memory layout of an input; capture again for such calls"
+            )
         return values, rows
 
     def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
@@ -270,7 +228,9 @@ class CUDAGraphEntry:
 
     @property
     def input_addresses(self) -> tuple[int, ...]:
-        """The addresses of the static inputs."""
+        """The addresses of the static inputs, or those that a registered graph was said to read."""
+        if isinstance(self.signature, ForeignSignature):
+            return self.signature.addresses or ()
         return tuple(view.data_ptr() for view in self.inputs.views(self.size))
 
     @property
@@ -290,6 +250,7 @@ class CUDAGraphEntry:
                 self.state = EntryState.EVICTED
                 self.graph.reset()
                 self.held = ()
+                self._plans = {}
                 self.workspaces = self.guard = None
 
     def __repr__(self) -> str:
@@ -297,6 +258,26 @@ class CUDAGraphEntry:
             f"<CUDAGraphEntry {self.mode.name} {self.size} rows, {self.state.value}, "
             f"{self.replay_count} replays, {self.nbytes} bytes>"
         )
+
+
+def _rows_of(spec: InputSpec, tensor: Any, rows: int) -> int:
+    """The rows of a call, as far as an input tells (-1: not yet). Raises ``GuardError`` if it does not fit."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise GuardError(
+            f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
+        )
+    if spec.dim is not None and rows < 0 and tensor.dim() == len(spec.shape):
+        rows = tensor.shape[spec.dim]
+    wanted = spec.sized(max(rows, 0))
+    if tensor.shape != wanted or tensor.dtype is not spec.dtype or tensor.device != spec.device:
+        raise GuardError(
+            f"input {spec.name!r} must have shape {wanted}, {spec.dtype} on {spec.device}, "
+            f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
+        )
+    return rows
 
 
 GraphEntry = CUDAGraphEntry

@@ -31,7 +31,8 @@ class StaticInputs:
     def __init__(self, specs: Sequence[InputSpec], capacity: int) -> None:
         self.specs = tuple(specs)
         self.capacity = capacity
-        self._sources = tuple(spec.position for spec in self.specs)
+        self.positions = tuple(spec.position for spec in self.specs)
+        """The place of each argument among a call's values."""
         self._padded = [i for i, spec in enumerate(self.specs) if spec.dim is not None and spec.pad.kind != "leave"]
         self._follows_data = any(self.specs[i].pad.follows_data for i in self._padded)
         self._one_layout = all(spec.dim is None or spec.order[0] == spec.dim for spec in self.specs)
@@ -128,7 +129,7 @@ class StaticInputs:
     def _make_plan(self, rows: int, size: int) -> _LoadPlan:
         with torch.inference_mode(False), torch.no_grad():
             targets = [self.real(i, rows, size) for i in range(len(self.specs))]
-        plan = self._plans[rows, size] = _LoadPlan(targets, self._sources)
+        plan = self._plans[rows, size] = _LoadPlan(targets, self.positions)
         return plan
 
     def _pad(self, rows: int, size: int) -> None:

@@ -143,10 +143,14 @@ class Outputs:
         self._is_own = tuple(is_own)
         self._mode = mode
         self._pool = pool
+        clones = tuple(own and mode == "clone" for own in self._is_own)
+        self.clones = clones if mode == "clone" and buffers is None else None
+        """Which tensors are copied for the caller; None where more than that is to be done (a handle, buffers)."""
+        is_one = clones == (True,) and spec.is_leaf() and isinstance(leaves[0], torch.Tensor)
         self._build = _builder(leaves, spec)
+        self.build = None if is_one else self._build
+        """How the tensors become the callable's own structure; None for a single copied tensor."""
         self._cuts: dict[int, list[torch.Tensor]] = {}
-        self._clones = tuple(own and mode == "clone" for own in self._is_own)
-        self._is_one_clone = self._clones == (True,) and spec.is_leaf() and buffers is None
         self.buffers = buffers
         self._copies: dict[tuple[int, int], _Copy] = {}
         if buffers is not None:
@@ -156,15 +160,11 @@ class Outputs:
 
     def take(self, rows: int) -> Any:
         """The outputs of the latest replay for ``rows`` real rows. Hold the pool's lock."""
-        cut = self._cuts.get(rows)
-        if cut is None:
-            cut = self._cut(rows)
-        if self._is_one_clone:
-            return cut[0].clone()
         if self.buffers is not None:
             return self._take_copy(self.buffers, rows)
-        if self._mode == "clone":
-            cut = [t.clone() if own else t for t, own in zip(cut, self._clones, strict=True)]
+        cut = self.peek(rows)
+        if self.clones is not None:
+            cut = [tensor.clone() if own else tensor for tensor, own in zip(cut, self.clones, strict=True)]
         value = self._build(cut)
         return OutputView(value, self._pool) if self._mode == "view" else value
 

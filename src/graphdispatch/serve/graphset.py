@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..backends import Backend, Pool, available_backends, get_backend
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal, Signature, no_tensors, refusal
-from ..call.spec import Caller, CallSpec
+from ..call.spec import FlatCall, CallSpec
 from ..capture.autobreak import AutoBreaks
 from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.request import CaptureRequest, CaptureResult
@@ -28,7 +28,8 @@ from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.budget import Victim
 from ..memory.buffers import CallerBuffers, OutputBuffers, OutputRing, copy_into
 from ..memory.cache import GraphCache
-from ..memory.entry import CUDAGraphEntry, next_use
+from ..memory.entry import CUDAGraphEntry
+from ..memory.replay import next_use
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
@@ -112,7 +113,7 @@ class GraphSet:
 
         Raises ``ConfigError`` for rules that do not fit the call.
         """
-        caller = Caller(self.fn, form, values)
+        caller = FlatCall(self.fn, form, values)
         leaves = caller.flatten(values)
         assert leaves is not None
         tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
@@ -138,7 +139,7 @@ class GraphSet:
         inputs = StaticInputs(group.signature.inputs, group.inputs.capacity)
         return trial, trial._add_group(group.index, group.caller, group.signature, inputs)
 
-    def _add_group(self, index: Any, caller: Caller, signature: Signature, inputs: StaticInputs) -> GraphGroup:
+    def _add_group(self, index: Any, caller: FlatCall, signature: Signature, inputs: StaticInputs) -> GraphGroup:
         self.groups[index] = GraphGroup(index, caller, signature, inputs, buffers=self._make_buffers(inputs.capacity))
         return self.groups[index]
 

@@ -10,7 +10,7 @@ import torch
 
 from ..backends.operators import bits_equal
 from ..call.signature import Signature
-from ..call.spec import Caller, CallSpec
+from ..call.spec import FlatCall, CallSpec
 from ..memory.buffers import OutputBuffers
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
@@ -38,7 +38,7 @@ class GraphGroup:
     """The graphs of one signature. Changed only with the owner's lock held; ``served`` is read without it."""
 
     index: Any
-    caller: Caller
+    caller: FlatCall
     signature: Signature
     inputs: StaticInputs
     entries: dict[int, CUDAGraphEntry] = field(default_factory=dict)

@@ -1,0 +1,100 @@
+"""The replay of one graph for one number of rows, prepared: what a hit executes.
+
+Where the rows are copied to, what is padded and how the outputs are cut is found out once, when the plan is made. A
+native implementation of the hit path replaces ``ReplayPlan.run``.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ReplayError
+from ..modes import EntryState
+
+if TYPE_CHECKING:
+    from ..stats import CUDAGraphStats
+    from .entry import CUDAGraphEntry
+
+__all__ = ["ReplayPlan", "next_use"]
+
+next_use = count(1).__next__
+"""A tick of the clock of uses: later than every use so far, of any graph. Cheaper than time, and strictly increasing
+across threads."""
+
+
+class ReplayPlan:
+    """Copy in, replay, hand out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
+
+    __slots__ = ("_build", "_clones", "_cut", "_entry", "_load", "_outputs", "_pool", "_size", "_watched", "rows")
+
+    def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
+        self.rows = rows
+        self._entry = entry
+        self._pool = entry.pool
+        self._size = entry.size
+        self._load = entry.inputs.load if entry.inputs.specs else None
+        self._outputs = entry.outputs
+        self._cut = entry.outputs.peek(rows)
+        self._clones = entry.outputs.clones
+        self._build = entry.outputs.build
+        self._watched = entry.inputs.positions if entry.writes_outside else ()
+
+    def shares_memory(self, values: Sequence[Any]) -> bool:
+        """Whether an argument of a call lies in memory that the graph writes, so that a copy of it would not do."""
+        if not self._watched:
+            return False
+        entry = self._entry
+        if entry.mutated:
+            seen = {values[position].untyped_storage().data_ptr() for position in self._watched}
+            if len(seen) < len(self._watched):
+                return True
+        written = entry.written
+        if written is not None:
+            low, high = written.low, written.high
+            for position in self._watched:
+                if low <= values[position].data_ptr() < high and written.overlaps(values[position]):
+                    return True
+        return False
+
+    def run(self, values: Sequence[Any] | None, stats: "CUDAGraphStats | None" = None) -> Any:
+        """The outputs for a call whose arguments were compared; None replays on what the static inputs hold now.
+
+        Counts the hit in ``stats``.
+
+        Raises ``ReplayError`` if the entry was evicted meanwhile, where nothing was copied, or if the replay stopped
+        half-way. After the latter the entry is ``FAILED`` until it is verified again, and ``had_effects`` tells whether
+        the caller can see anything of the replay. A break's own exception passes through; so does that of an operator
+        that eager would have raised at the same place, after the same writes. Raises ``DeviceLostError``.
+        """
+        entry, pool = self._entry, self._pool
+        with pool.lock:
+            state = entry.state
+            if state is EntryState.EVICTED or state is EntryState.FAILED:
+                raise ReplayError(f"the graph for {entry.key} was evicted, or its last replay failed; capture it again")
+            if pool.replaying_on is not None:
+                pool.refuse_inside_replay()
+            pool.order_after_last_use()
+            before = entry.backend.rng_state() if entry.draws else None
+            try:
+                if values is None:
+                    entry.inputs.mark_dirty()
+                elif self._load is not None:
+                    self._load(values, self.rows, self._size)
+                entry.graph.replay()
+                if self._clones is None:
+                    result = self._outputs.take(self.rows)
+                elif self._build is None:
+                    result = self._cut[0].clone()
+                else:
+                    parts = zip(self._cut, self._clones, strict=True)
+                    result = self._build([tensor.clone() if own else tensor for tensor, own in parts])
+            except BaseException as error:
+                entry.fail(error, before)
+                raise
+            entry.replay_count += 1
+            entry.last_used = next_use()
+            if values is not None and entry.mutated:
+                entry.copy_back(values, self.rows)
+            if stats is not None:
+                stats.record_hit(self.rows, self._size)
+            return result
