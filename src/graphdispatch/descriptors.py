@@ -1,7 +1,7 @@
 """What a batch *is* (``DispatchKey``) and what a graph *serves* (``BatchDescriptor``)."""
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .errors import ConfigError
 
@@ -31,12 +31,23 @@ class BatchDescriptor(NamedTuple):
 
 
 class DispatchKey(NamedTuple):
-    """What one batch is, before padding: tokens, requests, longest sequence, prefill or not."""
+    """What one batch is, before padding: tokens, requests, longest sequence, prefill or not.
+
+    ``kind`` is always ``"batch"``. It keeps a key from being equal to a ``BatchDescriptor`` with the same
+    numbers, at no cost: comparing and hashing stay those of a plain tuple.
+    """
 
     num_tokens: int
     num_reqs: int
     max_seq_len: int = 0
     is_prefill: bool = False
+    kind: Literal["batch"] = "batch"
+
+    def __repr__(self) -> str:
+        return (
+            f"DispatchKey(num_tokens={self.num_tokens}, num_reqs={self.num_reqs}, "
+            f"max_seq_len={self.max_seq_len}, is_prefill={self.is_prefill})"
+        )
 
 
 def create_dispatch_key(num_tokens: int, num_reqs: int, max_seq_len: int = 0, is_prefill: bool = False) -> DispatchKey:

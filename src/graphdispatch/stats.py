@@ -140,10 +140,12 @@ class CUDAGraphStats:
         """All calls."""
         return self.hits + self.misses
 
+    @property
     def hit_rate(self) -> float:
         """The share of calls that a graph served; 0.0 before the first call."""
         return self.hits / self.calls if self.calls else 0.0
 
+    @property
     def padding_ratio(self) -> float:
         """Padding rows as a share of all rows that graphs computed; 0.0 before the first hit."""
         return 1.0 - self.real_rows / self.padded_rows if self.padded_rows else 0.0
@@ -160,12 +162,12 @@ class CUDAGraphStats:
         with self._lock:
             plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
             plain["reasons"] = {reason.value: n for reason, n in self.reasons.items()}
-        return plain | {"hit_rate": self.hit_rate(), "padding_ratio": self.padding_ratio()}
+        return plain | {"hit_rate": self.hit_rate, "padding_ratio": self.padding_ratio}
 
     def __repr__(self) -> str:
         return (
-            f"<CUDAGraphStats {self.calls} calls, {100 * self.hit_rate():.1f} % hits, "
-            f"{self.captures} captures, {100 * self.padding_ratio():.1f} % padding>"
+            f"<CUDAGraphStats {self.calls} calls, {100 * self.hit_rate:.1f} % hits, "
+            f"{self.captures} captures, {100 * self.padding_ratio:.1f} % padding>"
         )
 
 

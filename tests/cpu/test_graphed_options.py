@@ -249,7 +249,7 @@ def test_prewarmed_calls_are_hits() -> None:
     step = make(sizes=(1, 2, 4))
     step.prewarm(batch(2))
     assert [reason(step, batch(rows)).is_graph for rows in (1, 2, 3, 4)] == [True] * 4
-    assert step.stats.hit_rate() == 1.0
+    assert step.stats.hit_rate == 1.0
 
 
 def test_prewarm_of_some_sizes() -> None:

@@ -34,7 +34,7 @@ def test_served_in_time_it_is_what_the_plan_expects(mode: CUDAGraphMode, seed: i
     expected = plan.evaluate(workload, COST)
     result = simulate(workload, COST, planned_dispatcher(plan, max_num_reqs=50))
     assert result.step_ms == pytest.approx(300 * expected.step_ms)
-    assert result.stats.hit_rate() == pytest.approx(expected.hit_rate)
+    assert result.stats.hit_rate == pytest.approx(expected.hit_rate)
     assert result.stats.captures == 6
 
 

@@ -53,7 +53,7 @@ def test_time_padding_and_hits_are_those_of_the_sizes() -> None:
     hits = tokens[tokens <= 8]
     padded = np.array(next_size_table((2, 4, 8)))[hits]
     assert (result.stats.hits, result.stats.captures) == (len(hits), 3)
-    assert result.stats.padding_ratio() == pytest.approx(1 - hits.sum() / padded.sum())
+    assert result.stats.padding_ratio == pytest.approx(1 - hits.sum() / padded.sum())
     assert result.step_ms == pytest.approx((1.0 + padded).sum() + (10.0 + tokens[tokens > 8]).sum())
     assert result.eager_shares() == {Reason.ABOVE_LARGEST_SIZE: pytest.approx(1 - len(hits) / 400)}
     assert (result.capture_ms, result.peak_bytes) == (150.0, 300 + 4 * 8)

@@ -14,7 +14,7 @@ from graphdispatch.stats import CUDAGraphStats, DispatchStats, Eviction, Evictio
 def test_rates_are_zero_before_the_first_call() -> None:
     """Nothing counted is no error and no division by zero."""
     graphs, calls = CUDAGraphStats(), DispatchStats()
-    assert (graphs.hit_rate(), graphs.padding_ratio()) == (0.0, 0.0)
+    assert (graphs.hit_rate, graphs.padding_ratio) == (0.0, 0.0)
     assert (calls.graph_ratio, calls.avg_dispatch_time_us) == (0.0, 0.0)
 
 
@@ -23,8 +23,8 @@ def test_hits_count_real_and_padded_rows() -> None:
     stats = CUDAGraphStats()
     stats.record_hit(3, 4)
     stats.record_hit(5, 8)
-    assert (stats.hits, stats.replays, stats.hit_rate()) == (2, 2, 1.0)
-    assert stats.padding_ratio() == pytest.approx(4 / 12)
+    assert (stats.hits, stats.replays, stats.hit_rate) == (2, 2, 1.0)
+    assert stats.padding_ratio == pytest.approx(4 / 12)
 
 
 @pytest.mark.parametrize(

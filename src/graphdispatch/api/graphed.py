@@ -329,7 +329,7 @@ class Graphed(Generic[P, R]):
         return (
             f"<Graphed {callable_name(self._slow.fn)}: {len(self._graphs.cache)} graphs of at most "
             f"{self._decode.table.largest} rows, "
-            f"{100 * self.stats.hit_rate():.1f} % of {self.stats.calls} calls served>"
+            f"{100 * self.stats.hit_rate:.1f} % of {self.stats.calls} calls served>"
         )
 
     def _call_with_gradients_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
