@@ -59,8 +59,17 @@ class SizeTable:
     ) -> None:
         self.sizes = tuple(sizes)
         self.mode = mode
+        self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
+        """The decision for calls without a batch dimension."""
         self._firsts = dict(zip(self.sizes, firsts or [1 + size for size in (0, *self.sizes)], strict=False))
         self._decisions = tuple(self._make(rows, size, pad_batches) for rows, size in enumerate(table) if self.sizes)
+
+    @classmethod
+    def of_one(cls, size: int, mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None) -> "SizeTable":
+        """The table of a single graph of ``size`` rows, which serves every batch of at most as many."""
+        table = cls((size,), (size,) * (size + 1), mode)
+        table.fixed = Decision(mode, descriptor or BatchDescriptor(size), size, Reason.EXACT, size)
+        return table
 
     @property
     def largest(self) -> int:

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backends import get_backend
 from ..backends.base import Graph, Pool
+from ..call.signature import ForeignSignature
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ReplayError
 from ..modes import CUDAGraphMode, EntryState
@@ -74,12 +75,19 @@ class _ForeignPool(Pool):
 
 
 def entry_around(
-    graph: Replayable, key: Hashable, outputs: Any = None, *, piecewise: bool = False, idempotent: bool = False
+    graph: Replayable,
+    key: Hashable,
+    outputs: Any = None,
+    *,
+    piecewise: bool = False,
+    idempotent: bool = False,
+    addresses: tuple[int, ...] | None = None,
 ) -> CUDAGraphEntry:
     """An entry that replays ``graph`` and hands out ``outputs`` (tensors that it writes, or any nest) as they are.
 
-    The graph's inputs are its owner's to fill; releasing the entry only lets go of the graph. ``idempotent`` says that
-    the step may be run again after a replay that stopped half-way, whatever that wrote.
+    The graph's inputs are its owner's to fill; ``addresses`` are those that it reads, if they are known. Releasing the
+    entry only lets go of the graph. ``idempotent`` says that the step may be run again after a replay that stopped
+    half-way, whatever that wrote.
     """
     pool = _ForeignPool()
     tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(outputs))
@@ -96,4 +104,5 @@ def entry_around(
         outputs=Outputs(outputs, OutputRule(((),) * tensors), [False] * tensors, "static", pool),
         state=EntryState.VERIFIED,
         knows_effects=False,
+        signature=ForeignSignature(addresses),
     )

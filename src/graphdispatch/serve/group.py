@@ -1,94 +1,189 @@
-"""A group: all graphs of one signature, the static inputs that they share, and how often each size was seen."""
+"""Graph groups: all graphs of one signature, the static inputs that they share, and the calls that lead to them."""
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..backends.operators import bits_equal
+from ..call.rules import ArgumentRules
 from ..call.signature import Signature
-from ..call.spec import FlatCall, CallSpec
+from ..call.spec import CallSpec, FlatCall
+from ..decide.decision import Decision, SizeTable
+from ..descriptors import BatchDescriptor
+from ..memory.backoff import Backoff, Failure, Quarantine
 from ..memory.buffers import OutputBuffers
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
 from ..modes import EntryState
 from ..reasons import Reason
+from .hit import Hit, Hits
 
-__all__ = ["Failure", "Form", "GraphGroup"]
+__all__ = ["GraphGroup", "Route", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
-_FIRST_RETRY = 16  # sightings of a size after a failed capture before the next try; each failure takes 4 times as many
+_RETRY = Backoff(first=16, factor=4)  # misses of a size between a failed capture and the next try
 
 
-class Failure(NamedTuple):
-    """A key that is quarantined: how often it failed, when it may be tried again (in sightings), and why it failed."""
+class Route:
+    """One kind of calls at a door: the sizes that serve it, and how its arguments are read.
 
-    times: int
-    retry_at: int | None
-    reason: Reason
-    detail: str
+    ``key`` is the door's name for it, unique within the door. A door makes a route once and gives it to the server
+    with each call. Changed only with the server's lock held; ``spellings`` is read without it.
+    """
+
+    def __init__(
+        self,
+        key: Hashable,
+        table: SizeTable,
+        rules: ArgumentRules | None = None,
+        *,
+        descriptor: BatchDescriptor | None = None,
+        entry: CUDAGraphEntry | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        self.key = key
+        self.table = table
+        self.rules = rules
+        """What the user said of the arguments; None: every argument is static (``inputs="static"``)."""
+        self.descriptor = descriptor
+        """What its graphs are called, where the door names them; None: by their sizes."""
+        self.entry = entry
+        """The only graph of the route, where somebody else captured it; None where the server captures."""
+        self.capacity = capacity
+        """The rows that static inputs have room for, if that is more than the largest size."""
+        self.spellings: dict[tuple[Any, ...], Spelling] = {}
+
+    @property
+    def groups(self) -> list["GraphGroup"]:
+        """The groups of all spellings."""
+        return [group for spelling in self.spellings.values() for group in spelling.groups]
+
+    def checked_sizes(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        """``sizes``, or all. Raises ``ConfigError`` for one that is not captured here."""
+        return self.table.checked(sizes)
+
+
+class Spelling:
+    """One way of spelling a call, with the groups that such calls have made; the latest used is tried first."""
+
+    def __init__(self, spec: CallSpec, first: "GraphGroup") -> None:
+        self.spec = spec
+        self.groups = [first]
+        self.use(first)
+
+    def use(self, group: "GraphGroup") -> None:
+        """Try ``group`` first from now on."""
+        # One assignment, since hits read it without a lock. The second value tells whether a call's values are its
+        # leaves just as it spells them, so that a hit need not sort or flatten.
+        self.latest = (group, self.spec.order is None and group.call.is_flat)
+
+    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "tuple[GraphGroup, list[Any], int] | None":
+        """The group that fits a call, with the call's leaves and rows."""
+        values = self.spec.values(args, kwargs)
+        for group in self.groups:
+            leaves = group.call.flatten(values)
+            if leaves is not None and (rows := group.signature.match(leaves)) >= 0:
+                return group, leaves, rows
+        return None
 
 
 @dataclass(eq=False)
 class GraphGroup:
-    """The graphs of one signature. Changed only with the owner's lock held; ``served`` is read without it."""
+    """The graphs of one signature, by size. Changed only with the server's lock held; ``hits`` is read without it."""
 
-    index: Any
-    caller: FlatCall
+    key: Hashable
+    route: Route
+    call: FlatCall
     signature: Signature
     inputs: StaticInputs
+    failures: Quarantine[int]
     entries: dict[int, CUDAGraphEntry] = field(default_factory=dict)
-    served: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """By number of rows: the verified entry that serves it, with whatever the owner wants beside it."""
-    sightings: Counter[int] = field(default_factory=Counter)
+    misses: Counter[int] = field(default_factory=Counter)
+    """By size, the calls that no graph served; they are the clock of ``failures``."""
     past_replays: Counter[int] = field(default_factory=Counter)
     """By size, the replays of entries that are gone."""
-    failures: dict[int, Failure] = field(default_factory=dict)
     rule: OutputRule | None = None
     example: list[Any] = field(default_factory=list)
     """The values of a call of two rows; empty if none is kept."""
     buffers: OutputBuffers | None = None
     """Where copies of outputs go, if they go to preallocated memory."""
+    hits: Hits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hits = Hits(self)
+
+    @staticmethod
+    def new_failures(max_failures: int) -> Quarantine[int]:
+        """The sizes whose capture failed: tried again after 16, 64, ... further misses, so many times."""
+        return Quarantine(_RETRY, max_failures)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is a graph that was not evicted."""
+        return any(entry.state is not EntryState.EVICTED for entry in self.entries.values())
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of all sizes, with or without a graph."""
+        replays = sum(entry.replay_count for entry in self.entries.values())
+        return self.misses.total() + self.past_replays.total() + replays
+
+    def decide(self, rows: int) -> Decision:
+        """The decision for a call of ``rows`` rows that fits the signature."""
+        return self.route.table.decide(rows) if self.signature.has_rows else self.route.table.fixed
+
+    def descriptor(self, size: int) -> BatchDescriptor:
+        """What the graph of ``size`` serves."""
+        return self.route.descriptor or BatchDescriptor(size)
+
+    def make_hit(self, rows: int) -> Hit | None:
+        """The hit of calls of ``rows`` rows, if a verified graph may serve them; needs no lock."""
+        if rows < 0:
+            return None
+        decision = self.decide(rows)
+        entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
+        if entry is None or entry.state is not EntryState.VERIFIED or not entry.may_pad(decision.rows):
+            return None
+        return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
-        """The entry of ``size``, if there is one; forgets it if it was evicted, which another group's owner may do."""
+        """The entry of ``size``, if there is one; forgets it if it was evicted, which another owner may do."""
         entry = self.entries.get(size)
         if entry is not None and entry.state is EntryState.EVICTED:
             self.drop(size)
             return None
         return entry
 
+    def keep(self, entry: CUDAGraphEntry) -> None:
+        """Serve by ``entry`` from now on, as soon as it is verified."""
+        self.entries[entry.size] = entry
+        self.rule = entry.outputs.rule
+        self.failures.forgive(entry.size)
+        self.hits.clear()
+
     def drop(self, size: int) -> None:
         """Forget the entry of ``size``."""
         gone = self.entries.pop(size, None)
         self.past_replays[size] += gone.replay_count if gone is not None else 0
-        self.served = {rows: what for rows, what in self.served.items() if what[0].size != size}
+        self.hits.clear()
 
-    def quarantine(self, size: int, reason: Reason, detail: str, max_failures: int) -> None:
+    def quarantine(self, size: int, reason: Reason, detail: str, *, is_final: bool = False) -> None:
         """Note a failed capture: the size stays eager for a while, and for good after ``max_failures``.
 
-        What rebinds its own state is tried again at once, since it may do so in its first call alone, and then ever
-        more rarely, since no guard tells when it no longer does.
+        A callable that rebinds its own state may do so in its first call alone, so it is tried again at once. After
+        that it is tried ever more rarely but never given up, since no guard tells when it no longer rebinds.
         """
-        before = self.failures.get(size)
-        count = before.times + 1 if before else 1
-        rebinds = reason is Reason.STATE_REBOUND
-        tries = count - rebinds
-        wait = _FIRST_RETRY * 4 ** (tries - 1) if tries else 1
-        is_final = count >= max_failures and not rebinds
-        retry_at = None if is_final else self.sightings[size] + wait
-        self.failures[size] = Failure(count, retry_at, reason, detail)
+        grace = 1 if reason is Reason.STATE_REBOUND else 0
+        self.failures.fail(size, self.misses[size], reason, detail, is_final=is_final, grace=grace)
 
     def blocked(self, size: int) -> Failure | None:
         """The failure that keeps ``size`` from being captured now, if any."""
-        failure = self.failures.get(size)
-        if failure is None or (failure.retry_at is not None and self.sightings[size] >= failure.retry_at):
-            return None
-        return failure
+        return self.failures.blocked(size, self.misses[size])
 
     def warn_of(self, entry: CUDAGraphEntry, rows: int, detail: str) -> None:
         """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
@@ -96,8 +191,13 @@ class GraphGroup:
         _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
 
     def needs_check(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> bool:
-        """Whether this batch must be compared with eager before the entry serves it: the second one, the first that is
-        padded, one smaller than all before, one after a replay that failed, and one in every ``verify_every``."""
+        """Whether this batch must be compared with eager before the entry serves it.
+
+        That is the second batch, the first padded one, one smaller than all before, one after a replay that failed, and
+        one in every ``verify_every``. What a graph of somebody else does to memory is not known, so it is not compared.
+        """
+        if not entry.knows_effects:
+            return False
         if not entry.may_pad(rows) or entry.replay_count >= entry.verify_at:
             return True
         return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
@@ -134,26 +234,3 @@ def _with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """The same values, with dimensions lying in memory from slowest to fastest as ``order`` says."""
     back = sorted(range(len(order)), key=lambda d: order[d])
     return tensor.permute(order).contiguous().permute(back)
-
-
-class Form:
-    """One spelling of calls, with the groups that such calls have made; the latest used is tried first."""
-
-    def __init__(self, form: CallSpec, first: GraphGroup) -> None:
-        self.form = form
-        self.groups = [first]
-        self.use(first)
-
-    def use(self, group: GraphGroup) -> None:
-        """Try ``group`` first from now on."""
-        # One assignment, since hits read it without a lock. The second value tells whether a call's values are its
-        # leaves just as it spells them, so that a hit need not sort or flatten.
-        self.latest = (group, self.form.order is None and group.caller.is_flat)
-
-    def find(self, values: Sequence[Any]) -> tuple[GraphGroup, list[Any], int] | None:
-        """The group that fits a call, with the call's leaves and rows."""
-        for group in self.groups:
-            leaves = group.caller.flatten(values)
-            if leaves is not None and (rows := group.signature.match(leaves)) >= 0:
-                return group, leaves, rows
-        return None

@@ -1,0 +1,101 @@
+"""The hit path: all that runs when a verified graph serves a call.
+
+It matches the call, asks the guards, and executes a plan that was made before. A native implementation replaces
+``HitPath.serve``, with ``Signature.match``, ``StateGuard.holds`` and ``ReplayPlan.run``; what they read is plain data.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from ..decide.decision import Decision
+from ..errors import ReplayError
+from ..memory.entry import CUDAGraphEntry
+from ..memory.replay import ReplayPlan
+from ..state.guards import StateGuard
+from ..stats import CUDAGraphStats
+
+if TYPE_CHECKING:
+    from .group import GraphGroup, Route
+
+__all__ = ["Hit", "HitPath", "Hits"]
+
+
+class Hit(NamedTuple):
+    """What a hit needs, made once for a number of rows."""
+
+    entry: CUDAGraphEntry
+    plan: ReplayPlan
+    decision: Decision
+    guard: StateGuard | None
+    """What must be as it was at the capture; None if nobody guards it."""
+
+
+class Hits(dict[int, Hit | None]):
+    """The hits of a group by number of rows; ``hits[rows]`` is None where no verified graph serves so many.
+
+    A hit is made when it is first asked for, by any thread, without a lock.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: "GraphGroup") -> None:
+        super().__init__()
+        self._group = group
+
+    def __missing__(self, rows: int) -> Hit | None:
+        hit = self._group.make_hit(rows)
+        if hit is not None:
+            self[rows] = hit
+        return hit
+
+
+class HitPath(ABC):
+    """Serves calls that are hits, and hands all others to ``step``."""
+
+    stats: CUDAGraphStats
+    local: threading.local
+    times_replays = False
+    """Whether entries collect the device time of their replays (``avg_replay_time_ms``)."""
+
+    def serve(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
+        if torch.is_grad_enabled():
+            return self.serve_with_gradients_on(route, args, kwargs)
+        spelling = route.spellings.get((len(args), *kwargs))
+        if spelling is not None:
+            group, is_flat = spelling.latest
+            leaves = [*args, *kwargs.values()] if is_flat else group.call.flatten(spelling.spec.values(args, kwargs))
+            hit = group.hits[group.signature.match(leaves)] if leaves is not None else None
+            if hit is not None:
+                entry, plan, decision, guard = hit
+                backend = entry.backend
+                if (
+                    entry.replay_count < entry.verify_at
+                    and forward_ad._current_level < 0
+                    and not (backend.watch.depth or backend.is_capturing())
+                    and (guard is None or guard.holds())
+                    and (entry.workspaces is None or entry.workspaces.holds())
+                    and not (entry.writes_outside and plan.shares_memory(leaves))
+                ):
+                    try:
+                        result = self._run(entry, plan, leaves)
+                    except ReplayError as error:
+                        group.hits.pop(plan.rows, None)
+                        if error.had_effects:
+                            raise
+                    else:
+                        self.local.decision = decision
+                        return result
+        return self.step(route, args, kwargs)
+
+    @abstractmethod
+    def step(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that is no hit (yet)."""
+
+    @abstractmethod
+    def serve_with_gradients_on(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call for which gradients are on: eagerly if anything needs one."""
