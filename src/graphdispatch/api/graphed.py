@@ -1,8 +1,7 @@
 """``graphed()``: any callable with a changing batch size, served by captured graphs, right every time.
 
-The front door for everyone. A call on the fast path does five things: find the spelling, compare the arguments with
-the signature, compare the weights with the fingerprint, look the number of rows up, serve. Anything else takes the
-slow path, under a lock, where captures and checks happen.
+The door for everyone. It names two routes, for uniform decode and for other batches, which are one unless the mode
+tells them apart; the server does the rest.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,19 +10,22 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, ca
 
 import torch
 
-from ..call.rules import callable_name, make_rules
+from ..call.rules import ArgumentRules, callable_name, make_rules
 from ..capture.piecewise import BreakFigures, break_figures
-from ..config import CUDAGraphOptions, parse_mode, resized, roomy_config
-from ..decide.decision import Decision
-from ..errors import ConfigError, ReplayError
+from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, resized, roomy_config
+from ..decide.decision import Decision, SizeTable
+from ..errors import ConfigError
 from ..memory.accounting import MemoryReport
+from ..backends import get_backend
 from ..memory.budget import MemoryBudget
+from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.estimate import MemoryEstimate
-from ..serve.prewarm import Limits, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
-from ..serve.slow_path import SlowPath
+from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
+from ..serve.server import Server
+from ..serve.group import Route
 from ..stats import EvictionReason
 
 if TYPE_CHECKING:
@@ -109,7 +111,16 @@ def graphed(
         sizes = cast(SizePlan, read_sizes(sizes))
     config = roomy_config(sizes, max_size, max_cached_graphs, settings)
     rules = make_rules(fn, dynamic, {} if pad is None else pad, static)
-    return Graphed(SlowPath(fn, config, rules, uniform_decode=uniform_decode, budget=budget, out=out))
+    server = Server(
+        fn,
+        config.options,
+        make_cache(config, _checked_budget(budget)),
+        backend=get_backend(backend) if backend != "auto" else None,
+        out=out,
+        strict=strict,
+        max_groups=config.max_signatures,
+    )
+    return Graphed(server, config, rules, _checked_kind(uniform_decode, config))
 
 
 def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
@@ -127,59 +138,71 @@ def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraph
     return chosen.replace(outputs=outputs)
 
 
+def _checked_budget(budget: MemoryBudget | None) -> MemoryBudget | None:
+    if budget is not None and not isinstance(budget, MemoryBudget):
+        raise ConfigError(
+            f"budget must be a MemoryBudget or None, got {budget!r}; memory_budget_bytes= takes a number of bytes, "
+            "and a MemoryBudget bounds several callables together"
+        )
+    return budget
+
+
+def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphConfig) -> Callable[..., bool] | None:
+    """``uniform_decode``, if the mode of ``config`` asks for it. Raises ``ConfigError`` for what cannot be called."""
+    if config.mode.separate_routine() and uniform_decode is None:
+        raise ConfigError(
+            f"uniform_decode must be a function in mode {config.mode.name}, got None; "
+            "it is given a call's arguments and tells uniform decode batches from others"
+        )
+    if uniform_decode is not None and not callable(uniform_decode):
+        raise ConfigError(f"uniform_decode must be a function of a call's arguments, got {uniform_decode!r}")
+    return uniform_decode if config.mode.separate_routine() else None
+
+
 class Graphed(Generic[P, R]):
     """A callable served by graphs; made by ``graphed()``. Attributes of the wrapped callable are reachable on it, but
     are set on the callable itself."""
 
-    __slots__ = ("__weakref__", "_decode", "_graphs", "_is_split", "_local", "_slow", "stats")
+    __slots__ = ("__weakref__", "_config", "_decode", "_graphs", "_mixed", "_server", "_uniform_decode", "stats")
 
-    def __init__(self, slow_path: SlowPath) -> None:
-        self._slow = slow_path
-        self._graphs = slow_path.graphs
-        self._local = slow_path.local
-        self._decode = slow_path.decode
-        self._is_split = slow_path.uniform_decode is not None
-        self.stats = self._graphs.stats
+    def __init__(
+        self,
+        server: Server,
+        config: CUDAGraphConfig,
+        rules: ArgumentRules,
+        uniform_decode: Callable[..., bool] | None,
+    ) -> None:
+        self._server = server
+        self._graphs = server.graphs
+        self._config = config
+        self._uniform_decode = uniform_decode
+        self._decode = self._mixed = Route(
+            0, SizeTable.of(config.resolve(), config.mode.decode_mode()), rules
+        )
+        if uniform_decode is not None:
+            table = SizeTable.of(config.resolve(mixed=True), config.mode.mixed_mode())
+            self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
+        self.stats = server.stats
         """What happened so far: hits, captures, padding, and the reason for every eager step."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
-        if torch.is_grad_enabled():
-            return cast(R, self._call_with_gradients_on(args, kwargs))
-        routine = self._slow.routine(args, kwargs) if self._is_split else self._decode
-        form = routine.forms.get((len(args), *kwargs))
-        if form is not None:
-            group, is_flat = form.latest
-            leaves = [*args, *kwargs.values()] if is_flat else group.caller.flatten(form.form.values(args, kwargs))
-            if leaves is not None:
-                rows = group.signature.match(leaves)
-                hit = group.served.get(rows)
-                if hit is not None and self._graphs.may_serve(hit[0], leaves):
-                    entry, decision = hit
-                    try:
-                        result: R = entry.serve(leaves, rows, self.stats)
-                    except ReplayError as error:
-                        if error.had_effects:
-                            raise
-                        return cast(R, self._slow.step(args, kwargs))
-                    self._local.decision = decision
-                    return result
-        return cast(R, self._slow.step(args, kwargs))
+        route = self._decode if self._uniform_decode is None else self._route(args, kwargs)
+        return cast(R, self._server.serve(route, args, kwargs))
+
+    def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:
+        if self._uniform_decode is None or self._uniform_decode(*args, **kwargs):
+            return self._decode
+        return self._mixed
 
     @property
     def last_decision(self) -> Decision | None:
         """The decision of the calling thread's latest call, or None before the first."""
-        return getattr(self._local, "decision", None)
+        return self._server.decision
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """How such a call would be served now, in one line; nothing is run or counted."""
-        if torch.is_grad_enabled() and self._graphs.needs_gradients(args, kwargs):
-            return Decision.eager(Reason.NEEDS_GRADIENTS).explain()
-        with torch.no_grad(), self._graphs.lock:
-            found = self._slow.find(self._slow.routine(args, kwargs), args, kwargs)
-            if found.group is None or found.decision.mode is CUDAGraphMode.NONE:
-                return found.decision.explain()
-            return self._slow.plan(found.group, found).explain()
+        return self._server.explain(self._route(args, kwargs), args, kwargs)
 
     def prewarm(
         self,
@@ -201,9 +224,9 @@ class Graphed(Generic[P, R]):
         ``memory_budget_bytes``) are budgets of time and of memory held: capturing stops before it passes one, and the
         report says which sizes were left out. They are captured later, as they come.
         """
-        with torch.no_grad(), self._graphs.lock:
-            limits = Limits(max_seconds, max_bytes)
-            return prewarm(self._slow, args, kwargs, sizes=sizes, limits=limits, progress=progress)
+        with torch.no_grad(), self._server.lock:
+            batch = CaptureBatch(self._server, self._config, Limits(max_seconds, max_bytes), progress=progress)
+            return batch.run(self._routes, args, kwargs, sizes)
 
     def estimate_memory(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:
         """What graphs of ``sizes`` (default: all) will hold, from an example call, before they are captured.
@@ -211,18 +234,24 @@ class Graphed(Generic[P, R]):
         The two largest are captured on trial and thrown away; the call leaves no effect. Raises ``ConfigError`` for an
         example or a size that cannot be, and ``CaptureError`` if there can be no graph.
         """
-        with torch.no_grad(), self._graphs.lock:
-            return estimate(self._slow, args, kwargs, sizes)
+        with torch.no_grad(), self._server.lock:
+            return estimate(self._server, self._routes[0], args, kwargs, sizes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The capture sizes that calls are padded to now."""
-        return self._decode.table.sizes or self._slow.mixed.table.sizes
+        return self._decode.table.sizes or self._mixed.table.sizes
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
         """Those of calls that are not uniform decode, in a mode that tells them apart; else the same."""
-        return self._slow.mixed.table.sizes
+        return self._mixed.table.sizes
+
+    @property
+    def _routes(self) -> list[Route]:
+        """The routes that have sizes, or the first one if none has: one, or two where the mode tells uniform decode
+        from other batches."""
+        return [r for r in dict.fromkeys((self._decode, self._mixed)) if r.table.sizes] or [self._decode]
 
     def use_sizes(self, sizes: str | Sequence[int] | SizePlan) -> None:
         """Pad calls to these capture sizes from now on: as for ``graphed``, a plan, a ladder by name, or sizes.
@@ -230,16 +259,16 @@ class Graphed(Generic[P, R]):
         Graphs of sizes that stay go on serving; the others are released, and all of them if the largest size grows.
         Raises ``ConfigError`` for sizes that cannot be; nothing has changed then.
         """
-        with self._graphs.lock:
-            self._slow.use_sizes(resized(self._slow.config, sizes))
+        with self._server.lock:
+            self._config = config = resized(self._config, sizes)
+            resolved = {route: config.resolve(mixed=route is not self._decode) for route in self._routes}
+            self._server.use_tables({r: SizeTable.of(new, r.table.mode) for r, new in resolved.items()})
 
     def keep_examples(self) -> None:
         """Keep two rows of one call of each signature from now on, so that ``capture_size`` has something to capture
         with; tensors without a batch dimension are kept as they are."""
-        with self._graphs.lock:
-            self._slow.keeps_examples = True
-            for group in self._graphs.groups.values():
-                group.served = {}  # the next call takes the slow path, which keeps the example
+        with self._server.lock:
+            self._server.keep_examples()
 
     def capture_size(self, size: int) -> bool:
         """Capture one size now, while nothing is to be served, for every signature of which an example is kept.
@@ -248,32 +277,32 @@ class Graphed(Generic[P, R]):
         of it then; it leaves no effect, and an example that the callable refuses is left out. Raises ``ConfigError``
         for a size that is too large, ``FallbackError`` with ``strict``.
         """
-        with torch.no_grad(), self._graphs.lock:
-            return capture_size(self._slow, size)
+        with torch.no_grad(), self._server.lock:
+            return capture_size(self._server, self._routes, size)
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; calls capture anew.
 
         ``tag`` says what changed, and is kept with ``stats.last_evictions``.
         """
-        with self._graphs.lock:
+        with self._server.lock:
             self._graphs.rearm(EvictionReason.INVALIDATED, tag)
 
     def sleep(self, tag: str = "") -> None:
         """Release graphs, pool and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or
         replaced. Waits for calls that a graph serves now."""
-        with self._graphs.lock:
+        with self._server.lock:
             self._graphs.sleep(tag)
 
     def wake(self) -> None:
         """End ``sleep()``: sizes are captured again as they come. Harmless when awake."""
-        with self._graphs.lock:
+        with self._server.lock:
             self._graphs.wake()
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
-        with self._graphs.lock:
-            self._slow.clear()
+        with self._server.lock:
+            self._server.clear(self._decode, self._mixed)
 
     @property
     def entries(self) -> list[CUDAGraphEntry]:
@@ -283,8 +312,8 @@ class Graphed(Generic[P, R]):
     @property
     def captured_sizes(self) -> tuple[int, ...]:
         """The sizes that have a graph for every signature seen so far, increasing."""
-        with self._graphs.lock:
-            return captured_sizes(self._slow)
+        with self._server.lock:
+            return captured_sizes(self._routes)
 
     @property
     def breaks(self) -> list[BreakFigures]:
@@ -313,27 +342,21 @@ class Graphed(Generic[P, R]):
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""
-        with self._graphs.lock:
-            self._graphs.check_integrity()
+        with self._server.lock:
+            self._graphs.cache.check_integrity()
 
     def unwrap(self) -> Callable[P, R]:
         """The wrapped callable."""
-        return self._slow.fn
+        return self._server.fn
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._slow.fn, name)
+        return getattr(self._server.fn, name)
 
     def __repr__(self) -> str:
         return (
-            f"<Graphed {callable_name(self._slow.fn)}: {len(self._graphs.cache)} graphs of at most "
+            f"<Graphed {callable_name(self._server.fn)}: {len(self._graphs.cache)} graphs of at most "
             f"{self._decode.table.largest} rows, "
             f"{100 * self.stats.hit_rate:.1f} % of {self.stats.calls} calls served>"
         )
-
-    def _call_with_gradients_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._graphs.needs_gradients(args, kwargs):
-            return self._slow.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
-        with torch.no_grad():
-            return self(*args, **kwargs)

@@ -73,9 +73,17 @@ class CallSpec:
         self.names = tuple(spelled[i] for i in order)
         self.order = None if order == list(range(len(order))) else tuple(order)
 
-    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call is spelt this way."""
-        return len(args) == self.positional and tuple(kwargs) == self.keywords
+    @classmethod
+    def by_names(cls, names: Sequence[str], positional: int, keywords: Sequence[str]) -> "CallSpec | None":
+        """The spelling of a call of something that takes exactly these arguments, in this order; None if it does not."""
+        spelled = [*names[:positional], *keywords]
+        if len(spelled) != len(names) or set(spelled) != set(names):
+            return None
+        spec = cls.__new__(cls)
+        spec.positional, spec.keywords, spec.names = positional, tuple(keywords), tuple(names)
+        order = tuple(spelled.index(name) for name in names)
+        spec.order = None if order == tuple(range(len(order))) else order
+        return spec
 
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The call's top-level arguments in the order of ``names``."""
@@ -123,18 +131,23 @@ class FlatCall:
     ``specs`` is None when every argument is itself a leaf, which is the fast case.
     """
 
-    def __init__(self, fn: Callable[..., Any], form: CallSpec, values: Sequence[Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], spec: CallSpec, values: Sequence[Any]) -> None:
         self._fn = fn
-        self._form = form
+        self._spec = spec
         self.leaves: list[Leaf] = []
         self._specs: list[TreeSpec] = []
-        for name, value in zip(form.names, values, strict=True):
-            paths, spec = tree_flatten_with_path(value)
-            self._specs.append(spec)
+        for name, value in zip(spec.names, values, strict=True):
+            paths, tree = tree_flatten_with_path(value)
+            self._specs.append(tree)
             self.leaves += [Leaf(name + keystr(path), name.partition("[")[0]) for path, _ in paths]
         self.is_flat = all(spec.is_leaf() for spec in self._specs)
-        inverse = form.order if form.order is not None else range(len(values))
+        inverse = spec.order if spec.order is not None else range(len(values))
         self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments, in the order of the values."""
+        return self._spec.names
 
     def flatten(self, values: Sequence[Any]) -> list[Any] | None:
         """The leaves of a call, or None if its structure is another one."""
@@ -153,8 +166,8 @@ class FlatCall:
         it may change, and else with new ones."""
         arguments = leaves.arguments if isinstance(leaves, Leaves) else self._unflatten(leaves)
         spelled = [arguments[place] for place in self._places]
-        positional = self._form.positional
-        return self._fn(*spelled[:positional], **dict(zip(self._form.keywords, spelled[positional:], strict=True)))
+        positional = self._spec.positional
+        return self._fn(*spelled[:positional], **dict(zip(self._spec.keywords, spelled[positional:], strict=True)))
 
     def _unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         arguments: list[Any] = []

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..config import ResolvedConfig
 from ..descriptors import BatchDescriptor
+from ..errors import ConfigError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 
@@ -63,6 +65,27 @@ class SizeTable:
         """The decision for calls without a batch dimension."""
         self._firsts = dict(zip(self.sizes, firsts or [1 + size for size in (0, *self.sizes)], strict=False))
         self._decisions = tuple(self._make(rows, size, pad_batches) for rows, size in enumerate(table) if self.sizes)
+
+    @classmethod
+    def of(cls, resolved: ResolvedConfig, mode: CUDAGraphMode) -> "SizeTable":
+        """The table of a configuration for one runtime mode; without sizes in mode NONE."""
+        if not mode.has_graphs():
+            return cls((), (), mode)
+        sizes, table, config, firsts = resolved
+        return cls(sizes, table, mode, pad_batches=config.pad_batches, firsts=firsts)
+
+    def checked(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        """``sizes``, or all. Raises ``ConfigError`` for one that is not captured here."""
+        for size in sizes or ():
+            if size not in self.sizes:
+                raise ConfigError(f"sizes must be among the capture sizes {self.sizes}, got {size!r}")
+        return self.sizes if sizes is None else tuple(sizes)
+
+    def min_batch_of(self, size: int) -> int:
+        """The smallest batch that a graph of ``size`` serves, or would serve if it were among the sizes."""
+        if size in self.sizes:
+            return self.served_by(size)[0]
+        return 1 + max((smaller for smaller in self.sizes if smaller < size), default=0)
 
     @classmethod
     def of_one(cls, size: int, mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None) -> "SizeTable":

@@ -188,8 +188,9 @@ class CUDAGraphEntry:
             rows = self.size
         if not 1 <= rows <= self.size:
             raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {rows}")
-        if self.plan(rows).shares_memory(values):
-            raise GuardError(f"{Reason.ALIASED_ARGUMENTS.text}; pass copies")
+        clash = self.plan(rows).clash(values)
+        if clash is not None:
+            raise GuardError(f"{clash}; pass copies")
         if self.signature is not None and self.signature.match(values) < 0:
             raise GuardError(
                 "the call differs from the captured one: in inference mode, autocast, the address of a static tensor, "

@@ -39,22 +39,23 @@ class ReplayPlan:
         self._build = entry.outputs.build
         self._watched = entry.inputs.positions if entry.writes_outside else ()
 
-    def shares_memory(self, values: Sequence[Any]) -> bool:
-        """Whether an argument of a call lies in memory that the graph writes, so that a copy of it would not do."""
+    def clash(self, values: Sequence[Any]) -> str | None:
+        """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
         if not self._watched:
-            return False
+            return None
         entry = self._entry
         if entry.mutated:
-            seen = {values[position].untyped_storage().data_ptr() for position in self._watched}
-            if len(seen) < len(self._watched):
-                return True
+            storages = {values[position].untyped_storage().data_ptr() for position in self._watched}
+            if len(storages) < len(self._watched):
+                names = [spec.name for spec in entry.inputs.specs]
+                return f"arguments {names} share memory, and the call writes to one of them"
         written = entry.written
         if written is not None:
             low, high = written.low, written.high
-            for position in self._watched:
+            for place, position in enumerate(self._watched):
                 if low <= values[position].data_ptr() < high and written.overlaps(values[position]):
-                    return True
-        return False
+                    return f"argument {entry.inputs.specs[place].name!r} is a view of memory that the call writes"
+        return None
 
     def run(self, values: Sequence[Any] | None, stats: "CUDAGraphStats | None" = None) -> Any:
         """The outputs for a call whose arguments were compared; None replays on what the static inputs hold now.

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CaptureError, ConfigError
 from ..memory.accounting import EntryMemory, MemoryReport
-from ..modes import CUDAGraphMode
-from .graphset import GraphSet
+from .graphs import GraphSet
 from .group import GraphGroup
 
 __all__ = ["BudgetedCapture", "MemoryEstimate", "SizeEstimate", "estimate_memory"]
@@ -74,7 +73,6 @@ def estimate_memory(
     group: GraphGroup,
     values: Sequence[Any],
     sizes: Sequence[int],
-    mode: CUDAGraphMode = CUDAGraphMode.FULL,
 ) -> MemoryEstimate:
     """Capture the two largest of ``sizes`` on trial, from an example call's values, and throw them away.
 
@@ -91,7 +89,7 @@ def estimate_memory(
     try:
         for size in ordered[:2]:
             example = group.resized(values, size)
-            outcome = trial.capture(twin, example, size, size, mode=mode, keep_effects=False)
+            outcome = trial.capture(twin, example, size, size, keep_effects=False)
             if outcome.entry is None:
                 raise CaptureError(f"no graph of {size} rows, so no estimate: {outcome.detail}", outcome.reason)
             reports.append(trial.memory_report())

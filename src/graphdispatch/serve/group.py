@@ -45,6 +45,8 @@ class Route:
         descriptor: BatchDescriptor | None = None,
         entry: CUDAGraphEntry | None = None,
         capacity: int | None = None,
+        is_single: bool = False,
+        without_sizes: Reason = Reason.DISABLED,
     ) -> None:
         self.key = key
         self.table = table
@@ -56,16 +58,16 @@ class Route:
         """The only graph of the route, where somebody else captured it; None where the server captures."""
         self.capacity = capacity
         """The rows that static inputs have room for, if that is more than the largest size."""
+        self.without_sizes = without_sizes
+        """Why calls run eagerly if the table has no sizes."""
+        self.is_single = is_single
+        """Whether only the calls like the first one are served; others are odd."""
         self.spellings: dict[tuple[Any, ...], Spelling] = {}
 
     @property
     def groups(self) -> list["GraphGroup"]:
         """The groups of all spellings."""
         return [group for spelling in self.spellings.values() for group in spelling.groups]
-
-    def checked_sizes(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
-        """``sizes``, or all. Raises ``ConfigError`` for one that is not captured here."""
-        return self.table.checked(sizes)
 
 
 class Spelling:
@@ -178,12 +180,12 @@ class GraphGroup:
         A callable that rebinds its own state may do so in its first call alone, so it is tried again at once. After
         that it is tried ever more rarely but never given up, since no guard tells when it no longer rebinds.
         """
-        grace = 1 if reason is Reason.STATE_REBOUND else 0
-        self.failures.fail(size, self.misses[size], reason, detail, is_final=is_final, grace=grace)
+        is_passing = reason is Reason.STATE_REBOUND
+        self.failures.fail(size, self.misses[size], reason, detail, is_final=is_final, is_passing=is_passing)
 
     def blocked(self, size: int) -> Failure | None:
-        """The failure that keeps ``size`` from being captured now, if any."""
-        return self.failures.blocked(size, self.misses[size])
+        """The failure that keeps ``size`` from being captured at the next call, if any."""
+        return self.failures.blocked(size, self.misses[size] + 1)
 
     def warn_of(self, entry: CUDAGraphEntry, rows: int, detail: str) -> None:
         """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""

@@ -79,10 +79,10 @@ class HitPath(ABC):
                     and not (backend.watch.depth or backend.is_capturing())
                     and (guard is None or guard.holds())
                     and (entry.workspaces is None or entry.workspaces.holds())
-                    and not (entry.writes_outside and plan.shares_memory(leaves))
+                    and (not entry.writes_outside or plan.clash(leaves) is None)
                 ):
                     try:
-                        result = self._run(entry, plan, leaves)
+                        result = plan.run(leaves, self.stats) if not self.times_replays else self.run_timed(entry, plan, leaves)
                     except ReplayError as error:
                         group.hits.pop(plan.rows, None)
                         if error.had_effects:

@@ -1,49 +1,53 @@
-"""The graphs of one callable: their pool, cache, guard and statistics, and the slow work that makes and ends them.
-
-Every front door (``graphed``, ``CUDAGraphWrapper``, the registry) owns one and adds only how a call finds its group.
-"""
+"""The graphs of one callable: their pool, cache, guard and statistics, and the slow work that makes and ends them."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from sys import maxsize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, Pool, available_backends, get_backend
 from ..call.rules import ArgumentRules
-from ..call.signature import Refusal, Signature, no_tensors, refusal
-from ..call.spec import FlatCall, CallSpec
+from ..call.signature import ForeignSignature, Refusal, Signature, no_tensors, refusal
+from ..call.spec import CallSpec, FlatCall
 from ..capture.autobreak import AutoBreaks
 from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
-from ..descriptors import BatchDescriptor
 from ..errors import BackendError, ConfigError, GraphDispatchError
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
-from ..memory.budget import Victim
 from ..memory.buffers import CallerBuffers, OutputBuffers, OutputRing, copy_into
+from ..memory.budget import Victim
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
-from ..memory.replay import next_use
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView
+from ..memory.replay import next_use
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..state.guards import StateGuard, wants_gradient
+from ..state.guards import StateGuard
 from ..stats import EvictionReason
-from .group import GraphGroup
+from .group import GraphGroup, Route
 
-__all__ = ["GraphSet"]
+__all__ = ["Capturer", "GraphSet"]
+
+
+class Capturer(NamedTuple):
+    """The three ways in which a callable is run for a graph's sake; a simulation brings its own."""
+
+    capture: Callable[[CaptureRequest], CaptureResult] = capture_entry
+    verify: Callable[[CaptureRequest, CUDAGraphEntry], CaptureResult] = verify_entry
+    warm_up: Callable[[CaptureRequest], None] = warm_up
 
 
 class GraphSet:
     """Captures, verifies and releases the graphs of ``fn``. Its methods are called with ``lock`` held, unless they
-    say otherwise; ``cache`` and ``pool`` may be shared with other sets."""
+    say otherwise; ``cache`` and ``pool`` may be shared with other sets. ``out``, a tensor or a nest of them, is where
+    all outputs go."""
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class GraphSet:
         backend: Backend | None = None,
         pool: Pool | None = None,
         out: Any = None,
+        capturer: Capturer | None = None,
     ) -> None:
         if out is not None and options.outputs != "clone":
             raise ConfigError(f"out must come with outputs='clone', got outputs={options.outputs!r}")
@@ -66,82 +71,81 @@ class GraphSet:
         self._owns_pool = pool is None
         self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self.stats = cache.stats
-        self.guard = StateGuard(fn)
-        self._guards_weights = options.guard_weights
         self.auto_breaks = AutoBreaks(fn, options.max_breaks) if options.breaks == "auto" else None
         """The modules that cost this callable its full graph, if breaks are automatic."""
-        self.groups: dict[Any, GraphGroup] = {}
+        self.groups: dict[Hashable, GraphGroup] = {}
         self.is_asleep = False
         self.lock = threading.RLock()
+        self._guard: StateGuard | None = None
+        self._capturer = capturer or Capturer()
+
+    @property
+    def guard(self) -> StateGuard:
+        """The fingerprint of what the callable reaches; made when it is first asked for."""
+        if self._guard is None:
+            self._guard = StateGuard(self.fn)
+        return self._guard
 
     def guard_holds(self) -> bool:
         """Whether weights, modules and captured variables are as they were. Needs no lock."""
-        return not self.options.guard_weights or self.guard.holds()
-
-    def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        return any(map(wants_gradient, tree_leaves((args, kwargs)))) or self.guard.trainable
-
-    def closed(self) -> Reason | None:
-        """Why no graph may replay on the calling thread now: it is in a capture, or in a break of a replay in this
-        pool, or in forward-mode differentiation, or the graphs are asleep. Needs no lock, and must be asked before one
-        is taken: a break runs with its pool's lock held."""
-        if self.backend is not None and self.backend.is_watched():
-            return Reason.INSIDE_CAPTURE
-        if self.pool is not None and self.pool.is_inside_replay():
-            return Reason.INSIDE_REPLAY
-        if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
-            return Reason.NEEDS_GRADIENTS
-        return Reason.ASLEEP if self.is_asleep else None
-
-    def may_serve(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
-        """Whether a verified entry may serve a call whose arguments fit. Part of every hit; needs no lock."""
-        backend = entry.backend
-        return (
-            not (backend.watch.depth or backend.is_capturing())
-            and forward_ad._current_level < 0
-            and entry.replay_count < entry.verify_at
-            and (entry.workspaces is None or entry.workspaces.holds())
-            and (not self._guards_weights or self.guard.holds())
-            and (not entry.writes_outside or entry.clash(values) is None)
-        )
+        return self._guard is None or not self.options.guard_weights or self._guard.holds()
 
     def make_group(
-        self, index: Any, form: CallSpec, values: Sequence[Any], rules: ArgumentRules, capacity: int
+        self, key: Hashable, route: Route, spec: CallSpec, values: Sequence[Any]
     ) -> tuple[GraphGroup, list[Any]] | Refusal:
         """A new group for calls like this one, and the call's leaves; or why no graph can serve them.
 
         Raises ``ConfigError`` for rules that do not fit the call.
         """
-        caller = FlatCall(self.fn, form, values)
-        leaves = caller.flatten(values)
+        call = FlatCall(self.fn, spec, values)
+        leaves = call.flatten(values)
         assert leaves is not None
+        if route.entry is not None:
+            return self._adopt(key, route, call, leaves)
         tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if tensor is None:
-            return no_tensors(caller.leaves, leaves)
+            return no_tensors(call.leaves, leaves)
         if self.backend is None:
             if tensor.device.type not in available_backends():
                 return Refusal(Reason.DEVICE_UNSUPPORTED, f"no backend serves {tensor.device}")
             self.backend = get_backend("auto", tensor.device)
             self.pool = self.backend.make_pool()
-        rules.check_names(self.fn, caller)
-        why_not = refusal(caller.leaves, leaves, rules, self.backend.device)
+        rules = route.rules or ArgumentRules({}, {}, frozenset(spec.names), self.options.validate_addresses)
+        rules.check_names(self.fn, call)
+        why_not = refusal(call.leaves, leaves, rules, self.backend.device)
         if why_not is not None:
             return why_not
-        signature = Signature(caller.leaves, leaves, rules, self.backend.device)
-        inputs = self._shared_inputs(signature, capacity if signature.has_rows else 1)
-        return self._add_group(index, caller, signature, inputs), leaves
+        signature = Signature(call.leaves, leaves, rules, self.backend.device)
+        capacity = route.capacity or route.table.largest if signature.has_rows else 1
+        return self._add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
+
+    def _adopt(
+        self, key: Hashable, route: Route, call: FlatCall, leaves: list[Any]
+    ) -> tuple[GraphGroup, list[Any]] | Refusal:
+        """A group around the graph of somebody else, for calls that fit it."""
+        entry = route.entry
+        assert entry is not None and entry.signature is not None
+        if entry.signature.match(leaves) < 0:
+            reason = Reason.ADDRESS_CHANGED if isinstance(entry.signature, ForeignSignature) else Reason.ARGUMENTS_CHANGED
+            return Refusal(reason, "")
+        group = self._add_group(key, route, call, entry.signature, entry.inputs)
+        group.keep(entry)
+        return group, leaves
 
     def trial(self, group: GraphGroup) -> tuple["GraphSet", GraphGroup]:
         """An empty set of the same callable and options, with a pool, a cache and statistics of its own, and
         ``group`` without its graphs in it: for captures that are thrown away."""
         trial = GraphSet(self.fn, self.options, GraphCache(maxsize), backend=self.backend, out=self.out)
         inputs = StaticInputs(group.signature.inputs, group.inputs.capacity)
-        return trial, trial._add_group(group.index, group.caller, group.signature, inputs)
+        return trial, trial._add_group(group.key, group.route, group.call, group.signature, inputs)
 
-    def _add_group(self, index: Any, caller: FlatCall, signature: Signature, inputs: StaticInputs) -> GraphGroup:
-        self.groups[index] = GraphGroup(index, caller, signature, inputs, buffers=self._make_buffers(inputs.capacity))
-        return self.groups[index]
+    def _add_group(
+        self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
+    ) -> GraphGroup:
+        failures = GraphGroup.new_failures(self.options.max_failures)
+        group = GraphGroup(key, route, call, signature, inputs, failures, buffers=self._make_buffers(inputs.capacity))
+        self.groups[key] = group
+        return group
 
     def _make_buffers(self, capacity: int) -> OutputBuffers | None:
         if self.out is not None:
@@ -157,19 +161,15 @@ class GraphSet:
 
     def warm_up(self, group: GraphGroup, values: Sequence[Any], size: int) -> None:
         """Run one size without capturing, and put everything back."""
-        warm_up(self._job(group, values, size, size, BatchDescriptor(size), CUDAGraphMode.FULL))
+        self._capturer.warm_up(self._request(group, values, size, size, group.route.table.mode))
 
     def current(self, group: GraphGroup, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size``, if there is one; one whose workspace has grown or moved is released."""
         entry = group.current(size)
-        if entry is not None and entry.workspaces is not None and not entry.workspaces.holds():
+        if entry is not None and group.route.entry is None and not _workspaces_hold(entry):
             self.release(self.cache.retire(entry, EvictionReason.STALE))
             return None
         return entry
-
-    def admit(self, key: Hashable) -> Reason:
-        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
-        return Reason.ASLEEP if self.is_asleep else self.cache.admission.decide(key, self.cache)
 
     def capture(
         self,
@@ -178,8 +178,6 @@ class GraphSet:
         rows: int,
         size: int,
         *,
-        descriptor: BatchDescriptor | None = None,
-        mode: CUDAGraphMode = CUDAGraphMode.FULL,
         keep_effects: bool = True,
     ) -> CaptureResult:
         """Run the call eagerly and capture it; room is made before, and a failure is quarantined.
@@ -187,37 +185,39 @@ class GraphSet:
         Without ``keep_effects`` the call leaves none, as if it had not been made.
         """
         if not self.guard.holds():  # a callable that rebinds its own state, or whose weights nobody guards
-            self.release(self._retire_all(EvictionReason.STALE) if self._guards_weights else [])
-            self.guard = StateGuard(self.fn)
+            self.release(self._retire_all(EvictionReason.STALE) if self.options.guard_weights else [])
+            self._guard = None
         if self.current(group, size) is None:  # else it takes the place of the one that it replaces
-            self.release(self.cache.make_room(self.cache.admission.since((group.index, size))))
-        request = self._job(group, values, rows, size, descriptor or BatchDescriptor(size), mode)
+            self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
+        request = self._request(group, values, rows, size, group.route.table.mode)
         request.keep_effects = keep_effects
         with self._counting(request):
-            outcome = capture_entry(request)
-        if outcome.reason is Reason.OUT_OF_MEMORY:
-            outcome = self._capture_with_less(request, outcome)
-        entry = outcome.entry
-        if entry is None:
+            result = self._capturer.capture(request)
+        if result.reason is Reason.OUT_OF_MEMORY:
+            result = self._capture_with_less(request, result)
+        if result.entry is None:
             self.stats.record_capture_failure()
-            group.quarantine(size, outcome.reason, outcome.detail, self.options.max_failures)
-            return outcome
+            group.quarantine(size, result.reason, result.detail)
+            return result
+        return self._keep(group, result, result.entry)
+
+    def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
+        """Put a new entry into the cache, if there is room for it."""
         self.stats.record_capture(entry.capture_time_ms)
         self.cache.admission.forget(entry.key)
         self._schedule_check(entry)
+        entry.owner = self.cache
         held, limit = bytes_of([entry]), self.cache.max_bytes
         victims = self.cache.add(entry.key, entry)
         if victims and victims[0].entry is entry:
             self.release(victims)
             is_final = limit is not None and held > limit and len(victims) == 1  # else the pool may have grown for all
             detail = f"its graph holds {held} bytes, for which there is no room in memory_budget_bytes={limit}"
-            group.quarantine(size, Reason.CACHE_FULL, detail, 1 if is_final else self.options.max_failures)
-            return replace(outcome, entry=None, reason=Reason.CACHE_FULL, detail=detail)
-        group.rule = entry.outputs.rule
-        group.entries[size] = entry
-        group.failures.pop(size, None)
+            group.quarantine(entry.size, Reason.CACHE_FULL, detail, is_final=is_final)
+            return replace(result, entry=None, reason=Reason.CACHE_FULL, detail=detail)
+        group.keep(entry)
         self.release(victims)
-        return outcome
+        return result
 
     def verify(
         self,
@@ -229,22 +229,24 @@ class GraphSet:
         keep_effects: bool = True,
     ) -> CaptureResult:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
-        request = self._job(group, values, rows, entry.size, entry.descriptor, entry.mode)
+        request = self._request(group, values, rows, entry.size, entry.mode)
         request.keep_effects = keep_effects
         with self._counting(request):
-            outcome = verify_entry(request, entry)
+            result = self._capturer.verify(request, entry)
         entry.last_used = next_use()
         entry.warm_batch = ()
         self._schedule_check(entry)
-        if outcome.entry is None:
-            if entry.replay_count and outcome.reason is Reason.VERIFICATION_FAILED:
-                group.warn_of(entry, rows, outcome.detail)
+        group.hits.clear()
+        if result.entry is None:
+            if entry.replay_count and result.reason is Reason.VERIFICATION_FAILED:
+                group.warn_of(entry, rows, result.detail)
             self.stats.record_capture_failure()
-            self.cache.remove(entry.key)
             group.drop(entry.size)
-            group.quarantine(entry.size, outcome.reason, outcome.detail, self.options.max_failures)
-            entry.release()
-        return outcome
+            group.quarantine(entry.size, result.reason, result.detail)
+            if entry.owner is self.cache:
+                self.cache.remove(entry.key)
+                entry.release()
+        return result
 
     def release(self, victims: Sequence[Victim]) -> None:
         """Let go of entries that left the cache, or another one of the same budget; waits for calls that use them.
@@ -266,27 +268,30 @@ class GraphSet:
                         group.buffers = self._make_buffers(group.inputs.capacity)
 
     def refresh(self) -> None:
-        """Release what is stale, before a graph is looked up. What rebinds its own state is never as it was; while all
-        captures fail for that, the failures stand, so that none is made in vain at each call."""
+        """Release what is stale, before a graph is looked up.
+
+        A callable that rebinds its own state always looks stale. While all its captures fail for that, the failures are
+        kept, so that it is not captured in vain at each call.
+        """
         if not self.guard_holds():
             groups = self.groups.values()
-            reasons = {failure.reason for group in groups for failure in group.failures.values()}
+            reasons = set[Reason]().union(*(group.failures.reasons for group in groups))
             if reasons != {Reason.STATE_REBOUND} or any(group.entries for group in groups):
                 self.rearm()
 
     def rearm(self, reason: EvictionReason = EvictionReason.STALE, tag: str = "") -> None:
-        """Every graph is stale (weights moved, a module changed its mode, or the user says so): release them all, with
-        the buffers that they shared, and capture anew when asked again."""
+        """Release all graphs, with the buffers that they shared, since weights moved, a module changed its mode, or the
+        user says so; sizes are captured anew when they are asked for."""
         for group in self.groups.values():
             group.failures.clear()
         self.release(self._retire_all(reason, tag))
-        # Last: hits ask the guard without a lock, and a new one holds for stale graphs as well.
-        self.guard = StateGuard(self.fn)
+        # Last: hits ask the guard of their graph without a lock.
+        self._guard = None
 
     def _retire_all(self, reason: EvictionReason, tag: str = "") -> list[Victim]:
         victims: list[Victim] = []
         for group in self.groups.values():
-            for entry in list(group.entries.values()):
+            for entry in [entry for entry in group.entries.values() if entry.owner is self.cache]:
                 victims += self.cache.retire(entry, reason, tag)
                 group.drop(entry.size)
         return victims
@@ -300,13 +305,15 @@ class GraphSet:
         self._renew_pool()
 
     def wake(self) -> None:
-        """Let graphs be captured again when they are wanted; weights may be elsewhere now."""
-        self.guard = StateGuard(self.fn)
-        self.is_asleep = False
+        """Let graphs be captured again when they are wanted; weights may be elsewhere now. Harmless when awake."""
+        if self.is_asleep:
+            self._guard = None
+            self.is_asleep = False
 
     def clear(self) -> None:
-        """Release everything and forget all signatures and sightings; a pool of its own is closed, and another made."""
-        victims = [e for f in self.groups.values() for e in f.entries.values() if self.cache.remove(e.key)]
+        """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
+        owned = [e for g in self.groups.values() for e in g.entries.values() if e.owner is self.cache]
+        victims = [entry for entry in owned if self.cache.remove(entry.key)]
         self.cache.admission.clear()
         self.groups.clear()
         for entry in victims:
@@ -324,6 +331,24 @@ class GraphSet:
             return copy_into(self.out, result)
         return OutputView(result, None) if self.options.returns_handles else result
 
+    def check_room(self, group: GraphGroup, rows: int) -> None:
+        """Raise ``ConfigError`` if ``out`` has no room for a batch above the largest size, before the callable runs.
+
+        Before a capture has shown which dimensions follow the batch, it is taken to be the first one of each tensor
+        that has room for the largest size there.
+        """
+        largest = group.route.table.largest
+        if self.out is None or rows <= largest:
+            return
+        tensors = [leaf for leaf in tree_leaves(self.out) if isinstance(leaf, torch.Tensor)]
+        guessed = [((0, 1),) if tensor.dim() and tensor.shape[0] >= largest else () for tensor in tensors]
+        for tensor, dims in zip(tensors, group.rule.follows if group.rule is not None else guessed, strict=True):
+            if any(tensor.shape[dim] < rows * factor for dim, factor in dims):
+                raise ConfigError(
+                    f"out has no room for {rows} rows in a tensor of shape {tuple(tensor.shape)}; give a larger one, "
+                    "or smaller batches"
+                )
+
     def memory_report(self) -> MemoryReport:
         """The bytes held: the pool, static inputs, output rings, and what graphs hold for themselves. Needs no lock."""
         groups = list(self.groups.values())
@@ -335,10 +360,6 @@ class GraphSet:
     def memory_bytes(self) -> int:
         """The total of ``memory_report``: what a memory budget must bound. Needs no lock."""
         return self.memory_report().total
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if the cache's accounting is off."""
-        self.cache.check_integrity()
 
     @contextmanager
     def _counting(self, request: CaptureRequest) -> Iterator[None]:
@@ -355,46 +376,46 @@ class GraphSet:
             entry.verify_at = entry.replay_count + self.options.verify_every
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
-        """Release the least recently used graph and try once more, without effects: the caller has eager's answer."""
-        idle = min(self.cache, key=lambda entry: entry.last_used, default=None)
-        victims = self.cache.retire(idle, EvictionReason.OUT_OF_MEMORY) if idle is not None else []
+        """Release a graph and try once more, without effects: the caller has eager's answer."""
+        victims = self.cache.evict_one(EvictionReason.OUT_OF_MEMORY)
         if not victims:
             return failed
         self.release(victims)
         request.keep_effects = False
         try:
-            return replace(capture_entry(request), result=failed.result)
+            return replace(self._capturer.capture(request), result=failed.result)
         except GraphDispatchError:
             raise
         except Exception:  # of the callable, which this caller must not get: its own call went well
             return failed
 
-    def _job(
-        self,
-        group: GraphGroup,
-        values: Sequence[Any],
-        rows: int,
-        size: int,
-        descriptor: BatchDescriptor,
-        mode: CUDAGraphMode,
+    def _request(
+        self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, mode: CUDAGraphMode
     ) -> CaptureRequest:
-        if self.backend is None or self.pool is None:
+        entry = group.route.entry
+        backend, pool = (self.backend, self.pool) if entry is None else (entry.backend, entry.pool)
+        if backend is None or pool is None:
             raise BackendError("no backend was chosen yet")
-        self.pool.refuse_inside_replay()
+        pool.refuse_inside_replay()
         return CaptureRequest(
-            call=group.caller,
+            call=group.call,
             values=values,
             rows=rows,
             size=size,
-            descriptor=descriptor,
+            descriptor=group.descriptor(size),
             mode=mode,
-            key=(group.index, size),
+            key=(group.key, size),
             inputs=group.inputs,
-            pool=self.pool,
-            backend=self.backend,
+            signature=group.signature,
+            pool=pool,
+            backend=backend,
             options=self.options,
             guard=self.guard,
             rule=group.rule,
             buffers=group.buffers,
             auto_breaks=self.auto_breaks,
         )
+
+
+def _workspaces_hold(entry: CUDAGraphEntry) -> bool:
+    return entry.workspaces is None or entry.workspaces.holds()

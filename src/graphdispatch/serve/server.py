@@ -1,0 +1,373 @@
+"""The one server behind every door: everything that happens to a call, in this order.
+
+    ambient state -> guard -> lookup -> aliasing -> is a comparison due -> admission -> capture -> replay ->
+    what a failure leaves -> counting
+
+A door translates its caller's terms into a ``Route`` and hands the call over; it guarantees nothing of its own.
+"""
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
+
+from ..backends import Backend, Pool
+from ..call.signature import Refusal
+from ..call.spec import CallSpec
+from ..capture.request import CaptureResult
+from ..config import CUDAGraphOptions
+from ..decide.decision import Decision, SizeTable
+from ..errors import ConfigError, FallbackError, ReplayError
+from ..memory.cache import GraphCache
+from ..memory.entry import CUDAGraphEntry
+from ..memory.replay import ReplayPlan
+from ..stats import EvictionReason
+from ..reasons import Reason
+from ..state.guards import wants_gradient
+from .graphs import Capturer, GraphSet
+from .group import GraphGroup, Route, Spelling
+from .hit import HitPath
+
+__all__ = ["Choice", "Server"]
+
+
+class Choice(NamedTuple):
+    """What to do with a call: by its decision's reason, capture it, compare or replay ``entry``, or run eagerly."""
+
+    decision: Decision
+    group: GraphGroup | None = None
+    leaves: Sequence[Any] = ()
+    rows: int = 0
+    size: int = 0
+    """The size whose graph would serve the call; 0 if none can."""
+    entry: CUDAGraphEntry | None = None
+
+    def explain(self) -> str:
+        """One line for a person: the decision, and what the graph consists of where that is more than one launch."""
+        pieces = self.entry.graph.describe() if self.entry is not None and self.decision.mode.has_graphs() else ""
+        return f"{self.decision.explain()}; {pieces}" if pieces else self.decision.explain()
+
+
+class Server(HitPath):
+    """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
+
+    At most ``max_groups`` signatures are kept; one without a graph gives way to a new one. With ``eager_captures`` a
+    key is captured at its first miss while the cache has room. ``strict`` raises ``FallbackError`` instead of an eager
+    step. ``local.decision`` is the decision of the calling thread's latest call. Thread-safe: a hit takes no lock but
+    its pool's; ``choose`` and what it calls are called with ``lock`` held.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: CUDAGraphOptions,
+        cache: GraphCache,
+        *,
+        backend: Backend | None = None,
+        pool: Pool | None = None,
+        out: Any = None,
+        strict: bool = False,
+        max_groups: int = 1024,
+        eager_captures: bool = False,
+        times_replays: bool = False,
+        capturer: Capturer | None = None,
+    ) -> None:
+        self.fn = fn
+        self.graphs = GraphSet(fn, options, cache, backend=backend, pool=pool, out=out, capturer=capturer)
+        self.stats = cache.stats
+        self.lock = self.graphs.lock
+        self.local = threading.local()
+        self.strict = strict
+        self.max_groups = max_groups
+        self.keeps_examples = False
+        """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
+        self.times_replays = times_replays
+        self._eager_captures = eager_captures
+        self._random = random.Random(0)
+        self._numbers = itertools.count()
+        self._has_fitted = False
+        """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision of the calling thread's latest call, or None before the first."""
+        return getattr(self.local, "decision", None)
+
+    def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
+        closed = self.closed(route)
+        if closed is not None:
+            return self.run_eagerly(Decision.eager(closed), args, kwargs)
+        with self.lock:
+            self.graphs.refresh()
+            choice = self.choose(route, args, kwargs)
+            self.count(choice)
+            if choice.group is not None:
+                self.graphs.check_room(choice.group, choice.rows)
+                done, answer = self.perform(choice)
+                if done:
+                    return answer
+                choice = answer
+        return self.run_eagerly(choice.decision, args, kwargs)
+
+    def serve_with_gradients_on(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call for which gradients are on: eagerly if it may have to be differentiated, else without them."""
+        if self.needs_gradients(args, kwargs):
+            return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
+        with torch.no_grad():
+            return self.serve(route, args, kwargs)
+
+    def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with gradients on may have to be differentiated. Needs no lock."""
+        return any(map(wants_gradient, tree_leaves((args, kwargs)))) or self.graphs.guard.trainable
+
+    def closed(self, route: Route) -> Reason | None:
+        """Why no graph may replay on the calling thread now, whatever the call; or None.
+
+        The thread is in a capture, in a break of a replay in this pool, or in forward-mode differentiation, or the
+        graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs with its pool's lock held.
+        """
+        graphs, entry = self.graphs, route.entry
+        backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
+        if backend is not None and backend.is_watched():
+            return Reason.INSIDE_CAPTURE
+        if pool is not None and pool.is_inside_replay():
+            return Reason.INSIDE_REPLAY
+        if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
+            return Reason.NEEDS_GRADIENTS
+        return Reason.ASLEEP if graphs.is_asleep else None
+
+    def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """What to do with a call. It makes the call's group if it can have one, and changes nothing else."""
+        found = self.find(route, args, kwargs)
+        if isinstance(found, Refusal):
+            return Choice(Decision.eager(found.reason, detail=found.detail))
+        group, leaves, rows = found
+        decision = group.decide(rows)
+        if not decision.mode.has_graphs():
+            return Choice(decision, group, leaves, rows)
+        rows, size = decision.rows, decision.size
+        entry = self.graphs.current(group, size)
+        reason, detail = self._eager_reason(group, leaves, rows, size, entry)
+        if reason is None:
+            return Choice(decision.as_mode(group.entries[size].mode), group, leaves, rows, size, entry)
+        return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
+
+    def _eager_reason(
+        self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
+    ) -> tuple[Reason | None, str]:
+        """Why a call does not replay the graph of its size, if there is one; None and nothing if it does."""
+        closed = self.closed(group.route)  # again, since making the group may have chosen the backend
+        if closed is not None:
+            return closed, ""
+        if entry is None:
+            return self.admit(group, size)
+        if group.route.entry is not None and not entry.is_current():
+            return Reason.ADDRESS_CHANGED, ""
+        clash = entry.plan(rows).clash(leaves)
+        if clash is not None:
+            return Reason.ALIASED_ARGUMENTS, clash
+        return (Reason.VERIFIED_NOW if group.needs_check(entry, leaves, rows) else None), ""
+
+    def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
+        """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
+        if group.route.entry is not None:
+            return Reason.NOT_CAPTURED, ""
+        failure = group.blocked(size)
+        if failure is not None:
+            return failure.reason, failure.detail
+        if self.graphs.is_asleep:
+            return Reason.ASLEEP, ""
+        key, cache = (group.key, size), self.graphs.cache
+        reason = cache.admission.decide(key, cache.has_room(cache.admission.since(key)))
+        if reason is Reason.FIRST_SIGHTING and self._eager_captures and not cache.is_full:
+            return Reason.CAPTURED_NOW, ""
+        return reason, cache.admission.detail(reason, key)
+
+    def count(self, choice: Choice) -> None:
+        """Note a call that took the slow path, for admission and back-off."""
+        group, size = choice.group, choice.size
+        if group is None or not size:
+            return
+        group.misses[size] += 1
+        if self.keeps_examples:
+            group.keep_example(choice.leaves)
+        if choice.entry is None and choice.decision.reason is not Reason.CAPTURED_NOW:
+            self.graphs.cache.admission.count_miss((group.key, size))
+
+    def perform(self, choice: Choice) -> tuple[bool, Any]:
+        """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
+
+        Called with the lock held.
+        """
+        group, entry, reason = choice.group, choice.entry, choice.decision.reason
+        assert group is not None
+        if reason is Reason.CAPTURED_NOW:
+            self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
+            return True, self.after_eager(choice, self.graphs.capture(group, choice.leaves, choice.rows, choice.size))
+        if entry is not None and reason is Reason.VERIFIED_NOW:
+            self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)
+            return True, self.after_eager(choice, self.graphs.verify(group, choice.leaves, choice.rows, entry))
+        if entry is None or not reason.is_graph:
+            return False, choice
+        try:
+            answer = self._run(entry, entry.plan(choice.rows), choice.leaves)
+        except ReplayError as error:
+            if error.had_effects:
+                raise
+            return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
+        self.local.decision = choice.decision
+        return True, answer
+
+    def _run(self, entry: CUDAGraphEntry, plan: ReplayPlan, leaves: Sequence[Any]) -> Any:
+        if self.times_replays:
+            return self.run_timed(entry, plan, leaves)
+        return plan.run(leaves, self.stats)
+
+    def run_timed(self, entry: CUDAGraphEntry, plan: ReplayPlan, leaves: Sequence[Any]) -> Any:
+        """A replay whose device time counts in ``avg_replay_time_ms``."""
+        return entry.serve_timed(leaves, plan.rows, self.stats)
+
+    def find(
+        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
+        """The group, leaves and rows of a call; makes the group if the call can have one."""
+        if not route.table.sizes:
+            return Refusal(route.without_sizes, "")
+        key = (len(args), *kwargs)
+        spelling = route.spellings.get(key)
+        found = spelling.find(args, kwargs) if spelling is not None else None
+        if found is None:
+            spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
+            if spec is None or (route.is_single and route.spellings):
+                return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
+            made = self._make_group(route, spec, args, kwargs)
+            if isinstance(made, Refusal):
+                return made
+            group, leaves = made
+            found = group, leaves, group.signature.match(leaves)
+            spelling = route.spellings.get(key)  # which may have gone with its last group
+            if spelling is None:
+                spelling = route.spellings[key] = Spelling(spec, group)
+            else:
+                spelling.groups.append(group)
+        spelling.use(found[0])
+        return found
+
+    def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
+        """The spelling of a call; None if the only graph of the route is of a call with other arguments."""
+        if route.entry is None or route.entry.call is None:
+            return CallSpec(self.fn, len(args), tuple(kwargs))
+        return CallSpec.by_names(route.entry.call.names, len(args), tuple(kwargs))
+
+    def _make_group(
+        self, route: Route, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GraphGroup, list[Any]] | Refusal:
+        """A group for a call that fits none; at the limit, one without a graph gives way to it.
+
+        Which one is left to chance: by age, a cycle over more kinds of calls than the limit would drop each of them
+        just before it comes again. One whose capture failed stays, or it would be captured in vain without end.
+        """
+        groups, leaving = self.graphs.groups, None
+        if len(groups) >= self.max_groups:
+            idle = [group for group in groups.values() if not (group.has_graphs or len(group.failures))]
+            if not idle:
+                return Refusal(
+                    Reason.TOO_MANY_SIGNATURES,
+                    f"{len(groups)} other kinds of argument lists have graphs, or captures that failed; raise "
+                    "max_signatures, or clear() them",
+                )
+            leaving = self._random.choice(idle)
+        key = route.key if route.is_single else (route.key, next(self._numbers))
+        try:
+            made = self.graphs.make_group(key, route, spec, spec.values(args, kwargs))
+        except ConfigError as error:
+            if not self._has_fitted:
+                raise
+            return Refusal(Reason.ARGUMENTS_CHANGED, str(error))
+        if not isinstance(made, Refusal):
+            self._has_fitted = True
+            if leaving is not None:
+                self.forget(leaving)
+        return made
+
+    def forget(self, group: GraphGroup) -> None:
+        """Let go of a group without graphs, with its static inputs, and of its spelling if it was the only one."""
+        self.graphs.groups.pop(group.key, None)
+        for key, spelling in list(group.route.spellings.items()):
+            if group in spelling.groups:
+                spelling.groups.remove(group)
+                if not spelling.groups:
+                    del group.route.spellings[key]
+                elif spelling.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
+                    spelling.use(spelling.groups[-1])
+
+    def use_tables(self, tables: Mapping[Route, SizeTable]) -> None:
+        """Decide by other sizes from now on; called with the lock held. Graphs of sizes that stay, stay.
+
+        The others are released, and all of them if a largest size grows, since they share buffers of that size.
+        """
+        grows = any(table.largest > route.table.largest for route, table in tables.items())
+        for route, table in tables.items():
+            route.table = table
+        if grows:
+            self.clear(*tables)
+            return
+        for route in tables:
+            for group in (group for group in route.groups if group.signature.has_rows):
+                gone = [entry for size, entry in group.entries.items() if size not in route.table.sizes]
+                for entry in gone:
+                    self.graphs.release(self.graphs.cache.retire(entry, EvictionReason.DROPPED))
+                group.hits.clear()
+
+    def keep_examples(self) -> None:
+        """Keep an example of each signature from now on; called with the lock held."""
+        self.keeps_examples = True
+        for group in self.graphs.groups.values():
+            group.hits.clear()  # the next call takes the slow path, which keeps the example
+
+    def clear(self, *routes: Route) -> None:
+        """Release all graphs, and forget the spellings and signatures of ``routes``; called with the lock held."""
+        for route in routes:
+            route.spellings.clear()
+        self.graphs.clear()
+
+    def drop(self, route: Route) -> None:
+        """Forget a route with its groups; called with the lock held. The graph of a route that was given one stays."""
+        for group in route.groups:
+            self.graphs.groups.pop(group.key, None)
+        route.spellings.clear()
+
+    def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """How such a call would be served now, in one line; nothing is run or counted."""
+        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
+            return Decision.eager(Reason.NEEDS_GRADIENTS).explain()
+        with torch.no_grad(), self.lock:
+            return self.choose(route, args, kwargs).explain()
+
+    def after_eager(self, choice: Choice, result: CaptureResult) -> Any:
+        """Count and hand out the eager answer of a call that captured or compared a graph."""
+        decision = choice.decision
+        if result.reason is not decision.reason:
+            decision = Decision.eager(result.reason, choice.rows, result.detail)
+        self.local.decision = decision
+        self.stats.record_miss(decision.reason, decision.rows)
+        if self.strict and not decision.reason.leads_to_graph:
+            raise FallbackError(decision.explain(), decision.reason) from result.error
+        return self.graphs.hand_out(result.answer())
+
+    def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
+        self.local.decision = decision
+        self.stats.record_miss(decision.reason, decision.rows)
+        if self.strict and not decision.reason.leads_to_graph:
+            raise FallbackError(decision.explain(), decision.reason)
+        try:
+            return self.graphs.hand_out(self.fn(*args, **kwargs))
+        finally:
+            self.local.decision = decision  # the callable may have called this object, too
