@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import ConfigError
 from .modes import CUDAGraphMode
-from .sizes import LADDERS, are_firsts, check_sizes, resolve_sizes
+from .sizes import NAMED_SIZES, are_firsts, check_sizes, resolve_sizes
 
 __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "resized", "roomy_config"]
 
@@ -55,12 +55,12 @@ def parse_mode(value: object) -> CUDAGraphMode:
 def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
     value = getattr(value, "sizes", value)  # a plan
     if isinstance(value, str):
-        if value != "auto" and value not in LADDERS:
-            known = ", ".join(map(repr, ("auto", *LADDERS)))
+        if value != "auto" and value not in NAMED_SIZES:
+            known = ", ".join(map(repr, ("auto", *NAMED_SIZES)))
             raise ConfigError(f"capture_sizes must be one of {known}, or increasing sizes, got {value!r}")
         return value
     if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
-        raise ConfigError(f"capture_sizes must be 'auto', the name of a ladder, or increasing sizes, got {value!r}")
+        raise ConfigError(f"capture_sizes must be 'auto', a name such as 'vllm', or increasing sizes, got {value!r}")
     return check_sizes(value)
 
 
@@ -216,7 +216,7 @@ class CUDAGraphConfig(_Options):
     """Which batches are served by graphs, in which mode, and within which limits. Frozen, hashable, given by keyword.
 
     ``mode`` takes a ``CUDAGraphMode``, its name in any case, or its value. ``capture_sizes`` is ``"auto"`` (vLLM's
-    ladder), the name of a ladder, or strictly increasing sizes; sizes count rows of the batch.
+    sizes), a name of ``named_sizes``, or strictly increasing sizes; sizes count rows of the batch.
     """
 
     mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
@@ -224,7 +224,7 @@ class CUDAGraphConfig(_Options):
     backend: str = "auto"
     """The name of a backend; ``"auto"`` follows the device of the arguments."""
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
-    """``"auto"``, a ladder's name (both end at ``max_batch_size``), a ``Plan``, or the sizes themselves."""
+    """``"auto"``, a name (both end at ``max_batch_size``), a ``Plan``, or the sizes themselves."""
     mixed_capture_sizes: Annotated[str | tuple[int, ...] | None, BeforeValidator(_parse_mixed_sizes)] = None
     """The same for batches that are not uniform decode, in a mode that tells them apart; None: as ``capture_sizes``.
     A plan given as ``capture_sizes`` brings both."""

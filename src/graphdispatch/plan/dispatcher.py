@@ -19,7 +19,7 @@ def planned_dispatcher(plan: Plan, *, max_num_reqs: int = 1) -> CudagraphKeyDisp
     """
     if not isinstance(plan, Plan):
         raise ConfigError(
-            f"plan must be a Plan, got {reprlib.repr(plan)}; Plan.from_ladder() makes one of sizes, load() of a file"
+            f"plan must be a Plan, got {reprlib.repr(plan)}; Plan.from_sizes() makes one of sizes, load() of a file"
         )
     if not plan.graphs:
         raise ConfigError("plan must have graphs, got none; every step runs eagerly")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
-from ..sizes import check_sizes, ladder
+from ..sizes import check_sizes, named_sizes
 from .cost import CostModel
 from .storage import read_document, write_document
 from .traffic import LARGEST_STEP, Floats
@@ -116,16 +116,16 @@ class Plan:
             raise ConfigError(f"graphs must be in the order of mode and size, each once, got {keys!r:.200}")
 
     @classmethod
-    def from_ladder(
+    def from_sizes(
         cls,
         sizes: str | Iterable[int],
         max_size: int = 512,
         *,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> Self:
-        """The plan of a ladder by name up to ``max_size``, or of increasing sizes, in each runtime mode of ``mode``."""
+        """The plan of capture sizes by name up to ``max_size``, or as given, in each runtime mode of ``mode``."""
         mode = parse_mode(mode)
-        checked = ladder(sizes, max_size) if isinstance(sizes, str) else check_sizes(sizes, "sizes")
+        checked = named_sizes(sizes, max_size) if isinstance(sizes, str) else check_sizes(sizes, "sizes")
         return cls.of(mode, dict.fromkeys(_runtime(mode), checked))
 
     @classmethod
@@ -239,7 +239,7 @@ def _explained(proof: Proof) -> Iterable[str]:
     else:
         yield (
             f"sizes that were not seen, up to {proof.largest}: padded by at most {100 * proof.regret:.2f} % of their "
-            "tokens more than by vLLM's ladder, where they are spread evenly"
+            "tokens more than by vLLM's capture sizes, where they are spread evenly"
         )
 
 
