@@ -15,7 +15,7 @@ from .modes import CUDAGraphMode
 
 __all__ = [
     "NAMED_SIZES",
-    "are_firsts",
+    "are_min_batches",
     "check_sizes",
     "get_cudagraph_sizes",
     "named_sizes",
@@ -142,11 +142,11 @@ def next_size_table(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(table)
 
 
-def are_firsts(firsts: Sequence[int], sizes: object) -> bool:
-    """Whether ``firsts`` can be the smallest batches that graphs of ``sizes`` serve."""
-    if not isinstance(sizes, tuple) or len(firsts) != len(sizes):
+def are_min_batches(min_batches: Sequence[int], sizes: object) -> bool:
+    """Whether ``min_batches`` can be the smallest batches that graphs of ``sizes`` serve."""
+    if not isinstance(sizes, tuple) or len(min_batches) != len(sizes):
         return False
-    return all(below < first <= size for below, first, size in zip((0, *sizes), firsts, sizes, strict=False))
+    return all(below < least <= size for below, least, size in zip((0, *sizes), min_batches, sizes, strict=False))
 
 
 @lru_cache(maxsize=64)

@@ -160,7 +160,7 @@ def test_eager_serves_where_graphs_lose() -> None:
     assert plan.graphs == ()
     cost = CostModel.of({1: 1.0, 10: 10.0}, 4.0)
     plan = plan_capture_sizes(Workload.from_histogram({2: 5, 3: 5, 9: 5}), cost, max_graphs=1, prior=0)
-    assert [(graph.size, graph.first) for graph in plan.graphs] == [(9, 9)]
+    assert [(graph.size, graph.min_batch) for graph in plan.graphs] == [(9, 9)]
     assert plan.evaluate(Workload.from_histogram({2: 1, 3: 1, 9: 1}), cost).hit_rate == pytest.approx(1 / 3)
 
 

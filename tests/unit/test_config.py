@@ -63,13 +63,13 @@ def test_a_bad_config_value_is_one_error(name: str, value: Any, expected: str) -
 
 
 @pytest.mark.parametrize(
-    ("sizes", "firsts"),
+    ("sizes", "min_batches"),
     [("auto", (1,)), ((2, 4), (1,)), ((2, 4), (1, 3, 5)), ((2, 4), (3, 3)), ((2, 4), (1, 2)), ((2, 4), (1, 5))],
 )
 @pytest.mark.parametrize("prefix", ["", "mixed_"])
-def test_the_first_batches_must_fit_the_sizes(prefix: str, sizes: Any, firsts: tuple[int, ...]) -> None:
+def test_the_min_batches_must_fit_the_sizes(prefix: str, sizes: Any, min_batches: tuple[int, ...]) -> None:
     """One for each explicit size, among the batches that it could serve."""
-    given = {f"{prefix}capture_sizes": sizes, f"{prefix}eager_below": firsts}
+    given = {f"{prefix}capture_sizes": sizes, f"{prefix}eager_below": min_batches}
     with pytest.raises(ConfigError, match=rf"{prefix}eager_below must have a number for each of {prefix}capture_sizes"):
         CUDAGraphConfig(**given)
 

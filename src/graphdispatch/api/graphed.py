@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 
 class SizePlan(Protocol):
-    """What has chosen sizes, such as a ``Plan``; one that has ``firsts_of`` as well says what runs eagerly."""
+    """What has chosen sizes, such as a ``Plan``; one that has ``min_batches_of`` as well says what runs eagerly."""
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -188,7 +188,9 @@ def _figures(
         "is_ordered": workload.steps is not None,
         "comparison": [row.to_dict() for row in rows],
         "mode": chosen.mode.name,
-        "graphs": [{"mode": graph.mode.name, "size": graph.size, "first": graph.first} for graph in chosen.graphs],
+        "graphs": [
+            {"mode": graph.mode.name, "size": graph.size, "min_batch": graph.min_batch} for graph in chosen.graphs
+        ],
         "proof": asdict(chosen.proof) if chosen.proof is not None else None,
         "lint": [finding_dict(finding) for finding in findings],
     }

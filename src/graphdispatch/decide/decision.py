@@ -43,7 +43,7 @@ class Decision(NamedTuple):
 class SizeTable:
     """Decisions for every number of rows, for one dynamic dimension: one lookup each. Immutable and thread-safe.
 
-    ``sizes`` are the capture sizes, ``table[n]`` the smallest of them that holds ``n`` rows, and ``firsts`` the
+    ``sizes`` are the capture sizes, ``table[n]`` the smallest of them that holds ``n`` rows, and ``min_batches`` the
     smallest batch that each serves (none: all above the next smaller size), as ``ResolvedConfig`` gives them; with
     ``pad_batches=False`` only exact sizes are served.
     """
@@ -55,11 +55,11 @@ class SizeTable:
         mode: CUDAGraphMode,
         *,
         pad_batches: bool = True,
-        firsts: Sequence[int] = (),
+        min_batches: Sequence[int] = (),
     ) -> None:
         self.sizes = tuple(sizes)
         self.mode = mode
-        self._firsts = dict(zip(self.sizes, firsts or [1 + size for size in (0, *self.sizes)], strict=False))
+        self._min_batches = dict(zip(self.sizes, min_batches or [1 + size for size in (0, *self.sizes)], strict=False))
         self._decisions = tuple(self._make(rows, size, pad_batches) for rows, size in enumerate(table) if self.sizes)
 
     @property
@@ -79,12 +79,12 @@ class SizeTable:
 
     def served_by(self, size: int) -> range:
         """The numbers of rows that the graph of ``size`` serves."""
-        return range(self._firsts[size], size + 1)
+        return range(self._min_batches[size], size + 1)
 
     def _make(self, rows: int, size: int, pad_batches: bool) -> Decision:
         if rows != size and not pad_batches:
             return Decision.eager(Reason.NOT_CAPTURED, rows)
-        if rows < self._firsts[size]:
+        if rows < self._min_batches[size]:
             return Decision.eager(Reason.POLICY, rows, f"eager is expected to be faster than {size} padded rows")
         reason = Reason.EXACT if rows == size else Reason.PADDED
         return Decision(self.mode, BatchDescriptor(size), size, reason, rows)

@@ -268,11 +268,12 @@ def _graphs(routines: Sequence[Routine], found: Found) -> tuple[PlannedGraph, ..
     for routine, path in zip(routines, found.paths, strict=True):
         table, above = routine.table, 0
         for graph in path:
-            size, first = int(routine.candidates[graph - 1]), 1 + (int(routine.candidates[above - 1]) if above else 0)
+            size = int(routine.candidates[graph - 1])
+            min_batch = 1 + (int(routine.candidates[above - 1]) if above else 0)
             if table.splits[graph] == table.ends[graph]:
-                first = size + 1
+                min_batch = size + 1
             elif table.splits[graph] > table.ends[above]:
-                first = int(routine.sizes[table.splits[graph]])
-            graphs.append(PlannedGraph(routine.mode, size, first))
+                min_batch = int(routine.sizes[table.splits[graph]])
+            graphs.append(PlannedGraph(routine.mode, size, min_batch))
             above = graph
     return tuple(sorted(graphs))

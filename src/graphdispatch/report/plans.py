@@ -267,8 +267,8 @@ def _graphs(plan: Plan, workload: Workload, cost: CostModel) -> Section:
         )
         rows.append((
             str(graph.size), graph.mode.name,
-            size_range(graph.first, graph.size) if graph.first <= graph.size else "\N{EN DASH}",
-            percent(share, 2), percent(padded), percent(max(graph.size / graph.first - 1, 0.0)),
+            size_range(graph.min_batch, graph.size) if graph.min_batch <= graph.size else "\N{EN DASH}",
+            percent(share, 2), percent(padded), percent(max(graph.size / graph.min_batch - 1, 0.0)),
             milliseconds(step_ms), milliseconds(eager_ms), storage(graph_bytes),
         ))  # fmt: skip
     columns = ("graph", "mode", "serves", "of all steps", "padding", "at most", "step", "eagerly", "memory of its own")

@@ -91,7 +91,7 @@ def capture_size(path: SlowPath, size: int) -> bool:
         fits = size <= routine.table.largest and group.example and group.blocked(size) is None
         if fits and path.graphs.current(group, size) is None:
             try:
-                _capture(path, routine, group, group.example, _fewest(routine, size), size)
+                _capture(path, routine, group, group.example, _min_batch(routine, size), size)
             except GraphDispatchError:
                 raise
             except Exception as error:  # of the callable, which refused the example when it was a call, too
@@ -147,7 +147,7 @@ class _Batch:
         for size in progress_bar(
             within, f"capturing {mode.name}", enabled=progress, total=len(todo), status=self._held
         ):
-            rows = _fewest(routine, size) if group.signature.has_rows else 1
+            rows = _min_batch(routine, size) if group.signature.has_rows else 1
             detail = _capture(path, routine, group, leaves, rows, size)
             if detail is None:
                 done.append(size)
@@ -181,7 +181,7 @@ class _Batch:
                 latest = time.perf_counter() - begun
 
 
-def _fewest(routine: Routine, size: int) -> int:
+def _min_batch(routine: Routine, size: int) -> int:
     """The smallest batch that a graph of ``size`` serves, or would serve if it were among the sizes."""
     sizes = routine.table.sizes
     if size in sizes:

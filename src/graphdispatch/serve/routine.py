@@ -52,8 +52,8 @@ class Routine:
 
     def resize(self, resolved: ResolvedConfig) -> None:
         """Decide by other sizes, from one call to the next."""
-        sizes, table, config, firsts = resolved
-        self.table = SizeTable(sizes, table, self.table.mode, pad_batches=config.pad_batches, firsts=firsts)
+        sizes, table, config, min_batches = resolved
+        self.table = SizeTable(sizes, table, self.table.mode, pad_batches=config.pad_batches, min_batches=min_batches)
 
     def decisions_of(self, size: int) -> list[Decision]:
         """The decisions for every number of rows that the graph of ``size`` serves; none if it is no size here."""
