@@ -15,7 +15,7 @@ from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.demo.trace import Step, generate_trace, read_trace
 from graphdispatch.descriptors import DispatchKey
 from graphdispatch.modes import DispatchMode
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 
 from .timing import Effort, Row, row
 
@@ -24,7 +24,7 @@ __all__ = ["TITLE", "rows"]
 TITLE = "mean step on simulated devices, compared with an oracle"
 _STEPS = 3000
 _DELAY = 8
-SIZES = ladder("vllm", 512)
+SIZES = named_sizes("vllm", 512)
 EAGER, GRAPH = DispatchMode.EAGER, DispatchMode.CUDAGRAPH
 
 

@@ -1,22 +1,22 @@
-"""What it costs to capture each size of a ladder: the demo's tiny decoder, prewarmed on the CPU."""
+"""What it costs to capture each of vLLM's sizes: the demo's tiny decoder, prewarmed on the CPU."""
 
 from statistics import median
 
 import torch
 
-from graphdispatch import ladder
+from graphdispatch import named_sizes
 
 from .decoder import tiny_step
 from .timing import Effort, Row
 
 __all__ = ["TITLE", "rows"]
 
-TITLE = "capture of the tiny decoder by prewarm, for each size of vLLM's ladder to 128"
+TITLE = "capture of the tiny decoder by prewarm, for each of vLLM's capture sizes to 128"
 
 
 def rows(effort: Effort) -> list[Row]:
     """Warm-up, recording and comparison of one size, as the entry's ``capture_time_ms`` has it; and the sum."""
-    sizes = ladder("vllm", 128)
+    sizes = named_sizes("vllm", 128)
     times: dict[int, list[float]] = {size: [] for size in sizes}
     row = torch.arange(sizes[-1])
     for _ in range(effort.captures):

@@ -15,7 +15,7 @@ from graphdispatch.api.dispatcher import CudagraphDispatcher
 from graphdispatch.decide.keys import CudagraphKeyDispatcher
 from graphdispatch.descriptors import BatchDescriptor, DispatchKey
 from graphdispatch.modes import CUDAGraphMode as Mode
-from graphdispatch.sizes import ladder, next_size_table
+from graphdispatch.sizes import named_sizes, next_size_table
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row, interleaved, row
@@ -26,7 +26,7 @@ TITLE = "a decision, compared with plain-Python transcriptions of vLLM's dispatc
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 MAX_REQS, MAX_TOKENS, COUNTS = 256, 8192, (0, 1, 2, 4, 5)
-SIZES = ladder("vllm", 512)
+SIZES = named_sizes("vllm", 512)
 
 
 class OldDescriptor(NamedTuple):

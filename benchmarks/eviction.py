@@ -1,7 +1,7 @@
 """How eviction policies fare on a trace with less room than it has sizes: the library's own cache, no device.
 
 A trace has a column ``num_tokens``; a cycle over more sizes than there is room for always comes last. Graphs are
-wanted for the sizes of vLLM's ladder up to 512, or for exactly the tokens of each step, which are many more. A size is
+wanted for vLLM's capture sizes up to 512, or for exactly the tokens of each step, which are many more. A size is
 captured at its second sighting within the window, and later if its graphs keep going before they were used enough.
 *Guarded* is how the library works: a graph goes only if it was not used since the newcomer's first sighting. The
 optimum knows the future and may decline to capture (Belady); no policy can hit more often. The last lines of a trace
@@ -20,7 +20,7 @@ from graphdispatch.demo.trace import generate_trace
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
 from graphdispatch.memory.foreign import entry_around
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row
@@ -30,7 +30,7 @@ __all__ = ["TITLE", "rows"]
 TITLE = "less room than sizes: misses and captures in percent of the steps, compared with the optimum (simulated)"
 CAPTURE_MS = 60.0
 LARGEST = 512
-ROOM = {"ladder": (8, 16), "exact": (16, 64)}
+ROOM = {"vllm": (8, 16), "exact": (16, 64)}
 WAYS = {
     "lru unguarded": ("lru", False),
     "lru": ("lru", True),
@@ -106,7 +106,7 @@ def read(path: Path) -> list[int]:
 def keys_of(tokens: Sequence[int], kind: str) -> list[int]:
     """The graph that each step wants, without the steps that are larger than all graphs."""
     small = [count for count in tokens if count <= LARGEST]
-    sizes = ladder("vllm", LARGEST)
+    sizes = named_sizes("vllm", LARGEST)
     return small if kind == "exact" else [sizes[bisect_left(sizes, count)] for count in small]
 
 

@@ -1,9 +1,9 @@
-"""Padding of sizes planned while serving, beside sizes planned once and the field's ladders, all on later traffic.
+"""Padding of sizes planned while serving, beside sizes planned once and the engines' capture sizes, on later traffic.
 
 ``AutoPlan`` itself runs, on a callable that only counts: every size may get a graph, a capture is stated to take 60 ms
 and a step what ``CostModel.default()`` says. One pause comes after every 64 steps. Every set is judged on the second
 half of the steps, with the same hits; sizes planned once have seen the first half, and so has ``AutoPlan``, which
-begins with vLLM's ladder (or, where the case says so, with the sizes planned once). A trace whose name holds the most
+begins with vLLM's sizes (or, where the case says so, with the sizes planned once). A trace whose name holds the most
 requests of its engine, as ``chat_64.csv``, is served by graphs of up to twice as many tokens, as vLLM does; any other
 by graphs of up to 512.
 """
@@ -18,15 +18,15 @@ from graphdispatch.plan.autoplan import AutoPlan
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.workload import Workload
 from graphdispatch.reasons import Reason
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 from graphdispatch.stats import CUDAGraphStats
 
 from .timing import Effort, Row
 
 __all__ = ["TITLE", "Counted", "Graph", "rows"]
 
-TITLE = "padding as a share of real tokens, compared with vLLM's ladder (simulated)"
-LADDERS = ("sglang", "trtllm", "pow2")
+TITLE = "padding as a share of real tokens, compared with vLLM's capture sizes (simulated)"
+OTHERS = ("sglang", "trtllm", "pow2")
 LARGEST = 512
 CAPTURE_MS = 60.0
 STEPS_BETWEEN_PAUSES = 64
@@ -104,12 +104,12 @@ def judged(sizes: Sequence[int], first: Sequence[int], second: Sequence[int], ma
 
 
 def compared(steps: list[int], largest: int) -> dict[str, CaptureResult]:
-    """Each way of choosing sizes; vLLM's ladder first."""
+    """Each way of choosing sizes; vLLM's capture sizes first."""
     half = len(steps) // 2
     first, second = steps[:half], steps[half:]
-    default = ladder("vllm", largest)
+    default = named_sizes("vllm", largest)
     seen = Workload.from_steps(first)
-    outcomes = {name: judged(ladder(name, largest), (), second, None) for name in ("vllm", *LADDERS)}
+    outcomes = {name: judged(named_sizes(name, largest), (), second, None) for name in ("vllm", *OTHERS)}
     for graphs in (len(default), (len(default) + 1) // 2):
         planned = plan_capture_sizes(seen, max_graphs=graphs, max_size=largest, must_include=(largest,)).sizes
         outcomes[f"planned once, {graphs}"] = judged(planned, (), second, None)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from graphdispatch.decide.prediction import Prewarmer, SizePredictor
 from graphdispatch.demo.trace import generate_trace
 from graphdispatch.descriptors import DispatchKey
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 
 from .timing import Effort, Row
 
@@ -164,7 +164,7 @@ def generated(seed: int) -> list[Step]:
 def rows(effort: Effort) -> list[Row]:
     """The shares by trace, number of graphs and way; the steps at the start, where most is to be won, apart."""
     traces = {path.name.removesuffix(".gz").removesuffix(".csv"): read(path) for path in effort.traces}
-    sizes, found = ladder("vllm", 512), []
+    sizes, found = named_sizes("vllm", 512), []
     for name, steps in (traces or {"generated": generated(0)}).items():
         for capacity in (64, 16, 8):
             without, *others = (simulate(steps, sizes, capacity, way) for way in ("none", "predicted", "oracle"))

@@ -20,7 +20,7 @@ from graphdispatch.plan.scheduler import SchedulerModel
 from graphdispatch.plan.traffic import Requests
 from graphdispatch.plan.workload import Workload
 from graphdispatch.simulation.simulator import simulate
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 
 from .timing import Effort, Row
 
@@ -50,7 +50,7 @@ def rows(effort: Effort) -> list[Row]:
             "every graph first": {},
             "admitted, room for 16": {"cache": GraphCache(16), "admission": Admission()},
             "default policy": {"policy": DefaultDispatchPolicy()},
-            "adaptive policy": {"policy": AdaptiveDispatchPolicy(sizes=ladder("vllm", 512))},
+            "adaptive policy": {"policy": AdaptiveDispatchPolicy(sizes=named_sizes("vllm", 512))},
         }
         for name, options in settings.items():
             keys = CudagraphKeyDispatcher(max_num_reqs=256)

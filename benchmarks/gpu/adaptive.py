@@ -1,6 +1,6 @@
 """A model for which graphs lose at large batches: what the adaptive policy gets of what can be got.
 
-The ladder has few sizes, so that just above one of them a padded graph computes far more than eager would.
+There are few capture sizes, so that just above one of them a padded graph computes far more than eager would.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""What it costs to capture a whole ladder: seconds and bytes, by ``prewarm``, by hand, and by ``torch.compile``."""
+"""What it costs to capture all of vLLM's sizes: seconds and bytes, by ``prewarm``, by hand, by ``torch.compile``."""
 
 import gc
 import time
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdispatch import ladder
+from graphdispatch import named_sizes
 from graphdispatch.demo import Decoder
 
 from .bench import Bench, Figures, Row
@@ -18,7 +18,7 @@ from .peers import compiled, mark_step, new_pool, raw_graph
 
 __all__ = ["TITLE", "run"]
 
-TITLE = "Capture of vLLM's ladder (bytes: what the device lost, and what of it the allocator reserved)"
+TITLE = "Capture of vLLM's sizes (bytes: what the device lost, and what of it the allocator reserved)"
 _COMPILE_SECONDS = 90.0
 
 
@@ -26,7 +26,7 @@ def run(bench: Bench) -> None:
     """All sides on one decoder; each gives its graphs back before the next."""
     name = "tiny" if bench.quick or bench.device.type == "cpu" else "1B"
     decoder = make_decoder(bench, name)
-    sizes = ladder("vllm", 16 if bench.quick else 512)
+    sizes = named_sizes("vllm", 16 if bench.quick else 512)
     example = _example(bench, decoder, sizes[-1])
     decoder(*example)
     case = f"{name}, {len(sizes)} sizes to {sizes[-1]}"

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from graphdispatch import CUDAGraphOptions, Graphed, Pad, eager_break, graphed, ladder
+from graphdispatch import CUDAGraphOptions, Graphed, Pad, eager_break, graphed, named_sizes
 from graphdispatch.demo import PRESETS, Decoder, DecoderConfig
 
 from .bench import Bench, Call, Figures, Row, difference, latencies, percentile
@@ -84,7 +84,7 @@ def prewarmed(
 
 def _measure(bench: Bench, name: str, decoder: Decoder, steps: list[Inputs]) -> None:
     largest = max(len(ids) for ids, _, _ in steps)
-    sizes = sorted({*ladder("vllm", largest), largest})
+    sizes = sorted({*named_sizes("vllm", largest), largest})
     example = next(step for step in steps if len(step[0]) == largest)
     pieces = decoder.twin()
     for layer in pieces.layers:
@@ -158,7 +158,7 @@ def _marked(step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 class _Padded:
-    """Pads by hand before a compiled step, so that it sees the ladder's sizes alone."""
+    """Pads by hand before a compiled step, so that it sees the capture sizes alone."""
 
     def __init__(self, step: Callable[..., Tensor], sizes: Sequence[int], scratch_slot: int) -> None:
         self._step = step

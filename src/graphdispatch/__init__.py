@@ -66,7 +66,7 @@ _HOMES = {
     "reasons": ("Reason",),
     "report": ("Report", "callable_report", "plan_report"),
     "simulation.simulator": ("SimulationResult", "simulate"),
-    "sizes": ("get_cudagraph_sizes", "ladder"),
+    "sizes": ("get_cudagraph_sizes", "named_sizes"),
     "stats": ("CUDAGraphStats", "DispatchStats"),
     "testing.mock": ("MockCUDAGraph",),
     "api.wrapper": ("CUDAGraphWrapper",),

@@ -84,7 +84,7 @@ from .report import plan_report as plan_report
 from .simulation.simulator import SimulationResult as SimulationResult
 from .simulation.simulator import simulate as simulate
 from .sizes import get_cudagraph_sizes as get_cudagraph_sizes
-from .sizes import ladder as ladder
+from .sizes import named_sizes as named_sizes
 from .stats import CUDAGraphStats as CUDAGraphStats
 from .stats import DispatchStats as DispatchStats
 from .testing.mock import MockCUDAGraph as MockCUDAGraph

@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import ConfigError
 from .modes import CUDAGraphMode
-from .sizes import LADDERS, are_firsts, check_sizes, resolve_sizes
+from .sizes import NAMED_SIZES, are_min_batches, check_sizes, resolve_sizes
 
 __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "resized", "roomy_config"]
 
@@ -33,7 +33,7 @@ _LARGEST_BATCH = 2**20
 _LONGEST_RING = 64
 
 _Count = Annotated[int, Field(ge=1)]
-_Firsts = Annotated[tuple[_Count, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+_MinBatches = Annotated[tuple[_Count, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 _Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
@@ -55,12 +55,12 @@ def parse_mode(value: object) -> CUDAGraphMode:
 def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
     value = getattr(value, "sizes", value)  # a plan
     if isinstance(value, str):
-        if value != "auto" and value not in LADDERS:
-            known = ", ".join(map(repr, ("auto", *LADDERS)))
+        if value != "auto" and value not in NAMED_SIZES:
+            known = ", ".join(map(repr, ("auto", *NAMED_SIZES)))
             raise ConfigError(f"capture_sizes must be one of {known}, or increasing sizes, got {value!r}")
         return value
     if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
-        raise ConfigError(f"capture_sizes must be 'auto', the name of a ladder, or increasing sizes, got {value!r}")
+        raise ConfigError(f"capture_sizes must be 'auto', a name such as 'vllm', or increasing sizes, got {value!r}")
     return check_sizes(value)
 
 
@@ -216,7 +216,7 @@ class CUDAGraphConfig(_Options):
     """Which batches are served by graphs, in which mode, and within which limits. Frozen, hashable, given by keyword.
 
     ``mode`` takes a ``CUDAGraphMode``, its name in any case, or its value. ``capture_sizes`` is ``"auto"`` (vLLM's
-    ladder), the name of a ladder, or strictly increasing sizes; sizes count rows of the batch.
+    sizes), a name of ``named_sizes``, or strictly increasing sizes; sizes count rows of the batch.
     """
 
     mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
@@ -224,14 +224,14 @@ class CUDAGraphConfig(_Options):
     backend: str = "auto"
     """The name of a backend; ``"auto"`` follows the device of the arguments."""
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
-    """``"auto"``, a ladder's name (both end at ``max_batch_size``), a ``Plan``, or the sizes themselves."""
+    """``"auto"``, a name (both end at ``max_batch_size``), a ``Plan``, or the sizes themselves."""
     mixed_capture_sizes: Annotated[str | tuple[int, ...] | None, BeforeValidator(_parse_mixed_sizes)] = None
     """The same for batches that are not uniform decode, in a mode that tells them apart; None: as ``capture_sizes``.
     A plan given as ``capture_sizes`` brings both."""
-    eager_below: _Firsts = None
+    eager_below: _MinBatches = None
     """For each of explicit ``capture_sizes``, the smallest batch that its graph serves; smaller ones run eagerly. None:
     each serves all batches above the next smaller size. A plan brings what it knows to be faster."""
-    mixed_eager_below: _Firsts = None
+    mixed_eager_below: _MinBatches = None
     """The same for ``mixed_capture_sizes``."""
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
     """The largest batch that a graph may serve, in rows."""
@@ -274,19 +274,19 @@ class CUDAGraphConfig(_Options):
         taken: dict[str, Any] = {}
         for prefix, kind in kinds.items():
             taken[f"{prefix}capture_sizes"] = plan.sizes_of(kind) or plan.sizes
-            firsts = plan.firsts_of(kind) if hasattr(plan, "firsts_of") else ()
-            taken[f"{prefix}eager_below"] = tuple(map(min, firsts, plan.sizes_of(kind))) or None
+            min_batches = plan.min_batches_of(kind) if hasattr(plan, "min_batches_of") else ()
+            taken[f"{prefix}eager_below"] = tuple(map(min, min_batches, plan.sizes_of(kind))) or None
         return values | taken
 
     @model_validator(mode="after")
     def _sizes_are_reachable(self) -> Self:
         for prefix in ("", "mixed_"):
             name = f"{prefix}capture_sizes"
-            sizes, firsts = getattr(self, name), getattr(self, f"{prefix}eager_below")
-            if firsts is not None and not are_firsts(firsts, sizes):
+            sizes, min_batches = getattr(self, name), getattr(self, f"{prefix}eager_below")
+            if min_batches is not None and not are_min_batches(min_batches, sizes):
                 raise ConfigError(
                     f"{prefix}eager_below must have a number for each of {name}, above the next smaller size and at "
-                    f"most the size itself, got {firsts} for {sizes}"
+                    f"most the size itself, got {min_batches} for {sizes}"
                 )
             if isinstance(sizes, tuple) and sizes[-1] > self.max_batch_size:
                 raise ConfigError(
@@ -307,11 +307,11 @@ class CUDAGraphConfig(_Options):
         """
         if not self.mode.has_graphs():
             return ResolvedConfig((), (), self)
-        chosen, firsts = self.capture_sizes, self.eager_below
+        chosen, min_batches = self.capture_sizes, self.eager_below
         if mixed and self.mixed_capture_sizes is not None:
-            chosen, firsts = self.mixed_capture_sizes, self.mixed_eager_below
+            chosen, min_batches = self.mixed_capture_sizes, self.mixed_eager_below
         sizes, table = resolve_sizes(chosen, self.max_batch_size)
-        return ResolvedConfig(sizes, table, self, firsts or tuple(1 + size for size in (0, *sizes[:-1])))
+        return ResolvedConfig(sizes, table, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
         """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens.
@@ -346,18 +346,18 @@ class ResolvedConfig(NamedTuple):
     """A configuration with its sizes made concrete.
 
     ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``table[n]`` is the smallest of them that holds
-    ``n`` rows, for ``n`` from 0 to ``largest``, and ``firsts`` has the smallest batch that each of them serves.
+    ``n`` rows, for ``n`` from 0 to ``largest``, and ``min_batches`` has the smallest batch that each of them serves.
     """
 
     sizes: tuple[int, ...]
     table: tuple[int, ...]
     config: CUDAGraphConfig
-    firsts: tuple[int, ...] = ()
+    min_batches: tuple[int, ...] = ()
 
     def serves(self, rows: int) -> bool:
         """Whether the graph of the next larger size serves a batch of 1 to ``largest`` rows."""
         size = self.table[rows]
-        return rows == size or (self.config.pad_batches and rows >= self.firsts[bisect_left(self.sizes, size)])
+        return rows == size or (self.config.pad_batches and rows >= self.min_batches[bisect_left(self.sizes, size)])
 
     @property
     def largest(self) -> int:

@@ -1,6 +1,6 @@
-"""Which batch sizes get a graph: the field's ladders by name, explicit lists, and the table that looks sizes up.
+"""Which batch sizes get a graph: the engines' capture sizes by name, explicit lists, and the table that looks them up.
 
-A batch runs in the next larger captured size, so a ladder trades the number of graphs against padding. The rules
+A batch runs in the next larger captured size: more sizes mean more graphs and less padding. The rules
 below are the defaults of the engines they are named after; none of them imports anything of those engines.
 """
 
@@ -14,11 +14,11 @@ from .errors import ConfigError
 from .modes import CUDAGraphMode
 
 __all__ = [
-    "LADDERS",
-    "are_firsts",
+    "NAMED_SIZES",
+    "are_min_batches",
     "check_sizes",
     "get_cudagraph_sizes",
-    "ladder",
+    "named_sizes",
     "next_size_table",
     "resolve_sizes",
 ]
@@ -61,7 +61,7 @@ def _dense(largest: int) -> Iterable[int]:
     return range(1, largest + 1)
 
 
-LADDERS: Mapping[str, Callable[[int], Iterable[int]]] = MappingProxyType(
+NAMED_SIZES: Mapping[str, Callable[[int], Iterable[int]]] = MappingProxyType(
     {
         "vllm": _vllm,
         "vllm-interactivity": _vllm_interactivity,
@@ -72,19 +72,19 @@ LADDERS: Mapping[str, Callable[[int], Iterable[int]]] = MappingProxyType(
         "dense": _dense,
     }
 )
-"""The rules by name; ``ladder`` sorts what they give and cuts it at the largest size."""
+"""The rules by name; ``named_sizes`` sorts what they give and cuts it at the largest size."""
 
 
-def ladder(name: str, max_size: int) -> tuple[int, ...]:
-    """The sizes of a named ladder up to ``max_size``, strictly increasing.
+def named_sizes(name: str, max_size: int) -> tuple[int, ...]:
+    """The sizes of that name up to ``max_size``, strictly increasing.
 
     ``vllm`` and ``vllm-interactivity`` stop at their last step at or below ``max_size``, as vLLM does; all others
     contain ``max_size``. Raises ``ConfigError`` for an unknown name or a size that is not a positive integer.
     """
-    if name not in LADDERS:
-        raise ConfigError(f"ladder must be one of {', '.join(map(repr, LADDERS))}, got {name!r}")
+    if name not in NAMED_SIZES:
+        raise ConfigError(f"the name of capture sizes must be one of {', '.join(map(repr, NAMED_SIZES))}, got {name!r}")
     check_count("max_size", max_size)
-    return tuple(sorted({size for size in LADDERS[name](max_size) if size <= max_size}))
+    return tuple(sorted({size for size in NAMED_SIZES[name](max_size) if size <= max_size}))
 
 
 def check_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int, ...]:
@@ -113,8 +113,8 @@ def get_cudagraph_sizes(
 ) -> tuple[int, ...]:
     """The sizes, in tokens, to capture for an engine's limits, strictly increasing; empty in mode ``NONE``.
 
-    ``"auto"`` is vLLM's ladder up to ``min(2 * max_num_reqs, 512, max_num_tokens)``, and the name of a ladder is that
-    ladder up to the same size; ``max_num_reqs`` and ``max_num_tokens`` join it where they are not larger. Explicit
+    ``"auto"`` means vLLM's capture sizes up to ``min(2 * max_num_reqs, 512, max_num_tokens)``, and any other name
+    its sizes up to the same size; ``max_num_reqs`` and ``max_num_tokens`` join them where they are not larger. Explicit
     sizes are taken as they are; those above ``max_num_tokens``, which no batch can reach, are dropped with a
     ``UserWarning``. Raises ``ConfigError`` for bad arguments, or when no explicit size is left.
     """
@@ -128,7 +128,7 @@ def get_cudagraph_sizes(
         return _reachable(check_sizes(capture_sizes), max_num_tokens)
     largest = min(2 * max_num_reqs, _AUTO_LARGEST, max_num_tokens)
     exact = {size for size in (max_num_reqs, max_num_tokens) if size <= largest}
-    return tuple(sorted(exact.union(ladder("vllm" if capture_sizes == "auto" else capture_sizes, largest))))
+    return tuple(sorted(exact.union(named_sizes("vllm" if capture_sizes == "auto" else capture_sizes, largest))))
 
 
 def next_size_table(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -142,11 +142,11 @@ def next_size_table(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(table)
 
 
-def are_firsts(firsts: Sequence[int], sizes: object) -> bool:
-    """Whether ``firsts`` can be the smallest batches that graphs of ``sizes`` serve."""
-    if not isinstance(sizes, tuple) or len(firsts) != len(sizes):
+def are_min_batches(min_batches: Sequence[int], sizes: object) -> bool:
+    """Whether ``min_batches`` can be the smallest batches that graphs of ``sizes`` serve."""
+    if not isinstance(sizes, tuple) or len(min_batches) != len(sizes):
         return False
-    return all(below < first <= size for below, first, size in zip((0, *sizes), firsts, sizes, strict=False))
+    return all(below < least <= size for below, least, size in zip((0, *sizes), min_batches, sizes, strict=False))
 
 
 @lru_cache(maxsize=64)
@@ -155,7 +155,7 @@ def resolve_sizes(capture_sizes: str | tuple[int, ...], max_batch_size: int) -> 
     sizes = capture_sizes
     if isinstance(sizes, str):
         name = "vllm" if sizes == "auto" else sizes
-        sizes = tuple(sorted({*ladder(name, max_batch_size), max_batch_size}))
+        sizes = tuple(sorted({*named_sizes(name, max_batch_size), max_batch_size}))
     return sizes, next_size_table(sizes)
 
 

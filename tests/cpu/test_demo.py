@@ -182,7 +182,7 @@ def test_the_largest_size_is_the_largest_step_that_may_be_served(
 
 
 def test_the_largest_size_is_captured() -> None:
-    """Also where vLLM's ladder has no such step, so that nothing up to it is missed."""
+    """Also where vLLM has no such size, so that nothing up to it is missed."""
     side_by_side = SideBySide([Step(13, 2, 12, 12, False, 1), Step(2, 2, 1, 13, True, 0)], DemoSettings())
     result = run(side_by_side)
     assert (result.largest, result.captures, result.missed) == (13, 5, 0)

@@ -22,9 +22,9 @@ from graphdispatch.reasons import Reason
 from graphdispatch.serve.estimate import BudgetedCapture, MemoryEstimate, SizeEstimate, _extrapolate, estimate_memory
 from graphdispatch.serve.graphset import GraphSet
 from graphdispatch.serve.group import GraphGroup
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 
-SIZES = sorted(ladder("vllm", 128), reverse=True)
+SIZES = sorted(named_sizes("vllm", 128), reverse=True)
 
 
 @pytest.fixture(autouse=True)

@@ -321,7 +321,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic is no mapping": ({"dynamic": ["x"]}, "dynamic must map argument names"),
     "sizes not increasing": ({"sizes": (4, 2)}, "capture_sizes must be strictly increasing, got 4 before 2"),
     "size zero": ({"sizes": (0, 2)}, "capture_sizes"),
-    "unknown ladder": ({"sizes": "fibonacci"}, "capture_sizes must be one of"),
+    "unknown name": ({"sizes": "fibonacci"}, "capture_sizes must be one of"),
     "size above max_size": ({"sizes": (2, 4), "max_size": 3}, "at most max_batch_size=3"),
     "negative budget": ({"memory_budget_bytes": -1}, "memory_budget_bytes must be greater than or equal to 1, got -1"),
     "no cache": ({"max_cached_graphs": 0}, "max_cached_graphs must be greater than or equal to 1"),

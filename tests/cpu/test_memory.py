@@ -14,7 +14,7 @@ from graphdispatch.backends import get_backend
 from graphdispatch.call.breaks import eager_break
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.memory.accounting import bytes_of
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 
 QUICK = CUDAGraphOptions(gc_disable=False)  # no collection of the whole process around few captures
 
@@ -50,7 +50,7 @@ def living_bytes() -> int:
 def test_51_sizes_cost_what_the_largest_costs(mode: str, outputs: str) -> None:
     """Static inputs and outputs of all of vLLM's sizes hold at most 1.1 times the bytes of the largest size alone."""
     every, largest = made(mode=mode, outputs=outputs), made((512,), mode=mode, outputs=outputs)
-    assert len(every.entries) == len(ladder("vllm", 512)) == 51
+    assert len(every.entries) == len(named_sizes("vllm", 512)) == 51
     written = sum(entry.output.nbytes for entry in every.entries)
     assert written > 10 * largest.entries[0].output.nbytes
     assert every.memory_bytes <= 1.1 * largest.memory_bytes

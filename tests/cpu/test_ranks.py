@@ -23,13 +23,13 @@ HANG_S = 120
 """Bound on a whole run of processes: reached only where something hangs, and then the test fails."""
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 SIZES = (1, 2, 4, 8)
-ladders = st.lists(st.integers(1, 500), min_size=1, max_size=140, unique=True).map(lambda s: tuple(sorted(s)))
+size_lists = st.lists(st.integers(1, 500), min_size=1, max_size=140, unique=True).map(lambda s: tuple(sorted(s)))
 
 
 @st.composite
 def elections(draw: st.DrawFn, least: int = 1) -> tuple[tuple[int, ...], list[RankVote]]:
     """Sizes, and the votes of some ranks."""
-    sizes = draw(ladders)
+    sizes = draw(size_lists)
     masks = st.integers(0, (1 << len(sizes)) - 1) | st.just((1 << len(sizes)) - 1)
     modes = st.sampled_from((NONE, PIECEWISE, FULL, FULL))
     vote = st.builds(RankVote, st.integers(0, sizes[-1] + 1), modes, masks, masks, masks)

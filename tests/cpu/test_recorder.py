@@ -168,7 +168,7 @@ def test_inference_mode_records_the_parts() -> None:
         follows(lambda x: torch.nn.functional.linear(x, x).reshape(-1) + x.flatten().sum(), 4, 6)
 
 
-def test_ladder_shares_one_arena() -> None:
+def test_sizes_share_one_arena() -> None:
     """Graphs captured largest first take the arena of the largest, and no more."""
     pool = get_backend("cpu").make_pool()
     graphs, held = [], []

@@ -88,7 +88,7 @@ def traffic() -> Workload:
 
 @cache
 def planned(mode: CUDAGraphMode = FULL) -> Report:
-    """A report on a plan of few graphs, beside two ladders."""
+    """A report on a plan of few graphs, beside two sets of sizes."""
     workload = traffic()
     plan = plan_capture_sizes(workload, max_graphs=4, max_size=16, mode=mode)
     return plan_report(plan, workload, None, compare(workload, ("vllm", "pow2"), max_size=16, mode=mode))
@@ -168,28 +168,28 @@ def test_a_plan_is_told_in_numbers() -> None:
     assert max(float(row[5].split()[0]) for row in graphs) == pytest.approx(100 * result.worst_padding, abs=0.05)
 
 
-def test_the_traffic_chart_has_traffic_and_ladders() -> None:
+def test_the_traffic_chart_has_traffic_and_sizes() -> None:
     """The heights are shares of the steps by size, and the rows below are the captured sizes."""
     workload, page = traffic(), Page(planned())
-    sizes, *ladders = page.figures[0]["data"][0], *page.figures[0]["data"][2:]
+    sizes, *named = page.figures[0]["data"][0], *page.figures[0]["data"][2:]
     shares = dict(zip(sizes["x"], sizes["y"], strict=True))
     for size, weight in zip(workload.sizes.tolist(), workload.decode.tolist(), strict=True):
         assert shares.get(size, 0.0) == pytest.approx(100 * weight / workload.total, abs=1e-4)
     plan = plan_capture_sizes(workload, max_graphs=4, max_size=16)
-    assert {one["name"]: tuple(one["x"]) for one in ladders} == {
+    assert {one["name"]: tuple(one["x"]) for one in named} == {
         "plan": plan.sizes,
-        "vllm": Plan.from_ladder("vllm", 16).sizes,
-        "pow2": Plan.from_ladder("pow2", 16).sizes,
+        "vllm": Plan.from_sizes("vllm", 16).sizes,
+        "pow2": Plan.from_sizes("pow2", 16).sizes,
     }
     assert "10.0 % of the steps are larger than 16" in page.text
 
 
 def test_the_frontier_is_judged_like_the_comparison() -> None:
-    """A ladder's point is its row of the table, and the curve has the plan of as many graphs, judged alike."""
+    """The point of named sizes is their row of the table; the curve has the plan of as many graphs, judged alike."""
     workload = traffic()
-    curve, ladders, _ = Page(planned()).figures[3]["data"]
+    curve, named, _ = Page(planned()).figures[3]["data"]
     rows = compare(workload, ("vllm", "pow2"), max_size=16)
-    assert dict(zip(ladders["text"], ladders["y"], strict=True)) == pytest.approx(
+    assert dict(zip(named["text"], named["y"], strict=True)) == pytest.approx(
         {row.name: row.result.step_ms for row in rows if not row.planned}
     )
     seen, judged = workload.split(0.5)
@@ -225,7 +225,7 @@ def test_shares_agree_with_evaluate(mode: CUDAGraphMode) -> None:
 def test_a_plan_alone_and_one_without_graphs() -> None:
     """There need be no order, no comparison and no graph; what cannot be said is left out."""
     workload = Workload.from_histogram({1: 2.0, 3: 1.0})
-    alone = Page(plan_report(Plan.from_ladder((2, 4)), workload))
+    alone = Page(plan_report(Plan.from_sizes((2, 4)), workload))
     assert (len(alone.figures), "Beside the field" in alone.text) == (4, False)
     empty = Page(plan_report(Plan(CUDAGraphMode.NONE, ()), workload))
     assert (len(empty.figures), "Without graphs a step takes 24.00 ms" in empty.text) == (2, True)
@@ -239,7 +239,7 @@ def test_names_cannot_break_a_page() -> None:
         code, message = HOSTILE, HOSTILE
 
     workload = traffic()
-    plan = Plan.from_ladder("pow2", 16)
+    plan = Plan.from_sizes("pow2", 16)
     rows = [Comparison(HOSTILE, False, 1.0, plan, plan.evaluate(workload))]
     page = Page(plan_report(plan, workload, None, rows, [Finding()]))
     usual = Page(planned())

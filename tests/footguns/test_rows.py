@@ -32,7 +32,7 @@ def test_rows_mixed(mixer: Callable[[torch.Tensor], torch.Tensor], first: int) -
 
 
 def test_rows_mixed_instead() -> None:
-    """With exact sizes alone, which a ladder of every size gives, such a model is served."""
+    """With exact sizes alone, when every size is captured, such a model is served."""
     step = graphed(MIXERS["mean"], dynamic={"x": 0}, sizes=(1, 2, 3, 4), capture_after=1)
     for rows in (3, 3, 3, 4, 4, 4):
         x = torch.randn(rows, 3)

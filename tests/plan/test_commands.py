@@ -88,7 +88,7 @@ def test_the_comparison_is_out_of_sample(trace: Path, tmp_path: Path) -> None:
     largest = 96  # the largest step is of 92 tokens
     planned = plan_capture_sizes(seen, max_graphs=6, max_size=largest)
     assert rows["plan"]["sizes"] == list(planned.sizes)
-    for name, made in {"plan": planned, "pow2": Plan.from_ladder("pow2", largest)}.items():
+    for name, made in {"plan": planned, "pow2": Plan.from_sizes("pow2", largest)}.items():
         assert rows[name]["step_ms"] == pytest.approx(made.evaluate(unseen).step_ms)
     assert rows["dense"]["padding"] == 0.0
     assert [graph["size"] for graph in written["graphs"]] != rows["plan"]["sizes"]
@@ -175,7 +175,7 @@ def test_a_simulation_is_the_simulator_s(trace: Path, tmp_path: Path) -> None:
     assert lazy["stats"]["captures"] > 3
 
 
-def test_a_simulation_takes_a_ladder_a_budget_and_a_policy(trace: Path, tmp_path: Path) -> None:
+def test_a_simulation_takes_sizes_a_budget_and_a_policy(trace: Path, tmp_path: Path) -> None:
     """Sizes by number or name, vLLM's without; room in bytes; and a policy that turns away from slow graphs."""
     assert figures("simulate", trace, "--sizes", "8,32", folder=tmp_path)["plan"]["sizes"] == [8, 32]
     assert figures("simulate", trace, folder=tmp_path)["plan"]["sizes"][:4] == [1, 2, 4, 8]
@@ -189,7 +189,7 @@ def test_a_simulation_takes_a_ladder_a_budget_and_a_policy(trace: Path, tmp_path
 
 def test_a_lint_exits_with_one_for_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a plan's file or of sizes; nothing found is exit code 0."""
-    Plan.from_ladder((1, 8, 32, 64)).save(tmp_path / "plan.json")
+    Plan.from_sizes((1, 8, 32, 64)).save(tmp_path / "plan.json")
     limits = ["--max-num-seqs", 32, "--max-num-batched-tokens", 32]
     (finding,) = figures("lint", tmp_path / "plan.json", *limits, folder=tmp_path, code=1)
     assert (finding["code"], finding["sizes"]) == ("unreachable_graph", [64])
@@ -233,7 +233,7 @@ def test_amounts_have_units(parse: Any, text: str, value: float) -> None:
         (["--must-include", "1,x"], "--must-include must be sizes such as 1,2,4; got '1,x'"),
         (["--must-include", "vllm"], "--must-include must be sizes"),
         (["--must-include", "4000"], "must_include must not exceed max_size"),
-        (["--compare", "vllm,nobody"], "--compare must name ladders"),
+        (["--compare", "vllm,nobody"], "--compare must name capture sizes"),
         (["--split", "1"], "fraction must leave steps on both sides"),
         (["--mode", "none"], "--mode"),
         (["--cost", "nowhere.json"], "nowhere.json cannot be read"),

@@ -13,7 +13,7 @@ from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.workload import Workload
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 COST = CostModel.of(
@@ -24,7 +24,7 @@ COST = CostModel.of(
 def test_figures_of_a_plan() -> None:
     """By hand: three of four steps are served, of 1, 3 and 4 tokens in graphs of 1, 4 and 4."""
     workload = Workload.from_histogram(dict.fromkeys((1, 3, 4, 6), 1.0))
-    result = Plan.from_ladder((1, 4)).evaluate(workload, COST)
+    result = Plan.from_sizes((1, 4)).evaluate(workload, COST)
     assert (result.hit_rate, result.eager_share) == (0.75, 0.25)
     assert result.padding == pytest.approx(1 / 8)
     assert result.step_ms == pytest.approx((1 + 4 + 4 + 10) / 4)
@@ -38,10 +38,10 @@ def test_figures_of_a_plan() -> None:
 def test_kinds_of_batch_go_to_their_own_graphs() -> None:
     """Uniform decode to FULL, others to PIECEWISE, or eagerly where their mode has none; the pool is shared."""
     workload = Workload.from_histogram({2: 2.0}, {2: 1.0})
-    both = Plan.from_ladder((4,), mode=CUDAGraphMode.FULL_AND_PIECEWISE).evaluate(workload, COST)
+    both = Plan.from_sizes((4,), mode=CUDAGraphMode.FULL_AND_PIECEWISE).evaluate(workload, COST)
     assert both.step_ms == pytest.approx((4 + 5) / 2)
     assert (both.graphs, both.graph_bytes, both.pool_bytes) == (2, 10, 4)
-    decode = Plan.from_ladder((4,), mode=CUDAGraphMode.FULL_DECODE_ONLY).evaluate(workload, COST)
+    decode = Plan.from_sizes((4,), mode=CUDAGraphMode.FULL_DECODE_ONLY).evaluate(workload, COST)
     assert decode.step_ms == pytest.approx((4 + 10) / 2)
     assert decode.hit_rate == 0.5
 
@@ -52,10 +52,10 @@ def test_a_plan_without_graphs_is_eager() -> None:
     assert (result.step_ms, result.hit_rate, result.memory, result.padding, result.worst_padding) == (10.0, 0, 0, 0, 0)
 
 
-def test_ladders_by_name_and_by_size() -> None:
-    """From the ladders of the field, or as given."""
-    assert Plan.from_ladder("sglang", 64).sizes == ladder("sglang", 64)
-    plan = Plan.from_ladder((2, 6), mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+def test_sizes_by_name_and_by_size() -> None:
+    """By an engine's name, or as given."""
+    assert Plan.from_sizes("sglang", 64).sizes == named_sizes("sglang", 64)
+    plan = Plan.from_sizes((2, 6), mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     assert plan.graphs == (
         PlannedGraph(PIECEWISE, 2, 1),
         PlannedGraph(PIECEWISE, 6, 3),
@@ -64,14 +64,14 @@ def test_ladders_by_name_and_by_size() -> None:
     )
     assert repr(plan) == "<Plan 2 PIECEWISE, 2 FULL graphs up to 6>"
     with pytest.raises(ConfigError, match="sizes must be strictly increasing"):
-        Plan.from_ladder((6, 2))
+        Plan.from_sizes((6, 2))
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     """With its proof, and by an older file's replacement in one step."""
     workload = Workload.from_histogram({3: 1.0, 9: 2.0, 50: 1.0}, {3: 1.0})
     path = tmp_path / "plan.json"
-    for plan in (plan_capture_sizes(workload, max_graphs=5, mode="full_and_piecewise"), Plan.from_ladder("pow2", 8)):
+    for plan in (plan_capture_sizes(workload, max_graphs=5, mode="full_and_piecewise"), Plan.from_sizes("pow2", 8)):
         plan.save(path)
         assert Plan.load(path) == plan
     assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
@@ -84,11 +84,11 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
         ({"format": "graphdispatch.cost"}, "not valid at format"),
         ({"mode": "full"}, "not valid at mode"),
         ({"mode": "PIECEWISE"}, "graphs must be of the modes of PIECEWISE"),
-        ({"graphs": [{"mode": "FULL", "size": 0, "first": 1}]}, "not valid at graphs.0.size"),
-        ({"graphs": [{"mode": "FULL", "size": 1.5, "first": 1}]}, "not valid at graphs.0.size"),
-        ({"graphs": [{"mode": "FULL", "size": 2**40, "first": 1}]}, "not valid at graphs.0.size"),
-        ({"graphs": [{"mode": "FULL", "size": 4, "first": 9}]}, "1 <= first <= size"),
-        ({"graphs": [{"mode": "FULL", "size": 4, "first": 1}] * 2}, "each once"),
+        ({"graphs": [{"mode": "FULL", "size": 0, "min_batch": 1}]}, "not valid at graphs.0.size"),
+        ({"graphs": [{"mode": "FULL", "size": 1.5, "min_batch": 1}]}, "not valid at graphs.0.size"),
+        ({"graphs": [{"mode": "FULL", "size": 2**40, "min_batch": 1}]}, "not valid at graphs.0.size"),
+        ({"graphs": [{"mode": "FULL", "size": 4, "min_batch": 9}]}, "1 <= min_batch <= size"),
+        ({"graphs": [{"mode": "FULL", "size": 4, "min_batch": 1}] * 2}, "each once"),
         ({"graphs": None}, "not valid at graphs"),
         ({"extra": 1}, "not valid at extra"),
     ],
@@ -96,7 +96,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_a_bad_file_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     """With the file and the field at fault."""
     path = tmp_path / "plan.json"
-    Plan.from_ladder((2, 4)).save(path)
+    Plan.from_sizes((2, 4)).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=message) as raised:
         Plan.load(path)
@@ -117,7 +117,7 @@ def test_a_report_tells_sizes_proof_and_what_is_unseen() -> None:
 
 
 def test_a_comparison_judges_on_what_was_not_planned_for() -> None:
-    """Plans see the first half alone; each ladder stands beside plans of all and of half its graphs."""
+    """Plans see the first half alone; each engine's sizes stand beside plans of all and of half their graphs."""
     workload = Workload.from_steps([5] * 50 + [7] * 50)
     rows = compare(workload, ("pow2", "vllm"), max_size=8, prior=0)
     assert [(row.name, row.planned, row.share) for row in rows] == [

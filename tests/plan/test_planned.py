@@ -79,6 +79,6 @@ def test_a_plan_without_graphs_has_no_dispatcher() -> None:
 def test_sizes_are_no_plan() -> None:
     """The message says what makes one of them."""
     with pytest.raises(
-        ConfigError, match=r"plan must be a Plan, got \(1, 2, 4\); Plan.from_ladder\(\) makes one of sizes"
+        ConfigError, match=r"plan must be a Plan, got \(1, 2, 4\); Plan.from_sizes\(\) makes one of sizes"
     ):
         planned_dispatcher((1, 2, 4))  # type: ignore[arg-type]

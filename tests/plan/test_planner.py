@@ -16,7 +16,7 @@ from graphdispatch.plan.plan import Plan
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.prior import Prior
 from graphdispatch.plan.workload import Workload
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 
 from .brute_force import least_ms, random_case
 
@@ -160,7 +160,7 @@ def test_eager_serves_where_graphs_lose() -> None:
     assert plan.graphs == ()
     cost = CostModel.of({1: 1.0, 10: 10.0}, 4.0)
     plan = plan_capture_sizes(Workload.from_histogram({2: 5, 3: 5, 9: 5}), cost, max_graphs=1, prior=0)
-    assert [(graph.size, graph.first) for graph in plan.graphs] == [(9, 9)]
+    assert [(graph.size, graph.min_batch) for graph in plan.graphs] == [(9, 9)]
     assert plan.evaluate(Workload.from_histogram({2: 1, 3: 1, 9: 1}), cost).hit_rate == pytest.approx(1 / 3)
 
 
@@ -175,12 +175,12 @@ def test_modes_share_the_budget() -> None:
 
 
 @pytest.mark.parametrize("seen", [(60, 5), (30, 3), (200, 10)])
-def test_unseen_traffic_is_not_padded_much_more_than_by_the_ladder(seen: tuple[int, int]) -> None:
-    """Whatever was seen, evenly spread traffic elsewhere is padded by at most a point more than by vLLM's ladder, two
+def test_unseen_traffic_is_not_padded_much_more_than_by_vllms_sizes(seen: tuple[int, int]) -> None:
+    """Whatever was seen, evenly spread traffic elsewhere is padded by at most a point more than by vLLM's sizes, two
     points if the least sizes are in it."""
     rng = np.random.default_rng(0)
     workload = Workload.from_steps(np.clip(rng.normal(*seen, 2000).astype(int), 1, 512))
-    usual = Plan.from_ladder("vllm", 512)
+    usual = Plan.from_sizes("vllm", 512)
     plan = plan_capture_sizes(workload, max_graphs=len(usual.graphs), max_size=512)
     assert plan.evaluate(workload).padding < 0.5 * usual.evaluate(workload).padding
     for start in range(1, 400, 7):
@@ -211,9 +211,9 @@ def test_a_prior_covers_what_was_not_seen() -> None:
     assert len(covered) == 8
 
 
-def test_without_budgets_there_are_as_many_graphs_as_in_the_usual_ladder() -> None:
+def test_without_budgets_there_are_as_many_graphs_as_in_the_usual_sizes() -> None:
     """So that a bare call plans something sensible."""
-    assert len(plan_capture_sizes(ZIPF).graphs) == len(ladder("vllm", 300))
+    assert len(plan_capture_sizes(ZIPF).graphs) == len(named_sizes("vllm", 300))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ MODES = (DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.EAGER)
 keys = st.builds(DispatchKey, st.integers(1, 10_000), st.integers(1, 4), st.just(0), st.booleans())
 latencies = st.floats(0, 1e6, allow_nan=False)
 histories = st.lists(st.tuples(keys, st.sampled_from(MODES), latencies), max_size=80)
-ladders = st.none() | st.sets(st.integers(1, 1000), min_size=1, max_size=8).map(lambda sizes: tuple(sorted(sizes)))
+size_sets = st.none() | st.sets(st.integers(1, 1000), min_size=1, max_size=8).map(lambda sizes: tuple(sorted(sizes)))
 
 
 def taught(history: list[tuple[DispatchKey, DispatchMode, float]], policy: AdaptiveDispatchPolicy) -> None:
@@ -25,7 +25,7 @@ def taught(history: list[tuple[DispatchKey, DispatchMode, float]], policy: Adapt
         policy.record(key, mode, latency)
 
 
-@given(histories, ladders, keys, st.sets(st.sampled_from(MODES)))
+@given(histories, size_sets, keys, st.sets(st.sampled_from(MODES)))
 def test_it_selects_only_what_is_available(
     history: list[tuple[DispatchKey, DispatchMode, float]],
     sizes: tuple[int, ...] | None,
@@ -39,7 +39,7 @@ def test_it_selects_only_what_is_available(
         assert policy.select_mode(step, available) in available | {DispatchMode.EAGER}
 
 
-@given(histories, ladders, st.integers(3, 12))
+@given(histories, size_sets, st.integers(3, 12))
 def test_memory_is_bounded(
     history: list[tuple[DispatchKey, DispatchMode, float]], sizes: tuple[int, ...] | None, history_size: int
 ) -> None:
@@ -53,7 +53,7 @@ def test_memory_is_bounded(
     assert len(policy._probes) <= 4
 
 
-@given(histories, ladders)
+@given(histories, size_sets)
 def test_state_survives_json(
     history: list[tuple[DispatchKey, DispatchMode, float]], sizes: tuple[int, ...] | None
 ) -> None:

@@ -7,11 +7,11 @@ from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.decide.decision import SizeTable
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
-from graphdispatch.sizes import LADDERS
+from graphdispatch.sizes import NAMED_SIZES
 
 _SIZES = st.one_of(
     st.sets(st.integers(1, 300), min_size=1, max_size=20).map(lambda sizes: tuple(sorted(sizes))),
-    st.sampled_from(["auto", *LADDERS]),
+    st.sampled_from(["auto", *NAMED_SIZES]),
 )
 
 

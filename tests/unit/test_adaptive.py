@@ -17,11 +17,11 @@ from graphdispatch.demo.trace import generate_trace
 from graphdispatch.descriptors import DispatchKey
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import DispatchMode
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 
 EAGER, GRAPH, PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 BOTH = (GRAPH, EAGER)
-SIZES = ladder("vllm", 512)
+SIZES = named_sizes("vllm", 512)
 CHANGE = 0.4
 
 Cost = Callable[[int, float], float]

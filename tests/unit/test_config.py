@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.sizes import LADDERS, ladder
+from graphdispatch.sizes import NAMED_SIZES, named_sizes
 
 BAD_CONFIG: list[tuple[str, Any, str]] = [
     ("mode", "HALF", r"one of NONE \(0\), .*FULL_AND_PIECEWISE \(4\), got 'HALF'"),
@@ -20,7 +20,7 @@ BAD_CONFIG: list[tuple[str, Any, str]] = [
     ("mode", True, r"one of NONE \(0\), .*, got True"),
     ("backend", 3, r"a valid string, got 3"),
     ("capture_sizes", "tgi", r"one of 'auto', 'vllm', .*, or increasing sizes, got 'tgi'"),
-    ("capture_sizes", 8, r"'auto', the name of a ladder, or increasing sizes, got 8"),
+    ("capture_sizes", 8, r"'auto', a name such as 'vllm', or increasing sizes, got 8"),
     ("capture_sizes", (), r"hold at least one size"),
     ("capture_sizes", (1, 4, 2), r"strictly increasing, got 4 before 2 at index 1"),
     ("capture_sizes", (1, 512), r"at most max_batch_size=256, got 512; raise max_batch_size"),
@@ -63,13 +63,13 @@ def test_a_bad_config_value_is_one_error(name: str, value: Any, expected: str) -
 
 
 @pytest.mark.parametrize(
-    ("sizes", "firsts"),
+    ("sizes", "min_batches"),
     [("auto", (1,)), ((2, 4), (1,)), ((2, 4), (1, 3, 5)), ((2, 4), (3, 3)), ((2, 4), (1, 2)), ((2, 4), (1, 5))],
 )
 @pytest.mark.parametrize("prefix", ["", "mixed_"])
-def test_the_first_batches_must_fit_the_sizes(prefix: str, sizes: Any, firsts: tuple[int, ...]) -> None:
+def test_the_min_batches_must_fit_the_sizes(prefix: str, sizes: Any, min_batches: tuple[int, ...]) -> None:
     """One for each explicit size, among the batches that it could serve."""
-    given = {f"{prefix}capture_sizes": sizes, f"{prefix}eager_below": firsts}
+    given = {f"{prefix}capture_sizes": sizes, f"{prefix}eager_below": min_batches}
     with pytest.raises(ConfigError, match=rf"{prefix}eager_below must have a number for each of {prefix}capture_sizes"):
         CUDAGraphConfig(**given)
 
@@ -158,7 +158,7 @@ configs = st.builds(
     CUDAGraphConfig,
     mode=st.sampled_from(CUDAGraphMode),
     capture_sizes=st.one_of(
-        st.sampled_from(["auto", *LADDERS]), st.sets(st.integers(1, 90), min_size=1, max_size=5).map(sorted)
+        st.sampled_from(["auto", *NAMED_SIZES]), st.sets(st.integers(1, 90), min_size=1, max_size=5).map(sorted)
     ),
     max_batch_size=st.integers(90, 400),
     max_seq_len=st.integers(1, 100),
@@ -204,15 +204,15 @@ def test_padding_goes_to_the_next_size_or_nowhere(config: CUDAGraphConfig, batch
     assert config.get_padded_batch_size(batch_size) == expected
 
 
-@pytest.mark.parametrize("name", ["auto", *LADDERS])
-def test_a_ladder_always_contains_the_largest_batch(name: str) -> None:
-    """Every batch up to ``max_batch_size`` is served, also where the ladder has no step there."""
+@pytest.mark.parametrize("name", ["auto", *NAMED_SIZES])
+def test_named_sizes_always_contain_the_largest_batch(name: str) -> None:
+    """Every batch up to ``max_batch_size`` is served, also where the named sizes have no step there."""
     assert CUDAGraphConfig(capture_sizes=name, max_batch_size=301).resolve().largest == 301
 
 
-def test_auto_is_vllms_ladder() -> None:
+def test_auto_is_vllms_sizes() -> None:
     """``auto`` stands for vLLM's sizes."""
-    assert CUDAGraphConfig(max_batch_size=512).resolve().sizes == ladder("vllm", 512)
+    assert CUDAGraphConfig(max_batch_size=512).resolve().sizes == named_sizes("vllm", 512)
 
 
 def test_explicit_sizes_are_kept() -> None:

@@ -139,7 +139,7 @@ RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
     "a mixed batch never gets a uniform graph, and still gets one": [
         (lambda: padded(added(plan(PIECEWISE), (FULL, desc(12, True))), 12, 5), (PIECEWISE, desc(16))),
     ],
-    "uniform decode beyond the ladder falls back": [
+    "uniform decode beyond the sizes falls back": [
         (lambda: padded(plan(), 17, 17, query_len=1), (PIECEWISE, desc(24))),
         (lambda: padded(plan(DECODE_ONLY), 17, 17, query_len=1), NO_GRAPH),
     ],

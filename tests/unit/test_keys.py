@@ -267,7 +267,7 @@ def test_only_runtime_modes_have_keys(mode: Mode) -> None:
         ({"max_num_tokens": 0}, "max_num_tokens must be"),
         ({"query_lens": [0]}, "query_lens must be"),
         ({"capture_sizes": [0, 8]}, r"capture_sizes\[0\] must be"),
-        ({"capture_sizes": "nobody"}, "ladder must be one of"),
+        ({"capture_sizes": "nobody"}, "capture sizes must be one of"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:

@@ -216,7 +216,7 @@ def test_bad_options_are_refused(make: Callable[..., Prewarmer], options: dict[s
 
 @pytest.mark.parametrize(
     ("sizes", "memory", "match"),
-    [((4, 2), 10, "sizes must be strictly"), (range(1, 2000), 10, "coarsen the ladder"), ((4,), 0, "memory must be")],
+    [((4, 2), 10, "sizes must be strictly"), (range(1, 2000), 10, "give fewer"), ((4,), 0, "memory must be")],
 )
 def test_bad_predictors_are_refused(sizes: Any, memory: int, match: str) -> None:
     """Sizes out of order, too many of them, and no memory are ``ConfigError``s."""

@@ -1,4 +1,4 @@
-"""The ladders against their engines' figures, explicit sizes, and the lookup table."""
+"""The named sizes against their engines' figures, explicit sizes, and the lookup table."""
 
 from bisect import bisect_left
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.sizes import LADDERS, check_sizes, get_cudagraph_sizes, ladder, next_size_table
+from graphdispatch.sizes import NAMED_SIZES, check_sizes, get_cudagraph_sizes, named_sizes, next_size_table
 
 FULL = CUDAGraphMode.FULL
 size_lists = st.sets(st.integers(1, 600), min_size=1, max_size=20).map(lambda sizes: tuple(sorted(sizes)))
@@ -16,7 +16,7 @@ size_lists = st.sets(st.integers(1, 600), min_size=1, max_size=20).map(lambda si
 
 def waste(name: str, max_size: int, rows: int) -> float:
     """The share of padded rows in percent, the mean over batches of 1 to ``rows`` rows."""
-    sizes = ladder(name, max_size)
+    sizes = named_sizes(name, max_size)
     return 100 * sum(1 - n / sizes[bisect_left(sizes, n)] for n in range(1, rows + 1)) / rows
 
 
@@ -35,9 +35,9 @@ def waste(name: str, max_size: int, rows: int) -> float:
         ("dense", 512, 512),
     ],
 )
-def test_ladder_has_its_engines_number_of_sizes(name: str, max_size: int, count: int) -> None:
-    """Each ladder has as many sizes as its engine captures."""
-    assert len(ladder(name, max_size)) == count
+def test_as_many_sizes_as_the_engine_captures(name: str, max_size: int, count: int) -> None:
+    """There are as many sizes as the engine captures."""
+    assert len(named_sizes(name, max_size)) == count
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_ladder_has_its_engines_number_of_sizes(name: str, max_size: int, count:
         ("dense", 512, 0.0),
     ],
 )
-def test_ladder_pads_as_much_as_its_engine(name: str, max_size: int, percent: float) -> None:
+def test_sizes_pad_as_much_as_the_engine(name: str, max_size: int, percent: float) -> None:
     """The mean padding under a uniform load is the figure known of the engine."""
     assert waste(name, max_size, max_size) == pytest.approx(percent, abs=0.02)
 
@@ -62,62 +62,62 @@ def test_ladder_pads_as_much_as_its_engine(name: str, max_size: int, percent: fl
 @pytest.mark.parametrize(
     ("name", "percent"), [("vllm", 14.97), ("vllm-interactivity", 0.0), ("sglang", 12.24), ("megatron", 20.3)]
 )
-def test_ladder_pads_small_batches_as_much_as_its_engine(name: str, percent: float) -> None:
+def test_sizes_pad_small_batches_as_much_as_the_engine(name: str, percent: float) -> None:
     """The mean padding of batches of at most 32 rows is the figure known of the engine."""
     assert waste(name, 512, 32) == pytest.approx(percent, abs=0.02)
 
 
-def test_vllm_ladder_is_exact() -> None:
+def test_vllm_sizes_are_exact() -> None:
     """vLLM's list up to 288 is reproduced size by size."""
-    assert ladder("vllm", 300) == (1, 2, 4, *range(8, 256, 8), 256, 272, 288)
+    assert named_sizes("vllm", 300) == (1, 2, 4, *range(8, 256, 8), 256, 272, 288)
 
 
-def test_sglang_ladder_is_exact() -> None:
+def test_sglang_sizes_are_exact() -> None:
     """SGLang's list crosses its three step widths, and ends at the limit itself."""
-    assert ladder("sglang", 600) == (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), 512, 544, 576, 600)
+    assert named_sizes("sglang", 600) == (1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), 512, 544, 576, 600)
 
 
-def test_trtllm_ladder_ends_at_the_limit() -> None:
+def test_trtllm_sizes_end_at_the_limit() -> None:
     """TensorRT-LLM adds a limit that is not on its steps of 64."""
-    assert ladder("trtllm", 300)[-4:] == (128, 192, 256, 300)
+    assert named_sizes("trtllm", 300)[-4:] == (128, 192, 256, 300)
 
 
-def test_megatron_ladder_halves() -> None:
+def test_megatron_sizes_halve() -> None:
     """Megatron's list is the limit halved, rounded down, to 1."""
-    assert ladder("megatron", 48) == (1, 3, 6, 12, 24, 48)
+    assert named_sizes("megatron", 48) == (1, 3, 6, 12, 24, 48)
 
 
-def test_pow2_ladder_ends_at_the_limit() -> None:
+def test_pow2_sizes_end_at_the_limit() -> None:
     """The powers of two are completed by a limit that is none."""
-    assert ladder("pow2", 12) == (1, 2, 4, 8, 12)
+    assert named_sizes("pow2", 12) == (1, 2, 4, 8, 12)
 
 
-@given(st.sampled_from(sorted(LADDERS)), st.integers(1, 3000))
-def test_every_ladder_is_increasing_and_within_its_limit(name: str, max_size: int) -> None:
-    """A ladder is strictly increasing, starts at 1 and never passes its limit."""
-    sizes = ladder(name, max_size)
+@given(st.sampled_from(sorted(NAMED_SIZES)), st.integers(1, 3000))
+def test_named_sizes_are_increasing_and_within_their_limit(name: str, max_size: int) -> None:
+    """Named sizes are strictly increasing, start at 1 and never pass their limit."""
+    sizes = named_sizes(name, max_size)
     assert check_sizes(sizes) == sizes
     assert sizes[0] == 1
     assert sizes[-1] <= max_size
 
 
-@given(st.sampled_from(sorted(set(LADDERS) - {"vllm", "vllm-interactivity"})), st.integers(1, 3000))
-def test_ladders_other_than_vllms_contain_their_limit(name: str, max_size: int) -> None:
+@given(st.sampled_from(sorted(set(NAMED_SIZES) - {"vllm", "vllm-interactivity"})), st.integers(1, 3000))
+def test_sizes_other_than_vllms_contain_their_limit(name: str, max_size: int) -> None:
     """No batch up to the limit is without a size."""
-    assert ladder(name, max_size)[-1] == max_size
+    assert named_sizes(name, max_size)[-1] == max_size
 
 
-def test_an_unknown_ladder_is_refused() -> None:
-    """The error lists the ladders that exist."""
+def test_an_unknown_name_is_refused() -> None:
+    """The error lists the names that exist."""
     with pytest.raises(ConfigError, match=r"one of 'vllm', .*'dense', got 'tgi'"):
-        ladder("tgi", 8)
+        named_sizes("tgi", 8)
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 8.0, "8"])
 def test_a_limit_that_is_no_positive_integer_is_refused(bad: int) -> None:
     """The error names the argument and what was given."""
     with pytest.raises(ConfigError, match=r"max_size must be an integer >= 1, got"):
-        ladder("vllm", bad)
+        named_sizes("vllm", bad)
 
 
 def test_explicit_sizes_must_increase() -> None:
@@ -140,13 +140,13 @@ def test_explicit_sizes_must_be_positive_integers(bad: int) -> None:
 
 
 def test_auto_sizes_end_at_twice_the_requests() -> None:
-    """``auto`` is vLLM's ladder up to twice the number of requests, with that number itself."""
+    """``auto`` is vLLM's capture sizes up to twice the number of requests, with that number itself."""
     assert get_cudagraph_sizes("auto", 13, 8192, FULL) == (1, 2, 4, 8, 13, 16, 24)
 
 
 def test_auto_sizes_end_at_512() -> None:
     """``auto`` never captures more than vLLM's 512 tokens, whatever the limits are."""
-    assert get_cudagraph_sizes("auto", 1024, 8192, FULL) == ladder("vllm", 512)
+    assert get_cudagraph_sizes("auto", 1024, 8192, FULL) == named_sizes("vllm", 512)
 
 
 def test_auto_sizes_end_at_the_most_tokens() -> None:
@@ -154,8 +154,8 @@ def test_auto_sizes_end_at_the_most_tokens() -> None:
     assert get_cudagraph_sizes("auto", 64, 43, FULL) == (1, 2, 4, 8, 16, 24, 32, 40, 43)
 
 
-def test_a_ladders_name_takes_autos_limits() -> None:
-    """A named ladder ends where ``auto`` does and has the limits as sizes."""
+def test_a_name_takes_autos_limits() -> None:
+    """Named sizes end where ``auto`` does and have the limits as sizes."""
     assert get_cudagraph_sizes("pow2", 6, 100, FULL) == (1, 2, 4, 6, 8, 12)
 
 

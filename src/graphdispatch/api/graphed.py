@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 class SizePlan(Protocol):
-    """What has chosen sizes, such as a ``Plan``; one that has ``firsts_of`` as well says what runs eagerly."""
+    """What has chosen sizes, such as a ``Plan``; one that has ``min_batches_of`` as well says what runs eagerly."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def graphed(
     ``"repeat_last"``, ``"leave"``, or a function ``(padding, real)``. Rows of the model must be independent of each
     other; whether they are is checked when a graph is captured, and a model that mixes rows stays eager.
 
-    ``sizes`` are the sizes to capture, a ladder by name, a plan, or the path of a saved plan or profile; it is at most
+    ``sizes`` are the sizes to capture, a name (``vllm``), a plan, or the path of a saved plan or profile; it is at most
     ``max_size`` (default 256). A size is captured when seen for the ``capture_after``-th time within ``capture_window``
     uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, the policy
     ``eviction`` (as in ``CUDAGraphConfig``) says which graph goes; callables may share ``budget``.
@@ -254,7 +254,7 @@ class Graphed(Generic[P, R]):
         return [r for r in dict.fromkeys((self._decode, self._mixed)) if r.table.sizes] or [self._decode]
 
     def use_sizes(self, sizes: str | Sequence[int] | SizePlan) -> None:
-        """Pad calls to these capture sizes from now on: as for ``graphed``, a plan, a ladder by name, or sizes.
+        """Pad calls to these capture sizes from now on: as for ``graphed``, a plan, a name, or sizes.
 
         Graphs of sizes that stay go on serving; the others are released, and all of them if the largest size grows.
         Raises ``ConfigError`` for sizes that cannot be; nothing has changed then.

@@ -18,7 +18,7 @@ from ..errors import CaptureError, ConfigError
 from ..modes import CUDAGraphMode
 from ..plan.cost import CostModel, Curve, GraphCosts
 from ..serve.prewarm import PrewarmReport
-from ..sizes import check_sizes, ladder
+from ..sizes import check_sizes, named_sizes
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -88,7 +88,7 @@ def calibrate(
     if dynamic is None:
         dynamic = {name: 0 for name, value in example.items() if isinstance(value, torch.Tensor) and value.dim()}
     rows, device = _rows_and_device(example, dynamic)
-    checked = ladder("pow2", rows) if sizes is None else check_sizes(sorted(set(sizes)), "sizes")
+    checked = named_sizes("pow2", rows) if sizes is None else check_sizes(sorted(set(sizes)), "sizes")
     inputs = {size: _resized(example, dynamic, size) for size in checked}
     served = {each: graphed(fn, dynamic=dynamic, sizes=checked, mode=each, **options) for each in modes}
     backend = get_backend("auto", device)

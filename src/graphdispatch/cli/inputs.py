@@ -10,7 +10,7 @@ from ..plan.cost import CostModel
 from ..plan.plan import Plan
 from ..plan.scheduler import SchedulerModel
 from ..plan.workload import Workload
-from ..sizes import LADDERS
+from ..sizes import NAMED_SIZES
 from .options import GraphMode
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 
 _GENERATED_STEPS = 2000
 _LARGEST = 512  # vLLM's default limit
-_STEP = 16  # the largest step of vLLM's ladders, the only ones that may end below the largest size
+_STEP = 16  # the largest step of vLLM's capture sizes, the only ones that may end below the largest size
 _MOST_DIGITS = 9
 
 
@@ -74,18 +74,18 @@ def runtime_mode(mode: GraphMode | None) -> CUDAGraphMode:
 
 
 def largest_size(max_size: int | None, workload: Workload | None = None) -> int:
-    """What ``--max-size`` stands for; by default no ladder ends below the largest step, up to vLLM's limit."""
+    """What ``--max-size`` stands for; by default no sizes end below the largest step, up to vLLM's limit."""
     if max_size is not None:
         return max_size
     return min(_LARGEST, -(-workload.largest // _STEP) * _STEP) if workload is not None else _LARGEST
 
 
 def read_plan(path: Path | None, sizes: str | None, mode: GraphMode | None, max_size: int | None) -> Plan:
-    """The plan in a file, or of ``sizes``: a ladder by name or numbers. One of both must be given."""
+    """The plan in a file, or of ``sizes``: an engine's by name, or numbers. One of both must be given."""
     if (path is None) == (sizes is None):
         raise ConfigError("expected either a plan's file or --sizes, and not both")
     if sizes is not None:
-        return Plan.from_ladder(read_sizes("--sizes", sizes), largest_size(max_size), mode=runtime_mode(mode))
+        return Plan.from_sizes(read_sizes("--sizes", sizes), largest_size(max_size), mode=runtime_mode(mode))
     if mode is not None or max_size is not None:
         raise ConfigError("--mode and --max-size go with --sizes; a plan has a mode and a largest size of its own")
     assert path is not None
@@ -93,8 +93,8 @@ def read_plan(path: Path | None, sizes: str | None, mode: GraphMode | None, max_
 
 
 def read_sizes(option: str, text: str) -> str | tuple[int, ...]:
-    """The name of a ladder, or sizes in increasing order from ``1,2,4``."""
-    return text if text in LADDERS else read_numbers(option, text, f", or one of {', '.join(LADDERS)}")
+    """The name of an engine's sizes, or sizes in increasing order from ``1,2,4``."""
+    return text if text in NAMED_SIZES else read_numbers(option, text, f", or one of {', '.join(NAMED_SIZES)}")
 
 
 def read_numbers(option: str, text: str, alternative: str = "") -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from ..decide.lint import lint as find_faults
 from ..plan.dispatcher import planned_dispatcher
 from ..plan.plan import Plan
 from .inputs import read_plan
-from .options import JsonFile, Ladder, MaxSize, ModeOption
+from .options import JsonFile, MaxSize, ModeOption, SizesOption
 from .outputs import print_text, require_writable, write_json
 
 __all__ = ["finding_dict", "lint", "lint_plan", "print_findings"]
@@ -24,7 +24,7 @@ def lint(
     plan: Annotated[
         Path | None, typer.Argument(help="A plan, as the command plan wrote it.", metavar="PLAN", show_default=False)
     ] = None,
-    sizes: Ladder = None,
+    sizes: SizesOption = None,
     max_size: MaxSize = None,
     mode: ModeOption = None,
     json_file: JsonFile = None,

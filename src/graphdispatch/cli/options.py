@@ -8,17 +8,17 @@ from typing import Annotated
 
 import typer
 
-from ..sizes import LADDERS
+from ..sizes import NAMED_SIZES
 
 __all__ = [
     "CostFile",
     "GraphMode",
     "JsonFile",
-    "Ladder",
     "MaxSize",
     "ModeOption",
     "Requests",
     "Sequences",
+    "SizesOption",
     "Tokens",
     "Traces",
     "parse_bytes",
@@ -115,10 +115,10 @@ CostFile = Annotated[
         metavar="FILE", show_default=False,
     ),
 ]  # fmt: skip
-Ladder = Annotated[
+SizesOption = Annotated[
     str | None,
     typer.Option(
-        "--sizes", help=f"Instead of a plan: sizes such as 1,2,4,8, or a ladder: {', '.join(LADDERS)}.",
+        "--sizes", help=f"Instead of a plan: sizes such as 1,2,4,8, or a name: {', '.join(NAMED_SIZES)}.",
         metavar="SIZES", show_default=False,
     ),
 ]  # fmt: skip

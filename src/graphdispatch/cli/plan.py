@@ -1,4 +1,4 @@
-"""``graphdispatch plan``: the sizes to capture for recorded traffic, judged beside the field's ladders."""
+"""``graphdispatch plan``: the sizes to capture for recorded traffic, judged beside the engines' capture sizes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from ..plan.plan import Plan
 from ..plan.planner import plan_capture_sizes
 from ..plan.workload import Workload
 from ..report import plan_report
-from ..sizes import LADDERS
+from ..sizes import NAMED_SIZES
 from .inputs import largest_size, read_cost, read_numbers, read_workload, runtime_mode
 from .lint import finding_dict, lint_plan, print_findings
 from .options import (
@@ -53,7 +53,7 @@ _Share = Annotated[
     float | None,
     typer.Option(help="No batch is padded by more of its tokens: 25%.", parser=parse_share, metavar="SHARE"),
 ]
-_Ladders = Annotated[str, typer.Option(help=f"Ladders to compare with: {', '.join(LADDERS)}.", metavar="NAMES")]
+_Compared = Annotated[str, typer.Option(help=f"Sizes to compare with: {', '.join(NAMED_SIZES)}.", metavar="NAMES")]
 _Split = Annotated[
     float, typer.Option(help="For the comparison: plan on this share of the steps, judge on the rest.", min=0, max=1)
 ]
@@ -75,7 +75,7 @@ def plan(
     max_padding: _Share = None,
     mode: ModeOption = None,
     cost: CostFile = None,
-    compare: _Ladders = _COMPARED,
+    compare: _Compared = _COMPARED,
     split: _Split = _SPLIT,
     max_num_seqs: Sequences = None,
     max_num_batched_tokens: Tokens = None,
@@ -85,7 +85,7 @@ def plan(
 ) -> None:
     """Choose the sizes to capture for recorded traffic, within all budgets at once.
 
-    Without a budget there may be as many graphs as vLLM's ladder has.
+    Without a budget there may be as many graphs as vLLM has capture sizes.
     """
     require_writable(output=output, json=json_file, html=html)
     names = _names(compare)
@@ -121,21 +121,21 @@ def plan(
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in LADDERS:
-            raise ConfigError(f"--compare must name ladders, {', '.join(LADDERS)}; got {name[:40]!r}")
+        if name not in NAMED_SIZES:
+            raise ConfigError(f"--compare must name capture sizes, {', '.join(NAMED_SIZES)}; got {name[:40]!r}")
     return names
 
 
 def _compared(
     workload: Workload, cost: CostModel, names: Sequence[str], split: float, options: Mapping[str, Any]
 ) -> list[Comparison]:
-    """A plan and the ladders on the steps after the split, which the plan has not seen; without order, on all."""
+    """A plan and the engines' sizes on the steps after the split, which the plan has not seen, or on all."""
     seen, judged = workload.split(split) if workload.steps is not None else (workload, workload)
     planned = plan_capture_sizes(seen, cost, **options)
-    ladders = {name: Plan.from_ladder(name, options["max_size"], mode=options["mode"]) for name in names}
+    named = {name: Plan.from_sizes(name, options["max_size"], mode=options["mode"]) for name in names}
     return [
         Comparison(name, made is planned, 1.0, made, made.evaluate(judged, cost))
-        for name, made in {"plan": planned, **ladders}.items()
+        for name, made in {"plan": planned, **named}.items()
     ]
 
 
@@ -188,7 +188,9 @@ def _figures(
         "is_ordered": workload.steps is not None,
         "comparison": [row.to_dict() for row in rows],
         "mode": chosen.mode.name,
-        "graphs": [{"mode": graph.mode.name, "size": graph.size, "first": graph.first} for graph in chosen.graphs],
+        "graphs": [
+            {"mode": graph.mode.name, "size": graph.size, "min_batch": graph.min_batch} for graph in chosen.graphs
+        ],
         "proof": asdict(chosen.proof) if chosen.proof is not None else None,
         "lint": [finding_dict(finding) for finding in findings],
     }

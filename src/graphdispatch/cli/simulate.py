@@ -11,7 +11,18 @@ from ..errors import ConfigError
 from ..plan.plan import Plan
 from ..plan.workload import Workload
 from .inputs import largest_size, read_cost, read_plan, read_workload
-from .options import CostFile, JsonFile, Ladder, MaxSize, ModeOption, Requests, Sequences, Tokens, Traces, parse_bytes
+from .options import (
+    CostFile,
+    JsonFile,
+    MaxSize,
+    ModeOption,
+    Requests,
+    Sequences,
+    SizesOption,
+    Tokens,
+    Traces,
+    parse_bytes,
+)
 from .outputs import print_text, require_writable, write_json
 
 __all__ = ["Policy", "simulate"]
@@ -32,7 +43,7 @@ def simulate(
     plan: Annotated[
         Path | None, typer.Option(help="A plan, as the command plan wrote it.", metavar="FILE", show_default=False)
     ] = None,
-    sizes: Ladder = None,
+    sizes: SizesOption = None,
     max_size: MaxSize = None,
     mode: ModeOption = None,
     policy: Annotated[Policy, typer.Option(help="Who chooses among the graphs there are and eager.")] = Policy.DEFAULT,
@@ -54,7 +65,7 @@ def simulate(
 ) -> None:
     """Serve recorded traffic on a simulated device: hits, padding, times, captures, bytes, and why steps ran eagerly.
 
-    Without a plan and --sizes, vLLM's ladder.
+    Without a plan and --sizes, vLLM's capture sizes.
     """
     from ..decide.adaptive import AdaptiveDispatchPolicy
     from ..memory.admission import Admission

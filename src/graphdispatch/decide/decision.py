@@ -45,7 +45,7 @@ class Decision(NamedTuple):
 class SizeTable:
     """Decisions for every number of rows, for one dynamic dimension: one lookup each. Immutable and thread-safe.
 
-    ``sizes`` are the capture sizes, ``table[n]`` the smallest of them that holds ``n`` rows, and ``firsts`` the
+    ``sizes`` are the capture sizes, ``table[n]`` the smallest of them that holds ``n`` rows, and ``min_batches`` the
     smallest batch that each serves (none: all above the next smaller size), as ``ResolvedConfig`` gives them; with
     ``pad_batches=False`` only exact sizes are served.
     """
@@ -57,13 +57,13 @@ class SizeTable:
         mode: CUDAGraphMode,
         *,
         pad_batches: bool = True,
-        firsts: Sequence[int] = (),
+        min_batches: Sequence[int] = (),
     ) -> None:
         self.sizes = tuple(sizes)
         self.mode = mode
         self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
         """The decision for calls without a batch dimension."""
-        self._firsts = dict(zip(self.sizes, firsts or [1 + size for size in (0, *self.sizes)], strict=False))
+        self._min_batches = dict(zip(self.sizes, min_batches or [1 + size for size in (0, *self.sizes)], strict=False))
         self._decisions = tuple(self._make(rows, size, pad_batches) for rows, size in enumerate(table) if self.sizes)
 
     @classmethod
@@ -71,8 +71,8 @@ class SizeTable:
         """The table of a configuration for one runtime mode; without sizes in mode NONE."""
         if not mode.has_graphs():
             return cls((), (), mode)
-        sizes, table, config, firsts = resolved
-        return cls(sizes, table, mode, pad_batches=config.pad_batches, firsts=firsts)
+        sizes, table, config, min_batches = resolved
+        return cls(sizes, table, mode, pad_batches=config.pad_batches, min_batches=min_batches)
 
     def checked(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
         """``sizes``, or all. Raises ``ConfigError`` for one that is not captured here."""
@@ -88,9 +88,11 @@ class SizeTable:
         return 1 + max((smaller for smaller in self.sizes if smaller < size), default=0)
 
     @classmethod
-    def of_one(cls, size: int, mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None) -> "SizeTable":
-        """The table of a single graph of ``size`` rows, which serves every batch of at most as many."""
-        table = cls((size,), (size,) * (size + 1), mode)
+    def of_one(
+        cls, size: int, mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None, *, pads: bool = False
+    ) -> "SizeTable":
+        """The table of a single graph of ``size`` rows; if it ``pads``, it serves every batch of at most as many."""
+        table = cls((size,), (size,) * (size + 1) if pads else (), mode)
         table.fixed = Decision(mode, descriptor or BatchDescriptor(size), size, Reason.EXACT, size)
         return table
 
@@ -111,12 +113,12 @@ class SizeTable:
 
     def served_by(self, size: int) -> range:
         """The numbers of rows that the graph of ``size`` serves."""
-        return range(self._firsts[size], size + 1)
+        return range(self._min_batches[size], size + 1)
 
     def _make(self, rows: int, size: int, pad_batches: bool) -> Decision:
         if rows != size and not pad_batches:
             return Decision.eager(Reason.NOT_CAPTURED, rows)
-        if rows < self._firsts[size]:
+        if rows < self._min_batches[size]:
             return Decision.eager(Reason.POLICY, rows, f"eager is expected to be faster than {size} padded rows")
         reason = Reason.EXACT if rows == size else Reason.PADDED
         return Decision(self.mode, BatchDescriptor(size), size, reason, rows)

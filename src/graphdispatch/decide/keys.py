@@ -21,9 +21,9 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 class CudagraphKeyDispatcher:
     """Decides which mode and which graph serve a batch; the keys are the only source of truth for valid graphs.
 
-    ``capture_sizes`` are numbers of tokens in any order, ``"auto"`` or the name of a ladder; each gets a key for every
-    one of ``variants``. A batch has at most ``max_num_reqs`` requests and ``max_num_tokens`` tokens; if that is known,
-    the keys are linted when they are initialised. ``query_lens`` are uniform query lengths besides the
+    ``capture_sizes`` are numbers of tokens in any order, ``"auto"``, or a name (``"vllm"``); each gets a key for
+    every one of ``variants``. A batch has at most ``max_num_reqs`` requests and ``max_num_tokens`` tokens; if that is
+    known, the keys are linted when they are initialised. ``query_lens`` are uniform query lengths besides the
     initialised one; naming any (the initialised one too) stages the uniform sizes at multiples of the query length.
     ``compile_sizes`` are those that the model was compiled for one by one: up to the largest captured size each must be
     captured itself, since padding would take a batch past the code made for it. ``piecewise`` says that the model is

@@ -31,7 +31,7 @@ _REPLACES_FROM = 0.5
 class SizePredictor:
     """Forecasts padded sizes from the sequence of keys so far, by three habits that fade with age.
 
-    What followed this size before (a Markov chain of order one); by how many steps of the ladder sizes moved, wherever
+    What followed this size before (a Markov chain of order one); by how many places among the sizes it moved, wherever
     they were (so that a growing batch points at sizes that were never seen); and how often each size came at all. The
     less is known of what follows a size, the more the latter two decide.
 
@@ -42,13 +42,13 @@ class SizePredictor:
     def __init__(self, sizes: Sequence[int], memory: int = 2000) -> None:
         self.sizes = check_sizes(sizes, "sizes")
         if len(self.sizes) > _MOST_SIZES:
-            raise ConfigError(f"sizes must hold at most {_MOST_SIZES} sizes, got {len(self.sizes)}; coarsen the ladder")
+            raise ConfigError(f"sizes must hold at most {_MOST_SIZES} sizes, got {len(self.sizes)}; give fewer")
         if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
             raise ConfigError(f"memory must be an integer >= 1, got {memory!r}")
         count = len(self.sizes) + 1
         self._lock = threading.Lock()
         self._last: int | None = None
-        # Counts grow by an ever larger unit instead of fading one by one: an observation costs the same for any ladder.
+        # Counts grow by an ever larger unit instead of fading one by one: an observation costs the same for any sizes.
         self._unit = 1.0
         self._growth = 1 + 1 / memory
         self._follows = np.zeros((count, count))
@@ -104,7 +104,7 @@ class SizePredictor:
         count = len(self._often)
         often = self._often / self._unit + _UNSEEN / count
         often /= often.sum()
-        # Row i holds the jumps that lead from size i to every other; those off the ladder are lost.
+        # Row i holds the jumps that lead from size i to every other; those beyond the sizes are lost.
         start = np.arange(count - 1, -1, -1)[:, None] + np.arange(count)
         jumps = (self._jumps / self._unit)[start]
         jumps += often * max(1.0, float(self._jumps.sum()) / self._unit) * 0.1

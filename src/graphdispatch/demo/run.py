@@ -14,7 +14,7 @@ from ..capture.piecewise import PiecewiseGraph, break_figures
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
 from ..memory.entry import CUDAGraphEntry
-from ..sizes import ladder
+from ..sizes import named_sizes
 from .decoder import PRESETS, Decoder
 from .result import DemoResult, DemoSettings, Pieces, StepRecord
 from .steps import StepInputs, StepMaker, slots_needed
@@ -36,7 +36,7 @@ def largest_size(steps: Sequence[Step], settings: DemoSettings) -> int:
 class SideBySide:
     """Two decoders on the same weights, one called as it is and one through ``graphed``; fed with equal inputs.
 
-    ``prewarm`` captures every size, vLLM's ladder up to the largest; ``run`` yields a record for each step; ``result``
+    ``prewarm`` captures every size, vLLM's up to the largest; ``run`` yields a record for each step; ``result``
     sums up; ``close`` releases the graphs. ``decoders`` are the eager and the graphed one, ``largest`` is the size of
     the largest graph. In piecewise graphs the attention of each layer is a break. In a mode that tells uniform decode
     steps from mixed ones, the trace's flag does.
@@ -66,7 +66,7 @@ class SideBySide:
             twin,
             dynamic={"token_ids": 0, "slots": 0, "positions": 0},
             pad={"slots": Pad.value(twin.scratch_slot)},
-            sizes=sorted({*ladder("vllm", self.largest), self.largest}),
+            sizes=sorted({*named_sizes("vllm", self.largest), self.largest}),
             mode=settings.mode,
             uniform_decode=self._is_uniform_decode,
             backend=self._backend.name,

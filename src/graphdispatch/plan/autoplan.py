@@ -169,7 +169,7 @@ class AutoPlan:
     @property
     def plan(self) -> Plan:
         """The sizes in use, as a plan."""
-        return Plan.from_ladder(self.step.sizes, mode=graphs_of(self._base)[0])
+        return Plan.from_sizes(self.step.sizes, mode=graphs_of(self._base)[0])
 
     @property
     def cost(self) -> CostModel:

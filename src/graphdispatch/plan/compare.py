@@ -1,4 +1,4 @@
-"""Plans beside the field's ladders, planned on the first part of the traffic and judged on the rest."""
+"""Plans beside the engines' capture sizes, planned on the first part of the traffic and judged on the rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ __all__ = ["Comparison", "compare"]
 class Comparison:
     """One set of graphs and what it came to on traffic that it was not planned for.
 
-    ``name`` is a ladder's; ``planned`` tells whether the set is a plan with that ladder's number of graphs
-    (``share`` of it) instead of the ladder itself.
+    ``name`` is that of an engine's sizes; ``planned`` tells whether the set is a plan with their number of graphs
+    (``share`` of it) instead of them.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Comparison:
 
 def compare(
     workload: Workload,
-    ladders: Sequence[str] = ("vllm",),
+    names: Sequence[str] = ("vllm",),
     cost: CostModel | None = None,
     *,
     fraction: float = 0.5,
@@ -49,15 +49,15 @@ def compare(
     mode: CUDAGraphMode = CUDAGraphMode.FULL,
     **options: Any,
 ) -> tuple[Comparison, ...]:
-    """Each ladder up to ``max_size``, and plans with ``shares`` of its number of graphs, judged out of sample.
+    """Capture sizes by name up to ``max_size``, and plans of ``shares`` of as many graphs, judged out of sample.
 
     Plans see the first ``fraction`` of the ordered steps, and all sets are judged on the rest. ``options`` go to
     ``plan_capture_sizes``. Raises ``ConfigError`` for a workload without ordered steps.
     """
     seen, unseen = workload.split(fraction)
     rows = []
-    for name in ladders:
-        taken = Plan.from_ladder(name, max_size, mode=mode)
+    for name in names:
+        taken = Plan.from_sizes(name, max_size, mode=mode)
         rows.append(Comparison(name, False, 1.0, taken, taken.evaluate(unseen, cost)))
         for share in shares:
             graphs = max(1, round(share * len(taken.graphs)))

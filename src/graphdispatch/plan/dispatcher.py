@@ -14,12 +14,12 @@ __all__ = ["planned_dispatcher"]
 def planned_dispatcher(plan: Plan, *, max_num_reqs: int = 1) -> CudagraphKeyDispatcher:
     """A dispatcher whose keys are the graphs of ``plan``, for a scheduler of ``max_num_reqs`` requests.
 
-    Uniform decode has one token for each request. A batch below a graph's ``first`` runs eagerly, unless a graph of
+    Uniform decode has one token for each request. A batch below a graph's ``min_batch`` runs eagerly, unless a graph of
     another mode is planned for it. Raises ``ConfigError`` for a plan without graphs.
     """
     if not isinstance(plan, Plan):
         raise ConfigError(
-            f"plan must be a Plan, got {reprlib.repr(plan)}; Plan.from_ladder() makes one of sizes, load() of a file"
+            f"plan must be a Plan, got {reprlib.repr(plan)}; Plan.from_sizes() makes one of sizes, load() of a file"
         )
     if not plan.graphs:
         raise ConfigError("plan must have graphs, got none; every step runs eagerly")
@@ -36,17 +36,17 @@ def planned_dispatcher(plan: Plan, *, max_num_reqs: int = 1) -> CudagraphKeyDisp
 
 
 def _preference(plan: Plan) -> CostModel | None:
-    """A cost by which batches below ``first`` run eagerly; None if there are none."""
-    first = {(graph.mode, graph.size): graph.first for graph in plan.graphs}
+    """A cost by which batches below ``min_batch`` run eagerly; None if there are none."""
+    min_batch = {(graph.mode, graph.size): graph.min_batch for graph in plan.graphs}
     above = {graph.mode: 0 for graph in plan.graphs}
     has_gaps = False
     for graph in plan.graphs:
-        has_gaps |= graph.first > above[graph.mode] + 1
+        has_gaps |= graph.min_batch > above[graph.mode] + 1
         above[graph.mode] = graph.size
 
     def cost(mode: CUDAGraphMode, padded: int, real: int) -> float:
         if mode is CUDAGraphMode.NONE:
             return 1.0
-        return 0.0 if real >= first[mode, padded] else 2.0
+        return 0.0 if real >= min_batch[mode, padded] else 2.0
 
     return cost if has_gaps else None

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
-from ..sizes import check_sizes, ladder
+from ..sizes import check_sizes, named_sizes
 from .cost import CostModel
 from .storage import read_document, write_document
 from .traffic import LARGEST_STEP, Floats
@@ -21,14 +21,14 @@ __all__ = ["Evaluation", "Plan", "PlannedGraph", "Proof", "routines_of"]
 
 
 class PlannedGraph(NamedTuple):
-    """A graph of ``size`` tokens for batches from ``first`` tokens on; smaller ones run faster eagerly.
+    """A graph of ``size`` tokens for batches from ``min_batch`` tokens on; smaller ones run faster eagerly.
 
-    ``first`` is ``size + 1`` for a graph that had to be included and is slower than all its batches.
+    ``min_batch`` is ``size + 1`` for a graph that had to be included and is slower than all its batches.
     """
 
     mode: CUDAGraphMode
     size: int
-    first: int
+    min_batch: int
 
 
 @dataclass(frozen=True)
@@ -105,27 +105,27 @@ class Plan:
     def __post_init__(self) -> None:
         runtime = {self.mode.decode_mode(), self.mode.mixed_mode()} - {CUDAGraphMode.NONE}
         for graph in self.graphs:
-            if graph.mode not in runtime or not 1 <= graph.first <= graph.size + 1 <= LARGEST_STEP + 1:
+            if graph.mode not in runtime or not 1 <= graph.min_batch <= graph.size + 1 <= LARGEST_STEP + 1:
                 raise ConfigError(
-                    f"graphs must be of the modes of {self.mode.name}, with 1 <= first <= size + 1 and size <= "
+                    f"graphs must be of the modes of {self.mode.name}, with 1 <= min_batch <= size + 1 and size <= "
                     f"{LARGEST_STEP}, "
-                    f"got {graph.mode.name} {graph.first}..{graph.size}"
+                    f"got {graph.mode.name} {graph.min_batch}..{graph.size}"
                 )
         keys = [(graph.mode, graph.size) for graph in self.graphs]
         if keys != sorted(set(keys)):
             raise ConfigError(f"graphs must be in the order of mode and size, each once, got {keys!r:.200}")
 
     @classmethod
-    def from_ladder(
+    def from_sizes(
         cls,
         sizes: str | Iterable[int],
         max_size: int = 512,
         *,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> Self:
-        """The plan of a ladder by name up to ``max_size``, or of increasing sizes, in each runtime mode of ``mode``."""
+        """The plan of capture sizes by name up to ``max_size``, or as given, in each runtime mode of ``mode``."""
         mode = parse_mode(mode)
-        checked = ladder(sizes, max_size) if isinstance(sizes, str) else check_sizes(sizes, "sizes")
+        checked = named_sizes(sizes, max_size) if isinstance(sizes, str) else check_sizes(sizes, "sizes")
         return cls.of(mode, dict.fromkeys(_runtime(mode), checked))
 
     @classmethod
@@ -148,9 +148,9 @@ class Plan:
         """The sizes of the graphs of a runtime mode, in increasing order."""
         return tuple(graph.size for graph in self.graphs if graph.mode is mode)
 
-    def firsts_of(self, mode: CUDAGraphMode) -> tuple[int, ...]:
+    def min_batches_of(self, mode: CUDAGraphMode) -> tuple[int, ...]:
         """For each of ``sizes_of(mode)``, the smallest batch that its graph is for; smaller ones are faster eagerly."""
-        return tuple(graph.first for graph in self.graphs if graph.mode is mode)
+        return tuple(graph.min_batch for graph in self.graphs if graph.mode is mode)
 
     def evaluate(self, workload: Workload, cost: CostModel | None = None) -> Evaluation:
         """What the plan comes to on ``workload`` with the costs of ``cost`` (default: ``CostModel.default()``)."""
@@ -160,20 +160,20 @@ class Plan:
         for kind, weights in routines_of(self.mode, workload).items():
             eager_ms = cost.eager_ms.at(workload.sizes)
             eager += float(weights @ eager_ms)
-            sizes, first = (np.array([g[at] for g in self.graphs if g.mode is kind], np.int64) for at in (1, 2))
+            sizes, min_batch = (np.array([g[at] for g in self.graphs if g.mode is kind], np.int64) for at in (1, 2))
             if not len(sizes):
                 time += float(weights @ eager_ms)
                 continue
             costs = cost.graphs(kind)
             index = np.minimum(np.searchsorted(sizes, workload.sizes), len(sizes) - 1)
-            hit = (workload.sizes <= sizes[index]) & (workload.sizes >= first[index])
+            hit = (workload.sizes <= sizes[index]) & (workload.sizes >= min_batch[index])
             time += float(weights @ np.where(hit, costs.step_ms.at(sizes)[index], eager_ms))
             served += float(weights @ hit)
             real += float(weights @ (hit * workload.sizes))
             padded += float(weights @ (hit * (sizes[index] - workload.sizes)))
-            ratios = np.maximum(sizes / first - 1, 0.0)
+            ratios = np.maximum(sizes / min_batch - 1, 0.0)
             if ratios.max() > worst or not worst_size:
-                worst, worst_size = float(ratios.max()), int(np.minimum(first, sizes)[ratios.argmax()])
+                worst, worst_size = float(ratios.max()), int(np.minimum(min_batch, sizes)[ratios.argmax()])
             capture_ms += float(costs.capture_ms.at(sizes).sum())
             graph_bytes += float(costs.graph_bytes.at(sizes).sum())
             pool_bytes = max(pool_bytes, float(costs.pool_bytes.at(sizes).max()))
@@ -194,7 +194,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to ``path`` as JSON, replacing a file there in one step."""
-        graphs = [{"mode": graph.mode.name, "size": graph.size, "first": graph.first} for graph in self.graphs]
+        graphs = [{"mode": graph.mode.name, "size": graph.size, "min_batch": graph.min_batch} for graph in self.graphs]
         content = {"format": "graphdispatch.plan", "version": 1, "mode": self.mode.name, "graphs": graphs}
         proof = asdict(self.proof) if self.proof is not None else None
         write_document(path, _Document.model_validate(content | {"proof": proof}))
@@ -203,7 +203,7 @@ class Plan:
     def load(cls, path: str | Path) -> Self:
         """The plan that was saved to ``path``. Raises ``ConfigError`` for a file that holds none."""
         document = read_document(path, _Document)
-        graphs = tuple(PlannedGraph(parse_mode(g.mode), g.size, g.first) for g in document.graphs)
+        graphs = tuple(PlannedGraph(parse_mode(g.mode), g.size, g.min_batch) for g in document.graphs)
         proof = Proof(**document.proof.model_dump()) if document.proof is not None else None
         try:
             return cls(parse_mode(document.mode), graphs, proof)
@@ -221,8 +221,8 @@ class Plan:
             above, gaps = 0, []
             for graph in self.graphs:
                 if graph.mode is kind:
-                    if graph.first > above + 1:
-                        gaps.append(f"{above + 1}-{graph.first - 1}")
+                    if graph.min_batch > above + 1:
+                        gaps.append(f"{above + 1}-{graph.min_batch - 1}")
                     above = graph.size
             if gaps:
                 lines.append(f"{kind.name}: faster eagerly: {' '.join(gaps)}")
@@ -239,7 +239,7 @@ def _explained(proof: Proof) -> Iterable[str]:
     else:
         yield (
             f"sizes that were not seen, up to {proof.largest}: padded by at most {100 * proof.regret:.2f} % of their "
-            "tokens more than by vLLM's ladder, where they are spread evenly"
+            "tokens more than by vLLM's capture sizes, where they are spread evenly"
         )
 
 
@@ -262,7 +262,7 @@ class _Part(BaseModel):
 class _Graph(_Part):
     mode: Literal["FULL", "PIECEWISE"]
     size: int = Field(ge=1, le=LARGEST_STEP)
-    first: int = Field(ge=1, le=LARGEST_STEP + 1)
+    min_batch: int = Field(ge=1, le=LARGEST_STEP + 1)
 
 
 class _Proof(_Part):

@@ -11,7 +11,7 @@ import numpy as np
 from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
-from ..sizes import ladder
+from ..sizes import named_sizes
 from .budgets import Budgets, Spent, optimise
 from .cost import CostModel
 from .intervals import Found, Routine
@@ -46,7 +46,7 @@ def plan_capture_sizes(
 
     ``cost`` says what steps, captures and memory cost (default: ``CostModel.default()``). ``max_graphs``, ``memory``
     in bytes and ``capture_time`` in seconds limit all graphs of all modes together; without any of them there may be as
-    many graphs as vLLM's ladder has. No graph is above ``max_size`` tokens (default: the largest size of the workload).
+    many graphs as vLLM has sizes. No graph is above ``max_size`` tokens (default: the largest size of the workload).
     Each mode gets the sizes ``must_include``; all are multiples of ``multiple_of``. ``max_padding`` limits what any
     batch up to the largest graph is padded by, as a share of its tokens. ``prior`` is the share of steps that may be of
     any size, or all that is expected beyond the workload; 0 plans for exactly the workload. ``mode`` FULL or PIECEWISE
@@ -63,7 +63,7 @@ def plan_capture_sizes(
         raise ConfigError("mode must have graphs to plan, got NONE")
     grid = _grid(workload, max_size, must_include, multiple_of, max_padding)
     if max_graphs is None and memory is None and capture_time is None:
-        max_graphs = len(ladder("vllm", grid.top))
+        max_graphs = len(named_sizes("vllm", grid.top))
     budgets = Budgets(
         math.inf if max_graphs is None else _whole("max_graphs", max_graphs),
         math.inf if capture_time is None else 1e3 * _amount("capture_time", capture_time),
@@ -268,11 +268,12 @@ def _graphs(routines: Sequence[Routine], found: Found) -> tuple[PlannedGraph, ..
     for routine, path in zip(routines, found.paths, strict=True):
         table, above = routine.table, 0
         for graph in path:
-            size, first = int(routine.candidates[graph - 1]), 1 + (int(routine.candidates[above - 1]) if above else 0)
+            size = int(routine.candidates[graph - 1])
+            min_batch = 1 + (int(routine.candidates[above - 1]) if above else 0)
             if table.splits[graph] == table.ends[graph]:
-                first = size + 1
+                min_batch = size + 1
             elif table.splits[graph] > table.ends[above]:
-                first = int(routine.sizes[table.splits[graph]])
-            graphs.append(PlannedGraph(routine.mode, size, first))
+                min_batch = int(routine.sizes[table.splits[graph]])
+            graphs.append(PlannedGraph(routine.mode, size, min_batch))
             above = graph
     return tuple(sorted(graphs))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ..errors import ConfigError
-from ..sizes import ladder
+from ..sizes import named_sizes
 from .traffic import Floats, Ints
 
 __all__ = ["Prior", "reach"]
@@ -22,9 +22,9 @@ class Prior:
     the limits of engines lie at which an overloaded one runs. ``drift`` of the steps is expected at half to twice their
     size, evenly over the logarithm, as when the load changes. ``regret`` is a guard: graphs lie so close that steps
     spread evenly over the sizes between graphs are padded by at most about that share of their tokens more than by
-    vLLM's ladder, and there is one at each power of two from 64. Where that takes more than nine tenths of a budget it
-    is doubled, and beyond four times until it takes six tenths, so that something is left for what was seen. None means
-    no guard.
+    vLLM's capture sizes, and there is one at each power of two from 64. Where that takes more than nine tenths of a
+    budget it is doubled, and beyond four times until it takes six tenths, so that something is left for what was
+    seen. None means no guard.
     """
 
     share: float = 0.02
@@ -72,10 +72,11 @@ def reach(candidates: Ints, regret: float) -> Ints:
     """How far above 0 and each of ``candidates`` the next graph may lie for the guard of ``regret``; it rises.
 
     Between graphs ``d`` apart, padding at a size ``n`` is ``(d - 1) / (2 n)`` on average; so ``d`` may be
-    ``2 n * regret`` more than the steps of vLLM's ladder there (the mean of two, so that graphs need not be its own).
+    ``2 n * regret`` more than the steps between vLLM's sizes there (the mean of two, so that graphs need not be its
+    own).
     """
     sizes = np.concatenate([[0], candidates])
-    steps = np.array(ladder("vllm", max(int(sizes[-1]), 16)))
+    steps = np.array(named_sizes("vllm", max(int(sizes[-1]), 16)))
     gaps = np.diff(steps, prepend=0)
     after = np.searchsorted(steps, sizes + 1)
     here, above = (gaps[np.minimum(at, len(gaps) - 1)] for at in (after, after + 1))

@@ -86,9 +86,9 @@ def _rows(served: Served, entries: "Sequence[CUDAGraphEntry]") -> list[Section]:
         return []
     total = sum(rows.values())
     captured = sorted({entry.size for entry in entries})
-    ladders = [
-        charts.Ladder("captured", "--graph", captured),
-        charts.Ladder("to capture", "--reference", served.sizes),
+    size_rows = [
+        charts.SizeRow("captured", "--graph", captured),
+        charts.SizeRow("to capture", "--reference", served.sizes),
     ]
     sizes, calls = np.array(list(rows), np.int64), np.array(list(rows.values()), np.float64)
     top = max(*served.sizes, 1)
@@ -96,7 +96,7 @@ def _rows(served: Served, entries: "Sequence[CUDAGraphEntry]") -> list[Section]:
     lead = "How often calls of each number of rows came, over the sizes that have a graph now."
     if above:
         lead += f" {percent(above)} of them had more than {count(top)} rows, above the largest size, and are not drawn."
-    figure = charts.traffic([charts.Traffic("calls", "--graph-soft", sizes, calls / total)], ladders, top, "rows")
+    figure = charts.traffic([charts.Traffic("calls", "--graph-soft", sizes, calls / total)], size_rows, top, "rows")
     table = Table(
         ("rows", "calls", "share"),
         [(str(size), count(number), percent(number / total, 2)) for size, number in rows.items()],

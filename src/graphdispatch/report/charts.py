@@ -10,7 +10,7 @@ import numpy as np
 from ..plan.traffic import Floats, Ints
 from .units import percent, size_range
 
-__all__ = ["Bars", "Ladder", "Line", "Points", "Traffic", "frontier", "padding", "shares", "traffic"]
+__all__ = ["Bars", "Line", "Points", "SizeRow", "Traffic", "frontier", "padding", "shares", "traffic"]
 
 _MOST_POINTS = 16_384
 _MOST_RULES = 128  # more of them would be a wall
@@ -30,7 +30,7 @@ class Traffic(NamedTuple):
     shares: Floats
 
 
-class Ladder(NamedTuple):
+class SizeRow(NamedTuple):
     """Captured sizes."""
 
     name: str
@@ -64,11 +64,11 @@ class Bars(NamedTuple):
     shares: Sequence[float]
 
 
-def traffic(parts: Sequence[Traffic], ladders: Sequence[Ladder], top: int, unit: str) -> Figure:
-    """The distribution of sizes up to ``top``, the first ladder drawn through it, and all ladders below, row by row."""
+def traffic(parts: Sequence[Traffic], size_rows: Sequence[SizeRow], top: int, unit: str) -> Figure:
+    """The distribution of sizes up to ``top``, the first row of sizes drawn through it, and all rows below."""
     data = [_distribution(part, top, unit) for part in parts]
-    data += [_row(ladder, unit) for ladder in ladders]
-    rows = len(ladders)
+    data += [_row(size_row, unit) for size_row in size_rows]
+    rows = len(size_rows)
     height = 310 + 26 * rows
     split = 26 * rows / (height - 100)
     layout = _layout(height, f"size of the batch, in {unit}", "share of all, %")
@@ -78,8 +78,8 @@ def traffic(parts: Sequence[Traffic], ladders: Sequence[Ladder], top: int, unit:
         "domain": [0, split], "type": "category", "range": [rows - 0.5, -0.5], "showgrid": False, "zeroline": False,
         "fixedrange": True, "automargin": True, "tickfont": {"color": "--text"},
     }  # fmt: skip
-    if len(ladders[0].sizes) <= _MOST_RULES:
-        layout["shapes"] = [_rule(size) for size in ladders[0].sizes]
+    if len(size_rows[0].sizes) <= _MOST_RULES:
+        layout["shapes"] = [_rule(size) for size in size_rows[0].sizes]
     return {"data": data, "layout": layout}
 
 
@@ -99,12 +99,13 @@ def _distribution(part: Traffic, top: int, unit: str) -> Figure:
     }  # fmt: skip
 
 
-def _row(ladder: Ladder, unit: str) -> Figure:
-    name = _text(ladder.name)
+def _row(size_row: SizeRow, unit: str) -> Figure:
+    name = _text(size_row.name)
     return {
-        "type": "scatter", "mode": "markers", "name": name, "x": list(ladder.sizes), "y": [name] * len(ladder.sizes),
+        "type": "scatter", "mode": "markers", "name": name,
+        "x": list(size_row.sizes), "y": [name] * len(size_row.sizes),
         "yaxis": "y2", "showlegend": False,
-        "marker": {"symbol": "line-ns", "size": 13, "line": {"width": 1.5, "color": ladder.color}},
+        "marker": {"symbol": "line-ns", "size": 13, "line": {"width": 1.5, "color": size_row.color}},
         "hovertemplate": f"%{{x}} {unit}<extra>{name}</extra>",
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The report on a plan: what it is worth on a workload, beside the field's ladders, and what is wrong with it."""
+"""The report on a plan: what it is worth on a workload, beside the engines' sizes, and what is wrong with it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -42,18 +42,18 @@ def plan_report(
 ) -> Report:
     """What ``plan`` is worth on ``workload`` with ``cost`` (default: ``CostModel.default()``), as a page to look at.
 
-    ``comparison`` are plans and ladders, planned on the first ``split`` of ordered steps and judged on the rest, as
-    ``compare`` makes them; the frontier of graphs against step time is judged on the same steps. ``lint`` are the
-    findings about the plan. Raises ``ConfigError`` if plotly is not installed.
+    ``comparison`` are plans and the engines' sizes, planned on the first ``split`` of ordered steps and judged on the
+    rest, as ``compare`` makes them; the frontier of graphs against step time is judged on the same steps. ``lint``
+    are the findings about the plan. Raises ``ConfigError`` if plotly is not installed.
     """
     cost = cost or CostModel.default()
     result = plan.evaluate(workload, cost)
-    ladders = {row.name: row.plan for row in comparison if not row.planned}
-    top = max([*plan.sizes, *(size for ladder in ladders.values() for size in ladder.sizes)], default=workload.largest)
+    named = {row.name: row.plan for row in comparison if not row.planned}
+    top = max([*plan.sizes, *(size for each in named.values() for size in each.sizes)], default=workload.largest)
     sections = [
-        _traffic(plan, workload, ladders, top),
-        _shares(plan, workload, ladders),
-        *([_padding(plan, result, ladders, top)] if plan.graphs else []),
+        _traffic(plan, workload, named, top),
+        _shares(plan, workload, named),
+        *([_padding(plan, result, named, top)] if plan.graphs else []),
         *([_frontier(plan, workload, cost, comparison, split)] if result.hit_rate else []),
         *([_comparison(workload, comparison)] if comparison else []),
         _lint(lint),
@@ -101,18 +101,18 @@ def _tiles(result: Evaluation) -> list[Tile]:
     ]
 
 
-def _traffic(plan: Plan, workload: Workload, ladders: dict[str, Plan], top: int) -> Section:
+def _traffic(plan: Plan, workload: Workload, named: dict[str, Plan], top: int) -> Section:
     kinds = (("uniform decode", "--graph-soft", workload.decode), ("mixed", "--other-soft", workload.mixed))
     parts = [
         charts.Traffic(name, color, workload.sizes, weights / workload.total)
         for name, color, weights in kinds
         if weights.any()
     ]
-    rows = [charts.Ladder(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
-    rows += [charts.Ladder(name, "--reference", ladder.sizes) for name, ladder in ladders.items()]
+    rows = [charts.SizeRow(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
+    rows += [charts.SizeRow(name, "--reference", each.sizes) for name, each in named.items()]
     above = float(workload.counts[workload.sizes > top].sum()) / workload.total
     lead = "How often steps of each size come, over the sizes that the plan captures"
-    lead += " and those of the ladders." if ladders else "."
+    lead += " and the engines' sizes." if named else "."
     if above:
         lead += f" {percent(above)} of the steps are larger than {count(top)} and not drawn; they run eagerly."
     lines = [(row.name, str(len(row.sizes)), _shortened(row.sizes)) for row in rows]
@@ -138,8 +138,8 @@ def _shortened(sizes: Sequence[int]) -> str:
     return " ".join(words if len(words) <= 512 else [*words[:256], "...", *words[-256:]])
 
 
-def _shares(plan: Plan, workload: Workload, ladders: dict[str, Plan]) -> Section:
-    found = {name: shares_of(made, workload) for name, made in {"plan": plan, **ladders}.items()}
+def _shares(plan: Plan, workload: Workload, named: dict[str, Plan]) -> Section:
+    found = {name: shares_of(made, workload) for name, made in {"plan": plan, **named}.items()}
     ways = (
         ("graph of this size", "--graph"),
         ("graph, padded", "--graph-soft"),
@@ -166,11 +166,11 @@ def _shares(plan: Plan, workload: Workload, ladders: dict[str, Plan]) -> Section
     )
 
 
-def _padding(plan: Plan, result: Evaluation, ladders: dict[str, Plan], top: int) -> Section:
+def _padding(plan: Plan, result: Evaluation, named: dict[str, Plan], top: int) -> Section:
     lines = []
-    for name, ladder in list(ladders.items())[:1]:
-        kind = max(graph.mode for graph in ladder.graphs)
-        lines.append(charts.Line(name, "--reference", padding_of(ladder, kind, top)))
+    for name, each in list(named.items())[:1]:
+        kind = max(graph.mode for graph in each.graphs)
+        lines.append(charts.Line(name, "--reference", padding_of(each, kind, top)))
     lines += [charts.Line(name, _COLORS[kind], padding_of(plan, kind, top)) for kind, name in _kinds(plan).items()]
     lead = (
         f"By how much a batch of each size is padded, seen or not: at most {percent(result.worst_padding, 0)} of its "
@@ -191,16 +191,16 @@ def _frontier(
     counts = sorted(numbers | {number for number in half_octaves if number <= min(2 * max(numbers), top)})
     plans = [plan_capture_sizes(seen, cost, max_graphs=number, max_size=top, mode=plan.mode) for number in counts]
     points = {len(made.graphs): made.evaluate(judged, cost) for made in plans}
-    ladders = [row for row in comparison if not row.planned and row.plan.graphs]
+    named = [row for row in comparison if not row.planned and row.plan.graphs]
     chosen = plan.evaluate(judged, cost)
-    ladders.sort(key=lambda row: len(row.plan.graphs))
+    named.sort(key=lambda row: len(row.plan.graphs))
     others = [
-        charts.Points("ladders", "--reference", [len(row.plan.graphs) for row in ladders],
-                      [row.result.step_ms for row in ladders], [row.name for row in ladders]),
+        charts.Points("engines' sizes", "--reference", [len(row.plan.graphs) for row in named],
+                      [row.result.step_ms for row in named], [row.name for row in named]),
         charts.Points("this plan", "--eager", [len(plan.graphs)], [chosen.step_ms], ["this plan"]),
     ]  # fmt: skip
     least = least_step_ms(plan.mode, judged, cost, top)
-    worst = max([chosen.step_ms, *(row.result.step_ms for row in ladders)])
+    worst = max([chosen.step_ms, *(row.result.step_ms for row in named)])
     curve = charts.Points("best plans", "--graph", list(points), [result.step_ms for result in points.values()])
     lead = (
         "The best plan for each number of graphs, with no other budget or condition"
@@ -239,7 +239,7 @@ def _comparison(workload: Workload, comparison: Sequence[Comparison]) -> Section
         )
     columns = ("", "graphs", "mean step", "served", "padding", "worst padding", "memory", "captures")
     marked = frozenset(index for index, row in enumerate(comparison) if row.planned)
-    return Section("Beside the field's ladders", lead, [Table(columns, rows, marked)])
+    return Section("Beside the engines' capture sizes", lead, [Table(columns, rows, marked)])
 
 
 def _difference(made: Comparison, taken: Comparison) -> str:
@@ -267,8 +267,8 @@ def _graphs(plan: Plan, workload: Workload, cost: CostModel) -> Section:
         )
         rows.append((
             str(graph.size), graph.mode.name,
-            size_range(graph.first, graph.size) if graph.first <= graph.size else "\N{EN DASH}",
-            percent(share, 2), percent(padded), percent(max(graph.size / graph.first - 1, 0.0)),
+            size_range(graph.min_batch, graph.size) if graph.min_batch <= graph.size else "\N{EN DASH}",
+            percent(share, 2), percent(padded), percent(max(graph.size / graph.min_batch - 1, 0.0)),
             milliseconds(step_ms), milliseconds(eager_ms), storage(graph_bytes),
         ))  # fmt: skip
     columns = ("graph", "mode", "serves", "of all steps", "padding", "at most", "step", "eagerly", "memory of its own")

@@ -92,7 +92,7 @@ def simulate(
 ) -> SimulationResult:
     """Serve the ordered steps of ``workload`` on a simulated device: hit rate, padding, times and bytes.
 
-    ``dispatcher`` names the graphs that there may be, by a plan's sizes or a ladder. Without ``admission`` as many of
+    ``dispatcher`` names the graphs that there may be, by a plan or capture sizes. Without ``admission`` as many of
     them as ``cache`` has room for are captured before the first step, the largest first, as engines do; with it, each
     when it is admitted, and it is compared with eager at its next batch. ``cache`` (default: room for all) evicts by
     its own rules; it must be new, and its statistics are those of the result. ``policy`` (default: a graph wherever

@@ -25,7 +25,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 class CPUPool(Pool):
     """Arenas of host memory; a graph takes the smallest that holds its intermediates and shared outputs, so that a
-    ladder captured largest first needs one arena in all. Freed with the last graph in it."""
+    set of sizes captured largest first needs one arena in all. Freed with the last graph in it."""
 
     def __init__(self, streams: StreamState) -> None:
         super().__init__()
