@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from ..errors import DeviceLostError, ReplayError
+from ..errors import BackendError, DeviceLostError, ReplayError
 from ..reasons import Reason
 
 __all__ = [
@@ -97,20 +97,34 @@ class Stream(ABC):
         """Finish the queue and release the stream; idempotent."""
 
 
-class Timer(ABC):
-    """Device time between two points, read later without a synchronize."""
+class Timer:
+    """The device time between two points of a stream's work. It is read later, and reading it never blocks.
 
-    @abstractmethod
+    ``start_event`` and ``end_event`` are two events made with ``timing=True``. A timer may run again.
+    """
+
+    def __init__(self, start_event: Event, end_event: Event) -> None:
+        self._start = start_event
+        self._end = end_event
+        self._started = self._stopped = False
+
     def start(self) -> None:
-        """Begin."""
+        """Begin, on the current stream."""
+        self._start.record()
+        self._started, self._stopped = True, False
 
-    @abstractmethod
     def stop(self) -> None:
-        """End."""
+        """End, on the current stream. Raises ``BackendError`` before ``start``."""
+        if not self._started:
+            raise BackendError("timer was stopped before it was started; call start() first")
+        self._end.record()
+        self._stopped = True
 
-    @abstractmethod
     def elapsed_ms(self) -> float | None:
-        """Milliseconds from start to stop, or None while the device has not reached the end."""
+        """Milliseconds from start to stop, or None before ``stop`` and while the device has not reached the end."""
+        if not (self._stopped and self._start.query() and self._end.query()):
+            return None
+        return self._start.elapsed_ms(self._end)
 
 
 class Pool(ABC):
@@ -311,9 +325,9 @@ class Backend(ABC):
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event; ``timing`` allows ``elapsed_ms``."""
 
-    @abstractmethod
     def make_timer(self) -> Timer:
         """A new timer."""
+        return Timer(self.make_event(timing=True), self.make_event(timing=True))
 
     @abstractmethod
     def synchronize(self) -> None:

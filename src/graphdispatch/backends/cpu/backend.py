@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream, Timer
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream
 from .graph import CPUGraph, CPUPool
 from .recorder import HostReadGuard, Recorder, Recording
 from .streams import StreamState
@@ -68,10 +68,6 @@ class CPUBackend(Backend):
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event."""
         return self._streams.make_event(timing=timing)
-
-    def make_timer(self) -> Timer:
-        """A new timer of wall time on the current stream."""
-        return self._streams.make_timer()
 
     def synchronize(self) -> None:
         """Block until the calling thread's current stream is done."""

@@ -26,10 +26,10 @@ from queue import SimpleQueue
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import Event, Stream, Timer
+from ..base import Event, Stream
 from .inherit import with_callers_modes
 
-__all__ = ["CPUEvent", "CPUStream", "CPUTimer", "InlineStream", "StreamState"]
+__all__ = ["CPUEvent", "CPUStream", "InlineStream", "StreamState"]
 
 _Job = Callable[[], None]
 
@@ -278,10 +278,6 @@ class StreamState:
         """A new event; ``timing`` allows ``elapsed_ms``."""
         return CPUEvent(self, timing=timing)
 
-    def make_timer(self) -> "CPUTimer":
-        """A new timer."""
-        return CPUTimer(self)
-
 
 class CPUEvent(Event):
     """A mark that can be set again; waiting refers to the mark that was set last when the wait was called."""
@@ -324,33 +320,6 @@ class CPUEvent(Event):
 
     def _target(self, stream: Stream | None) -> _OrderedStream:
         return self._state.current() if stream is None else _checked(stream)
-
-
-class CPUTimer(Timer):
-    """Wall-clock time between two points of a stream's order; works on the default stream and on queues."""
-
-    def __init__(self, state: StreamState) -> None:
-        self._start = CPUEvent(state, timing=True)
-        self._end = CPUEvent(state, timing=True)
-        self._started = self._stopped = False
-
-    def start(self) -> None:
-        """Begin, on the current stream."""
-        self._start.record()
-        self._started, self._stopped = True, False
-
-    def stop(self) -> None:
-        """End, on the current stream; raises ``BackendError`` before ``start``."""
-        if not self._started:
-            raise BackendError("timer was stopped before it was started; call start() first")
-        self._end.record()
-        self._stopped = True
-
-    def elapsed_ms(self) -> float | None:
-        """Milliseconds from start to stop, or None while the end is not reached or not set."""
-        if not (self._stopped and self._start.query() and self._end.query()):
-            return None
-        return self._start.elapsed_ms(self._end)
 
 
 def _serve(queue: "SimpleQueue[_Job | None]") -> None:

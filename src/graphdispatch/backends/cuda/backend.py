@@ -9,11 +9,11 @@ import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Event, MemoryFigures, Pool, Stream, Timer
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, MemoryFigures, Pool, Stream
 from .errors import diagnose, is_lost, is_out_of_memory
 from .graph import CUDACapture, raise_classified
 from .pool import CUDAPool
-from .streams import CUDAEvent, CUDAStream, CUDATimer, native
+from .streams import CUDAEvent, CUDAStream, native
 
 __all__ = ["CUDABackend"]
 
@@ -96,10 +96,6 @@ class CUDABackend(Backend):
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event; ``timing`` allows ``elapsed_ms``."""
         return CUDAEvent(self.device, timing=timing)
-
-    def make_timer(self) -> Timer:
-        """A new timer."""
-        return CUDATimer(self.device)
 
     def synchronize(self) -> None:
         """Block until all work on the device is done."""

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 
 from ...errors import BackendError
-from ..base import Event, Stream, Timer
+from ..base import Event, Stream
 
-__all__ = ["CUDAEvent", "CUDAStream", "CUDATimer", "native"]
+__all__ = ["CUDAEvent", "CUDAStream", "native"]
 
 
 class CUDAStream(Stream):
@@ -86,33 +86,6 @@ class CUDAEvent(Event):
 
     def _target(self, stream: Stream | None) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device) if stream is None else native(stream)
-
-
-class CUDATimer(Timer):
-    """Device time between two points of the device's current stream, read by polling."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._start = CUDAEvent(device, timing=True)
-        self._end = CUDAEvent(device, timing=True)
-        self._started = self._stopped = False
-
-    def start(self) -> None:
-        """Begin, on the current stream."""
-        self._start.record()
-        self._started, self._stopped = True, False
-
-    def stop(self) -> None:
-        """End, on the current stream; raises ``BackendError`` before ``start``."""
-        if not self._started:
-            raise BackendError("timer was stopped before it was started; call start() first")
-        self._end.record()
-        self._stopped = True
-
-    def elapsed_ms(self) -> float | None:
-        """Milliseconds from start to stop, or None while the end is not reached or not set."""
-        if not (self._stopped and self._start.query() and self._end.query()):
-            return None
-        return self._start.elapsed_ms(self._end)
 
 
 def native(stream: Stream) -> torch.cuda.Stream:
