@@ -176,7 +176,7 @@ def test_a_capture_inside_a_capture_is_refused(backend: Backend, pool: Pool, dra
     x = draw()
     x + 1
     with backend.begin_capture(pool) as outer:
-        with pytest.raises(CaptureError, match="under way on this thread already") as caught:
+        with pytest.raises(CaptureError, match="already under way on this thread") as caught:
             backend.begin_capture(pool)
         out = x + 1
     assert caught.value.reason is Reason.INSIDE_CAPTURE

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 
+from graphdispatch.backends import Timer
 from graphdispatch.backends.cpu.streams import CPUStream, StreamState
 from graphdispatch.errors import BackendError
 
@@ -341,7 +342,7 @@ def test_a_mark_behind_the_running_work_does_not_block_it(
 
 def test_a_timer_waits_for_its_end_without_blocking(state: StreamState, lane: CPUStream, gate: threading.Event) -> None:
     """Until its stream has come to the end, a timer says None; then it says milliseconds."""
-    timer = state.make_timer()
+    timer = Timer(state.make_event(timing=True), state.make_event(timing=True))
     with state.use(lane):
         timer.start()
         lane.submit(partial(passed, gate))
@@ -356,7 +357,7 @@ def test_a_timer_waits_for_its_end_without_blocking(state: StreamState, lane: CP
 
 def test_a_timer_can_run_again_and_inline(state: StreamState) -> None:
     """Starting again forgets the earlier end; stopping first is refused."""
-    timer = state.make_timer()
+    timer = Timer(state.make_event(timing=True), state.make_event(timing=True))
     with pytest.raises(BackendError, match="before it was started"):
         timer.stop()
     timer.start()

@@ -1,4 +1,4 @@
-"""Backends by name. Adding one is adding a file and one ``register_backend`` call."""
+"""Backends by name. To add one, add a file and call ``register_backend`` once."""
 
 import threading
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 
 
 def register_backend(name: str, factory: Callable[[], type[Backend]]) -> None:
-    """Make a backend known; ``factory`` imports and returns its class when it is first needed.
+    """Make a backend known. ``factory`` imports and returns its class; it is called when the class is needed.
 
     Raises ``BackendError`` if the name is taken.
     """
@@ -45,9 +45,10 @@ def available_backends() -> tuple[str, ...]:
 
 
 def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:
-    """The backend of ``device``; ``auto`` takes CUDA where there is a GPU and the CPU elsewhere.
+    """The backend called ``name`` for ``device``.
 
-    The same object is returned for the same device. Raises ``BackendError`` for an unknown or unavailable one.
+    ``auto`` chooses by ``device``; without a device it takes CUDA if there is a GPU, else the CPU. The same device
+    always gets the same object. Raises ``BackendError`` if the backend is unknown or not available here.
     """
     if name == "auto":
         kind = device.type if device is not None else None

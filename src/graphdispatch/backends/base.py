@@ -1,18 +1,19 @@
 """What "a graph" is on a device: the small contract that every backend fulfils.
 
 Note [who may touch a pool]
-    All graphs of one pool share memory, so that at most one of them may be between "inputs copied in" and
-    "outputs copied out" at any time. Whoever uses a graph holds ``pool.lock`` for that stretch; it is reentrant,
-    since a wrapper may run inside another one. On a device with queues the lock orders the *enqueueing*, and
-    the queue, or ``order_after_last_use``, orders the work.
+    All graphs of one pool share memory. At any time, at most one of them may be between "inputs copied in" and
+    "outputs copied out". Whoever uses a graph holds ``pool.lock`` during that time. The lock is reentrant, because
+    one wrapper may run inside another. On a device with queues, the lock orders the *enqueueing*; the queue, or
+    ``order_after_last_use``, orders the work.
 
-    A replay in pieces runs Python in its breaks, on the thread that holds the lock, so that the lock alone would let a
-    break use the pool again and overwrite what the later pieces read. ``replaying_on`` tells: a call that a break makes
-    runs eagerly, or is refused (``refuse_inside_replay``).
+    A replay in pieces runs Python in its breaks, on the thread that holds the lock. The lock alone would let a break
+    use the pool again and overwrite what the later pieces read. ``replaying_on`` prevents that: a served call that
+    a break makes runs eagerly, or ``refuse_inside_replay`` refuses it.
 
 Note [one capture at a time]
-    torch allows one capture under way in a process (``torch/cuda/graphs.py``, "Not thread safe"). Every backend
-    takes ``CAPTURE_LOCK`` from ``begin_capture`` to ``end`` or ``abort``. It is always taken *after* a pool's lock.
+    torch allows only one capture at a time in a process (``torch/cuda/graphs.py``, "Not thread safe"). Every backend
+    holds ``CAPTURE_LOCK`` from ``begin_capture`` to ``end`` or ``abort``. A thread that needs both locks takes the
+    pool's lock first.
 """
 
 import threading
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from ..errors import DeviceLostError, ReplayError
+from ..errors import BackendError, DeviceLostError, ReplayError
 from ..reasons import Reason
 
 __all__ = [
@@ -43,7 +44,11 @@ CAPTURE_LOCK = threading.RLock()
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes on a device: by the allocator in use, held by it, free and in all (as the driver or system says)."""
+    """Bytes on a device.
+
+    ``allocated`` are in use by tensors and ``reserved`` are held by the allocator. ``free`` and ``total`` are the
+    figures of the driver or the operating system.
+    """
 
     allocated: int
     reserved: int
@@ -60,12 +65,14 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self, stream: "Stream | None" = None) -> None:
-        """Let later work of ``stream`` (default: the current one) begin only after the mark; never blocks the
-        caller on a device with queues. An event that was never recorded holds nothing up."""
+        """Make later work of ``stream`` (default: the current one) begin after the mark.
+
+        On a device with queues this never blocks the caller. An event that was never recorded delays nothing.
+        """
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether the work before the mark is done; an event that was never recorded is done."""
+        """Whether the work before the mark is done. True for an event that was never recorded."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -73,7 +80,7 @@ class Event(ABC):
 
     @abstractmethod
     def elapsed_ms(self, end: "Event") -> float:
-        """Milliseconds of device time from this mark to ``end``; both made with ``timing=True`` and done."""
+        """Milliseconds of device time from this mark to ``end``. Both need ``timing=True``, and both must be done."""
 
 
 class Stream(ABC):
@@ -81,53 +88,70 @@ class Stream(ABC):
 
     @abstractmethod
     def submit(self, work: Callable[[], None]) -> None:
-        """Put ``work`` at the end of the queue. On CUDA it is called at once, with this stream current, and
-        what it launches is queued; on the CPU backend the call itself runs later, on the stream's thread."""
+        """Put ``work`` at the end of the queue.
+
+        On CUDA, ``work`` is called at once with this stream current, and what it launches is queued. On the CPU
+        backend, ``work`` itself is queued and runs on the stream's thread.
+        """
 
     @abstractmethod
     def wait_stream(self, other: "Stream") -> None:
-        """Let later work of this stream begin only after all work given to ``other`` so far."""
+        """Make later work of this stream begin after all work given to ``other`` so far."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until the queue is empty; raises what a piece of work raised, once."""
+        """Block until the queue is empty. If a piece of work raised, raise its error, once."""
 
     @abstractmethod
     def close(self) -> None:
         """Finish the queue and release the stream; idempotent."""
 
 
-class Timer(ABC):
-    """Device time between two points, read later without a synchronize."""
+class Timer:
+    """The device time between two points of a stream's work. It is read later, and reading it never blocks.
 
-    @abstractmethod
+    ``start_event`` and ``end_event`` are two events made with ``timing=True``. A timer may run again.
+    """
+
+    def __init__(self, start_event: Event, end_event: Event) -> None:
+        self._start = start_event
+        self._end = end_event
+        self._started = self._stopped = False
+
     def start(self) -> None:
-        """Begin."""
+        """Begin, on the current stream."""
+        self._start.record()
+        self._started, self._stopped = True, False
 
-    @abstractmethod
     def stop(self) -> None:
-        """End."""
+        """End, on the current stream. Raises ``BackendError`` before ``start``."""
+        if not self._started:
+            raise BackendError("timer was stopped before it was started; call start() first")
+        self._end.record()
+        self._stopped = True
 
-    @abstractmethod
     def elapsed_ms(self) -> float | None:
-        """Milliseconds from start to stop, or None while the device has not reached the end."""
+        """Milliseconds from start to stop, or None before ``stop`` and while the device has not reached the end."""
+        if not (self._stopped and self._start.query() and self._end.query()):
+            return None
+        return self._start.elapsed_ms(self._end)
 
 
 class Pool(ABC):
     """The memory that a set of graphs shares, and the lock that guards it: see Note [who may touch a pool].
 
-    ``generation`` grows with each replay in the pool; outputs that were not cloned are stale as soon as it
-    differs from what it was when they were made.
+    Each replay in the pool increases ``generation``. An output that was not cloned is stale once ``generation``
+    differs from its value when the output was made.
     """
 
     lifetime = 1
-    """After how many replays the memory of an output is used again."""
+    """The memory of an output is used again after this many replays."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.generation = 0
         self.replaying_on: int | None = None
-        """The thread that runs a replay with breaks."""
+        """The identifier of the thread that runs a replay with breaks; None if there is none."""
 
     def is_inside_replay(self) -> bool:
         """Whether the calling thread is in a break of one of the pool's graphs. Needs no lock."""
@@ -144,14 +168,14 @@ class Pool(ABC):
         """Bytes that the pool holds on the device."""
 
     def nbytes_of(self, graphs: "Sequence[Graph]") -> int:
-        """Bytes that the pool would hold with only these of its graphs; here all of them or, without graphs, none."""
+        """Bytes that the pool would hold if it had only ``graphs``. Here: all bytes, or 0 if ``graphs`` is empty."""
         return self.nbytes if graphs else 0
 
     @abstractmethod
     def order_after_last_use(self) -> None:
-        """Order the caller's current stream after the stream that last used the pool; free when they are one.
+        """Make the caller's current stream wait for the stream that last used the pool. Free if they are the same.
 
-        Call it with ``lock`` held, before touching the pool's memory.
+        Call it before touching the pool's memory, with ``lock`` held.
         """
 
     @abstractmethod
@@ -160,44 +184,44 @@ class Pool(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the memory once the last graph is gone; idempotent."""
+        """Release the memory as soon as the last graph is gone; idempotent."""
 
 
 class Graph(ABC):
-    """A recorded piece of work that runs again, on the same memory, as one launch."""
+    """Recorded work. A replay runs it again, on the same memory, as one launch."""
 
     @abstractmethod
     def replay(self) -> None:
-        """Run it on the caller's current stream. Raises ``ReplayError`` after ``reset``."""
+        """Run the work on the caller's current stream. Raises ``ReplayError`` after ``reset``."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Release it; idempotent. Wait for replays in flight before."""
+        """Release the graph; idempotent. No replay of it may be in flight."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that releasing this graph alone would free, apart from its pool."""
+        """Bytes that releasing only this graph would free; memory of the pool is not counted."""
 
     def describe(self) -> str:
-        """What a replay consists of, in a few words; nothing where that is one launch."""
+        """What a replay consists of, in a few words; empty if it is one launch."""
         return ""
 
     @property
     def graphs(self) -> "Sequence[Graph]":
-        """The graphs that it consists of: itself, unless it is made of several."""
+        """The graphs that this one is made of; a plain graph lists itself."""
         return [self]
 
     @property
     def driver_nbytes(self) -> int:
-        """The part of ``nbytes`` that the device's driver took and no allocator accounts for; 0 without a driver."""
+        """The part of ``nbytes`` that the device's driver took and no allocator counts; 0 if there is no driver."""
         return 0
 
 
 class Capture(ABC):
-    """A recording under way, on the calling thread, with ``CAPTURE_LOCK`` held.
+    """A recording in progress. It belongs to the calling thread, which holds ``CAPTURE_LOCK``.
 
-    As a context manager it ends on success and aborts on an exception; ``graph`` is set by ``end``.
+    As a context manager it calls ``end`` on success and ``abort`` on an exception. ``end`` sets ``graph``.
     """
 
     graph: Graph
@@ -206,23 +230,23 @@ class Capture(ABC):
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """Whether it has neither ended nor been aborted."""
+        """Whether the recording has neither ended nor been aborted."""
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
-        """Give what the callable returned, a tensor or any nest, to the capture before it ends; ``end`` sets
-        ``outputs`` to the same nest.
+        """Tell the capture what the callable returned: a tensor, or any nest of tensors. Call it before ``end``.
 
-        With ``shared``, its tensors that the recording made and that nobody else holds may then lie in memory which
-        other graphs of the pool use as well: they are valid from a replay to the pool's next one. A backend whose
-        allocator does that by itself for what nobody holds leaves it to ``weak_reference``.
+        ``end`` sets ``outputs`` to the same nest. With ``shared``, a tensor that the recording made and that nobody
+        else holds may lie in memory which other graphs of the pool use too. Such a tensor is valid from a replay to
+        the next replay in the pool. A backend whose allocator reuses unheld memory by itself ignores ``shared`` and
+        relies on ``weak_reference``.
         """
         self.outputs = outputs
 
     @abstractmethod
     def pause(self) -> Graph:
-        """End the recording here and return its graph; what the thread does until ``resume`` is not recorded.
+        """End the recording here and return its graph. Nothing is recorded until ``resume``.
 
-        On failure everything is put back as by ``abort``, and ``CaptureError`` is raised.
+        On failure, ``pause`` restores everything as ``abort`` does and raises ``CaptureError``.
         """
 
     @abstractmethod
@@ -231,11 +255,11 @@ class Capture(ABC):
 
     @abstractmethod
     def end(self) -> Graph:
-        """Finish the recording. On failure everything is put back as by ``abort``, and ``CaptureError`` is raised."""
+        """Finish the recording. On failure, restore everything as ``abort`` does and raise ``CaptureError``."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Throw the recording away and restore the stream and the allocator; idempotent, never raises."""
+        """Discard the recording and restore the stream and the allocator. Idempotent; never raises."""
 
     def __enter__(self) -> Self:
         return self
@@ -260,8 +284,8 @@ class _Watch(threading.local):
 class Backend(ABC):
     """Capture, replay, streams, events and memory of one device.
 
-    ``capture_executes`` tells whether recording runs the operators (the CPU backend) or only notes them (CUDA);
-    ``is_bit_exact`` whether a replay gives eager's very bits when nothing is padded.
+    ``capture_executes`` tells whether recording also runs the operators (the CPU backend) or only notes them
+    (CUDA). ``is_bit_exact`` tells whether an unpadded replay gives the same bits as eager.
     """
 
     name: ClassVar[str]
@@ -280,16 +304,16 @@ class Backend(ABC):
 
     @classmethod
     def default_index(cls) -> int | None:
-        """The index of the device to use when none is named; None where devices have no index."""
+        """The index of the device to use if the caller names none; None if devices have no index."""
         return None
 
     @abstractmethod
     def make_pool(self) -> Pool:
-        """A new, empty pool. It is never re-used once its last graph is gone and it was closed."""
+        """A new, empty pool. A closed pool is never used again."""
 
     @abstractmethod
     def begin_capture(self, pool: Pool) -> Capture:
-        """Start recording the calling thread's work into ``pool``; blocks while another capture is under way."""
+        """Start to record the calling thread's work into ``pool``. Blocks while another capture is in progress."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -297,7 +321,7 @@ class Backend(ABC):
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream that the calling thread's work goes to."""
+        """The stream that receives the calling thread's work."""
 
     @abstractmethod
     def make_stream(self) -> Stream:
@@ -311,9 +335,9 @@ class Backend(ABC):
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event; ``timing`` allows ``elapsed_ms``."""
 
-    @abstractmethod
     def make_timer(self) -> Timer:
         """A new timer."""
+        return Timer(self.make_event(timing=True), self.make_event(timing=True))
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -333,7 +357,7 @@ class Backend(ABC):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block the calling thread's work is being captured or compared: nothing in it may replay."""
+        """Mark a block in which the calling thread's work is captured or compared. Nothing may replay in it."""
         self.watch.depth += 1
         try:
             yield
@@ -341,15 +365,15 @@ class Backend(ABC):
             self.watch.depth -= 1
 
     def is_watched(self) -> bool:
-        """Whether the calling thread is in a ``watched`` block, or is being captured by anyone."""
+        """Whether the calling thread is in a ``watched`` block, or anyone is capturing its work."""
         return self.watch.depth > 0 or self.is_capturing()
 
     def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor over the same memory that does not own it, where the device can make one; else the tensor."""
+        """A tensor on the same memory that does not own it, or ``tensor`` itself if the device cannot make one."""
         return tensor
 
     def classify_error(self, error: BaseException) -> Reason:
-        """The reason that an error in a capture stands for."""
+        """The reason of a capture that failed with ``error``."""
         if self.is_out_of_memory(error):
             return Reason.OUT_OF_MEMORY
         return Reason.CAPTURE_FAILED
@@ -359,14 +383,14 @@ class Backend(ABC):
         return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether ``error`` says that the device will fail whatever it is asked from now on."""
+        """Whether ``error`` says that every later request to the device will fail."""
         return False
 
     def raise_if_lost(self, error: BaseException) -> None:
-        """Raise ``DeviceLostError`` if ``error``, or what caused it, says that nothing can be served any more."""
+        """Raise ``DeviceLostError`` if ``error``, or its cause, says that the device is lost."""
         if any(self.is_lost(e) for e in (error, error.__cause__) if e is not None):
             raise DeviceLostError(
-                f"{self.device} is lost, so that no step can be served, eagerly either: {error}; restart the process"
+                f"{self.device} is lost, so no step can run on it, not even eagerly ({error}); restart the process"
             ) from error
 
     def __repr__(self) -> str:

@@ -1,5 +1,8 @@
-"""What an operator does to memory, read off its schema: which arguments it writes, whether it only makes a view,
-whether a graph can hold it. Shared by every room that watches operators at torch's dispatcher."""
+"""What an operator does to memory, according to its schema.
+
+Which arguments does it write? Does it only make a view? Can a graph hold it? Every module that watches operators
+at torch's dispatcher asks here.
+"""
 
 import linecache
 import os
@@ -32,21 +35,21 @@ class OperatorKind(Enum):
     """How a recorder treats an operator."""
 
     VIEW = "view"
-    """Makes another view of its input's memory: nothing to run again."""
+    """Makes another view of its input's memory. A replay has nothing to run."""
     EMPTY = "empty"
     """Only reserves memory."""
     WRITE = "write"
     """Writes to at least one argument (in place, ``out=``, collectives)."""
     RANDOM = "random"
-    """Draws from a random generator: never run twice to compare."""
+    """Draws from a random generator. It must not run twice for a comparison."""
     OPAQUE = "opaque"
-    """Makes new tensors in a way that only the operator itself knows (custom operators)."""
+    """A custom operator: it makes new tensors, and its schema does not tell how."""
     PURE = "pure"
     """Makes new tensors from its arguments and does nothing else."""
 
 
-# Operators that write to arguments which their schema does not mark, and which ones (by position).
-# Found in torch's native_functions.yaml; the collectives write to every tensor they are given.
+# Operators that write to arguments which their schema does not mark, with the positions of those arguments (from
+# torch's native_functions.yaml). Collectives write to every tensor that they get.
 _UNMARKED_WRITES = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
@@ -75,11 +78,11 @@ def kind_of(func: OpOverload) -> OperatorKind:
 
 @cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether the operator is made of others on every device.
+    """Whether the operator is made of other operators on every device.
 
-    Under ``torch.inference_mode`` such operators reach a dispatch mode whole. Their schema does not tell what they do:
-    ``reshape`` may copy, ``batch_norm`` writes to buffers. A mode lets them run through ``func.decompose`` with itself
-    entered again, so that it sees their parts, as it does without inference mode.
+    Under ``torch.inference_mode`` a dispatch mode sees such an operator as a whole. The schema does not tell what it
+    does: ``reshape`` may copy, ``batch_norm`` writes to buffers. The mode therefore enters itself again and runs
+    ``func.decompose``, so that it sees the parts, as it does without inference mode.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
@@ -108,8 +111,11 @@ def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why no graph can hold this call, or None. These are the calls that a CUDA stream refuses while it is being
-    captured: reading a value back to the host, results whose shape depends on data, copies between devices."""
+    """Why no graph can hold this call, or None if one can.
+
+    A CUDA stream refuses these calls during a capture: reading a value back to the host, results whose shape depends
+    on data, and copies between devices.
+    """
     if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return _masked_index(func, args)
     if func._schema.name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
@@ -132,15 +138,15 @@ def _masked_index(func: OpOverload, args: tuple[Any, ...]) -> str | None:
     masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
     if not masks:
         return None
-    # A single value through a mask is masked_fill, whose shape is fixed.
+    # Writing one value through a mask is masked_fill, which has a fixed shape.
     accumulate = len(args) > 3 and args[3]
     if func._schema.name != "aten::index" and args[2].numel() == 1 and not accumulate:
         return None
-    return "indexes with a boolean mask, whose number of hits the host must know; use torch.where"
+    return "indexes with a boolean mask; the host must know how many elements it selects; use torch.where"
 
 
 def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bits (so NaN equals the same NaN, 0.0 not -0.0)."""
+    """Whether two tensors have the same shape, dtype and bits. NaN equals the same NaN; 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.dtype == torch.bool or not (a.dtype.is_floating_point or a.dtype.is_complex):
@@ -158,7 +164,7 @@ _DEMO_ROOT = os.path.join(_PACKAGE_ROOT, "demo") + os.sep
 
 
 def user_line() -> str:
-    """The innermost line of the running call that is neither torch's nor this library's: ``file:line: source``."""
+    """The innermost line of the running call outside torch and this library, as ``file:line: source``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The CPU backend: capture by recording, streams that are threads, memory figures of the host."""
+"""The CPU backend: it captures by recording, its streams are threads, its memory is the host's."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream, Timer
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream
 from .graph import CPUGraph, CPUPool
 from .recorder import HostReadGuard, Recorder, Recording
 from .streams import StreamState
@@ -20,8 +20,11 @@ __all__ = ["CPUBackend"]
 
 
 class CPUBackend(Backend):
-    """Graphs on host memory with the semantics of CUDA graphs: fixed addresses, frozen Python, baked scalars,
-    outputs that the next replay overwrites. Recording runs the operators."""
+    """Graphs on host memory that behave like CUDA graphs.
+
+    Addresses are fixed, Python is frozen, scalars are constants, and the next replay overwrites the outputs. Recording
+    runs the operators.
+    """
 
     name: ClassVar[str] = "cpu"
     device_type: ClassVar[str] = "cpu"
@@ -34,7 +37,7 @@ class CPUBackend(Backend):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Always: every torch has a CPU."""
+        """True: every torch has a CPU."""
         return True
 
     def make_pool(self) -> Pool:
@@ -42,11 +45,11 @@ class CPUBackend(Backend):
         return CPUPool(self._streams)
 
     def begin_capture(self, pool: Pool) -> Capture:
-        """Start recording the calling thread's operators; raises ``CaptureError`` inside a capture."""
+        """Start to record the calling thread's operators. Raises ``CaptureError`` inside a capture."""
         if not isinstance(pool, CPUPool):
             raise BackendError(f"pool must come from the CPU backend, got {pool!r}; make one with its make_pool()")
         if self.is_capturing():
-            raise CaptureError("a capture is under way on this thread already; end it first", Reason.INSIDE_CAPTURE)
+            raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
         return _CPUCapture(pool, self.classify_error)
 
     def is_capturing(self) -> bool:
@@ -54,7 +57,7 @@ class CPUBackend(Backend):
         return self._streams.here.captures > 0
 
     def current_stream(self) -> Stream:
-        """The calling thread's current stream; without a choice, the one that runs work at once."""
+        """The calling thread's current stream. The default stream runs its work at once."""
         return self._streams.current()
 
     def make_stream(self) -> Stream:
@@ -69,16 +72,12 @@ class CPUBackend(Backend):
         """A new event."""
         return self._streams.make_event(timing=timing)
 
-    def make_timer(self) -> Timer:
-        """A new timer of wall time on the current stream."""
-        return self._streams.make_timer()
-
     def synchronize(self) -> None:
         """Block until the calling thread's current stream is done."""
         self._streams.current().synchronize()
 
     def memory(self) -> MemoryFigures:
-        """The resident memory of this process, and what the system has free and in all (POSIX)."""
+        """The resident memory of this process, and the free and total memory of the system (POSIX)."""
         page = os.sysconf("SC_PAGE_SIZE")
         with open("/proc/self/statm", encoding="ascii") as statm:
             resident = int(statm.read().split()[1]) * page
@@ -94,7 +93,7 @@ class CPUBackend(Backend):
         torch.set_rng_state(state)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an allocation failed; torch's allocator of host memory says so by text alone."""
+        """Whether an allocation failed. torch's allocator of host memory tells that only in the error's text."""
         texts = ("can't allocate memory", "not enough memory")
         is_named = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
         return is_named or super().is_out_of_memory(error)
@@ -121,15 +120,15 @@ class _CPUCapture(Capture):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is under way."""
+        """Whether the capture is in progress."""
         return self._open
 
     def pause(self) -> Graph:
-        """Bind what was recorded so far; the recorder stays where it is in torch's stack of modes, and looks on."""
+        """Bind what was recorded so far. The recorder stays on torch's stack of modes and records nothing."""
         program = self._recorder.pause()
         self._uncount()
         try:
-            with _disable_current_modes():  # whoever watches the callable is still entered, and shall not see this
+            with _disable_current_modes():  # the modes that watch the callable must not see the binding
                 return self._bind(program)
         except BaseException:
             self.abort()
@@ -141,7 +140,7 @@ class _CPUCapture(Capture):
         self._recorder.resume()
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
-        """Keep the outputs, or note what they are and let go of them."""
+        """Keep the outputs. Shared ones are only described, so that their memory can be reused."""
         if shared:
             leaves, self._spec = tree_flatten(outputs)
             self._recorder.share(leaves)
@@ -164,7 +163,9 @@ class _CPUCapture(Capture):
             return CPUGraph(program, self._pool)
         except Exception as error:
             reason = self._classify(error)
-            raise CaptureError(f"what was recorded gets no memory: {type(error).__name__}: {error}", reason) from error
+            raise CaptureError(
+                f"the recording could not be bound to memory: {type(error).__name__}: {error}", reason
+            ) from error
 
     def abort(self) -> None:
         """Stop recording and forget the program."""
@@ -185,7 +186,7 @@ class _CPUCapture(Capture):
         self._pool.streams.here.captures += 1
 
     def _uncount(self) -> None:
-        # Nothing to take back from a capture that is aborted while it is paused.
+        # A capture that is aborted while it is paused is not counted any more.
         if self._is_counted:
             self._is_counted = False
             self._pool.streams.here.captures -= 1

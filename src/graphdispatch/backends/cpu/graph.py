@@ -1,4 +1,4 @@
-"""A recorded program bound to memory, and the pool whose arenas the programs of one pool share."""
+"""A recorded program bound to memory, and the pool whose arenas its programs share."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,13 +19,16 @@ from .streams import CPUStream, InlineStream, StreamState
 
 __all__ = ["CPUGraph", "CPUPool"]
 
-# What was recorded is what ran below autograd; running it there again saves the way through it.
+# The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class CPUPool(Pool):
-    """Arenas of host memory; a graph takes the smallest that holds its intermediates and shared outputs, so that a
-    set of sizes captured largest first needs one arena in all. Freed with the last graph in it."""
+    """Arenas of host memory.
+
+    A graph uses the smallest arena that holds its intermediates and shared outputs. Sizes that are captured largest
+    first therefore need only one arena. An arena is freed with its last graph.
+    """
 
     def __init__(self, streams: StreamState) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ class CPUPool(Pool):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arenas; what graphs hold for themselves is in ``CPUGraph.nbytes``."""
+        """Bytes of all arenas. Memory that belongs to one graph is in ``CPUGraph.nbytes``."""
         return sum(arena.nbytes for arena in self._live_arenas())
 
     def nbytes_of(self, graphs: Sequence[Graph]) -> int:
@@ -47,7 +50,7 @@ class CPUPool(Pool):
         return sum(arena.nbytes for arena in arenas.values())
 
     def take_arena(self, nbytes: int) -> torch.Tensor:
-        """An arena of at least ``nbytes`` bytes; the caller holds it as long as it uses it."""
+        """An arena of at least ``nbytes`` bytes. The caller holds it as long as it uses it."""
         fitting = [arena for arena in self._live_arenas() if arena.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda arena: arena.nbytes)
@@ -59,9 +62,11 @@ class CPUPool(Pool):
         return [arena for ref in self._arenas if (arena := ref()) is not None]
 
     def order_after_last_use(self) -> None:
-        """Order the calling thread's current stream after the one that last used the pool; a failure of work there is
-        that stream's to tell. The calling thread copies in and out itself, so it waits for a stream that has a queue,
-        and gets what that stream keeps."""
+        """Order the calling thread's current stream after the stream that last used the pool.
+
+        A failure on that last stream is reported there, not here. The calling thread itself copies inputs and outputs,
+        so it also waits until its current stream is done, and gets the error that this stream keeps.
+        """
         current, last = self._here.stream, self._last_stream
         if current is not last:
             if isinstance(last, CPUStream):
@@ -76,11 +81,11 @@ class CPUPool(Pool):
         return not isinstance(last, CPUStream) or last.end().done.is_set()
 
     def close(self) -> None:
-        """Nothing to do: arenas go with their last graph."""
+        """Do nothing: an arena is freed with its last graph."""
 
 
 class CPUGraph(Graph):
-    """A list of bound calls; a replay runs them in order, below autograd."""
+    """A list of bound calls. A replay runs them in order, below autograd."""
 
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._pool = pool
@@ -90,10 +95,10 @@ class CPUGraph(Graph):
         self._calls: list[Callable[[], Any]] | None = binder.calls
         self._memory = binder.memory
         self.arena = binder.arena
-        """The pool's memory that it uses, if any."""
+        """The memory of the pool that the graph uses, or None."""
         self._nbytes = binder.nbytes
         self.outputs = binder.outputs
-        """The leaves of the shared outputs, in order; as the arena, they hold the latest replay of the pool."""
+        """The leaves of the shared outputs, in order. They lie in the arena and hold the pool's latest replay."""
         self.num_recorded = len(recording.program)
 
     def replay(self) -> None:
@@ -111,7 +116,7 @@ class CPUGraph(Graph):
                 call()
 
     def reset(self) -> None:
-        """Let go of the calls and their memory."""
+        """Release the calls and their memory."""
         self._calls = None
         self._memory = []
         self.arena = None
@@ -120,7 +125,7 @@ class CPUGraph(Graph):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of constants and of results that somebody holds, which are its own; the arena is the pool's."""
+        """Bytes of its own: constants, and results that somebody holds. The arena belongs to the pool."""
         return self._nbytes
 
     @property
@@ -134,7 +139,7 @@ class CPUGraph(Graph):
 
 
 class _Binder:
-    """Turns a recording into bound calls: finds out what is still alive, lays out the rest, builds the tensors."""
+    """Turns a recording into bound calls: finds what is still alive, lays out the rest, builds the tensors."""
 
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._storages: dict[Slot, torch.UntypedStorage] = {}
@@ -228,7 +233,7 @@ def _run_and_copy(
     results = list(tensors_in(func(*args, **kwargs)))
     if func.namespace == "_c10d_functional":
         results = [torch.ops._c10d_functional.wait_tensor(t) for t in results]
-    # A result that is one of the arguments is no result of its own; the recorder counted none for it.
+    # A result that is one of the arguments needs no copy; the recorder made no output for it.
     own = {t.untyped_storage()._cdata for t in tensors_in(args, kwargs)}
     fresh = [t for t in results if t.untyped_storage()._cdata not in own]
     for out, result in zip(outs, fresh, strict=True):

@@ -1,4 +1,4 @@
-"""What a stream's thread takes over from the thread that gives it work: torch keeps its modes for each thread apart."""
+"""What a stream's thread takes over from the thread that submits work, since torch keeps its modes per thread."""
 
 import contextlib
 import contextvars
@@ -16,9 +16,11 @@ __all__ = ["with_callers_modes"]
 
 
 def with_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
-    """``work``, to be called on another thread as if on this one: under the same gradient and inference mode, CPU
-    autocast, context variables and dispatch modes. Whoever watches the operators of this thread (what a call writes,
-    what a break makes) thus sees those of the work too."""
+    """Wrap ``work`` so that another thread can call it as if it ran on this thread.
+
+    It runs under this thread's gradient mode, inference mode, CPU autocast, context variables and dispatch modes. A
+    mode that watches this thread's operators (what a call writes, what a break makes) thus sees those of ``work``.
+    """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu")
@@ -40,7 +42,7 @@ def with_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _entered(mode: TorchDispatchMode) -> Iterator[None]:
-    # Not by its own __enter__, which keeps what it has to put back in the mode, where two threads would mix it up.
+    # The mode's own __enter__ keeps what it must restore in the mode itself, where two threads would mix it up.
     _push_mode(mode)
     try:
         yield

@@ -1,9 +1,8 @@
-"""Which call replays an operator into memory that exists already, with the same bits.
+"""Chooses the call that replays an operator into existing memory with the same bits.
 
-Most operators have an ``out=`` overload, and most of those a binding in ``torch`` that is called faster than the
-overload itself. Neither is trusted: while recording, each candidate is run once on the real arguments and taken only
-if it reaches exactly that overload and its result is the same bit for bit. What is left is called as recorded and
-its result copied.
+Most operators have an ``out=`` overload, and most of these have a binding in ``torch`` that is faster to call. Neither
+is trusted. While recording, each candidate runs once on the real arguments. It is used only if it reaches exactly that
+overload and gives the same bits. An operator without such a call is called as recorded, and its result is copied.
 """
 
 from collections.abc import Callable
@@ -21,10 +20,10 @@ __all__ = ["Kernel", "choose_kernel", "in_place_method"]
 
 
 class Kernel:
-    """A call that writes an operator's results into tensors given as ``out``.
+    """A call that writes an operator's results into given tensors.
 
-    ``function(*args, **kwargs, **outs)`` where ``outs`` names the result tensors by ``out_names``; a binding with
-    several results takes them as one tuple named ``out``.
+    It is called as ``function(*args, **kwargs, **outs)``, where ``outs`` holds the result tensors by ``out_names``. A
+    ``packed`` binding takes them all as ``out``: one tensor, or a tuple of several.
     """
 
     __slots__ = ("function", "out_names", "packed")
@@ -35,14 +34,14 @@ class Kernel:
         self.packed = packed
 
     def out_kwargs(self, outs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """The keyword arguments that hand ``outs`` to the function."""
+        """The keyword arguments that pass ``outs`` to the function."""
         if self.packed:
             return {"out": outs[0] if len(outs) == 1 else outs}
         return dict(zip(self.out_names, outs, strict=True))
 
 
 class _Calls(TorchDispatchMode):
-    """Notes which overloads a call reaches."""
+    """Records which overloads a call reaches."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -56,7 +55,7 @@ class _Calls(TorchDispatchMode):
 def choose_kernel(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
 ) -> Kernel | None:
-    """The fastest call that writes these very results into given tensors, or None if only copying is right."""
+    """The fastest call that writes exactly these results into given tensors; None if the results must be copied."""
     overload = _out_overload(func)
     if overload is None or len(results) != len(overload._schema.returns):
         return None
@@ -115,9 +114,9 @@ def _bindings(func: OpOverload) -> tuple[Callable[..., Any], ...]:
 
 
 def in_place_method(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """The tensor's own method for an in-place operator, which is called faster, if it reaches that very overload.
+    """The tensor's method for an in-place operator, which is faster to call; None if it reaches another overload.
 
-    Tried on meta tensors, since an in-place operator cannot be run twice.
+    The method is tried on meta tensors, since an in-place operator must not run twice.
     """
     name = func._schema.name.removeprefix("aten::")
     target = args[0] if args else None

@@ -1,4 +1,4 @@
-"""Decides what of a recorded program runs again and where its memory lies, as a pure function over plain data."""
+"""Decides which part of a recorded program a replay runs, and where its memory lies. Pure functions on plain data."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from .recorder import Instruction, Literal, Slot
 
 __all__ = ["Layout", "place", "prune"]
 
-_ALIGNMENT = 64  # bytes: what torch's CPU allocator gives, so that kernels take the same vector path as in eager
+_ALIGNMENT = 64  # bytes, as in torch's CPU allocator, so that kernels take the same vector path as in eager
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the slots of a program lie in one arena of ``nbytes`` bytes, by byte offset."""
+    """The byte offset of each slot of a program in one arena of ``nbytes`` bytes."""
 
     offsets: dict[Slot, int]
     nbytes: int
@@ -21,10 +21,10 @@ class Layout:
 def prune(
     program: list[Instruction], literals: list[Literal], pinned: set[Slot]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Split a program into what runs once, at build time (constants), and what runs at each replay.
+    """Split a program into the instructions that run once, to make constants, and those that run at each replay.
 
-    ``pinned`` slots are read after the program and hold then what eager would have left in them. Pure operators whose
-    result nobody needs are dropped.
+    ``pinned`` slots are read after the program. They must then hold what eager would have left in them. Pure operators
+    whose result nobody needs are dropped.
     """
     needed = set(pinned)
     kept: list[Instruction] = []
@@ -58,9 +58,9 @@ def _has_effect(instruction: Instruction) -> bool:
 
 
 def place(program: list[Instruction], private: set[Slot], outputs: set[Slot]) -> Layout:
-    """Give each slot of ``program`` that is not ``private`` a place that no slot alive at the same time has.
+    """Place each slot of ``program`` that is not ``private``, so that slots alive at the same time never overlap.
 
-    ``outputs`` stay alive to the end, also those that no instruction touches.
+    ``outputs`` stay alive to the end, even those that no instruction touches.
     """
     touched = [*(instruction.reads | instruction.writes for instruction in program), outputs]
     last = {slot: index for index, slots in enumerate(touched) for slot in slots}

@@ -1,9 +1,10 @@
 """Records the operators that a callable runs, as a program over memory slots.
 
-A tensor that a recorded operator made is noted by its *slot* (its storage) and how it looks at it, never held, so
-that memory is freed during recording as it is in eager. What is still alive when recording ends belongs to the
-caller (the outputs, anything stashed); the rest is the program's own and is laid out by ``planner``. A tensor that
-no recorded operator made is external: it is held, and replayed against at its own address.
+The recording never holds a tensor that a recorded operator made. It notes the tensor's *slot* (its storage) and its
+view of that slot, so memory is freed during recording as it is in eager. A tensor that is still alive when recording
+ends belongs to the caller: an output, or anything that the callable kept. All other slots belong to the program, and
+``planner`` lays them out. A tensor that no recorded operator made is external: the program holds it and uses it at
+its own address.
 """
 
 from dataclasses import dataclass
@@ -26,13 +27,13 @@ __all__ = ["HostReadGuard", "Instruction", "Literal", "Recorder", "Recording", "
 
 @dataclass(eq=False)
 class Slot:
-    """The memory of one storage that the recorded operators made."""
+    """The memory of one storage that a recorded operator made."""
 
     nbytes: int
     weak: StorageWeakRef
 
     def live_storage(self) -> torch.UntypedStorage | None:
-        """The storage, if anything outside of the recording still holds it."""
+        """The storage, or None if nothing outside of the recording holds it any more."""
         if self.weak.expired():
             return None
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
@@ -40,7 +41,7 @@ class Slot:
 
 
 class TensorRef(NamedTuple):
-    """A tensor over a slot: which part of the memory it sees and how."""
+    """A tensor on a slot: the part of the memory that it views, and how."""
 
     slot: Slot
     dtype: torch.dtype
@@ -53,7 +54,7 @@ class TensorRef(NamedTuple):
 
 @dataclass(eq=False)
 class Instruction:
-    """One operator to run again; tensors over slots stand as ``TensorRef`` in ``args``, ``kwargs`` and ``outs``."""
+    """One operator to run again. ``args``, ``kwargs`` and ``outs`` hold a ``TensorRef`` for each tensor on a slot."""
 
     func: OpOverload
     kind: OperatorKind
@@ -66,34 +67,35 @@ class Instruction:
     touches_outside: bool
     """Whether any argument is external."""
     writes_outside: bool
+    """Whether it writes to an external argument."""
 
 
 @dataclass(eq=False)
 class Literal:
-    """A tensor made from Python values inside the callable (``torch.tensor(...)``); held, since torch made it."""
+    """A tensor that the callable made from Python values (``torch.tensor(...)``). No operator can make it again."""
 
     slot: Slot
     value: torch.Tensor
     initial: torch.Tensor
-    """A copy of its value, to be put back before each replay if some operator writes to it."""
+    """A copy of its value. If an operator writes to the tensor, each replay restores this copy first."""
 
 
 _HOST_READS = {getattr(torch.Tensor, name): name for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")}
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses the host reads that pass torch's dispatcher by: ``numpy``, ``tolist``, DLPack, ``data_ptr``."""
+    """Refuses the host reads that torch's dispatcher does not see: ``numpy``, ``tolist``, DLPack, ``data_ptr``."""
 
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise ``CaptureError`` for a host read, else call on."""
+        """Raise ``CaptureError`` for a host read; make any other call."""
         name = _HOST_READS.get(func)
         if name is not None and not self._recorder.is_paused:
             raise CaptureError(
-                f"Tensor.{name} hands memory to the host while a graph is captured, at {user_line()}; "
+                f"Tensor.{name} gives memory to the host while a graph is captured, at {user_line()}; "
                 "keep the value on the device, or move the read out of the call",
                 Reason.CAPTURE_UNSAFE,
             )
@@ -101,18 +103,19 @@ class HostReadGuard(TorchFunctionMode):
 
 
 class Recording(NamedTuple):
-    """What was recorded in one stretch."""
+    """What was recorded between two pauses."""
 
     program: list[Instruction]
     literals: list[Literal]
     outputs: list[Any]
-    """The leaves of what was shared, those of its tensors that the stretch made as ``TensorRef``."""
+    """The leaves of the shared outputs; a tensor that this recording made is a ``TensorRef``."""
 
 
 class Recorder(TorchDispatchMode):
-    """Runs every operator of the calling thread and notes it; enter it, and a ``HostReadGuard``, around the callable.
+    """Runs every operator of the calling thread and records it.
 
-    Between ``pause`` and ``resume`` it stays entered and looks on without noting anything.
+    Enter it around the callable, together with a ``HostReadGuard``. Between ``pause`` and ``resume`` it stays entered
+    and records nothing.
     """
 
     def __init__(self) -> None:
@@ -120,19 +123,19 @@ class Recorder(TorchDispatchMode):
         self.resume()
 
     def pause(self) -> Recording:
-        """End a stretch. What it made is external to the next one: its memory stays where it is."""
+        """End this recording. What it made is external to the next one, so its memory stays where it is."""
         self.is_paused = True
         return Recording(self.program, self.literals, self._outputs)
 
     def share(self, leaves: list[Any]) -> None:
-        """Note the outputs; from here on they are held only by those who hold them otherwise."""
+        """Describe the outputs. From here on, the recording holds none of those that it made."""
         self._outputs = [
             self._symbol(leaf) if isinstance(leaf, torch.Tensor) and self._slot_of(leaf) is not None else leaf
             for leaf in leaves
         ]
 
     def resume(self) -> None:
-        """Begin a stretch."""
+        """Begin a new recording."""
         self.is_paused = False
         self.program: list[Instruction] = []
         self.literals: list[Literal] = []
@@ -140,7 +143,7 @@ class Recorder(TorchDispatchMode):
         self._outputs = []
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator and note it."""
+        """Run one operator and record it."""
         if self.is_paused:
             return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
@@ -151,7 +154,7 @@ class Recorder(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if any(hasattr(t, "trigger_wait") for t in tensors_in(args, kwargs)):
-            # A functional collective under way, which eager waits for below the modes; here in sight of this one.
+            # Eager waits for a functional collective below all modes. Here the wait must be seen, to be recorded.
             with self:
                 args, kwargs = tree_map(lambda v: v.trigger_wait() if hasattr(v, "trigger_wait") else v, (args, kwargs))
                 return func(*args, **kwargs)
@@ -161,7 +164,7 @@ class Recorder(TorchDispatchMode):
             self._note_literal(args[0])
         result = func(*args, **kwargs)
         if hasattr(result, "trigger_wait"):
-            return result  # only wraps its argument
+            return result  # it only wraps its argument
         if any(t.layout is not torch.strided for t in tensors_in(result)):
             raise CaptureError(f"{func} makes a tensor without strided layout; at {user_line()}", Reason.CAPTURE_UNSAFE)
         results = [t for t in tensors_in(result) if self._slot_of(t) is None and not _same_memory(t, args, kwargs)]
@@ -222,7 +225,7 @@ class Recorder(TorchDispatchMode):
     def _make_slot(self, tensor: torch.Tensor) -> Slot:
         storage = tensor.untyped_storage()
         weak = StorageWeakRef(storage)
-        # The weak reference keeps the address of a dead storage from being used again, so the key stays unique.
+        # The weak reference keeps the address of a dead storage reserved, so the key stays unique.
         slot = self._slots[weak.cdata] = Slot(storage.nbytes(), weak)
         return slot
 

@@ -1,17 +1,16 @@
-"""Streams, events and timers of the CPU backend: real threads with FIFO queues, and real marks in their order.
+"""Streams and events of the CPU backend: real threads with FIFO queues, and real marks in their order.
 
 Note [failures on a stream]
-    A piece of work that raises leaves its stream *failed*: the stream keeps the exception and skips the work behind
-    it, since that work was given on the assumption that the first one succeeds. Marks are passed all the same, or
-    whoever waits would hang, but they carry the exception: a stream that waits for such a mark fails too, and a
-    thread that waits for it gets the exception. ``synchronize`` and ``close`` raise what the stream keeps, once,
-    and the stream serves again.
+    When a piece of work raises, its stream has *failed*. The stream keeps the exception and skips the work behind it,
+    because that work relies on the first one. It still reaches the marks behind it, so that nobody waits forever, but
+    these marks carry the exception. A stream that waits for such a mark fails too; a thread that waits for it gets
+    the exception. ``synchronize`` and ``close`` raise the kept exception once. After that the stream works again.
 
 Note [inside a stream's own thread]
-    While a piece of work runs, its stream stands still at that piece. What the work itself gives to its own stream
-    therefore happens here and now: ``submit`` calls, ``record`` marks at once, ``synchronize`` has nothing to wait
-    for, and a mark that is still ahead in the same queue is never waited for. A thread that would block for its own
-    later work gets a ``BackendError``.
+    While a piece of work runs, the rest of its stream's queue waits. Whatever the work asks of its own stream happens
+    immediately: ``submit`` calls the new work, ``record`` marks at once, and ``synchronize`` does not wait. The
+    stream never waits for a mark that is still in its own queue. A thread that would block for its own later work
+    gets a ``BackendError``.
 """
 
 import contextlib
@@ -26,16 +25,16 @@ from queue import SimpleQueue
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import Event, Stream, Timer
+from ..base import Event, Stream
 from .inherit import with_callers_modes
 
-__all__ = ["CPUEvent", "CPUStream", "CPUTimer", "InlineStream", "StreamState"]
+__all__ = ["CPUEvent", "CPUStream", "InlineStream", "StreamState"]
 
 _Job = Callable[[], None]
 
 
 class _Mark:
-    """One point in a stream's order; reached once, and then done for good."""
+    """One point in a stream's order. It is reached once and stays reached."""
 
     __slots__ = ("done", "error", "owner", "time")
 
@@ -46,16 +45,16 @@ class _Mark:
         self.owner = owner
 
     def reach(self, error: BaseException | None) -> None:
-        """The stream has come here, with or without a failure behind it."""
+        """Note that the stream has come to this point; ``error`` is its failure before this point, if any."""
         self.time = time.perf_counter()
         self.error = error
         self.done.set()
 
     def join(self) -> None:
-        """Block the calling thread until the mark is reached; raises the failure that it carries."""
+        """Block the calling thread until the mark is reached. Raise the failure that the mark carries."""
         if not self.done.is_set() and self.owner is not None and self.owner.is_own_thread():
             raise BackendError(
-                f"work on {self.owner!r} waits for a mark behind itself in the same queue, which can never be reached; "
+                f"work on {self.owner!r} waits for a mark behind itself in the same queue, which it can never reach; "
                 "wait from another thread or stream"
             )
         self.done.wait()
@@ -64,7 +63,7 @@ class _Mark:
 
 
 class _OrderedStream(Stream):
-    """What both kinds of stream share: marks go into the order of the work, and the order can wait for marks."""
+    """What both kinds of stream share: they put marks between their work, and their work can wait for marks."""
 
     @abstractmethod
     def mark(self) -> _Mark:
@@ -72,17 +71,17 @@ class _OrderedStream(Stream):
 
     @abstractmethod
     def after(self, mark: _Mark) -> None:
-        """Let later work begin only after ``mark``."""
+        """Make later work begin after ``mark``."""
 
     def wait_stream(self, other: Stream) -> None:
-        """Let later work of this stream begin only after all work given to ``other`` so far."""
+        """Make later work of this stream begin after all work given to ``other`` so far."""
         self.after(_checked(other).mark())
 
 
 class InlineStream(_OrderedStream):
-    """The default stream: work runs at once on the calling thread, so that there is never a queue.
+    """The default stream: work runs at once on the calling thread, so there is never a queue.
 
-    Exceptions leave ``submit`` directly. Waiting for another stream blocks the calling thread.
+    ``submit`` raises what the work raises. Waiting for another stream blocks the calling thread.
     """
 
     def __init__(self, state: "StreamState") -> None:
@@ -94,32 +93,32 @@ class InlineStream(_OrderedStream):
             work()
 
     def mark(self) -> _Mark:
-        """A mark that is reached already."""
+        """A mark that is already reached."""
         mark = _Mark()
         mark.reach(None)
         return mark
 
     def after(self, mark: _Mark) -> None:
-        """Block until ``mark`` is reached; raises the failure that it carries."""
+        """Block until ``mark`` is reached. Raise the failure that the mark carries."""
         mark.join()
 
     def synchronize(self) -> None:
-        """Nothing can be outstanding here."""
+        """Do nothing: no work can be outstanding here."""
 
     def close(self) -> None:
-        """It stays."""
+        """Do nothing: the default stream stays open."""
 
     def __repr__(self) -> str:
         return "<InlineStream default>"
 
 
 class CPUStream(_OrderedStream):
-    """A daemon thread that runs the work it was given one after the other.
+    """A daemon thread that runs the submitted work in order.
 
-    Work runs with this stream current, and with the submitting thread's context variables, gradient and inference
-    mode, CPU autocast and dispatch modes. For failures see Note [failures on a stream], for work that uses its own one
-    Note [inside a stream's own thread]. All methods may be called from any thread. The thread ends with ``close``,
-    or once nobody holds the stream and its queue is empty.
+    Work runs with this stream current, under the submitting thread's context variables, gradient mode, inference mode,
+    CPU autocast and dispatch modes. Note [failures on a stream] says what happens when work raises, and Note [inside a
+    stream's own thread] what happens when work uses its own stream. Any thread may call any method. The thread ends
+    with ``close``, or when nobody holds the stream and its queue is empty.
     """
 
     def __init__(self, state: "StreamState", name: str) -> None:
@@ -129,7 +128,7 @@ class CPUStream(_OrderedStream):
         self._lock = threading.Lock()
         self._closed = False
         self._error: BaseException | None = None
-        # The thread holds the queue and not the stream, so that a forgotten stream is collected and its thread ends.
+        # The thread holds only the queue, so that a stream that nobody holds is collected and its thread ends.
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name=f"graphdispatch-{name}", daemon=True)
         self._thread.start()
         self._stop = weakref.finalize(self, self._queue.put, None)
@@ -139,14 +138,14 @@ class CPUStream(_OrderedStream):
         return threading.current_thread() is self._thread
 
     def submit(self, work: _Job) -> None:
-        """Put ``work`` at the end of the queue; from this stream's own work: run it now.
+        """Put ``work`` at the end of the queue. If this stream's own work calls this, run ``work`` now.
 
-        Raises ``BackendError`` after ``close``, ``CaptureError`` inside a capture.
+        Raises ``BackendError`` after ``close`` and ``CaptureError`` inside a capture.
         """
         if self._state.here.captures:
             raise CaptureError(
-                f"work is given to {self!r} inside a capture, where its thread is not recorded; "
-                "run it on the stream that the capture began on",
+                f"work was submitted to {self!r} inside a capture, but that stream's thread is not recorded; "
+                "run the work on the stream that the capture began on",
                 Reason.CAPTURE_UNSAFE,
             )
         if self.is_own_thread():
@@ -165,7 +164,7 @@ class CPUStream(_OrderedStream):
         return mark
 
     def end(self) -> _Mark:
-        """``mark`` for order alone: it carries no failure, and a closed stream has one too."""
+        """A ``mark`` for order only: it carries no failure, and also works on a closed stream."""
         mark = _Mark(self)
         if not self.is_own_thread():
             with self._lock:
@@ -177,7 +176,7 @@ class CPUStream(_OrderedStream):
         return mark
 
     def after(self, mark: _Mark) -> None:
-        """Let later work begin only after ``mark``; does not block the caller, unless it is this stream's work."""
+        """Make later work begin after ``mark``. Only this stream's own work is blocked by the call."""
         if mark.owner is self:
             return
         if self.is_own_thread():
@@ -186,14 +185,14 @@ class CPUStream(_OrderedStream):
             self._enqueue(partial(self._hold, mark))
 
     def synchronize(self) -> None:
-        """Block until all work given so far is done; raises what a piece of it raised, once."""
+        """Block until all work given so far is done. If a piece of it raised, raise its error, once."""
         if self.is_own_thread():
             return
         self.end().join()
         self._raise_kept()
 
     def close(self) -> None:
-        """Finish the queue and end the thread; idempotent. Raises what a piece of work raised and nobody heard of."""
+        """Finish the queue and end the thread; idempotent. Raise an error of the work that nobody has got yet."""
         with self._lock:
             self._closed = True
             self._stop()
@@ -213,7 +212,7 @@ class CPUStream(_OrderedStream):
         try:
             with self._state.use(self):
                 work()
-        except BaseException as error:  # also SystemExit: a thread that ended here would leave all marks unreached
+        except BaseException as error:  # SystemExit too: if the thread ended here, no later mark would be reached
             self._error = error
 
     def _hold(self, mark: _Mark) -> None:
@@ -242,10 +241,7 @@ class _Here(threading.local):
 
 
 class StreamState:
-    """The streams of one CPU backend, and which of them is current on each thread.
-
-    A thread that chose none is on ``default``.
-    """
+    """The streams of one CPU backend, and the current stream of each thread; at first that is ``default``."""
 
     def __init__(self) -> None:
         self.default = InlineStream(self)
@@ -258,10 +254,10 @@ class StreamState:
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[Stream]:
-        """Make ``stream`` the calling thread's current stream within a ``with`` block; nests.
+        """Make ``stream`` the calling thread's current stream within a ``with`` block. Blocks may nest.
 
-        Work that is *submitted* there (replays among it) goes to the stream. Operators that the calling thread runs
-        itself in the block run at once, on that thread, since a CPU operator cannot be queued.
+        Work that is *submitted* in the block, such as a replay, goes to the stream. Operators that the calling thread
+        itself runs in the block run at once on that thread, since a CPU operator cannot be queued.
         """
         before = self.current()
         self.here.stream = _checked(stream)
@@ -278,13 +274,9 @@ class StreamState:
         """A new event; ``timing`` allows ``elapsed_ms``."""
         return CPUEvent(self, timing=timing)
 
-    def make_timer(self) -> "CPUTimer":
-        """A new timer."""
-        return CPUTimer(self)
-
 
 class CPUEvent(Event):
-    """A mark that can be set again; waiting refers to the mark that was set last when the wait was called."""
+    """A mark that can be set again. A wait refers to the mark that was set last before the wait."""
 
     def __init__(self, state: StreamState, *, timing: bool = False) -> None:
         self._state = state
@@ -296,21 +288,21 @@ class CPUEvent(Event):
         self._mark = self._target(stream).mark()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let later work of ``stream`` (default: the current one) begin only after the mark.
+        """Make later work of ``stream`` (default: the current one) begin after the mark.
 
-        Blocks the caller only on the default stream, which has no queue.
+        This blocks the caller only on the default stream, which has no queue.
         """
         mark = self._mark
         if mark is not None:
             self._target(stream).after(mark)
 
     def query(self) -> bool:
-        """Whether the mark is reached; an event that was never recorded is done."""
+        """Whether the mark is reached. True for an event that was never recorded."""
         mark = self._mark
         return mark is None or mark.done.is_set()
 
     def synchronize(self) -> None:
-        """Block the calling thread until the mark is reached; raises the failure that it carries."""
+        """Block the calling thread until the mark is reached. Raise the failure that the mark carries."""
         mark = self._mark
         if mark is not None:
             mark.join()
@@ -318,7 +310,7 @@ class CPUEvent(Event):
     def elapsed_ms(self, end: Event) -> float:
         """Milliseconds of wall-clock time from this mark to ``end``.
 
-        Raises ``BackendError`` unless both were made with ``timing=True`` and are reached.
+        Raises ``BackendError`` unless both events were made with ``timing=True`` and are reached.
         """
         return (_timestamp(end, "end") - _timestamp(self, "start")) * 1e3
 
@@ -326,38 +318,11 @@ class CPUEvent(Event):
         return self._state.current() if stream is None else _checked(stream)
 
 
-class CPUTimer(Timer):
-    """Wall-clock time between two points of a stream's order; works on the default stream and on queues."""
-
-    def __init__(self, state: StreamState) -> None:
-        self._start = CPUEvent(state, timing=True)
-        self._end = CPUEvent(state, timing=True)
-        self._started = self._stopped = False
-
-    def start(self) -> None:
-        """Begin, on the current stream."""
-        self._start.record()
-        self._started, self._stopped = True, False
-
-    def stop(self) -> None:
-        """End, on the current stream; raises ``BackendError`` before ``start``."""
-        if not self._started:
-            raise BackendError("timer was stopped before it was started; call start() first")
-        self._end.record()
-        self._stopped = True
-
-    def elapsed_ms(self) -> float | None:
-        """Milliseconds from start to stop, or None while the end is not reached or not set."""
-        if not (self._stopped and self._start.query() and self._end.query()):
-            return None
-        return self._start.elapsed_ms(self._end)
-
-
 def _serve(queue: "SimpleQueue[_Job | None]") -> None:
-    """Run the jobs of a queue until None comes; jobs never raise."""
+    """Run the jobs of a queue until a job is None. Jobs never raise."""
     while (job := queue.get()) is not None:
         job()
-        del job  # it holds the stream, which would otherwise live until the next job comes
+        del job  # the job holds the stream, which would otherwise live until the next job comes
 
 
 def _checked(stream: Stream) -> InlineStream | CPUStream:
@@ -374,5 +339,5 @@ def _timestamp(event: Event, name: str) -> float:
         raise BackendError(f"{name} keeps no time; make it with make_event(timing=True)")
     mark = event._mark
     if mark is None or not mark.done.is_set():
-        raise BackendError(f"{name} is not reached yet; record it, and ask query() or call synchronize() first")
+        raise BackendError(f"{name} is not reached yet; record it, then wait for it with query() or synchronize()")
     return mark.time

@@ -1,4 +1,4 @@
-"""The CUDA backend: ``torch.cuda.CUDAGraph`` with its traps handled. Importing it does not touch CUDA."""
+"""The CUDA backend: ``torch.cuda.CUDAGraph``, with its traps handled. Importing it does not touch CUDA."""
 
 from .backend import CUDABackend
 

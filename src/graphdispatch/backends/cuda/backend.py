@@ -9,11 +9,11 @@ import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Event, MemoryFigures, Pool, Stream, Timer
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, MemoryFigures, Pool, Stream
 from .errors import diagnose, is_lost, is_out_of_memory
 from .graph import CUDACapture, raise_classified
 from .pool import CUDAPool
-from .streams import CUDAEvent, CUDAStream, CUDATimer, native
+from .streams import CUDAEvent, CUDAStream, native
 
 __all__ = ["CUDABackend"]
 
@@ -21,7 +21,7 @@ __all__ = ["CUDABackend"]
 class CUDABackend(Backend):
     """CUDA graphs on one GPU.
 
-    All captures of a device run on one stream, made on first use. Nothing here touches CUDA before it is needed.
+    All captures of a device run on one stream, made on first use. Nothing touches CUDA before it is needed.
     """
 
     name = "cuda"
@@ -41,7 +41,7 @@ class CUDABackend(Backend):
         """Whether torch was built with CUDA and sees a GPU. Never raises."""
         try:
             return bool(torch.cuda.is_available())
-        except (RuntimeError, AssertionError, Warning):  # warnings may be errors, and an old driver warns
+        except (RuntimeError, AssertionError, Warning):  # an old driver warns, and warnings may be errors
             return False
 
     @classmethod
@@ -54,9 +54,9 @@ class CUDABackend(Backend):
         return CUDAPool(self.device, self._capture_stream)
 
     def begin_capture(self, pool: Pool) -> Capture:
-        """Start recording the calling thread's work into ``pool``, in ``thread_local`` mode.
+        """Start to record the calling thread's work into ``pool``, in ``thread_local`` mode.
 
-        Blocks while another thread captures. Raises ``CaptureError`` inside a capture, ``BackendError`` for a pool
+        Blocks while another thread captures. Raises ``CaptureError`` inside a capture and ``BackendError`` for a pool
         of another device.
         """
         if not isinstance(pool, CUDAPool) or pool.device != self.device:
@@ -64,7 +64,7 @@ class CUDABackend(Backend):
         CAPTURE_LOCK.acquire()
         try:
             if self.is_capturing():
-                raise CaptureError("a capture is under way on this thread already; end it first", Reason.INSIDE_CAPTURE)
+                raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
             capture = CUDACapture(pool, self._capture_stream())
         except BaseException as error:
             CAPTURE_LOCK.release()
@@ -73,7 +73,7 @@ class CUDABackend(Backend):
         return capture
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream is being captured by anyone. Never raises."""
+        """Whether anyone is capturing the calling thread's current stream. Never raises."""
         try:
             return bool(torch.cuda.is_current_stream_capturing())
         except (RuntimeError, AssertionError):  # a build without CUDA
@@ -97,16 +97,12 @@ class CUDABackend(Backend):
         """A new event; ``timing`` allows ``elapsed_ms``."""
         return CUDAEvent(self.device, timing=timing)
 
-    def make_timer(self) -> Timer:
-        """A new timer."""
-        return CUDATimer(self.device)
-
     def synchronize(self) -> None:
         """Block until all work on the device is done."""
         torch.cuda.synchronize(self.device)
 
     def memory(self) -> MemoryFigures:
-        """The device's memory now; free and total as the driver says."""
+        """The device's memory now; ``free`` and ``total`` are the driver's figures."""
         free, total = torch.cuda.mem_get_info(self.device)
         return MemoryFigures(
             torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device), int(free), int(total)
@@ -121,7 +117,7 @@ class CUDABackend(Backend):
         torch.cuda.set_rng_state(state, self.device)
 
     def classify_error(self, error: BaseException) -> Reason:
-        """Why a capture failed, from the error that came up in it."""
+        """The reason of a capture that failed with ``error``."""
         return error.reason if isinstance(error, CaptureError) else diagnose(error).reason
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -133,10 +129,10 @@ class CUDABackend(Backend):
         return is_lost(error)
 
     def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the same memory that does not keep it: for outputs that a graph's pool may use again.
+        """A tensor on the same memory that does not keep it: for an output whose memory the pool may use again.
 
-        The memory stays mapped while the pool lives, so that reading it is never a fault, but its content is whatever
-        was last written there. Where that cannot be made, ``tensor`` itself comes back.
+        The memory stays mapped while the pool lives, so reading it never faults. Its content is whatever was last
+        written there. If such a tensor cannot be made, the result is ``tensor`` itself.
         """
         storage = tensor.untyped_storage()
         plain = type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided

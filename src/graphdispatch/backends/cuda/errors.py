@@ -1,4 +1,4 @@
-"""What a CUDA error during a capture means: read from its code where torch hands it on, else from its text."""
+"""What a CUDA error during a capture means, from its code if torch provides one, else from its text."""
 
 from typing import NamedTuple
 
@@ -26,10 +26,12 @@ def _unsafe(remedy: str) -> Diagnosis:
     return Diagnosis(Reason.CAPTURE_UNSAFE, remedy)
 
 
-_SPOILT = _unsafe("an earlier operation could not be captured and its own error was swallowed; let that error through")
+_SPOILT = _unsafe(
+    "an earlier operation could not be captured and its own error was swallowed; let that error through"
+)
 
-# CUDA's error code and text. The first text that occurs in the error decides, so that the specific ones stand before
-# the general ones; those without a code are torch's own.
+# CUDA's error code and text. The first text that occurs in the error decides, so specific texts come before general
+# ones. A text without a code is torch's own.
 _SIGNS: tuple[tuple[int | None, str, Diagnosis], ...] = (
     (2, "out of memory", _MEMORY),
     (None, "cublas_status_alloc_failed", _MEMORY),
@@ -44,7 +46,7 @@ _SIGNS: tuple[tuple[int | None, str, Diagnosis], ...] = (
         _unsafe("it waits for the device (.item(), .cpu(), nonzero, printing a tensor); keep values on the device"),
     ),
     (901, "previous error during capture", _SPOILT),
-    (None, "invalid stream capture status", _SPOILT),  # newer versions of torch ask before CUDA says so
+    (None, "invalid stream capture status", _SPOILT),  # newer versions of torch check before CUDA does
     (904, "unjoined work", _unsafe("a side stream was not joined; let the current stream wait for it at the end")),
     (
         905,
@@ -90,15 +92,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether ``error`` is one after which CUDA fails whatever it is asked: its context is corrupt."""
+    """Whether every later CUDA call will fail after ``error``, because the context is corrupt."""
     return diagnose(error) is _LOST
 
 
 def diagnose(error: BaseException) -> Diagnosis:
-    """The meaning of an error that came up during a capture; ``CAPTURE_FAILED`` where its text says nothing."""
+    """The meaning of an error during a capture; ``CAPTURE_FAILED`` if neither its code nor its text is known."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return _MEMORY
-    if not isinstance(error, RuntimeError):  # every CUDA error is one; the rest is the user's own
+    if not isinstance(error, RuntimeError):  # every CUDA error is a RuntimeError; others are the user's own
         return _UNKNOWN
     known = _BY_CODE.get(getattr(error, "error_code", 0))  # an AcceleratorError of newer torch versions has it
     text = str(error).lower()

@@ -1,26 +1,28 @@
 """Captures and the graphs that come out of them.
 
 Note [cuBLAS workspaces]
-    cuBLAS calls use a scratch buffer that torch keeps for each handle and stream, and a graph holds its raw address.
-    Left alone, the first capture allocates that buffer in *its* pool and all later captures on the stream take the
-    same one; then releasing any graph of that stream makes torch drop the buffer (pytorch#193402), and the other
-    graphs write to memory that may be gone, or be someone else's. We clear the buffers before each capture, so that
-    it allocates its own inside its pool, and after it, so that the buffer is free there like any intermediate and
-    no one else can take it. From then on torch has no buffer for the capture stream to drop: releasing a graph
-    harms no other. Graphs of one pool may share those bytes, which is safe for the same reason as for intermediates:
-    only one of them runs at a time. The price is one buffer in each pool. What we cannot help: torch can only clear
-    the buffers of *all* streams, so a graph that somebody else captured after warming up on the same stream, and
-    whose buffer therefore lies outside its pool, may lose it, as it does when ``torch.compile`` records graphs.
+    cuBLAS calls use a scratch buffer that torch keeps for each handle and stream. A graph holds its raw address.
+    Without care, the first capture allocates that buffer in *its* pool, and all later captures on the stream use the
+    same buffer. When any graph of that stream is released, torch drops the buffer (pytorch#193402), and the other
+    graphs write to memory that may be gone or belong to someone else. We therefore clear the buffers twice. We clear
+    them before each capture, so that the capture allocates its own buffer inside its pool. We clear them after it, so
+    that the buffer is free in the pool, like any intermediate, and nobody else can take it. From then on torch has no
+    buffer of the capture stream to drop, so releasing a graph harms no other graph. Graphs of one pool may share those
+    bytes, for the same reason as intermediates: only one of them runs at a time. The price is one buffer in each pool.
+    One case remains: torch can only clear the buffers of *all* streams. If somebody else captured a graph after
+    warming up on the same stream, its buffer lies outside its pool, and that graph may lose it. The same happens when
+    ``torch.compile`` records graphs.
 
 Note [random numbers during a capture]
-    Up to some version torch keeps one state of its default generator for all threads, which a capture puts into another
-    mode. Meanwhile a replay on another thread whose graph draws random numbers is refused before anything is
-    launched; it is made again once the capture has ended. Eager code of other threads that draws random numbers on
-    the device at that moment gets torch's error, which we cannot help: capture before threads serve.
+    Older versions of torch keep one state of the default generator for all threads, and a capture puts it into another
+    mode. During that time, torch refuses a replay on another thread if its graph uses random numbers. It refuses
+    before anything is launched, so we replay again after the capture has ended. Eager code on other threads that uses
+    the device's random numbers during a capture gets torch's error. We cannot prevent that: capture before threads
+    serve.
 
 Note [why not torch.cuda.graph]
-    Its ``__exit__`` ends the capture first and leaves the stream context after; when ``capture_end`` raises, the
-    thread stays on the capture stream, and the user's own exception survives only as the context of the other.
+    Its ``__exit__`` first ends the capture and then leaves the stream context. When ``capture_end`` raises, the thread
+    stays on the capture stream, and the user's own exception survives only as the context of the other one.
 """
 
 import contextlib
@@ -37,7 +39,7 @@ __all__ = ["CUDACapture", "RecordedCUDAGraph", "raise_classified"]
 
 
 class RecordedCUDAGraph(Graph):
-    """A captured CUDA graph; any thread may replay it, one at a time, with its pool's lock held."""
+    """A captured CUDA graph. Any thread that holds its pool's lock may replay it."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: CUDAPool, nbytes: int) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
@@ -45,14 +47,14 @@ class RecordedCUDAGraph(Graph):
         self._nbytes = nbytes
 
     def replay(self) -> None:
-        """Launch it on the current stream of its device.
+        """Launch the graph on the current stream of its device.
 
-        Raises ``ReplayError`` after ``reset``, or with CUDA's error as its cause.
+        Raises ``ReplayError`` after ``reset``, and if CUDA refuses the launch; CUDA's error is then its cause.
         """
         graph = self._graph
         if graph is None:
             raise ReplayError("the graph was released and cannot be replayed; capture it again")
-        # Before the launch: also a failed one may have written to the outputs.
+        # Counted before the launch, because even a failed launch may have written to the outputs.
         self._pool.generation += 1
         try:
             graph.replay()
@@ -60,7 +62,7 @@ class RecordedCUDAGraph(Graph):
             self._replay_again(graph, error)
 
     def _replay_again(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> None:
-        """The replay once more if all that hindered it was a capture: see Note [random numbers during a capture]."""
+        """Replay again if only a capture prevented the replay: see Note [random numbers during a capture]."""
         if "outside graph capture" in str(error):
             try:
                 with CAPTURE_LOCK:
@@ -73,29 +75,29 @@ class RecordedCUDAGraph(Graph):
     def reset(self) -> None:
         """Wait for replays in flight and release the graph; idempotent.
 
-        Blocks while another thread captures. Not to be called inside a capture of the same thread, which it would
-        make invalid.
+        Blocks while another thread captures. Never call it inside a capture of the same thread: it would make that
+        capture invalid.
         """
         with CAPTURE_LOCK:
             graph, self._graph = self._graph, None
             if graph is not None:
                 self._pool.wait_until_idle()
                 graph.reset()
-                del graph  # torch frees what it keeps beside the pool only then
+                del graph  # only now does torch free what it keeps outside of the pool
                 self._pool.release_graph()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the driver took for the graph itself, beyond its pool.
+        """Bytes that the driver took for the graph itself; memory of the pool is not counted.
 
-        Measured around the capture as the fall of the device's free memory that the allocator does not account for;
-        another process that allocates at the same moment disturbs it.
+        It is the part of the fall in free memory during the capture that the allocator does not explain. If another
+        process allocates at the same moment, the figure is wrong by that amount.
         """
         return 0 if self._graph is None else self._nbytes
 
     @property
     def driver_nbytes(self) -> int:
-        """All of ``nbytes``: what the allocator accounts for is in the pool."""
+        """Equal to ``nbytes``: everything that the allocator counts is in the pool."""
         return self.nbytes
 
     def __repr__(self) -> str:
@@ -103,10 +105,10 @@ class RecordedCUDAGraph(Graph):
 
 
 class CUDACapture(Capture):
-    """A capture under way on the device's capture stream, which is current from ``begin`` to ``end`` or ``abort``.
+    """A capture on the device's capture stream, which is current from ``begin`` to ``end`` or ``abort``.
 
-    ``begin`` takes over ``CAPTURE_LOCK``, which its caller holds, and whichever way the capture ends gives it back.
-    All of it belongs to one thread.
+    The caller of ``begin`` holds ``CAPTURE_LOCK``. From then on the capture owns the lock and releases it, however it
+    ends. One thread makes all calls.
     """
 
     def __init__(self, pool: CUDAPool, stream: torch.cuda.Stream) -> None:
@@ -121,16 +123,16 @@ class CUDACapture(Capture):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is under way."""
+        """Whether the capture is in progress."""
         return self._open
 
     def begin(self) -> None:
-        """Start recording; raises ``CaptureError`` with CUDA's error as its cause, everything put back."""
+        """Start to record. On failure, restore everything and raise ``CaptureError``, caused by CUDA's error."""
         device = self._pool.device
         self._open = True
         recording = False
         try:
-            # Work of the warm-up on side streams may still own blocks that the capture would be given.
+            # The warm-up's work on side streams may still use blocks that the capture would get.
             torch.cuda.synchronize(device)
             _forget_workspaces()
             _make_room(device)
@@ -146,7 +148,7 @@ class CUDACapture(Capture):
             raise_classified(error, device)
 
     def pause(self) -> Graph:
-        """Finish this recording; the lock is free until ``resume``."""
+        """Finish this recording. The lock is free until ``resume``."""
         return self.end()
 
     def resume(self) -> None:
@@ -163,12 +165,12 @@ class CUDACapture(Capture):
         self.begin()
 
     def end(self) -> Graph:
-        """Finish the recording; raises ``CaptureError`` with CUDA's error as its cause, everything put back."""
+        """Finish the recording. On failure, restore everything and raise ``CaptureError``, caused by CUDA's error."""
         if not self._open:
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         try:
-            torch.cuda.set_stream(self._stream)  # the user's code may have left another one current
-            # A callable may do nothing before its first break; a wrong stream shows when replays are compared.
+            torch.cuda.set_stream(self._stream)  # the user's code may have left another stream current
+            # A callable may do nothing before its first break. Work on a wrong stream is found by the comparison.
             with may_be_empty():
                 self._native.capture_end()
             self._pool.hold_graph()
@@ -179,11 +181,11 @@ class CUDACapture(Capture):
             self._leave()
         nbytes = max(0, _unaccounted_bytes(self._pool.device) - self._before)
         self.graph = RecordedCUDAGraph(self._native, self._pool, nbytes)
-        del self._native  # torch keeps some bytes for each of these objects, until nobody holds it
+        del self._native  # torch keeps some bytes for this object as long as anybody holds it
         return self.graph
 
     def abort(self) -> None:
-        """Throw the recording away and put everything back; idempotent, never raises."""
+        """Discard the recording and restore everything. Idempotent; never raises."""
         if not self._open:
             return
         try:
@@ -191,19 +193,19 @@ class CUDACapture(Capture):
             with may_be_empty():
                 self._native.capture_end()
             self._native.reset()
-        except RuntimeError:  # that the capture is invalid is why it is aborted: that error is on its way
+        except RuntimeError:  # an invalid capture is being aborted; its own error is already being raised
             self._throw_away()
         finally:
             self._leave()
 
     def _throw_away(self) -> None:
-        """Drop a recording that CUDA did not end properly."""
+        """Discard a recording that CUDA did not end properly."""
         with contextlib.suppress(RuntimeError):
             self._native.reset()
         self._pool.give_up_handle()
 
     def _leave(self) -> None:
-        """Put the caller's device and stream back, and let go of the lock. Never raises."""
+        """Restore the caller's device and stream, and release the lock. Never raises."""
         self._open = False
         try:
             with contextlib.suppress(RuntimeError):
@@ -219,7 +221,7 @@ class CUDACapture(Capture):
 
 
 def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
-    """Raise a ``CaptureError`` with its reason for an error of CUDA's, and any other error as it is."""
+    """Raise a ``CaptureError`` with its reason if the error is CUDA's, else the error itself."""
     if not isinstance(error, RuntimeError) or isinstance(error, GraphDispatchError):
         raise error
     reason, remedy = diagnose(error)
@@ -233,9 +235,9 @@ def _forget_workspaces() -> None:
 
 
 def _make_room(device: torch.device) -> None:
-    """Give cached memory back to the driver if that is where most of what this process may still use is.
+    """Return cached memory to the driver if most of the memory that this process may still use is cached.
 
-    While a capture runs, the allocator cannot do that by itself, and would report that there is no memory left.
+    The allocator cannot do that by itself during a capture; it would report that no memory is left.
     """
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
@@ -245,7 +247,7 @@ def _make_room(device: torch.device) -> None:
 
 
 def _unaccounted_bytes(device: torch.device) -> int:
-    """Bytes in use on the device that the caching allocator does not hold."""
+    """Bytes that are in use on the device but not held by the caching allocator."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free - torch.cuda.memory_reserved(device))
 

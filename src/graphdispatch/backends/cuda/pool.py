@@ -1,30 +1,30 @@
-"""The memory that graphs of one pool share, and what becomes of it when a capture fails.
+"""The memory that the graphs of one pool share, and what happens to it when a capture fails.
 
 Note [a pool lives by its placeholder]
-    The allocator counts the graphs of a pool handle and takes the memory back when the last one goes; a handle whose
-    count fell to zero must not be used again. An empty graph captured into each handle keeps the count above zero
-    between the captures. When the last of the pool's own graphs goes, its placeholder and memory go too, and the
-    next capture gets a new handle: torch gives the memory of a pool to nobody else, so that keeping it for a capture
-    that may never come would break the promise of a memory budget.
+    The allocator counts the graphs of a pool handle and takes the memory back when the last one is gone. A handle whose
+    count fell to zero must not be used again. We therefore capture an empty graph, the placeholder, into each handle.
+    It keeps the count above zero between captures. When the last of the pool's own graphs is released, we release the
+    placeholder and the memory too, and the next capture gets a new handle. The reason: torch gives the memory of a
+    pool to nobody else. Keeping it for a capture that may never come would break the promise of a memory budget.
 
 Note [torch's own operators at the beginning]
-    ``capture_begin`` writes the generator's seed and offset to the device with ordinary operators. A mode that watches
-    operators would take them for the callable's: after a break a recording begins while the capturer watches. They are
+    ``capture_begin`` writes the generator's seed and offset to the device with ordinary operators. After a break, a
+    recording begins while the capturer is watching operators, and it would take these for the callable's. They are
     hidden from it.
 
 Note [a graph that could not begin is never destroyed]
-    ``capture_begin`` first registers the graph with the random generator. Where that fails, for want of memory or since
-    the device is lost, the destructor of the graph finds it not registered, throws, and so ends the process. Nothing
-    tells from outside how far it came, so that each graph which could not begin is kept for good: some hundred bytes.
+    ``capture_begin`` first registers the graph with the random generator. This can fail if there is no memory left or
+    the device is lost. The destructor of the graph then finds that it is not registered, throws, and ends the process.
+    We cannot see how far ``capture_begin`` came, so we keep every graph that could not begin: some hundred bytes each.
 
 Note [after a failed capture]
-    ``capture_end`` throws before it has told the allocators that the recording is over. The device allocator would
-    then refuse the handle for ever ("already recording to mempool_id"), put off the release of blocks that other
-    streams used, and never free the pool. We end that recording ourselves and give back the count that the capture
-    took. The allocator of pinned host memory keeps its own list, which Python cannot reach, so the handle itself is
-    given up: graphs captured before keep it (and its memory) until they go, later ones get a new handle. The
-    placeholder of the new handle is recorded at once, because an orderly capture also puts right the random
-    generator, which torch versions with one state for all captures leave in capture mode.
+    ``capture_end`` throws before it tells the allocators that the recording is over. The device allocator would then
+    refuse the handle forever ("already recording to mempool_id"), delay the release of blocks that other streams used,
+    and never free the pool. We end that recording ourselves and give back the count that the capture took. The
+    allocator of pinned host memory keeps its own list, which Python cannot reach, so we give up the handle itself.
+    Graphs captured before keep it, and its memory, until they are released; later graphs get a new handle. We record
+    the placeholder of the new handle at once, because a regular capture also repairs the random generator: torch
+    versions with one generator state for all captures leave it in capture mode.
 """
 
 import contextlib
@@ -57,10 +57,10 @@ class _Hold(NamedTuple):
 
 
 class CUDAPool(Pool):
-    """A private pool of the caching allocator; its captures all run on ``capture_stream``.
+    """A private pool of the caching allocator. All its captures run on ``capture_stream``.
 
-    The allocator re-uses a block only on the stream that it was allocated for, so that graphs share memory only if
-    they were captured on the same stream. All methods are called with ``lock`` held.
+    The allocator reuses a block only on the stream that the block was allocated for. Graphs therefore share memory
+    only if they were captured on the same stream. All methods are called with ``lock`` held.
     """
 
     def __init__(self, device: torch.device, capture_stream: Callable[[], torch.cuda.Stream]) -> None:
@@ -79,9 +79,9 @@ class CUDAPool(Pool):
         self._mark_generation = -1
 
     def handle(self) -> _Handle:
-        """The handle to capture into, made on first use; with ``CAPTURE_LOCK`` held and no capture under way.
+        """The handle to capture into, made on first use.
 
-        Raises ``BackendError`` after ``close``.
+        Call it with ``CAPTURE_LOCK`` held and no capture in progress. Raises ``BackendError`` after ``close``.
         """
         if self._closed:
             raise BackendError("the pool is closed; make another with make_pool()")
@@ -92,7 +92,7 @@ class CUDAPool(Pool):
     def give_up_handle(self) -> None:
         """Leave the current handle to its graphs: see Note [after a failed capture]. Never raises.
 
-        With ``CAPTURE_LOCK`` held, after the capture has ended with an error.
+        Call it with ``CAPTURE_LOCK`` held, after the capture has ended with an error.
         """
         hold, self._hold = self._hold, None
         if hold is not None:
@@ -105,11 +105,11 @@ class CUDAPool(Pool):
             self.handle()
 
     def hold_graph(self) -> None:
-        """Note that a graph was captured into the pool; with ``CAPTURE_LOCK`` held."""
+        """Count a graph that was captured into the pool. Call it with ``CAPTURE_LOCK`` held."""
         self._graphs += 1
 
     def release_graph(self) -> None:
-        """Note that one of those graphs is gone; the memory goes with the last. With ``CAPTURE_LOCK`` held."""
+        """Uncount a released graph; release the memory with the last one. Call it with ``CAPTURE_LOCK`` held."""
         self._graphs -= 1
         if not self._graphs:
             self._let_go()
@@ -120,7 +120,7 @@ class CUDAPool(Pool):
         self._mark = None
 
     def order_after_last_use(self) -> None:
-        """Order the current stream after the one that last used the pool; one comparison when they are the same."""
+        """Make the current stream wait for the stream that last used the pool; if they are one, only compare them."""
         if self._raw_stream(self._index) == self._last_raw:
             return
         current = torch.cuda.current_stream(self.device)
@@ -129,9 +129,9 @@ class CUDAPool(Pool):
         self.used_on(current)
 
     def is_idle(self) -> bool:
-        """Whether no replay of the pool is in flight; False where that cannot be asked, as inside a capture.
+        """Whether no replay of the pool is in flight. False if CUDA cannot be asked, as inside a capture.
 
-        The first to ask after a replay may wait for a moment, since also an idle device takes some time to say so.
+        The first call after a replay may wait for a moment, since even an idle device needs some time to answer.
         """
         if self._last is None:
             return True
@@ -156,16 +156,16 @@ class CUDAPool(Pool):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the allocator's segments that belong to the pool; 0 where the allocator keeps no account."""
+        """Bytes of the allocator's segments that belong to the pool; 0 if the allocator cannot tell."""
         handles = [*self._abandoned, *([] if self._hold is None else [self._hold.handle])]
         return sum(_segment_bytes(self._index, handle) for handle in handles)
 
     def close(self) -> None:
-        """Let go of the memory; idempotent. Not to be called inside a capture of the same thread.
+        """Release the memory; idempotent. Never call it inside a capture of the same thread.
 
-        What no graph and no tensor uses any more goes back to the driver now, with the rest of the allocator's cache,
-        since torch gives the memory of a finished pool to nobody else; what is still used then, when the allocator
-        next empties its cache.
+        Memory that no graph and no tensor uses goes back to the driver now, together with the rest of the allocator's
+        cache, because torch gives the memory of a finished pool to nobody else. Memory that is still in use goes back
+        when the allocator next empties its cache.
         """
         with CAPTURE_LOCK:
             self._closed = True
@@ -176,13 +176,13 @@ class CUDAPool(Pool):
         if hold is not None:
             self._abandoned.append(hold.handle)
             hold.placeholder.reset()
-        del hold  # torch frees what it keeps for a graph beside the pool only when the object goes
+        del hold  # only now does torch free what it keeps for a graph outside of the pool
         if self._abandoned:
             torch.cuda.empty_cache()
             self._forget_empty()
 
     def _forget_empty(self) -> None:
-        """Count no more those handles whose memory is gone: they get none any more."""
+        """Drop the handles whose memory is gone: they never get memory again."""
         self._abandoned = [kept for kept in self._abandoned if _segment_bytes(self._index, kept)]
 
     def __repr__(self) -> str:
@@ -191,7 +191,7 @@ class CUDAPool(Pool):
 
 
 def begin_recording(graph: torch.cuda.CUDAGraph, handle: _Handle) -> None:
-    """Begin to record the current stream's work into ``graph``, with the memory of ``handle``.
+    """Begin to record the current stream's work into ``graph``, with memory of ``handle``.
 
     Raises what torch raises. See Notes [torch's own operators at the beginning] and
     [a graph that could not begin is never destroyed].
@@ -206,7 +206,7 @@ def begin_recording(graph: torch.cuda.CUDAGraph, handle: _Handle) -> None:
 
 @contextlib.contextmanager
 def may_be_empty() -> Iterator[None]:
-    """No warning about an empty graph within a ``with`` block, where that is meant."""
+    """Suppress the warning about an empty graph within a ``with`` block, where a graph may be empty."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*The CUDA Graph is empty")
         yield
@@ -227,15 +227,15 @@ def _new_hold(device: torch.device, stream: torch.cuda.Stream) -> _Hold:
 
 
 def _end_recording(index: int, handle: _Handle) -> None:
-    """End a recording that a failed capture left open in the allocator, if it did, and give back its count."""
+    """If a failed capture left a recording open in the allocator, end it and give back its count."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(index, handle)
-        # Reached only if the recording was open; otherwise the graph gives back its count itself.
+        # Reached only if the recording was open. Otherwise the graph gives back its count itself.
         torch._C._cuda_releasePool(index, handle)
 
 
 def _raw_stream(index: int) -> int:
-    """The driver's handle of the device's current stream, by the documented and slower way."""
+    """The driver's handle of the device's current stream, from torch's documented but slower function."""
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 

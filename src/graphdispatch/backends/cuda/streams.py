@@ -1,31 +1,31 @@
-"""Streams, events and timers of the CUDA backend: thin faces of ``torch.cuda.Stream`` and ``torch.cuda.Event``."""
+"""Streams and events of the CUDA backend: thin wrappers of ``torch.cuda.Stream`` and ``torch.cuda.Event``."""
 
 from collections.abc import Callable
 
 import torch
 
 from ...errors import BackendError
-from ..base import Event, Stream, Timer
+from ..base import Event, Stream
 
-__all__ = ["CUDAEvent", "CUDAStream", "CUDATimer", "native"]
+__all__ = ["CUDAEvent", "CUDAStream", "native"]
 
 
 class CUDAStream(Stream):
-    """A CUDA stream; equal to every other face of the same stream.
+    """A CUDA stream. It equals every other wrapper of the same stream.
 
-    Errors of work on the device come up wherever CUDA reports them, not only in ``synchronize``.
+    CUDA may report an error of work on the device in any later call, not only in ``synchronize``.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.native = stream
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Call ``work`` now, with this stream current; what it launches is queued."""
+        """Call ``work`` now, with this stream current. What it launches is queued."""
         with torch.cuda.stream(self.native):
             work()
 
     def wait_stream(self, other: Stream) -> None:
-        """Let later work of this stream begin only after all work given to ``other`` so far."""
+        """Make later work of this stream begin after all work given to ``other`` so far."""
         self.native.wait_stream(native(other))
 
     def synchronize(self) -> None:
@@ -33,7 +33,7 @@ class CUDAStream(Stream):
         self.native.synchronize()
 
     def close(self) -> None:
-        """Finish the queue; torch keeps its streams in a pool of its own, so that there is nothing to release."""
+        """Finish the queue. There is nothing to release, since torch keeps its streams in a pool of its own."""
         self.native.synchronize()
 
     def __eq__(self, other: object) -> bool:
@@ -58,11 +58,11 @@ class CUDAEvent(Event):
         self._native.record(self._target(stream))
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let later work of ``stream`` (default: the device's current one) begin only after the mark."""
+        """Make later work of ``stream`` (default: the device's current one) begin after the mark."""
         self._native.wait(self._target(stream))
 
     def query(self) -> bool:
-        """Whether the work before the mark is done; an event that was never recorded is done."""
+        """Whether the work before the mark is done. True for an event that was never recorded."""
         return bool(self._native.query())
 
     def synchronize(self) -> None:
@@ -72,7 +72,7 @@ class CUDAEvent(Event):
     def elapsed_ms(self, end: Event) -> float:
         """Milliseconds of device time from this mark to ``end``.
 
-        Raises ``BackendError`` unless both were made with ``timing=True``, recorded and reached.
+        Raises ``BackendError`` unless both events were made with ``timing=True``, recorded and reached.
         """
         if not isinstance(end, CUDAEvent):
             raise BackendError(f"end must be an event of the CUDA backend, got {end!r}")
@@ -81,38 +81,11 @@ class CUDAEvent(Event):
         except (RuntimeError, ValueError) as error:
             raise BackendError(
                 "the time between two events is known only if both were made with timing=True and are reached; "
-                "ask query() or call synchronize() first"
+                "wait for them with query() or synchronize()"
             ) from error
 
     def _target(self, stream: Stream | None) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device) if stream is None else native(stream)
-
-
-class CUDATimer(Timer):
-    """Device time between two points of the device's current stream, read by polling."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._start = CUDAEvent(device, timing=True)
-        self._end = CUDAEvent(device, timing=True)
-        self._started = self._stopped = False
-
-    def start(self) -> None:
-        """Begin, on the current stream."""
-        self._start.record()
-        self._started, self._stopped = True, False
-
-    def stop(self) -> None:
-        """End, on the current stream; raises ``BackendError`` before ``start``."""
-        if not self._started:
-            raise BackendError("timer was stopped before it was started; call start() first")
-        self._end.record()
-        self._stopped = True
-
-    def elapsed_ms(self) -> float | None:
-        """Milliseconds from start to stop, or None while the end is not reached or not set."""
-        if not (self._stopped and self._start.query() and self._end.query()):
-            return None
-        return self._start.elapsed_ms(self._end)
 
 
 def native(stream: Stream) -> torch.cuda.Stream:
