@@ -168,7 +168,7 @@ class GraphSet:
 
     def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
-        return Reason.ASLEEP if self.is_asleep else self.cache.admission.decide(key, self.cache)
+        return Reason.ASLEEP if self.is_asleep else self.cache.admit(key)
 
     def capture(
         self,
@@ -355,8 +355,7 @@ class GraphSet:
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
         """Release the least recently used graph and try once more, without effects: the caller has eager's answer."""
-        idle = min(self.cache, key=lambda entry: entry.last_used, default=None)
-        victims = self.cache.retire(idle, EvictionReason.OUT_OF_MEMORY) if idle is not None else []
+        victims = self.cache.evict_one(EvictionReason.OUT_OF_MEMORY)
         if not victims:
             return failed
         self.release(victims)

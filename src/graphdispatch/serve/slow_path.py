@@ -104,7 +104,7 @@ class SlowPath:
                 if decision.reason is Reason.CAPTURED_NOW:
                     return self._capture(routine, group, found, decision)
                 if entry is None:
-                    self.graphs.cache.admission.sight((group.index, found.decision.size))
+                    self.graphs.cache.admission.count_miss((group.index, found.decision.size))
                 if entry is not None and decision.reason is Reason.VERIFIED_NOW:
                     self.local.decision = Decision.eager(Reason.CALL_RAISED, found.rows)  # if it does
                     outcome = self.graphs.verify(group, found.leaves, found.rows, entry)
