@@ -60,7 +60,7 @@ def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) ->
             continue
         since = admission.since(key)
         if since is None or (guarded and not cache.has_room(since)):
-            admission.sight(key)
+            admission.count_miss(key)
             continue
         for victim in cache.make_room(since if guarded else None):
             victim.release()

@@ -1,4 +1,4 @@
-"""``Admission``: sightings within a window; and what that does for a cache under scans and cycles."""
+"""``Admission``: misses within a window; and what that does for a cache under scans and cycles."""
 
 from collections.abc import Iterable
 
@@ -24,77 +24,79 @@ class Clock:
         return self.now
 
 
-def sighted(admission: Admission, clock: Clock, times: Iterable[int], key: str = "key") -> Admission:
-    """The same object, after sightings of ``key`` at these times."""
+def missed(admission: Admission, clock: Clock, times: Iterable[int], key: str = "key") -> Admission:
+    """The same object, after misses of ``key`` at these times."""
     for clock.now in times:
-        admission.sight(key)
+        admission.count_miss(key)
     return admission
 
 
-def test_the_second_sighting_captures() -> None:
+def test_the_second_miss_captures() -> None:
     """The first leads to nothing; the second tells when the first was."""
     clock = Clock()
     admission = Admission(clock=clock)
     assert admission.since("key") is None
-    sighted(admission, clock, [10])
+    missed(admission, clock, [10])
     clock.now = 15
     assert admission.since("key") == 10
     assert admission.since("other") is None
 
 
-def test_the_latest_sightings_count() -> None:
+def test_the_latest_misses_count() -> None:
     """With ``capture_after=3`` the time reaches back to the last but one before now, not to the first ever."""
     clock = Clock()
-    admission = sighted(Admission(3, clock=clock), clock, [0, 100, 104])
+    admission = missed(Admission(3, clock=clock), clock, [0, 100, 104])
     clock.now = 110
     assert admission.since("key") == 100
 
 
-def test_a_sighting_ages() -> None:
-    """Beyond the window a sighting counts no more."""
+def test_a_miss_ages() -> None:
+    """Beyond the window a miss counts no more."""
     clock = Clock()
-    admission = sighted(Admission(2, 50, clock=clock), clock, [0])
+    admission = missed(Admission(2, 50, clock=clock), clock, [0])
     clock.now = 50
     assert admission.since("key") == 0
     clock.now = 51
     assert admission.since("key") is None
 
 
-def test_at_once_needs_no_sighting() -> None:
+def test_at_once_needs_no_miss_before() -> None:
     """``capture_after=1`` captures whatever comes, and remembers nothing."""
     clock = Clock()
-    admission = sighted(Admission(1, clock=clock), clock, [0, 1])
+    admission = missed(Admission(1, clock=clock), clock, [0, 1])
     assert admission.since("key") == 1
     assert admission.num_keys == 0
 
 
 def test_a_captured_key_begins_anew() -> None:
-    """After its eviction it must be seen again as often."""
+    """After its eviction it must miss again as often."""
     clock = Clock()
-    admission = sighted(Admission(clock=clock), clock, [1])
+    admission = missed(Admission(clock=clock), clock, [1])
     admission.forget("key")
     assert admission.since("key") is None
 
 
 def test_memory_is_bounded_by_the_window() -> None:
-    """Keys that were last seen before it are forgotten."""
+    """Keys that last missed before it are forgotten."""
     clock = Clock()
     admission = Admission(2, 100, clock=clock)
     for clock.now in range(10_000):
-        admission.sight(clock.now)
+        admission.count_miss(clock.now)
     assert admission.num_keys == 101
 
 
 def test_a_full_cache_takes_only_what_comes_more_often() -> None:
-    """The newcomer's two sightings must be nearer to each other than now is to the last use of some entry."""
-    cache, admission = GraphCache(1), Admission()
+    """The newcomer's two misses must be nearer to each other than now is to the last use of some entry."""
+    admission = Admission()
+    cache = GraphCache(1, admission=admission)
     held = entry(replays=1)
     cache.add("held", held)
-    admission.sight("new")
+    admission.count_miss("new")
     held.increment_replay()
-    assert admission.decide("new", cache) is Reason.CACHE_FULL
-    admission.sight("new")
-    assert admission.decide("new", cache) is Reason.CAPTURED_NOW
+    assert cache.admit("new") is Reason.CACHE_FULL
+    admission.count_miss("new")
+    assert cache.admit("new") is Reason.CAPTURED_NOW
+    assert cache.admit("other") is Reason.FIRST_SIGHTING
 
 
 @pytest.mark.parametrize(
@@ -135,21 +137,21 @@ def test_a_scan_of_odd_sizes_evicts_nothing() -> None:
 
 
 def test_new_habits_displace_old_ones() -> None:
-    """When other sizes come from now on, the cache follows at their second sighting."""
+    """When other sizes come from now on, the cache follows at their second miss."""
     step = served([1, 2, 3] * 20 + [7, 8, 9] * 4, max_cached_graphs=3)
     assert [entry.size for entry in step.entries] == [7, 8, 9]
     assert step.stats.evictions == 3
 
 
 def test_an_evicted_size_begins_anew() -> None:
-    """The sightings that led to the graph it had do not count again."""
+    """The misses that led to the graph it had do not count again."""
     step = served([1, 1, 2, 2, 1], max_cached_graphs=1)
     assert [entry.size for entry in step.entries] == [2]
     assert step.last_decision is not None
     assert step.last_decision.reason is Reason.FIRST_SIGHTING
 
 
-def test_sightings_outside_the_window_do_not_count() -> None:
+def test_misses_outside_the_window_do_not_count() -> None:
     """``capture_window`` is respected by the front door."""
     step = served([5, *[1] * 30, 5], capture_window=10)
     assert [entry.size for entry in step.entries] == [1]

@@ -31,53 +31,53 @@ FULL = CUDAGraphMode.FULL
 
 
 def needs(admission: Admission, key: str = "key") -> int:
-    """At how many further sightings ``key`` is captured."""
+    """At how many further misses ``key`` is captured."""
     for count in range(1, 10_000):
         if admission.since(key) is not None:
             return count
-        admission.sight(key)
+        admission.count_miss(key)
     raise AssertionError("never captured")
 
 
-def left(admission: Admission, *replays: int) -> Admission:
-    """The same object, told of graphs that left after so many replays each."""
+def evicted(admission: Admission, *replays: int) -> Admission:
+    """The same object, told of graphs that went after so many replays each."""
     for count in replays:
-        admission.left("key", count)
+        admission.evicted("key", count)
     return admission
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_three_unused_graphs_double_what_the_next_one_needs(after: int) -> None:
     """And three more double it again; ``capture_after=1`` takes part."""
-    found = [needs(left(Admission(after), *[0] * times)) for times in (0, 2, 3, 5, 6, 9)]
+    found = [needs(evicted(Admission(after), *[0] * times)) for times in (0, 2, 3, 5, 6, 9)]
     assert found == [after, after, 2 * after, 2 * after, 4 * after, 8 * after]
 
 
-def test_replays_pay_debts_off() -> None:
+def test_replays_make_up_for_graphs_that_fell_short() -> None:
     """Four replays pay for a graph; more of them pay for those before."""
-    assert needs(left(Admission(), *[4] * 100)) == 2
-    assert needs(left(Admission(), *[3] * 12)) == 4
-    assert needs(left(Admission(), *[0] * 6, 4 + 12)) == 4
-    assert needs(left(Admission(), *[0] * 6, 1000, 0, 0)) == 2
+    assert needs(evicted(Admission(), *[4] * 100)) == 2
+    assert needs(evicted(Admission(), *[3] * 12)) == 4
+    assert needs(evicted(Admission(), *[0] * 6, 4 + 12)) == 4
+    assert needs(evicted(Admission(), *[0] * 6, 1000, 0, 0)) == 2
 
 
-def test_the_sightings_need_not_fall_into_the_window() -> None:
+def test_the_misses_need_not_fall_into_the_window() -> None:
     """Only the last ``capture_after`` of them, so that a rare key comes back in the end, and no need is endless."""
-    admission = left(Admission(window=4), *[0] * 1000)
+    admission = evicted(Admission(window=4), *[0] * 1000)
     for _ in range((2 << 12) - 2):
-        assert admission.decide("key", GraphCache(1)) is Reason.BACKING_OFF
-        admission.sight("key")
-        admission.sight("others")
-        admission.sight("others")
+        assert admission.decide("key", True) is Reason.BACKING_OFF
+        admission.count_miss("key")
+        admission.count_miss("others")
+        admission.count_miss("others")
     assert needs(admission) == 2
 
 
 def test_what_is_remembered_of_keys_is_bounded() -> None:
-    """The latest 4,096 keys that owe; and ``clear`` forgets them."""
+    """The latest 4,096 keys whose graphs fell short; and ``clear`` forgets them."""
     admission = Admission()
     for key in range(5000):
         for _ in range(3):
-            admission.left(key, 0)
+            admission.evicted(key, 0)
     assert [admission.still_to_wait(key) for key in (903, 904, 4999)] == [0, 3, 3]
     admission.clear()
     assert admission.still_to_wait(4999) == 0
@@ -86,7 +86,7 @@ def test_what_is_remembered_of_keys_is_bounded() -> None:
 def test_departures_are_told_from_any_thread() -> None:
     """None is lost, whichever thread released the graph."""
     admission = Admission()
-    threads = [Thread(target=lambda: left(admission, *[0] * 30)) for _ in range(3)]
+    threads = [Thread(target=lambda: evicted(admission, *[0] * 30)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -137,7 +137,7 @@ def test_runs_of_more_sizes_than_fit_do_not_thrash() -> None:
 
 
 def test_bytes_that_hold_one_of_two_graphs_do_not_thrash() -> None:
-    """The budget is kept throughout, and each capture takes more sightings than the one before."""
+    """The budget is kept throughout, and each capture takes more misses than the one before."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[64], memory_budget_bytes=45_000)
     for i in range(300):
         x = torch.randn(64, (64, 80)[i // 3 % 2])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from graphdispatch.backends.base import Pool
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
+from graphdispatch.modes import EntryState
 from graphdispatch.stats import EvictionReason
 
 from .sized import Sized, entry, filled, gone
@@ -154,7 +155,7 @@ def test_asking_for_room_changes_nothing() -> None:
 
 
 def test_what_frees_nothing_stays() -> None:
-    """Where bytes are short, an entry without bytes of its own is no victim, though it is worth least."""
+    """Where bytes are short, an entry without bytes of its own is no victim, though its score is the lowest."""
     cache = GraphCache(10, max_bytes=100)
     empty, large = filled(cache, 0, 90)
     assert gone(cache.add(2, entry(50))) == [large]
@@ -170,6 +171,66 @@ def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
     assert cache.make_room() == []
     first.pool.replaying_on = None
     assert gone(cache.make_room()) == [first]
+
+
+def test_out_of_memory_costs_the_least_recently_used() -> None:
+    """``evict_one`` drops one graph though the limits hold: not one in a replay of this thread, nor a borrowed one."""
+    cache = GraphCache(10, eviction="lfu")
+    assert cache.evict_one(EvictionReason.OUT_OF_MEMORY) == []
+    cache.add("borrowed", entry(), owns=False)
+    inside, oldest, _ = filled(cache, 0, 0, 0)
+    oldest.replay_count = 99
+    inside.pool.replaying_on = get_ident()
+    (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
+    assert (victim.entry, victim.reason, len(cache)) == (oldest, EvictionReason.OUT_OF_MEMORY, 3)
+
+
+@pytest.mark.parametrize("how", ["replaced", "evicted", "refused", "retired"])
+def test_a_borrowed_graph_is_forgotten_and_never_released(how: str) -> None:
+    """Whoever captured it goes on using it; the eviction is counted, and freed nothing."""
+    cache = GraphCache(1, max_bytes=100)
+    borrowed = entry(500 if how == "refused" else 70, key="key")
+    victims = cache.add("key", borrowed, owns=False)
+    if how == "replaced":
+        victims = cache.add("key", entry())
+    elif how == "evicted":
+        victims = cache.make_room()
+    elif how == "retired":
+        victims = cache.retire(borrowed, EvictionReason.STALE)
+    (victim,) = victims
+    assert (victim.entry, victim.release().freed_bytes) == (borrowed, 0)
+    assert borrowed.state is not EntryState.EVICTED
+    assert (cache.stats.evictions, cache.stats.evicted_bytes) == (1, 0)
+
+
+def test_a_key_is_borrowed_no_longer_than_its_entry_stands() -> None:
+    """An entry of the cache's own under the same key is released as any other."""
+    cache = GraphCache(2)
+    cache.add("key", entry(), owns=False)
+    cache.remove("key")
+    own = entry(70)
+    cache.add("key", own)
+    assert cache.make_room() == []
+    (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
+    assert victim.release().freed_bytes == 70
+
+
+def test_clear_leaves_borrowed_graphs_to_their_owners() -> None:
+    """They are forgotten, and not among what the caller has to release."""
+    cache = GraphCache(4)
+    cache.add("borrowed", entry(), owns=False)
+    own = filled(cache, 0, 0)
+    assert cache.clear() == own
+    assert len(cache) == 0
+
+
+def test_a_borrowed_graph_may_be_released_by_its_owner() -> None:
+    """That is no fault of this cache."""
+    cache = GraphCache(4)
+    borrowed = entry()
+    cache.add("borrowed", borrowed, owns=False)
+    borrowed.release()
+    cache.check_integrity()
 
 
 def test_a_release_is_reported_as_it_was() -> None:

@@ -59,14 +59,20 @@ class Caches(RuleBasedStateMachine):
 
     @rule(which=WHICH, is_recent=st.booleans())
     def make_room(self, which: int, is_recent: bool) -> None:
-        """Room for one more: with ``since``, none that was used later goes, and the answer of ``has_room`` holds."""
+        """Room for one more of the average before, if ``has_room`` said so; none goes that was used after ``since``."""
         uses = sorted(one.last_used for one in self.entries())
         since = uses[len(uses) // 2] if uses and is_recent else None
         is_possible = self.caches[which].has_room(since)
+        limits = [(self.budget, self.entries), (self.limits[which], lambda: list(self.held[which].values()))]
+        averages = [sum(one.nbytes for one in held()) // max(len(held()), 1) for _, held in limits]
         victims = self.caches[which].make_room(since)
         assert since is None or all(victim.entry.last_used < since for victim in victims)
         self.let_go(victims)
-        assert not is_possible or self.caches[which].has_room(0)
+        if is_possible:
+            for (limit, held), average in zip(limits, averages, strict=True):
+                most, room = limit.max_cached_graphs, limit.memory_budget_bytes
+                assert most is None or len(held()) < most
+                assert room is None or sum(one.nbytes for one in held()) + average <= room
 
     @precondition(lambda self: any(self.held))
     @rule(data=st.data())
@@ -116,7 +122,7 @@ class Caches(RuleBasedStateMachine):
         """Release victims once each, with the model's books."""
         assert len({victim.entry for victim in victims}) == len(victims)
         for victim in victims:
-            which = self.caches.index(victim.cache)
+            which = [cache is victim.owner for cache in self.caches].index(True)
             assert self.held[which].pop(victim.key) is victim.entry  # type: ignore[call-overload]
             self.released[which] += 1
             self.freed[which] += victim.entry.nbytes
@@ -140,17 +146,17 @@ TestCaches.settings = settings(stateful_step_count=40)
 def test_no_more_goes_than_must(
     kept: list[tuple[int, int]], nbytes: int, max_graphs: int, max_bytes: int | None, policy: str
 ) -> None:
-    """Each victim's return would exceed a limit; and where only the count is limited, those of least worth go."""
+    """Each victim's return would exceed a limit; and where only the count is limited, those of the lowest scores go."""
     cache = GraphCache(max_graphs, max_bytes, eviction=policy)
     for key, (size, replays) in enumerate(kept):
         cache.add(key, entry(size, replays))
     before = list(cache)
-    worths = dict(zip(before, cache.limit.eviction.worths(before), strict=True))
+    scores = dict(zip(before, cache.limit.eviction.scores(before), strict=True))
     new = entry(nbytes)
     victims = {victim.entry for victim in cache.add("new", new)}
     for victim in victims:
         total = sum(one.nbytes for one in cache) + victim.nbytes
         assert len(cache) + 1 > max_graphs or (max_bytes is not None and total > max_bytes)
     if max_bytes is None:
-        ranked = sorted(before, key=lambda one: (worths[one], one.last_used))
+        ranked = sorted(before, key=lambda one: (scores[one], one.last_used))
         assert victims == set(ranked[: len(victims)])

@@ -203,13 +203,13 @@ class CUDAGraphRegistry:
 
     def refusal(self, key: Hashable) -> Refusal | None:
         """Why a cache key without a graph is not captured now, or None. Counts nothing."""
-        reason = self.admission.decide(key, self._cache)
+        reason = self._cache.admit(key)
         return None if reason is Reason.CAPTURED_NOW else Refusal(reason, self.admission.detail(reason, key))
 
     def sight(self, member: Member) -> None:
         """Count a call that ran eagerly since its callable has no graph yet; so many end a quarantine."""
         key, number = member.place
-        self.admission.sight((member.place, key[0]))
+        self.admission.count_miss((member.place, key[0]))
         self._sets[key][number] = self._sets[key].pop(number)  # at the end: in the order of their latest sightings
         if member.group is not None:
             member.group.sightings[key[0]] += 1

@@ -224,7 +224,7 @@ class CUDAGraphWrapper:
             failure = group.blocked(1)
             reason = failure.reason if failure is not None else self._admit((group.index, 1))
             if reason is not Reason.CAPTURED_NOW:
-                graphs.cache.admission.sight((group.index, 1))
+                graphs.cache.admission.count_miss((group.index, 1))
                 return reason, None
             outcome = graphs.capture(group, leaves, 1, 1, descriptor=descriptor, mode=self.runtime_mode)
             graphs.stats.record_miss(outcome.reason)

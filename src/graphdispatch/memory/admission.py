@@ -1,48 +1,45 @@
-"""When a key deserves a graph: at its n-th sighting within a window, and later if its graphs did not pay."""
+"""When a key deserves a graph: at its n-th miss within a window, and later if its earlier graphs did not pay."""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..reasons import Reason
+from .backoff import Backoff
 from .replay import next_use
-
-if TYPE_CHECKING:
-    from .cache import GraphCache
 
 __all__ = ["Admission"]
 
 # Chosen on recorded traffic, where misses are at most 2 % more than without back-off, and captures up to 15 % fewer.
 _REPLAYS_THAT_PAY = 4
-_DEBT_THAT_DOUBLES = 12
+_SHORTFALL_THAT_DOUBLES = 12
 _MOST_DOUBLINGS = 12
 _REMEMBERED = 4096
 
 
-class _Debt(NamedTuple):
-    """Replays that the graphs of a key fell short of, and its sightings since the last of them left."""
+class _Shortfall(NamedTuple):
+    """How many replays the graphs of a key fell short of, and the misses of the key since the last of them went."""
 
     replays: int
-    sightings: int = 0
+    misses: int = 0
 
 
 class Admission:
-    """Counts sightings of keys that have no graph; a key is captured at its ``capture_after``-th within ``window``.
+    """Counts misses of keys that have no graph; a key is captured at its ``capture_after``-th miss within ``window``.
 
-    Time is counted in uses: replays of any graph in the process, and sightings. A hit is not told to this class. The
-    first of the sightings that count is also how a full cache compares a newcomer with what it holds: an entry may go
-    only if it has not been used since (the rule of LIRS, Jiang and Zhang 2002). So neither a scan of odd sizes nor a
-    cycle over more sizes than there is room for evicts what is in use, and a size that comes often displaces what does
-    not.
+    Time is counted in uses: replays of any graph in the process, and misses. A hit is not told to this class. The time
+    of the first miss that counts is also how a full cache compares a newcomer with what it holds: an entry may go only
+    if it has not been used since (the rule of LIRS, Jiang and Zhang 2002). So neither a scan of odd sizes nor a cycle
+    over more sizes than there is room for evicts what is in use, and a size that comes often displaces what does not.
 
-    A key *backs off* whose graphs keep going before they were used enough. What each of them lacks of 4 replays adds to
-    the debt of its key, and what it has beyond them takes from it. With every 12 that a key owes, twice as many
-    sightings, whenever they come, must pass between a graph and the next.
+    A key *backs off* if its graphs keep going before they were used enough. A graph pays with its fourth replay. What
+    the graphs of a key lack of that adds up, and replays beyond it make up for it. With every 12 replays that are
+    missing, the key needs twice as many misses, whenever they come, before its next graph.
 
-    Memory is bounded by the window, and by 4,096 keys that owe. Not thread-safe: called with the owner's lock held,
-    except for ``left``.
+    Memory is bounded by the window, and by the 4,096 keys whose graphs fell short last. Not thread-safe: called with
+    the owner's lock held, except for ``evicted``.
     """
 
     def __init__(self, capture_after: int = 2, window: int = 4096, *, clock: Callable[[], int] = next_use) -> None:
@@ -51,13 +48,14 @@ class Admission:
                 raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
         self.capture_after = capture_after
         self.window = window
+        self._backoff = Backoff(2 * capture_after, 2, capture_after << _MOST_DOUBLINGS)
         self._clock = clock
-        self._seen: dict[Hashable, deque[int]] = {}
-        self._debts: dict[Hashable, _Debt] = {}
+        self._misses: dict[Hashable, deque[int]] = {}
+        self._shortfalls: dict[Hashable, _Shortfall] = {}
         self._lock = threading.Lock()
 
     def since(self, key: Hashable) -> int | None:
-        """If ``key`` is to be captured when it is sighted now: the time of the first sighting that counts; else None.
+        """If a miss of ``key`` now leads to a capture: the time of the first miss that counts; else None.
 
         That is now with ``capture_after=1``. Changes nothing.
         """
@@ -65,73 +63,75 @@ class Admission:
             return None
         if self.capture_after == 1:
             return self._clock()
-        seen = self._seen.get(key)
-        if seen is None or len(seen) < self.capture_after - 1:
+        misses = self._misses.get(key)
+        if misses is None or len(misses) < self.capture_after - 1:
             return None
-        return seen[0] if self._clock() - seen[0] <= self.window else None
+        return misses[0] if self._clock() - misses[0] <= self.window else None
 
-    def decide(self, key: Hashable, cache: "GraphCache") -> Reason:
-        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
+    def decide(self, key: Hashable, has_room: bool) -> Reason:
+        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing.
+
+        ``has_room``: whether the cache has room for one more graph without those used after ``since(key)``.
+        """
         if self.still_to_wait(key):
             return Reason.BACKING_OFF
-        since = self.since(key)
-        if since is None:
+        if self.since(key) is None:
             return Reason.FIRST_SIGHTING
-        return Reason.CAPTURED_NOW if cache.has_room(since) else Reason.CACHE_FULL
+        return Reason.CAPTURED_NOW if has_room else Reason.CACHE_FULL
 
     def still_to_wait(self, key: Hashable) -> int:
-        """How many more sightings of ``key``, from now on, lead to no capture since it backs off. Changes nothing."""
-        debt = self._debts.get(key)
-        doublings = 0 if debt is None else debt.replays // _DEBT_THAT_DOUBLES
-        if debt is None or not doublings:
+        """How many more misses of ``key``, from now on, lead to no capture since it backs off. Changes nothing."""
+        short = self._shortfalls.get(key)
+        if short is None:
             return 0
-        return max((self.capture_after << doublings) - 1 - debt.sightings, 0)
+        needed = int(self._backoff.wait(short.replays // _SHORTFALL_THAT_DOUBLES))
+        return max(needed - 1 - short.misses, 0)
 
     def detail(self, reason: Reason, key: Hashable) -> str:
         """What a decision for ``reason`` says besides: when a key that backs off is captured again."""
         if reason is not Reason.BACKING_OFF:
             return ""
         more = self.still_to_wait(key)
-        return f"its last graphs went before they were used enough; it is captured again after {more} more sightings"
+        return f"its last graphs went before they were used enough; it is captured again after {more} more misses"
 
-    def sight(self, key: Hashable) -> None:
-        """Count a sighting of a key that is not captured at it."""
+    def count_miss(self, key: Hashable) -> None:
+        """Count a call whose key has no graph and is not captured now."""
         with self._lock:
-            debt = self._debts.get(key)
-            if debt is not None:
-                self._debts[key] = debt._replace(sightings=debt.sightings + 1)
+            short = self._shortfalls.get(key)
+            if short is not None:
+                self._shortfalls[key] = short._replace(misses=short.misses + 1)
         if self.capture_after == 1:
             return
         now = self._clock()
-        seen = self._seen.pop(key, None) or deque(maxlen=self.capture_after - 1)
-        seen.append(now)
-        self._seen[key] = seen  # at the end: keys are in the order of their latest sightings
-        while now - self._seen[oldest := next(iter(self._seen))][-1] > self.window:
-            del self._seen[oldest]
+        misses = self._misses.pop(key, None) or deque(maxlen=self.capture_after - 1)
+        misses.append(now)
+        self._misses[key] = misses  # at the end: keys are in the order of their latest misses
+        while now - self._misses[oldest := next(iter(self._misses))][-1] > self.window:
+            del self._misses[oldest]
 
     def forget(self, key: Hashable) -> None:
-        """Begin anew for a key, since it has been captured."""
-        self._seen.pop(key, None)
+        """Forget the misses of a key, since it has been captured."""
+        self._misses.pop(key, None)
 
-    def left(self, key: Hashable, replays: int) -> None:
-        """Told that a graph is gone after so many replays, though nobody asked for that. From any thread."""
+    def evicted(self, key: Hashable, replays: int) -> None:
+        """Note that a graph went after so many replays, though nobody asked for that. From any thread."""
         with self._lock:
-            owed = self._debts.pop(key, _Debt(0)).replays + _REPLAYS_THAT_PAY - replays
-            if owed > 0:
-                self._debts[key] = _Debt(min(owed, _MOST_DOUBLINGS * _DEBT_THAT_DOUBLES))
-            if len(self._debts) > _REMEMBERED:
-                del self._debts[next(iter(self._debts))]
+            lacking = self._shortfalls.pop(key, _Shortfall(0)).replays + _REPLAYS_THAT_PAY - replays
+            if lacking > 0:
+                self._shortfalls[key] = _Shortfall(min(lacking, _MOST_DOUBLINGS * _SHORTFALL_THAT_DOUBLES))
+            if len(self._shortfalls) > _REMEMBERED:
+                del self._shortfalls[next(iter(self._shortfalls))]
 
     def clear(self) -> None:
         """Forget all keys."""
-        self._seen.clear()
+        self._misses.clear()
         with self._lock:
-            self._debts.clear()
+            self._shortfalls.clear()
 
     @property
     def num_keys(self) -> int:
-        """How many keys were seen within the window and have no graph."""
-        return len(self._seen)
+        """How many keys without a graph missed within the window."""
+        return len(self._misses)
 
     def __repr__(self) -> str:
-        return f"<Admission after {self.capture_after} sightings within {self.window} uses, {self.num_keys} keys seen>"
+        return f"<Admission after {self.capture_after} misses within {self.window} uses, {self.num_keys} keys missed>"

@@ -1,9 +1,9 @@
-"""``MemoryBudget``: at most so many graphs and bytes, over one cache or over several."""
+"""``MemoryBudget``: at most so many graphs and bytes, over one cache or over several, and who has to go for that."""
 
 import threading
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
 from ..errors import ConfigError, IntegrityError
@@ -12,45 +12,58 @@ from .accounting import bytes_of
 from .entry import CUDAGraphEntry
 from .eviction import EvictionPolicy, make_eviction
 
-if TYPE_CHECKING:
-    from .cache import GraphCache
+__all__ = ["Choice", "MemoryBudget", "Owner", "Victim"]
 
-__all__ = ["Choice", "MemoryBudget", "Victim"]
+Fits = Callable[[set[CUDAGraphEntry]], bool]
 
-_AS_ASKED = (EvictionReason.INVALIDATED, EvictionReason.ASLEEP, EvictionReason.DROPPED)
+
+class Owner(Protocol):
+    """What a budget asks of a cache whose graphs it bounds."""
+
+    def __iter__(self) -> Iterator[CUDAGraphEntry]:
+        """The entries, as they are now."""
+
+    def candidates(self) -> "list[Victim]":
+        """Every entry, as it would be evicted for its bytes."""
+
+    def drop(self, victim: "Victim") -> bool:
+        """Forget the entry; False if it is no longer what stands under its key. Takes the owner's lock."""
+
+    def record(self, eviction: Eviction) -> None:
+        """Note that an entry was released."""
 
 
 class Victim(NamedTuple):
     """An entry that has left its cache and is to be released, outside of all locks of caches."""
 
-    cache: "GraphCache"
+    owner: Owner
     key: Hashable
     entry: CUDAGraphEntry
     reason: EvictionReason
     tag: str = ""
+    owns: bool = True
+    """Whether the graph is the cache's own to release; else somebody else captured it and goes on using it."""
 
     def release(self) -> Eviction:
-        """Release the entry, record in its cache's statistics what that freed, and tell its cache's admission, unless
-        the user asked for it; waits for calls that use it.
+        """Release the entry, if it is the cache's own, and tell the cache what that freed; waits for calls that use it.
 
         The freed bytes are the backend's figures before and after: of a pool that others use, nothing comes back.
         """
-        entry = self.entry
-        with entry.pool.lock:
-            before = entry.nbytes + entry.pool.nbytes
-            entry.release()
-            freed = before - entry.nbytes - entry.pool.nbytes
+        entry, freed = self.entry, 0
+        if self.owns:
+            with entry.pool.lock:
+                before = entry.nbytes + entry.pool.nbytes
+                entry.release()
+                freed = before - entry.nbytes - entry.pool.nbytes
         eviction = Eviction(
             self.key, entry.descriptor, entry.replay_count, entry.capture_time_ms, freed, self.reason, self.tag
         )
-        self.cache.stats.record_eviction(eviction)
-        if self.reason not in _AS_ASKED:
-            self.cache.admission.left(self.key, entry.replay_count)
+        self.owner.record(eviction)
         return eviction
 
 
 class Choice(NamedTuple):
-    """The entries that have to go, with what each is worth, and whether there is room then."""
+    """The entries that have to go, with their scores, and whether there is room then."""
 
     victims: list[tuple[float, Victim]]
     is_enough: bool
@@ -60,9 +73,9 @@ class MemoryBudget:
     """At most ``max_cached_graphs`` graphs and ``memory_budget_bytes`` bytes; None sets no limit.
 
     The bytes are those of pools, static inputs, output buffers and graphs, shared ones counted once. Give a budget to
-    several wrappers, ``graphed`` callables or managers, and the least worth of all their graphs goes (``eviction``),
-    whosever it is; the limits of each of them hold besides. A graph that another one's capture evicted is captured anew
-    when it comes again. A graph that is larger than the budget by itself is not kept. Thread-safe.
+    several wrappers, ``graphed`` callables or managers, and the graph of the lowest score among all of theirs goes
+    (``eviction``); each of them keeps its own limits as well. A graph that another one's capture evicted is captured
+    anew when it comes again. A graph that is larger than the budget by itself is not kept. Thread-safe.
     """
 
     def __init__(
@@ -78,87 +91,129 @@ class MemoryBudget:
         self.memory_budget_bytes = memory_budget_bytes
         self.max_cached_graphs = max_cached_graphs
         self.eviction = make_eviction(eviction)
-        self.lock = threading.Lock()
-        """Guards the content of all members."""
-        self._references: tuple[ReferenceType[GraphCache], ...] = ()
+        self.lock = threading.RLock()
+        """Guards the policy, and the content of the caches that were made with this budget."""
+        self._references: tuple[ReferenceType[Owner], ...] = ()
 
-    def join(self, cache: "GraphCache") -> None:
-        """Let a cache share the budget; its constructor does that."""
+    def join(self, cache: Owner) -> None:
+        """Count the graphs of ``cache`` from now on; nothing is evicted yet. The budget keeps no cache alive.
+
+        A cache that was made with this budget has joined it, and makes room in it before each capture. Any other
+        member is bounded only by ``enforce``.
+        """
         with self.lock:
-            self._references = (*(known for known in self._references if known() is not None), ref(cache))
+            self._references = (*(known for known in self._references if known() not in (None, cache)), ref(cache))
+
+    def leave(self, cache: Owner) -> None:
+        """Count the graphs of ``cache`` no more; one that is no member stays so."""
+        with self.lock:
+            self._references = tuple(known for known in self._references if known() not in (None, cache))
 
     @property
-    def _members(self) -> list["GraphCache"]:
+    def _members(self) -> list[Owner]:
         return [cache for known in self._references if (cache := known()) is not None]
 
     def choose(
         self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, gone: Collection[CUDAGraphEntry] = ()
     ) -> Choice:
-        """What has to go for ``newcomer``, or for one more graph that holds as much for itself as others on average.
+        """What has to go for ``newcomer``, or for one more graph that holds as much as those here do on average.
 
-        Only entries whose last use was before ``since`` (None: any) may go; ``gone`` go anyway. What shares the memory
-        of others stays if letting it go would not free what is missing. Called with ``lock`` held; changes nothing.
+        Only entries whose last use was before ``since`` (None: any) may go; ``gone`` go anyway. No entry goes whose
+        stay, beside all others that stay, is within the limits. Called with ``lock`` held; changes nothing.
         """
-        held = [victim for victim in self.held() if victim.entry not in gone]
-        kept = {victim.entry for victim in held}
-        if self._fits(kept, newcomer):
-            return Choice([], True)
-        ranked = [(worth, victim) for worth, victim in self._by_worth(held) if _may_go(victim.entry, since)]
-        if not self._fits(kept - _entries(ranked), newcomer):
-            return Choice(ranked, False)
-        # As few measurements as can be: what is held falls with every victim.
-        count = bisect_left(range(len(ranked)), True, key=lambda n: self._fits(kept - _entries(ranked[:n]), newcomer))
-        victims = ranked[:count]
-        for pair in victims[-2::-1]:
-            fewer = [other for other in victims if other is not pair]
-            if self._fits(kept - _entries(fewer), newcomer):
-                victims = fewer
-        if self.max_cached_graphs is not None and len(held) >= self.max_cached_graphs:
-            victims = [(worth, victim._replace(reason=EvictionReason.COUNT)) for worth, victim in victims]
-        return Choice(victims, True)
+        held = [victim for victim in self.candidates() if victim.entry not in gone]
+        # Fixed before the choice: an average over what is kept rises when small ones go, so that less would be room
+        # for less, and no search for the fewest that must go could be trusted.
+        average = sum(victim.entry.nbytes for victim in held) // max(len(held), 1)
 
-    def held(self) -> list[Victim]:
+        def fits(kept: set[CUDAGraphEntry]) -> bool:
+            if self._is_many(len(kept) + 1):
+                return False
+            return self._is_small(kept, average) if newcomer is None else self._is_small(kept | {newcomer})
+
+        reason = EvictionReason.COUNT if self._is_many(len(held) + 1) else EvictionReason.BYTES
+        return self._choose(held, reason, fits, lambda entry: since is None or entry.last_used < since)
+
+    def enforce(self, keep: Collection[CUDAGraphEntry] = ()) -> list[Victim]:
+        """Drop what must go until the limits hold, whosever it is, and return it for release.
+
+        ``keep``, entries with a replay in flight, and those that hold no bytes where only bytes are over stay, so that
+        the limits may still be exceeded afterwards. Thread-safe; takes the locks of the members one after the other.
+        """
+        with self.lock:
+            held = self.candidates()
+            reason = EvictionReason.COUNT if self._is_many(len(held)) else EvictionReason.BYTES
+
+            def fits(kept: set[CUDAGraphEntry]) -> bool:
+                return not self._is_many(len(kept)) and self._is_small(kept)
+
+            def may_go(entry: CUDAGraphEntry) -> bool:
+                is_use = reason is EvictionReason.COUNT or bytes_of([entry]) > 0
+                return is_use and entry not in keep and entry.pool.is_idle()
+
+            choice = self._choose(held, reason, fits, may_go)
+        dropped = [(score, victim) for score, victim in choice.victims if victim.owner.drop(victim)]
+        with self.lock:
+            for score, victim in dropped:
+                self.eviction.evicted(victim.entry, score)
+        return [victim for _, victim in dropped]
+
+    def candidates(self) -> list[Victim]:
         """What the members keep, as it would be evicted for its bytes. Called with ``lock`` held."""
-        return [
-            Victim(cache, key, entry, EvictionReason.BYTES)
-            for cache in self._members
-            for key, entry in cache.entries.items()
-        ]
+        return [victim for cache in self._members for victim in cache.candidates()]
 
-    def is_kept(self) -> bool:
-        """Whether the members hold no more bytes than they may. Called with ``lock`` held."""
-        return self.memory_budget_bytes is None or self.nbytes <= self.memory_budget_bytes
+    def holds(self) -> bool:
+        """Whether the members keep no more bytes than they may. Called with ``lock`` held."""
+        return self._is_small({victim.entry for victim in self.candidates()})
 
-    def _fits(self, kept: set[CUDAGraphEntry], newcomer: CUDAGraphEntry | None) -> bool:
-        """Whether these entries and one more are within the limits."""
-        if self.max_cached_graphs is not None and len(kept) >= self.max_cached_graphs:
-            return False
-        if self.memory_budget_bytes is None:
-            return True
-        if newcomer is not None:
-            return bytes_of({*kept, newcomer}) <= self.memory_budget_bytes
-        average = sum(entry.nbytes for entry in kept) // max(len(kept), 1)
-        return bytes_of(kept) + average <= self.memory_budget_bytes
+    def _choose(
+        self, held: Sequence[Victim], reason: EvictionReason, fits: Fits, may_go: Callable[[CUDAGraphEntry], bool]
+    ) -> Choice:
+        """The fewest of the lowest scores without which the others fit, less those that need not go with them.
 
-    def _by_worth(self, held: list[Victim]) -> Iterable[tuple[float, Victim]]:
-        worths = self.eviction.worths([victim.entry for victim in held])
-        return sorted(zip(worths, held, strict=True), key=lambda pair: (pair[0], pair[1].entry.last_used))
+        ``fits`` must hold for fewer entries wherever it holds for more.
+        """
+        places: dict[CUDAGraphEntry, list[Victim]] = {}  # one entry may be in several caches, and goes from all of them
+        for victim in held:
+            places.setdefault(victim.entry, []).append(victim._replace(reason=reason))
+        if fits(set(places)):
+            return Choice([], True)
+        scores = dict(zip(places, self.eviction.scores(list(places)), strict=True))
+        # A break that makes this call runs on a thread that is half-way through a replay of its own.
+        free = [entry for entry in places if not entry.pool.is_inside_replay() and may_go(entry)]
+        ranked = sorted(free, key=lambda entry: (scores[entry], entry.last_used))
+        is_enough = fits(set(places).difference(ranked))
+        if is_enough:
+            # As few measurements as can be: what is held falls with every victim.
+            count = bisect_left(range(len(ranked)), True, key=lambda n: fits(set(places).difference(ranked[:n])))
+            ranked = ranked[:count]
+            for entry in ranked[-2::-1]:
+                fewer = [other for other in ranked if other is not entry]
+                if fits(set(places).difference(fewer)):
+                    ranked = fewer
+        return Choice([(scores[entry], victim) for entry in ranked for victim in places[entry]], is_enough)
+
+    def _is_many(self, graphs: int) -> bool:
+        return self.max_cached_graphs is not None and graphs > self.max_cached_graphs
+
+    def _is_small(self, kept: set[CUDAGraphEntry], more: int = 0) -> bool:
+        return self.memory_budget_bytes is None or bytes_of(kept) + more <= self.memory_budget_bytes
 
     @property
     def num_graphs(self) -> int:
         """How many graphs the members keep."""
-        return sum(len(cache) for cache in self._members)
+        return len({entry for cache in self._members for entry in cache})
 
     @property
     def nbytes(self) -> int:
         """Bytes that the members' graphs hold, everything that they share counted once."""
-        return bytes_of(entry for cache in self._members for entry in cache)
+        return bytes_of({entry for cache in self._members for entry in cache})
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the members hold more than the limits allow."""
         with self.lock:
-            entries = [entry for cache in self._members for entry in cache]
-        if self.max_cached_graphs is not None and len(entries) > self.max_cached_graphs:
+            entries = {entry for cache in self._members for entry in cache}
+        if self._is_many(len(entries)):
             raise IntegrityError(f"{len(entries)} entries, more than max_cached_graphs={self.max_cached_graphs}")
         if self.memory_budget_bytes is not None:
             held = bytes_of(entries)
@@ -169,12 +224,3 @@ class MemoryBudget:
         most = "" if self.max_cached_graphs is None else f" of {self.max_cached_graphs}"
         limit = "" if self.memory_budget_bytes is None else f" of {self.memory_budget_bytes}"
         return f"<MemoryBudget {self.num_graphs}{most} graphs, {self.nbytes}{limit} bytes, {len(self._members)} caches>"
-
-
-def _may_go(entry: CUDAGraphEntry, since: int | None) -> bool:
-    # A break that makes this call runs on a thread that is half-way through a replay of its own.
-    return (since is None or entry.last_used < since) and not entry.pool.is_inside_replay()
-
-
-def _entries(ranked: list[tuple[float, Victim]]) -> set[CUDAGraphEntry]:
-    return {victim.entry for _, victim in ranked}

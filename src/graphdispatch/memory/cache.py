@@ -6,7 +6,8 @@ from ..backends.base import Pool
 from ..config import CUDAGraphConfig
 from ..errors import IntegrityError
 from ..modes import EntryState
-from ..stats import CUDAGraphStats, EvictionReason
+from ..reasons import Reason
+from ..stats import CUDAGraphStats, Eviction, EvictionReason
 from .accounting import bytes_of
 from .admission import Admission
 from .budget import Choice, MemoryBudget, Victim
@@ -15,14 +16,16 @@ from .eviction import EvictionPolicy
 
 __all__ = ["GraphCache", "make_cache"]
 
+_AS_ASKED = (EvictionReason.INVALIDATED, EvictionReason.ASLEEP, EvictionReason.DROPPED)
+
 
 class GraphCache:
     """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes, and within ``budget``. Thread-safe.
 
     Methods that make room *return* the victims; the caller releases them (``Victim.release``), outside of the cache's
-    lock, since releasing waits for calls in flight. A lookup takes no lock. Which entry goes is the policy
-    ``eviction``'s choice; under a shared ``budget`` victims may be those of another cache, and count in its ``stats``.
-    There is intentionally no ``__contains__``: between the question and the use another thread may evict.
+    lock, since releasing waits for calls in flight. A lookup takes no lock. The policy ``eviction`` says which entry
+    goes; under a shared ``budget`` victims may be those of another cache, and count in its ``stats``. There is
+    intentionally no ``__contains__``: between the question and the use another thread may evict.
     """
 
     def __init__(
@@ -40,9 +43,9 @@ class GraphCache:
         self.stats = stats or CUDAGraphStats()
         """Where evictions of this cache's entries are recorded."""
         self.admission = admission or Admission(1)
-        """Which keys are captured; told of this cache's entries that go before they were used enough."""
-        self.entries: dict[Hashable, CUDAGraphEntry] = {}
-        """Read anywhere; changed only by this class, with the lock held."""
+        """Which keys are captured; it is told of this cache's entries that go though nobody asked for that."""
+        self._entries: dict[Hashable, CUDAGraphEntry] = {}  # read anywhere, changed with the lock held
+        self._borrowed: dict[Hashable, CUDAGraphEntry] = {}  # those among them that somebody else captured
         self._budgets = (self.limit,) if budget is None else (self.limit, budget)
         self._lock = self._budgets[-1].lock
         for each in self._budgets:
@@ -50,12 +53,17 @@ class GraphCache:
 
     def get(self, key: Hashable) -> CUDAGraphEntry | None:
         """The entry of ``key``, or None."""
-        return self.entries.get(key)
+        return self._entries.get(key)
 
     def has_room(self, since: int | None = None) -> bool:
         """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
         with self._lock:
             return all(choice.is_enough for _, choice in self._choose(since=since))
+
+    def admit(self, key: Hashable) -> Reason:
+        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
+        since = self.admission.since(key)
+        return self.admission.decide(key, since is not None and self.has_room(since))
 
     @property
     def is_full(self) -> bool:
@@ -65,25 +73,41 @@ class GraphCache:
     def make_room(self, since: int | None = None) -> list[Victim]:
         """Drop what must go before one more entry is captured, of those whose last use was before ``since``.
 
-        What it will hold for itself is not known yet, and expected to be as much as the others do on average.
+        What it will hold for itself is not known yet, and expected to be as much as those here do on average.
         """
         with self._lock:
             return self._drop(self._choose(since=since))
 
-    def add(self, key: Hashable, entry: CUDAGraphEntry) -> list[Victim]:
+    def add(self, key: Hashable, entry: CUDAGraphEntry, *, owns: bool = True) -> list[Victim]:
         """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
 
         One for which there is no room even without all others is not kept: it is the first of what is returned, and
         displaces nothing. Others of its pool go with it only if the pool has grown over a limit for it, and keeps that
         memory as long as it has a graph.
+
+        ``owns=False`` is for a graph that somebody else captured and keeps using: when it has to go it is forgotten
+        here, and never released.
         """
         with self._lock:
-            choices = self._choose(entry, leaving=self.entries.get(key))
+            choices = self._choose(entry, leaving=self._entries.get(key))
             if not all(choice.is_enough for _, choice in choices):
-                return [Victim(self, key, entry, EvictionReason.BYTES), *self._drop_over_limit(entry.pool)]
+                refused = Victim(self, key, entry, EvictionReason.BYTES, owns=owns)
+                return [refused, *self._drop_over_limit(entry.pool)]
             displaced = self._take(key, EvictionReason.REPLACED)
-            self.entries[key] = entry
+            if not owns:  # first: others read both without this lock
+                self._borrowed[key] = entry
+            self._entries[key] = entry
             return displaced + self._drop(choices)
+
+    def evict_one(self, reason: EvictionReason) -> list[Victim]:
+        """Drop the least recently used entry that is the cache's own and in no replay of this thread, if there is one.
+
+        For a capture that ran out of memory although the limits hold.
+        """
+        with self._lock:
+            free = [v for v in self.candidates() if v.owns and not v.entry.pool.is_inside_replay()]
+            oldest = min(free, key=lambda victim: victim.entry.last_used, default=None)
+            return [] if oldest is None else self._take(oldest.key, reason)
 
     @property
     def max_bytes(self) -> int | None:
@@ -92,25 +116,46 @@ class GraphCache:
         return min(given, default=None)
 
     def remove(self, key: Hashable) -> CUDAGraphEntry | None:
-        """Drop one entry and return it for release, or None."""
+        """Drop one entry and return it, for release by whoever captured it; or None."""
         with self._lock:
-            return self.entries.pop(key, None)
+            self._borrowed.pop(key, None)
+            return self._entries.pop(key, None)
 
     def retire(self, entry: CUDAGraphEntry, reason: EvictionReason, tag: str = "") -> list[Victim]:
         """Drop this entry, if it is still what its key stands for, so that its release counts as an eviction."""
         with self._lock:
-            return self._take(entry.key, reason, tag) if self.entries.get(entry.key) is entry else []
+            return self._take(entry.key, reason, tag) if self._entries.get(entry.key) is entry else []
 
     def clear(self) -> list[CUDAGraphEntry]:
-        """Drop all entries and return them for release."""
+        """Drop all entries and return the cache's own for release."""
         with self._lock:
-            dropped = list(self.entries.values())
-            self.entries.clear()
+            dropped = [victim.entry for victim in self.candidates() if victim.owns]
+            self._entries.clear()
+            self._borrowed.clear()
             return dropped
 
+    def candidates(self) -> list[Victim]:
+        """Every entry, as it would be evicted for its bytes."""
+        entries, borrowed = list(self._entries.items()), self._borrowed
+        return [Victim(self, key, one, EvictionReason.BYTES, "", borrowed.get(key) is not one) for key, one in entries]
+
+    def drop(self, victim: Victim) -> bool:
+        """Forget the entry of a victim; False if it is no longer what its key stands for."""
+        with self._lock:
+            if self._entries.get(victim.key) is not victim.entry:
+                return False
+            self._take(victim.key, victim.reason)
+            return True
+
+    def record(self, eviction: Eviction) -> None:
+        """Count a release in ``stats``, and tell ``admission`` of it unless the user asked for it."""
+        self.stats.record_eviction(eviction)
+        if eviction.reason not in _AS_ASKED:
+            self.admission.evicted(eviction.key, eviction.replays)
+
     def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
-        entry = self.entries.pop(key, None)
-        return [] if entry is None else [Victim(self, key, entry, reason, tag)]
+        entry, borrowed = self._entries.pop(key, None), self._borrowed.pop(key, None)
+        return [] if entry is None else [Victim(self, key, entry, reason, tag, borrowed is None)]
 
     def _choose(
         self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: CUDAGraphEntry | None = None
@@ -127,19 +172,18 @@ class GraphCache:
     def _drop(self, choices: list[tuple[MemoryBudget, Choice]]) -> list[Victim]:
         victims: list[Victim] = []
         for budget, choice in choices:
-            for worth, victim in choice.victims:
-                budget.eviction.evicted(victim.entry, worth)
-                del victim.cache.entries[victim.key]
-                victims.append(victim)
+            for score, victim in choice.victims:
+                if victim.owner.drop(victim):
+                    budget.eviction.evicted(victim.entry, score)
+                    victims.append(victim)
         return victims
 
     def _drop_over_limit(self, pool: Pool) -> list[Victim]:
         victims: list[Victim] = []
         for budget in self._budgets:
-            if not budget.is_kept():
-                for victim in budget.held():
-                    if victim.entry.pool is pool:
-                        victims += victim.cache._take(victim.key, EvictionReason.BYTES)
+            if not budget.holds():
+                sharing = [victim for victim in budget.candidates() if victim.entry.pool is pool]
+                victims += [victim for victim in sharing if victim.owner.drop(victim)]
         return victims
 
     @property
@@ -152,18 +196,18 @@ class GraphCache:
         for budget in self._budgets:
             budget.check_integrity()
         with self._lock:
-            entries = list(self.entries.values())
+            entries = list(self._entries.values())
         if len({id(entry) for entry in entries}) != len(entries):
             raise IntegrityError("an entry stands under two keys")
         for entry in entries:
-            if entry.state is EntryState.EVICTED:
+            if entry.state is EntryState.EVICTED and entry not in self._borrowed.values():
                 raise IntegrityError(f"{entry!r} was released and is still in the cache")
 
     def __iter__(self) -> Iterator[CUDAGraphEntry]:
-        return iter(list(self.entries.values()))
+        return iter(list(self._entries.values()))
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self._entries)
 
     def __repr__(self) -> str:
         limit = "" if self.limit.memory_budget_bytes is None else f" of {self.limit.memory_budget_bytes}"

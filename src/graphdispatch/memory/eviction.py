@@ -1,14 +1,23 @@
-"""Which graph goes when there is no room: eviction policies by name, and what an eviction freed.
+"""Which graph goes when there is no room: eviction policies by name.
 
 A hit does nothing for a policy: an entry counts its replays and notes its last use anyway, and a policy reads that when
 a victim is needed. A policy of one's own is a subclass of ``EvictionPolicy`` that needs no arguments, named by an entry
 point of the group ``graphdispatch.eviction``.
+
+Note [what a capture costs]
+    One measured capture time says little: on a busy machine equal captures take several times as long as each other.
+    So the time counts only where it is clear. A key's cost is the median of its latest captures as a multiple of the
+    median of all captures, rounded towards 1 to a power of 4. It is 1 before the third capture of the key. So graphs
+    that cost about the same are ordered by their use and their bytes alone.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Hashable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from weakref import WeakKeyDictionary
+from math import log2
+from statistics import median, median_low
+from weakref import WeakKeyDictionary, WeakSet
 
 from ..errors import ConfigError
 from .entry import CUDAGraphEntry
@@ -20,27 +29,31 @@ _GROUP = "graphdispatch.eviction"
 _LEAST_BYTES = 2**20
 _MOST_USES = 128
 _REMEMBERED = 4096
+# See Note [what a capture costs].
+_FEWEST_CAPTURES = 3
+_LATEST_CAPTURES = 7
+_LATEST_OF_ALL = 63
 
 
 class EvictionPolicy(ABC):
-    """Says what graphs are worth; the one of least worth goes, and among equal ones the least recently used.
+    """Scores graphs; the one of the lowest score goes, and among equal ones the least recently used.
 
     Called with the lock of the cache or budget held, and only when a graph may have to go.
     """
 
     @abstractmethod
-    def worths(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
-        """What each entry is worth now. Asking twice gives the same, unless an entry was used in between."""
+    def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
+        """The score of each entry now. Asking twice gives the same, unless an entry was used in between."""
 
-    def evicted(self, entry: CUDAGraphEntry, worth: float) -> None:
-        """Told that an entry of this worth is evicted, for policies that age or remember."""
-        del entry, worth
+    def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
+        """Note that an entry of this score is evicted, for policies that age or remember."""
+        del entry, score
 
 
 class LRU(EvictionPolicy):
     """Least recently used."""
 
-    def worths(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
+    def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
         """The last use, on the clock of uses."""
         return [entry.last_used for entry in entries]
 
@@ -48,40 +61,75 @@ class LRU(EvictionPolicy):
 class LFU(EvictionPolicy):
     """Least frequently used since it was captured; nothing ages."""
 
-    def worths(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
+    def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
         """The number of replays."""
         return [entry.replay_count for entry in entries]
+
+
+class _CaptureCosts:
+    """What captures of each key cost, as multiples of the usual: see Note [what a capture costs]."""
+
+    def __init__(self) -> None:
+        self._noted: WeakSet[CUDAGraphEntry] = WeakSet()
+        self._of_key: dict[Hashable, deque[float]] = {}
+        self._of_all: deque[float] = deque(maxlen=_LATEST_OF_ALL)
+
+    def note(self, entries: Sequence[CUDAGraphEntry]) -> None:
+        """Learn from the captures of entries that were not seen before."""
+        for entry in entries:
+            if entry in self._noted:
+                continue
+            self._noted.add(entry)
+            times = self._of_key.pop(entry.key, None) or deque(maxlen=_LATEST_CAPTURES)
+            times.append(entry.capture_time_ms)
+            self._of_key[entry.key] = times
+            self._of_all.append(entry.capture_time_ms)
+            if len(self._of_key) > _REMEMBERED:
+                del self._of_key[next(iter(self._of_key))]
+
+    def per_byte(self, entry: CUDAGraphEntry) -> float:
+        """What a new capture would cost for each byte that the graph holds."""
+        return self._multiple(entry.key) / max(entry.nbytes, _LEAST_BYTES)
+
+    def _multiple(self, key: Hashable) -> float:
+        times = self._of_key.get(key, ())
+        if len(times) < _FEWEST_CAPTURES:
+            return 1.0
+        own, usual = median(times), median_low(self._of_all)  # low: of two kinds, as many of each, one is usual
+        return 4.0 ** int(log2(own / usual) / 2) if own > 0 and usual > 0 else 1.0
 
 
 class GDSF(EvictionPolicy):
     """GreedyDual-Size-Frequency: replays times what a new capture would cost, for each byte, with ageing.
 
-    After Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy" (1998): the
-    worth is counted from an age, which each eviction raises to the worth of its victim, so that what was used much and
-    long ago goes too. The age changes only with an eviction, which first asks for the worth of all entries; so the age
-    at an entry's last use is known without any work at that use.
+    After Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy" (1998): a score
+    is counted from an age, which each eviction raises to the score of its victim, so that what was used much and long
+    ago goes too. The age changes only with an eviction, which first asks for the scores of all entries; so the age at
+    an entry's last use is known without any work at that use. For the cost see Note [what a capture costs].
     """
 
     def __init__(self) -> None:
         self._age = 0.0
         self._known: WeakKeyDictionary[CUDAGraphEntry, tuple[int, float]] = WeakKeyDictionary()
+        self._costs = _CaptureCosts()
 
-    def worths(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
-        """Age at the last use, plus replays x capture time (ms) / bytes."""
-        return [self._worth(entry) for entry in entries]
+    def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
+        """Age at the last use, plus replays x capture cost / bytes."""
+        self._costs.note(entries)
+        return [self._score(entry) for entry in entries]
 
-    def evicted(self, entry: CUDAGraphEntry, worth: float) -> None:
+    def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
         """Raise the age."""
         del entry
-        self._age = max(self._age, worth)
+        self._age = max(self._age, score)
 
-    def _worth(self, entry: CUDAGraphEntry) -> float:
-        replays, worth = self._known.get(entry, (-1, 0.0))
+    def _score(self, entry: CUDAGraphEntry) -> float:
+        replays, score = self._known.get(entry, (-1, 0.0))
         if entry.replay_count != replays:
             replays = entry.replay_count
-            worth = self._age + replays * _cost(entry)
-            self._known[entry] = replays, worth
-        return worth
+            score = self._age + replays * self._costs.per_byte(entry)
+            self._known[entry] = replays, score
+        return score
 
 
 class Frecency(EvictionPolicy):
@@ -89,8 +137,9 @@ class Frecency(EvictionPolicy):
 
     The quotient stands for how likely a graph is to be wanted soon: a frequent one is given more time to come again
     than a rare one. Uses, of which the capture is the first, count to 128, so that an old favourite leaves in time; a
-    graph that is captured anew begins with 3/4 of those that it left with, so that a size that comes and goes with the
-    load is known again. The exponent, the cap and the 3/4 were chosen on recorded traffic.
+    graph that is captured anew begins with 3/4 of the uses that it left with, so that a size that comes and goes with
+    the load is known again. The exponent, the cap and the 3/4 were chosen on recorded traffic. For the cost see Note
+    [what a capture costs].
 
     Graphs are remembered by their keys, the latest 4,096 of them; under a budget that several callables share, those
     with the same key share what is remembered.
@@ -99,15 +148,17 @@ class Frecency(EvictionPolicy):
     def __init__(self) -> None:
         self._began: WeakKeyDictionary[CUDAGraphEntry, float] = WeakKeyDictionary()
         self._left: dict[Hashable, float] = {}
+        self._costs = _CaptureCosts()
 
-    def worths(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
-        """Uses cubed x capture time (ms) / bytes / uses of any graph since the last one."""
+    def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
+        """Uses cubed x capture cost / bytes / uses of any graph since the last one."""
+        self._costs.note(entries)
         now = 1 + max((entry.last_used for entry in entries), default=0)
-        return [self._uses(entry) ** 3 * _cost(entry) / (now - entry.last_used) for entry in entries]
+        return [self._uses(entry) ** 3 * self._costs.per_byte(entry) / (now - entry.last_used) for entry in entries]
 
-    def evicted(self, entry: CUDAGraphEntry, worth: float) -> None:
+    def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
         """Remember how much it was used."""
-        del worth
+        del score
         self._left.pop(entry.key, None)
         self._left[entry.key] = 0.75 * self._uses(entry)
         if len(self._left) > _REMEMBERED:
@@ -129,17 +180,17 @@ class Probation(EvictionPolicy):
         self.min_replays = min_replays
         self.policy = policy
 
-    def worths(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
+    def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
         """What ``policy`` says, or minus infinity."""
-        settled = self.policy.worths(entries)
+        settled = self.policy.scores(entries)
         return [
-            worth if entry.replay_count >= self.min_replays else float("-inf")
-            for worth, entry in zip(settled, entries, strict=True)
+            score if entry.replay_count >= self.min_replays else float("-inf")
+            for score, entry in zip(settled, entries, strict=True)
         ]
 
-    def evicted(self, entry: CUDAGraphEntry, worth: float) -> None:
+    def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
         """Tell ``policy``."""
-        self.policy.evicted(entry, worth)
+        self.policy.evicted(entry, score)
 
 
 _BUILT_IN: dict[str, type[EvictionPolicy]] = {"frecency": Frecency, "gdsf": GDSF, "lfu": LFU, "lru": LRU}
@@ -163,11 +214,6 @@ def make_eviction(eviction: str | EvictionPolicy) -> EvictionPolicy:
     if not isinstance(made, EvictionPolicy):
         raise ConfigError(f"eviction {eviction!r} must be a subclass of EvictionPolicy, got {found.value!r}")
     return made
-
-
-def _cost(entry: CUDAGraphEntry) -> float:
-    """What a new capture would cost, in milliseconds for each byte."""
-    return entry.capture_time_ms / max(entry.nbytes, _LEAST_BYTES)
 
 
 def _installed() -> dict[str, EntryPoint]:

@@ -247,7 +247,7 @@ class _Run:
         return NONE
 
     def advance(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, entry: CUDAGraphEntry | None) -> Reason:
-        """Bring a graph nearer to serving: compare it with eager, capture it, or count a sighting."""
+        """Bring a graph nearer to serving: compare it with eager, capture it, or count a miss."""
         if entry is not None:
             entry.serve((), entry.size)
             entry.state = EntryState.VERIFIED
@@ -257,12 +257,12 @@ class _Run:
         key = (mode, descriptor)
         if key in self.too_large:
             return Reason.CACHE_FULL
-        verdict = self.admission.decide(key, self.cache)
+        verdict = self.cache.admit(key)
         if verdict is Reason.CAPTURED_NOW:
             self.capture(mode, descriptor, self.admission.since(key))
             self.admission.forget(key)
         else:
-            self.admission.sight(key)
+            self.admission.count_miss(key)
         return verdict
 
     def capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, since: int | None = None) -> CUDAGraphEntry:
