@@ -190,7 +190,7 @@ class CUDAGraphManager:
             if outcome.entry is None and outcome.error is None:  # refused before anything ran
                 return self._run_eagerly(execute_fn, inputs, batch_size, outcome.reason, outcome.detail)
             self.stats.record_miss(outcome.reason, batch_size)
-            return self._unless_strict(outcome.answer(), outcome.reason, outcome.detail)
+            return self._unless_strict(outcome.take_answer(), outcome.reason, outcome.detail)
 
     @property
     def stats(self) -> CUDAGraphStats:
@@ -277,7 +277,7 @@ class CUDAGraphManager:
             with torch.no_grad(), graphs.lock:
                 outcome = graphs.verify(group, values, rows, entry)
             self.stats.record_miss(outcome.reason, rows)
-            return self._unless_strict(outcome.answer(), outcome.reason, outcome.detail)
+            return self._unless_strict(outcome.take_answer(), outcome.reason, outcome.detail)
         try:
             return entry.serve_timed(values, rows, self.stats)
         except ReplayError as error:

@@ -108,7 +108,7 @@ class CUDAGraphRegistry:
                 f"no graph for batch_size={batch_size}, seq_len={seq_len}: {outcome.detail}", outcome.reason
             ) from outcome.error
         try:
-            check_output_shapes(outcome.result, output_shapes)
+            check_output_shapes(outcome.answer, output_shapes)
         except ConfigError:
             self.remove(size, seq_len)
             raise

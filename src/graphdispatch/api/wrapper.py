@@ -229,14 +229,14 @@ class CUDAGraphWrapper:
             outcome = graphs.capture(group, leaves, 1, 1, descriptor=descriptor, mode=self.runtime_mode)
             graphs.stats.record_miss(outcome.reason)
             self._publish(group, outcome.entry)
-            return None, self._hand_out(outcome.answer())
+            return None, self._hand_out(outcome.take_answer())
         if entry.clash(leaves) is not None:
             return Reason.ALIASED_ARGUMENTS, None
         if group.needs_check(entry, leaves, 1):
             outcome = graphs.verify(group, leaves, 1, entry)
             graphs.stats.record_miss(outcome.reason)
             self._publish(group, outcome.entry)
-            return None, self._hand_out(outcome.answer())
+            return None, self._hand_out(outcome.take_answer())
         try:
             return None, entry.serve(leaves, 1, graphs.stats)
         except ReplayError as error:

@@ -66,7 +66,7 @@ class CUDAGraphEntry:
     """The smallest batch that was compared with eager: a smaller one may take another branch of the Python code."""
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
-    draws: bool = False
+    uses_rng: bool = False
     """Whether it draws from the device's default random generator."""
     knows_effects: bool = True
     """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
@@ -120,7 +120,7 @@ class CUDAGraphEntry:
             if pool.replaying_on is not None:
                 pool.refuse_inside_replay()
             pool.order_after_last_use()
-            before = self.backend.rng_state() if self.draws else None
+            before = self.backend.rng_state() if self.uses_rng else None
             try:
                 self.inputs.load(values, rows, self.size)
                 self.graph.replay()
@@ -197,7 +197,7 @@ class CUDAGraphEntry:
             self.pool.refuse_inside_replay()
             self.pool.order_after_last_use()
             self.inputs.mark_dirty()
-            before = self.backend.rng_state() if self.draws else None
+            before = self.backend.rng_state() if self.uses_rng else None
             try:
                 self.graph.replay()
             except BaseException as error:

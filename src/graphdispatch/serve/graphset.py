@@ -362,7 +362,7 @@ class GraphSet:
         self.release(victims)
         request.keep_effects = False
         try:
-            return replace(capture_entry(request), result=failed.result)
+            return replace(capture_entry(request), answer=failed.answer)
         except GraphDispatchError:
             raise
         except Exception:  # of the callable, which this caller must not get: its own call went well

@@ -273,7 +273,7 @@ class SlowPath:
         self.graphs.stats.record_miss(decision.reason, decision.rows)
         if self.config.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from outcome.error
-        return self.graphs.hand_out(outcome.answer())
+        return self.graphs.hand_out(outcome.take_answer())
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
