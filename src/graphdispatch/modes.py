@@ -64,14 +64,11 @@ class DispatchMode(Enum):
 class EntryState(Enum):
     """Where an entry stands in its life, in this order.
 
-    ``COLD``: nothing ran yet. ``WARM``: warmed up, not captured. ``CAPTURED``: captured, and its first
-    replay agreed with eager. ``VERIFIED``: a second, different batch agreed too; from here on a hit
-    does nothing but copy, replay and slice. ``FAILED``: captured or verified without success.
-    ``EVICTED``: released; never replayed again.
+    ``CAPTURED``: captured, and its first replay agreed with eager. ``VERIFIED``: a second, different batch
+    agreed too; from here on a hit only copies, replays and slices. ``FAILED``: a comparison or a replay
+    failed. ``EVICTED``: released; never replayed again.
     """
 
-    COLD = "cold"
-    WARM = "warm"
     CAPTURED = "captured"
     VERIFIED = "verified"
     FAILED = "failed"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from graphdispatch.capture.effects import EffectRecorder, redo, undo, written_elsewhere
+from graphdispatch.capture.effects import EffectRecorder, first_uncovered, redo, undo
 from graphdispatch.errors import CaptureError
 from graphdispatch.reasons import Reason
 
@@ -63,13 +63,13 @@ def test_undo_and_redo(write: Write) -> None:
 
 
 @pytest.mark.parametrize("write", [w for name, w in WRITES.items() if name != "random"])
-def test_places_hold_all_that_changed(write: Write) -> None:
-    """The places of a run's regions include each element that it changed."""
+def test_element_offsets_hold_all_that_changed(write: Write) -> None:
+    """The offsets of a run's regions include each element that it changed."""
     state = torch.zeros(4, 3)
     with EffectRecorder(LIMIT) as effects:
         write(state)
-    places = set(torch.cat([region.places() for region in effects.regions]).tolist())
-    assert set(state.reshape(-1).nonzero().reshape(-1).tolist()) <= places <= set(range(12))
+    offsets = set(torch.cat([region.element_offsets() for region in effects.regions]).tolist())
+    assert set(state.reshape(-1).nonzero().reshape(-1).tolist()) <= offsets <= set(range(12))
 
 
 def test_indexed_write_saves_only_its_rows() -> None:
@@ -145,7 +145,7 @@ def _regions(write: Write, state: torch.Tensor) -> EffectRecorder:
 
 
 @pytest.mark.parametrize(
-    ("padded", "real", "stray"),
+    ("padded", "real", "is_uncovered"),
     [
         (lambda s: s[:3].add_(1), lambda s: s[:2].add_(1), True),
         (lambda s: s[:2].add_(1), lambda s: s[:3].add_(1), False),
@@ -157,8 +157,8 @@ def _regions(write: Write, state: torch.Tensor) -> EffectRecorder:
         (lambda s: s.index_fill_(1, torch.tensor([2]), 1), lambda s: s[:, 1].add_(1), True),
     ],
 )
-def test_writes_elsewhere_are_found(padded: Write, real: Write, stray: bool) -> None:
+def test_writes_elsewhere_are_found(padded: Write, real: Write, is_uncovered: bool) -> None:
     """A run is compared with another by the elements that they write, not by the values."""
     state = torch.zeros(4, 3)
-    found = written_elsewhere(_regions(padded, state).regions, _regions(real, state).regions)
-    assert (found is not None) is stray
+    found = first_uncovered(_regions(padded, state).regions, _regions(real, state).regions)
+    assert (found is not None) is is_uncovered

@@ -12,7 +12,7 @@ from torch import nn
 
 from graphdispatch.api.graphed import graphed
 from graphdispatch.call.breaks import eager_break
-from graphdispatch.state.discovery import Reach
+from graphdispatch.state.discovery import StateDiscovery
 from graphdispatch.state.guards import StateGuard, same_callable, same_objects, wants_gradient
 
 _table = torch.ones(3)
@@ -319,8 +319,8 @@ def test_modules_are_found_once() -> None:
     net = Net()
     modules = [*net.modules(), *net.unregistered]
     for fn in (partial(lambda x, a, b: a(b(x)), a=net, b=net), net.forward):
-        assert sorted(map(id, Reach(fn).modules)) == sorted(map(id, modules))
-    assert Reach(torch.relu).modules == []
+        assert sorted(map(id, StateDiscovery(fn).modules)) == sorted(map(id, modules))
+    assert StateDiscovery(torch.relu).modules == []
 
 
 def of_scale(scale: Any) -> Callable[[Any], Any]:

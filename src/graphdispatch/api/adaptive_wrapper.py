@@ -3,7 +3,7 @@
 A front door like ``CUDAGraphWrapper``, for engines whose descriptors are more than there is room for.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from ..memory.admission import Admission
 from ..memory.budget import MemoryBudget
 from ..memory.eviction import Frecency, Probation
 from ..modes import CUDAGraphMode
-from ..reasons import Reason
 from ..serve.group import GraphGroup
 from ..sizes import check_count
 from .wrapper import CUDAGraphWrapper
@@ -38,6 +37,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
     After a ``prewarm`` it is a target of ``Prewarmer.capture_one``, which captures in pauses the sizes that are
     forecast to come. Thread-safe.
     """
+
+    _captures_at_once = True
 
     def __init__(
         self,
@@ -76,10 +77,10 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         """
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ConfigError(f"top_k must be an integer >= 1, got {top_k!r}")
-        with self._graphs.lock:
-            calls = {group.index: _calls(group) for group in self._graphs.groups.values()}
+        with self._server.lock:
+            calls = {group.route.descriptor: group.num_calls for group in self._graphs.groups.values()}
         ranked = sorted(calls.items(), key=lambda item: -item[1])
-        return [(descriptor, count) for descriptor, count in ranked if count][:top_k]
+        return [(shape, count) for shape, count in ranked if shape is not None and count][:top_k]
 
     def prewarm(
         self, shapes: Iterable[BatchDescriptor | int], dummy_fn: Callable[[BatchDescriptor], Any]
@@ -105,16 +106,14 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
                 "raise it, or name fewer in shapes"
             )
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
-        with torch.no_grad(), self._graphs.lock, swept_collector(self.options.gc_disable):
+        with torch.no_grad(), self._server.lock, swept_collector(self.options.gc_disable):
             self._graphs.refresh()
-            found = [(d, self._prepared(d, dummy_fn(d))) for d in largest_first if self.get_entry(d) is None]
-            todo = [(descriptor, *call) for descriptor, call in found if call is not None]
-            for _, group, leaves in todo:
+            found = [self._prepared(d, dummy_fn(d)) for d in largest_first if self.get_entry(d) is None]
+            todo = [call for call in found if call is not None]
+            for group, leaves in todo:
                 self._graphs.warm_up(group, leaves, 1)
-            for descriptor, group, leaves in todo:
-                self._graphs.capture(
-                    group, leaves, 1, 1, descriptor=descriptor, mode=self.runtime_mode, keep_effects=False
-                )
+            for group, leaves in todo:
+                self._graphs.capture(group, leaves, 1, 1, keep_effects=False)
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
 
     @property
@@ -132,16 +131,10 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm(shapes, dummy_fn) first")
         return bool(self.prewarm([size], self._dummy_fn))
 
-    def _prepared(self, descriptor: BatchDescriptor, dummy: Any) -> tuple[GraphGroup, list[Any]] | None:
+    def _prepared(self, descriptor: BatchDescriptor, dummy: Any) -> tuple[GraphGroup, Sequence[Any]] | None:
         args, kwargs = _arguments(dummy)
-        made = self._find(args, kwargs, descriptor)
-        return None if isinstance(made, Refusal) else made
-
-    def _admit(self, key: tuple[Any, int]) -> Reason:
-        reason = super()._admit(key)
-        if reason is Reason.FIRST_SIGHTING and not self._graphs.cache.is_full:
-            return Reason.CAPTURED_NOW
-        return reason
+        found = self._server.find(self._routes[descriptor], args, dict(kwargs))
+        return None if isinstance(found, Refusal) else found[:2]
 
 
 def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:
@@ -151,11 +144,6 @@ def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescr
         descriptor = shape if isinstance(shape, BatchDescriptor) else BatchDescriptor(shape)
         check_count("shapes: a number of tokens", descriptor.num_tokens)
         yield descriptor
-
-
-def _calls(group: GraphGroup) -> int:
-    entry = group.entries.get(1)
-    return group.sightings[1] + group.past_replays[1] + (entry.replay_count if entry is not None else 0)
 
 
 def _arguments(dummy: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, ca
 
 import torch
 
+from ..backends import get_backend
 from ..call.rules import ArgumentRules, callable_name, make_rules
 from ..capture.piecewise import BreakFigures, break_figures
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, resized, roomy_config
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError
 from ..memory.accounting import MemoryReport
-from ..backends import get_backend
 from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.estimate import MemoryEstimate
+from ..serve.group import Route
 from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
 from ..serve.server import Server
-from ..serve.group import Route
 from ..stats import EvictionReason
 
 if TYPE_CHECKING:
@@ -176,9 +176,7 @@ class Graphed(Generic[P, R]):
         self._graphs = server.graphs
         self._config = config
         self._uniform_decode = uniform_decode
-        self._decode = self._mixed = Route(
-            0, SizeTable.of(config.resolve(), config.mode.decode_mode()), rules
-        )
+        self._decode = self._mixed = Route(0, SizeTable.of(config.resolve(), config.mode.decode_mode()), rules)
         if uniform_decode is not None:
             table = SizeTable.of(config.resolve(mixed=True), config.mode.mixed_mode())
             self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)

@@ -261,7 +261,7 @@ class Lane:
             outcome = graphs.verify(group, leaves, 1, entry)
         if outcome.entry is None:
             self.tidy()
-        return outcome.result
+        return outcome.answer
 
     def __repr__(self) -> str:
         return f"<Lane {self.index}: {self.table.num_graphs} graphs, {self.busy} steps under way, {self.steps} in all>"

@@ -1,6 +1,7 @@
 """``CUDAGraphRegistry``: graphs by (batch size, sequence length), captured from functions of named tensors."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, NamedTuple
 
@@ -10,45 +11,31 @@ from torch.utils._pytree import tree_leaves
 from ..backends import get_backend
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
-from ..call.spec import CallSpec
-from ..capture.request import CaptureResult
 from ..config import CUDAGraphConfig
-from ..descriptors import BatchDescriptor
+from ..decide.decision import SizeTable
 from ..errors import CaptureError, ConfigError
 from ..memory.accounting import memory_report
 from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
-from ..reasons import Reason
-from ..serve.graphset import GraphSet
-from ..serve.group import GraphGroup
+from ..serve.group import GraphGroup, Route, Routes
+from ..serve.server import Server
 from ..sizes import check_count
 from ..state.guards import same_callable
 from ..stats import CUDAGraphStats, EvictionReason
 
-__all__ = ["CUDAGraphRegistry", "Member"]
+__all__ = ["CUDAGraphRegistry", "Shapes", "batch_dims", "check_callable", "check_input_shapes", "check_output_shapes"]
 
 Shapes = Mapping[str, Sequence[int]]
-Key = tuple[int, int]
-_MOST_WAITING = 8  # callables of one key that have no graph
+_MOST_WAITING = 8  # callables that have no graph
 
 
-class Member(NamedTuple):
-    """One callable under a key, with a number of its own there."""
+class _Callable(NamedTuple):
+    """One callable with its server, and its routes by sequence length, mode and batch dimensions."""
 
-    place: tuple[Key, int]
-    graphs: GraphSet
-
-    @property
-    def group(self) -> GraphGroup | None:
-        """What is known of its calls, once a capture was tried."""
-        return self.graphs.groups.get(self.place)
-
-    @property
-    def entry(self) -> CUDAGraphEntry | None:
-        """Its graph, if there is one whose workspaces are where they were."""
-        return None if self.group is None else self.graphs.current(self.group, self.place[0][0])
+    server: Server
+    routes: Routes
 
 
 class CUDAGraphRegistry:
@@ -56,8 +43,8 @@ class CUDAGraphRegistry:
 
     A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every
     input's dimension 0 is the batch unless ``dynamic`` (name to dimension) says which inputs have one and where.
-    A key has one graph, but for callers that capture what comes often, one for each callable. ``budget`` is one that
-    other front doors share. Thread-safe.
+    A key has one graph, but for callers that capture what comes often, one for each callable. Of the callables without
+    a graph, the eight that were used last are remembered. ``budget`` is one that other doors share. Thread-safe.
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
@@ -67,9 +54,11 @@ class CUDAGraphRegistry:
         self.stats = CUDAGraphStats()
         """Captures, replays, hits, misses and reasons over all graphs."""
         self._cache = make_cache(self.config, budget, self.stats)
-        self._sets: dict[Key, dict[int, GraphSet]] = {}
-        self.admission = self._cache.admission
-        """For callers that capture what comes often (``CUDAGraphManager``)."""
+        self._callables: list[_Callable] = []
+        self._numbers = 0
+        self._lock = threading.Lock()
+        resolved = self.config.replace(mode=CUDAGraphMode.FULL).resolve()
+        self._tables = {mode: SizeTable.of(resolved, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
 
     def capture(
         self,
@@ -83,11 +72,12 @@ class CUDAGraphRegistry:
         dynamic: Mapping[str, int] | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
         size: int | None = None,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> CUDAGraphEntry:
         """Capture ``capture_fn`` for ``batch_size`` rows, replacing an older graph of the key; returns its entry.
 
         With ``size`` the graph has that many rows, of which the example fills ``batch_size``, and its key is
-        ``(size, seq_len)``.
+        ``(size, seq_len)``. ``mode`` is ``FULL`` or ``PIECEWISE``.
 
         The example it is captured and checked with is ``inputs``, or zeros of ``input_shapes`` (float32 unless
         ``dtypes`` says otherwise). What the runs write is put back. ``output_shapes`` are checked if given.
@@ -98,25 +88,34 @@ class CUDAGraphRegistry:
         size = batch_size if size is None else size
         if size < batch_size:
             raise ConfigError(f"size must be at least batch_size={batch_size}, got {size!r}")
-        key = (size, seq_len)
-        if not all(same_callable(graphs.fn, capture_fn) for graphs in self._sets.get(key, {}).values()):
-            self.remove(*key)
-        member = self.member(key, capture_fn)
-        outcome = self.run_and_capture(member, example, batch_size, dynamic=dynamic, keep_effects=False)
-        if outcome.entry is None:
+        one = self.find(capture_fn)
+        for other in self._callables:
+            if other is not one:
+                self._drop(other, size, seq_len)
+        route = self.route(one, size, seq_len, mode, batch_dims(example, batch_size, dynamic))
+        with torch.no_grad(), one.server.lock:
+            found = one.server.find(route, (), dict(example))
+            if isinstance(found, Refusal):
+                raise CaptureError(
+                    f"no graph for batch_size={batch_size}, seq_len={seq_len}: {found.detail}", found.reason
+                )
+            group, leaves, _ = found
+            result = one.server.graphs.capture(group, leaves, batch_size, size, keep_effects=False)
+        if result.entry is None:
             raise CaptureError(
-                f"no graph for batch_size={batch_size}, seq_len={seq_len}: {outcome.detail}", outcome.reason
-            ) from outcome.error
+                f"no graph for batch_size={batch_size}, seq_len={seq_len}: {result.detail}", result.reason
+            ) from result.error
         try:
-            check_output_shapes(outcome.result, output_shapes)
+            check_output_shapes(result.answer, output_shapes)
         except ConfigError:
             self.remove(size, seq_len)
             raise
-        return outcome.entry
+        return result.entry
 
     def get(self, batch_size: int, seq_len: int) -> CUDAGraphEntry | None:
         """The entry of exactly this key, or None; of several callables' that which was used last."""
-        return max(self._entries((batch_size, seq_len)), key=lambda entry: entry.last_used, default=None)
+        found = self.holder(batch_size, seq_len)
+        return found[2] if found is not None else None
 
     def has(self, batch_size: int, seq_len: int) -> bool:
         """Whether there is a graph for exactly this key now."""
@@ -124,12 +123,8 @@ class CUDAGraphRegistry:
 
     def remove(self, batch_size: int, seq_len: int) -> bool:
         """Release what there is for a key; whether there was a graph."""
-        entries = self._entries((batch_size, seq_len))
-        self._sets.pop((batch_size, seq_len), None)
-        for entry in entries:
-            self._cache.remove(entry.key)
-            entry.release()
-        return bool(entries)
+        had_graphs = [self._drop(one, batch_size, seq_len) for one in self._callables]
+        return any(had_graphs)
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
@@ -140,28 +135,16 @@ class CUDAGraphRegistry:
         """Release all graphs, their buffers and the pool, until captures bring them back."""
         self._backend.synchronize()
         self._rearm(EvictionReason.ASLEEP, tag)
-        self._sets.clear()
+        self._callables.clear()
         self._renew_pool()
-
-    def _rearm(self, reason: EvictionReason, tag: str) -> None:
-        for graphs in [graphs for sets in self._sets.values() for graphs in sets.values()]:
-            with graphs.lock:
-                graphs.rearm(reason, tag)
 
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
-        self._sets.clear()
-        self.admission.clear()
+        self._callables.clear()
+        self._cache.admission.clear()
         for entry in self._cache.clear():
             entry.release()
         self._renew_pool()
-
-    def _renew_pool(self) -> None:
-        self._pool.close()
-        self._pool = self._backend.make_pool()
-
-    def __repr__(self) -> str:
-        return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
 
     @property
     def num_graphs(self) -> int:
@@ -177,77 +160,91 @@ class CUDAGraphRegistry:
         """Raise ``IntegrityError`` if the cache's accounting is off."""
         self._cache.check_integrity()
 
-    def member(self, key: Key, fn: Callable[..., Any]) -> Member:
-        """``fn`` under ``key``. Of the callables without a graph, the eight that were wanted last are remembered."""
-        sets = self._sets.setdefault(key, {})
-        number = self._number(key, fn)
-        if number is None:
-            waiting = [n for n in sets if self._cache.get(((key, n), key[0])) is None]
-            number = waiting[0] if len(waiting) >= _MOST_WAITING else len(sets)
-            self.admission.forget(((key, number), key[0]))
-            sets.pop(number, None)
-            sets[number] = GraphSet(fn, self.config.options, self._cache, backend=self._backend, pool=self._pool)
-        return Member((key, number), sets[number])
+    def __repr__(self) -> str:
+        return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
 
-    def latest_member(self, key: Key) -> Member | None:
-        """The callable under ``key`` that was sighted last, or None."""
-        number = next(reversed(self._sets.get(key, {})), None)
-        return Member((key, number), self._sets[key][number]) if number is not None else None
+    def find(self, fn: Callable[..., Any]) -> _Callable:
+        """The server and routes of a callable, made if it is new."""
+        latest = self.latest()
+        if latest is not None and latest.server.fn is fn:
+            return latest
+        with self._lock:
+            known = next((one for one in self._callables if same_callable(one.server.fn, fn)), None) or self._make(fn)
+            self._callables = [*(one for one in self._callables if one is not known), known]
+            return known
 
-    def _number(self, key: Key, fn: Callable[..., Any]) -> int | None:
-        return next((n for n, graphs in self._sets.get(key, {}).items() if same_callable(graphs.fn, fn)), None)
+    def _make(self, fn: Callable[..., Any]) -> _Callable:
+        """A server for a callable that is new; room is made by forgetting one that has no graph."""
+        waiting = [one for one in self._callables if not any(g.has_graphs for g in one.server.graphs.groups.values())]
+        gone = waiting[: len(waiting) - _MOST_WAITING + 1] if len(waiting) >= _MOST_WAITING else []
+        server = Server(
+            fn,
+            self.config.options,
+            self._cache,
+            backend=self._backend,
+            pool=self._pool,
+            strict=self.config.strict,
+            times_replays=True,
+        )
+        self._numbers += 1
+        number = self._numbers
+        self._callables = [one for one in self._callables if one not in gone]
+        return _Callable(server, Routes(lambda key: self._make_route(number, *key)))
 
-    def _entries(self, key: Key) -> list[CUDAGraphEntry]:
-        found = [self._cache.get(((key, number), key[0])) for number in self._sets.get(key, {})]
-        return [entry for entry in found if entry is not None]
+    def holder(self, size: int, seq_len: int) -> tuple[Server, GraphGroup, CUDAGraphEntry] | None:
+        """The entry of a key with its group and server; of several callables' that which was used last."""
+        found = [(one.server, group, e) for one in self._callables for group, e in self._of_key(one, size, seq_len)]
+        return max(found, key=lambda held: held[2].last_used, default=None)
 
-    def refusal(self, key: Hashable) -> Refusal | None:
-        """Why a cache key without a graph is not captured now, or None. Counts nothing."""
-        reason = self._cache.admit(key)
-        return None if reason is Reason.CAPTURED_NOW else Refusal(reason, self.admission.detail(reason, key))
+    def groups_of(self, one: _Callable, size: int, seq_len: int) -> list[GraphGroup]:
+        """The groups of a callable whose calls of this sequence length the graph of ``size`` would serve."""
+        routes = [route for (length, *_), route in list(one.routes.items()) if length == seq_len]
+        return [group for route in routes for group in route.groups if size in route.table.sizes]
 
-    def sight(self, member: Member) -> None:
-        """Count a call that ran eagerly since its callable has no graph yet; so many end a quarantine."""
-        key, number = member.place
-        self.admission.count_miss((member.place, key[0]))
-        self._sets[key][number] = self._sets[key].pop(number)  # at the end: in the order of their latest sightings
-        if member.group is not None:
-            member.group.sightings[key[0]] += 1
+    @property
+    def is_full(self) -> bool:
+        """Whether one more graph would displace another."""
+        return self._cache.is_full
 
-    def needs_gradients(self, key: Key, fn: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a call of ``fn`` with gradients on may have to be differentiated."""
-        return self.member(key, fn).graphs.needs_gradients((), dict(inputs))
+    def latest(self) -> _Callable | None:
+        """The callable that was used last, or None."""
+        callables = self._callables
+        return callables[-1] if callables else None
 
-    def run_and_capture(
-        self,
-        member: Member,
-        inputs: Mapping[str, torch.Tensor],
-        rows: int,
-        *,
-        dynamic: Mapping[str, int] | None = None,
-        keep_effects: bool = True,
-    ) -> CaptureResult:
-        """Run a callable on ``inputs`` of ``rows`` rows and capture it for its key's batch size; the outcome holds
-        eager's answer.
+    def route(self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]) -> Route:
+        """The route of batches that ``size`` rows serve; sizes of the configuration share one."""
+        own = 0 if size in self._tables[mode].sizes else size
+        return one.routes[seq_len, mode, own, tuple(dynamic.items())]
 
-        For callers that serve a step (``CUDAGraphManager``); ``capture`` is the plain door.
-        """
-        graphs, group, size = member.graphs, member.group, member.place[0][0]
-        form = CallSpec(graphs.fn, 0, tuple(inputs))
-        with torch.no_grad(), graphs.lock:
-            values = form.values((), inputs)
-            leaves = group.caller.flatten(values) if group is not None else None
-            if group is None or leaves is None or group.signature.match(leaves) < 0:
-                rules = ArgumentRules(batch_dims(inputs, rows, dynamic), {}, frozenset())
-                made = graphs.make_group(member.place, form, values, rules, size)
-                if isinstance(made, Refusal):
-                    return CaptureResult(None, None, made.reason, made.detail)
-                group, leaves = made
-            assert leaves is not None
-            descriptor = BatchDescriptor(size)
-            return graphs.capture(
-                group, leaves, rows, size, descriptor=descriptor, mode=CUDAGraphMode.FULL, keep_effects=keep_effects
-            )
+    def _make_route(
+        self, number: int, seq_len: int, mode: CUDAGraphMode, own: int, dims: tuple[tuple[str, int], ...]
+    ) -> Route:
+        table = SizeTable.of_one(own, mode, pads=True) if own else self._tables[mode]
+        return Route((number, seq_len, mode, own), table, ArgumentRules(dict(dims), {}, frozenset()))
+
+    def _of_key(self, one: _Callable, size: int, seq_len: int) -> Iterator[tuple[GraphGroup, CUDAGraphEntry]]:
+        for group in self.groups_of(one, size, seq_len):
+            entry = one.server.graphs.current(group, size)
+            if entry is not None:
+                yield group, entry
+
+    def _drop(self, one: _Callable, size: int, seq_len: int) -> bool:
+        """Release the graphs of one callable for a key, and forget its failures there; whether there was a graph."""
+        found = list(self._of_key(one, size, seq_len))
+        for group, entry in found:
+            self._cache.remove(entry.key)
+            group.drop(size)
+            entry.release()
+        return bool(found)
+
+    def _rearm(self, reason: EvictionReason, tag: str) -> None:
+        for one in self._callables:
+            with one.server.lock:
+                one.server.graphs.rearm(reason, tag)
+
+    def _renew_pool(self) -> None:
+        self._pool.close()
+        self._pool = self._backend.make_pool()
 
     def _example(
         self,

@@ -4,28 +4,23 @@ The front door for engines, which decide the descriptor themselves. The wrapper 
 checks that the arguments are what that graph was captured with.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from ..backends import Backend, Pool
 from ..call.context import current_context
 from ..call.rules import ArgumentRules
-from ..call.signature import Refusal
-from ..call.spec import CallSpec
 from ..config import CUDAGraphOptions, parse_mode
+from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError, ReplayError
+from ..errors import ConfigError
 from ..memory.budget import MemoryBudget
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.eviction import EvictionPolicy
-from ..modes import CUDAGraphMode, EntryState
-from ..reasons import Reason
-from ..serve.graphset import GraphSet
-from ..serve.group import Form, GraphGroup
+from ..modes import CUDAGraphMode
+from ..serve.group import Route, Routes
+from ..serve.server import Server
 from ..stats import CUDAGraphStats, EvictionReason
 
 __all__ = ["CUDAGraphWrapper"]
@@ -48,6 +43,9 @@ class CUDAGraphWrapper:
     overwrites them. ``backend`` and ``pool`` share memory between wrappers that never run at the same time. Other
     attributes are those of the runnable. Thread-safe.
     """
+
+    _captures_at_once = False
+    """Whether a descriptor is captured at its first miss while there is room, though admission would wait."""
 
     def __init__(
         self,
@@ -75,9 +73,11 @@ class CUDAGraphWrapper:
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
         cache = GraphCache(max_cached_graphs, memory_budget_bytes, eviction=eviction, budget=budget, stats=stats)
-        self._graphs = GraphSet(runnable, self.options, cache, backend=backend, pool=pool, out=out)
-        self._forms: dict[BatchDescriptor, Form] = {}
-        self._local = threading.local()
+        self._server = Server(
+            runnable, self.options, cache, backend=backend, pool=pool, out=out, eager_captures=self._captures_at_once
+        )
+        self._graphs = self._server.graphs
+        self._routes = Routes(self._make_route)
 
     def __call__(
         self,
@@ -95,22 +95,19 @@ class CUDAGraphWrapper:
             if cudagraph_runtime_mode is not None and not isinstance(cudagraph_runtime_mode, CUDAGraphMode):
                 raise ConfigError(f"cudagraph_runtime_mode must be a CUDAGraphMode, got {cudagraph_runtime_mode!r}")
             return self.runnable(*args, **kwargs)
-        if torch.is_grad_enabled():
-            return self._call_with_gradients_on(args, kwargs, batch_descriptor)
-        form = self._forms.get(batch_descriptor)
-        if form is not None and len(args) == form.form.positional and tuple(kwargs) == form.form.keywords:
-            group, is_flat = form.latest
-            leaves = [*args, *kwargs.values()] if is_flat else group.caller.flatten(form.form.values(args, kwargs))
-            hit = group.served.get(group.signature.match(leaves)) if leaves is not None else None
-            graphs = self._graphs
-            if hit is not None and leaves is not None and graphs.may_serve(hit[0], leaves):
-                try:
-                    return hit[0].serve(leaves, 1, graphs.stats)
-                except ReplayError as error:
-                    if error.had_effects:
-                        raise
-                    return self._call_slowly(args, kwargs, batch_descriptor)
-        return self._call_slowly(args, kwargs, batch_descriptor)
+        route = self._routes.get(batch_descriptor)
+        if route is None:
+            with self._server.lock:
+                route = self._routes[batch_descriptor]
+        return self._server.serve(route, args, kwargs)
+
+    def _make_route(self, descriptor: Any) -> Route:
+        """The route of a descriptor: one signature, whose shapes never change."""
+        if not isinstance(descriptor, BatchDescriptor) or descriptor.num_tokens < 1:
+            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {descriptor!r}")
+        rules = ArgumentRules({}, {}, frozenset()) if self.options.inputs == "copy" else None
+        table = SizeTable.of_one(1, self.runtime_mode)
+        return Route(descriptor, table, rules, descriptor=descriptor, is_single=True)
 
     def unwrap(self) -> Any:
         """The runnable, however many wrappers are around it."""
@@ -131,30 +128,30 @@ class CUDAGraphWrapper:
 
     def clear_cache(self) -> None:
         """Release all graphs; descriptors are captured anew when they come again."""
-        with self._graphs.lock:
-            self._forms.clear()
+        with self._server.lock:
+            self._routes.clear()
             self._graphs.clear()
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
         ``get_stats().last_evictions``."""
-        with self._graphs.lock:
+        with self._server.lock:
             self._graphs.rearm(EvictionReason.INVALIDATED, tag)
 
     def sleep(self, tag: str = "") -> None:
         """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
         The memory of a ``pool`` that was given is its owner's."""
-        with self._graphs.lock:
+        with self._server.lock:
             self._graphs.sleep(tag)
 
     def wake(self) -> None:
         """End ``sleep()``: graphs are captured again as their descriptors come."""
-        with self._graphs.lock:
+        with self._server.lock:
             self._graphs.wake()
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off."""
-        self._graphs.check_integrity()
+        self._graphs.cache.check_integrity()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "runnable":
@@ -166,91 +163,3 @@ class CUDAGraphWrapper:
             f"<{type(self).__name__} {self.runtime_mode.name} {type(self.runnable).__name__}: "
             f"{len(self._graphs.cache)} graphs, {self._graphs.stats.hits} hits, {self._graphs.stats.misses} misses>"
         )
-
-    def _call_with_gradients_on(self, args: Any, kwargs: Any, descriptor: BatchDescriptor) -> Any:
-        if self._graphs.needs_gradients(args, kwargs):
-            self._graphs.stats.record_miss(Reason.NEEDS_GRADIENTS)
-            return self._hand_out(self.runnable(*args, **kwargs))
-        with torch.no_grad():
-            return self(*args, batch_descriptor=descriptor, cudagraph_runtime_mode=self.runtime_mode, **kwargs)
-
-    def _call_slowly(self, args: tuple[Any, ...], kwargs: dict[str, Any], descriptor: BatchDescriptor) -> Any:
-        graphs = self._graphs
-        if (closed := graphs.closed()) is not None:
-            if closed is not Reason.INSIDE_CAPTURE:  # there the call is part of the graph, and no step of its own
-                graphs.stats.record_miss(closed)
-            return self._hand_out(self.runnable(*args, **kwargs))
-        with graphs.lock:
-            graphs.refresh()
-            found = self._find(args, kwargs, descriptor)
-            if isinstance(found, Refusal):
-                reason = found.reason
-            else:
-                group, leaves = found
-                done, result = self._advance(group, leaves, descriptor)
-                if done is None:
-                    return result
-                reason = done
-        graphs.stats.record_miss(reason)
-        return self._hand_out(self.runnable(*args, **kwargs))
-
-    def _find(self, args: Any, kwargs: Any, descriptor: BatchDescriptor) -> tuple[GraphGroup, list[Any]] | Refusal:
-        form = self._forms.get(descriptor)
-        if form is None:
-            if not isinstance(descriptor, BatchDescriptor) or descriptor.num_tokens < 1:
-                raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {descriptor!r}")
-            call_form = CallSpec(self.runnable, len(args), tuple(kwargs))
-            values = call_form.values(args, kwargs)
-            made = self._graphs.make_group(descriptor, call_form, values, self._rules(call_form), 1)
-            if not isinstance(made, Refusal):
-                self._forms[descriptor] = Form(call_form, made[0])
-            return made
-        group, _ = form.latest
-        leaves = group.caller.flatten(form.form.values(args, kwargs)) if form.form.fits(args, kwargs) else None
-        if leaves is None or group.signature.match(leaves) < 0:
-            return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {descriptor}")
-        return group, leaves
-
-    def _rules(self, form: CallSpec) -> ArgumentRules:
-        static = frozenset(form.names) if self.options.inputs == "static" else frozenset()
-        return ArgumentRules({}, {}, static, self.options.validate_addresses)
-
-    def _advance(self, group: GraphGroup, leaves: list[Any], descriptor: BatchDescriptor) -> tuple[Reason | None, Any]:
-        """Capture, verify or serve; the reason to run eagerly instead, or None and the answer."""
-        graphs = self._graphs
-        group.sightings[1] += 1
-        entry = graphs.current(group, 1)
-        if entry is None:
-            failure = group.blocked(1)
-            reason = failure.reason if failure is not None else self._admit((group.index, 1))
-            if reason is not Reason.CAPTURED_NOW:
-                graphs.cache.admission.count_miss((group.index, 1))
-                return reason, None
-            outcome = graphs.capture(group, leaves, 1, 1, descriptor=descriptor, mode=self.runtime_mode)
-            graphs.stats.record_miss(outcome.reason)
-            self._publish(group, outcome.entry)
-            return None, self._hand_out(outcome.answer())
-        if entry.clash(leaves) is not None:
-            return Reason.ALIASED_ARGUMENTS, None
-        if group.needs_check(entry, leaves, 1):
-            outcome = graphs.verify(group, leaves, 1, entry)
-            graphs.stats.record_miss(outcome.reason)
-            self._publish(group, outcome.entry)
-            return None, self._hand_out(outcome.answer())
-        try:
-            return None, entry.serve(leaves, 1, graphs.stats)
-        except ReplayError as error:
-            if error.had_effects:
-                raise
-            return Reason.REPLAY_FAILED, None
-
-    def _admit(self, key: tuple[Any, int]) -> Reason:
-        """``CAPTURED_NOW`` for a descriptor that is to be captured now, or the reason why not."""
-        return self._graphs.admit(key)
-
-    def _publish(self, group: GraphGroup, entry: CUDAGraphEntry | None) -> None:
-        if entry is not None and entry.state is EntryState.VERIFIED:
-            group.served = {1: (entry,)}
-
-    def _hand_out(self, result: Any) -> Any:
-        return self._graphs.hand_out(result)

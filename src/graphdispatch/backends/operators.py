@@ -22,7 +22,9 @@ __all__ = [
     "bits_equal",
     "forbidden",
     "is_composite",
+    "is_expanded",
     "kind_of",
+    "storage_key",
     "tensors_in",
     "user_line",
     "written_tensors",
@@ -156,6 +158,17 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
         a.contiguous().reshape(-1).view(torch.uint8),
         b.contiguous().reshape(-1).view(torch.uint8),
     )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells the storage of a strided tensor from all others, for as long as something holds it."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements along some dimension share one place in memory, as ``expand`` makes them."""
+    return any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep

@@ -1,7 +1,7 @@
 """Breaks: the parts of a model that run eagerly between the graphs of a PIECEWISE capture.
 
-``eager_break`` marks a function, a module or operators by name. Outside of a PIECEWISE capture a marked function costs
-one context-variable lookup; in a FULL capture it is part of the graph.
+``eager_break`` marks a function, a module, or operators by name. Outside a PIECEWISE capture, a marked function costs
+one lookup of a context variable. In a FULL capture it is part of the graph.
 """
 
 import functools
@@ -24,13 +24,14 @@ _ORIGINAL = "_graphdispatch_unbroken"
 
 
 class BreakRunner(Protocol):
-    """Whoever is capturing piecewise on this thread or task."""
+    """The PIECEWISE capture under way on this thread or task."""
 
     def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End the current graph, run ``fn`` eagerly, begin the next graph."""
 
 
 ACTIVE: ContextVar[BreakRunner | None] = ContextVar("piecewise_capture", default=None)
+"""The capture that runs the breaks of this thread or task; None outside a PIECEWISE capture."""
 
 
 class OperatorBreaks:
@@ -41,7 +42,7 @@ class OperatorBreaks:
         self._lock = threading.Lock()
 
     def add(self, *names: str) -> None:
-        """Break at these operators from now on; raises ``ConfigError`` for a name that torch does not know."""
+        """Break at these operators from now on. Raises ``ConfigError`` for a name that torch does not know."""
         for name in names:
             namespace, _, rest = name.partition("::")
             if not rest or not hasattr(getattr(torch.ops, namespace), rest.split(".")[0]):
@@ -50,7 +51,7 @@ class OperatorBreaks:
             self._names |= set(names)
 
     def remove(self, *names: str) -> None:
-        """Break at these operators no longer."""
+        """Stop breaking at these operators."""
         with self._lock:
             self._names -= set(names)
 
@@ -62,7 +63,7 @@ class OperatorBreaks:
 
 
 BREAKS = OperatorBreaks()
-"""One for the process, since an operator is one thing for the process: ``eager_break("aten::nonzero")`` adds to it."""
+"""The one set of the process, as torch has one set of operators; ``eager_break("aten::nonzero")`` adds to it."""
 
 
 @overload
@@ -74,16 +75,20 @@ def eager_break(target: str, *more: str) -> None: ...
 def eager_break(target: Any, *more: Any) -> Any:
     """Mark a part that runs eagerly in PIECEWISE captures: a function (as a decorator), a module, operators by name.
 
-    The marked part may do what no graph can (read values back, use changing metadata) and may return fresh tensors of
-    the same shapes each time; they are copied to where the next graph reads them. A tensor that it did not make (an
-    argument, a cache) must be the same view of the same memory each time, and what it returns besides tensors the same
-    value. Everything that later parts read must be returned. What it raises ends the call, even where the model would
-    catch it. It may use streams of its own if it joins them before it ends. It may call what graphs serve: such a call
-    runs eagerly (``Reason.INSIDE_REPLAY``) where the graph is the one that is being replayed or shares its memory; made
-    on another thread it waits for the replay to end, so that a break which waits for it hangs.
+    The marked part may do what no graph can, such as reading values back or using changing metadata. These rules hold:
+
+    - It must return everything that later parts read.
+    - It may return new tensors of the same shapes each time; they are copied to where the next graph reads them.
+    - A returned tensor that it did not make (an argument, a cache) must be the same view of the same memory each time,
+      and every other returned value must stay the same.
+    - If it raises, the call ends with that exception, even if the model would catch it.
+    - It may use streams of its own if it joins them before it ends.
+    - It may call a served callable. The call runs eagerly (``Reason.INSIDE_REPLAY``) if its graph is being replayed or
+      shares memory with the one that is. From another thread, such a call waits for the replay to end: a break that
+      waits for that thread hangs.
 
     A module is marked in place and returned; ``remove_eager_break`` takes the mark back. Nested marks run inside the
-    outer one, and ``torch.compile`` traces through a mark. Raises ``ConfigError`` for anything else.
+    outer one. ``torch.compile`` traces through a mark. Raises ``ConfigError`` for anything else.
     """
     if isinstance(target, str):
         BREAKS.add(target, *more)
@@ -95,22 +100,25 @@ def eager_break(target: Any, *more: Any) -> Any:
             _mark(target)
         return target
     if callable(target):
-        return target if is_break(target) else _broken(target, getattr(target, "__qualname__", repr(target)))
+        return target if is_break(target) else _as_break(target, getattr(target, "__qualname__", repr(target)))
     raise ConfigError(f"eager_break takes a function, a module or names of operators, got {target!r}")
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether a module runs eagerly in PIECEWISE captures."""
+    """Whether a module is marked to run eagerly in PIECEWISE captures."""
     return is_break(module.forward)
 
 
 def is_break(fn: Callable[..., Any]) -> bool:
-    """Whether a function is marked."""
+    """Whether a function is marked to run eagerly in PIECEWISE captures."""
     return hasattr(fn, _ORIGINAL)
 
 
 def remove_eager_break(*targets: Any) -> None:
-    """Take the marks of modules, and of operators by name, back."""
+    """Take back the marks of modules, and of operators by name.
+
+    Raises ``ConfigError`` for anything but marked modules and names.
+    """
     for target in targets:
         if isinstance(target, str):
             BREAKS.remove(target)
@@ -125,22 +133,24 @@ def _mark(module: nn.Module) -> None:
     name = type(module).__name__
     if isinstance(forward, MethodType) and forward.__self__ is module:
         # A method again, so that a deep copy of the module calls the copy and not this module.
-        module.forward = MethodType(_broken(forward.__func__, name), module)
+        module.forward = MethodType(_as_break(forward.__func__, name), module)
     else:
-        module.forward = _broken(forward, name)
+        module.forward = _as_break(forward, name)
 
 
 def _unmark(module: nn.Module) -> None:
     original = getattr(module.forward, _ORIGINAL)
     del module.forward
-    if getattr(module.forward, "__func__", None) is not original:  # it had a forward of its own
+    if (
+        getattr(module.forward, "__func__", None) is not original
+    ):  # the module had a forward of its own, not the class's
         module.forward = original
 
 
-def _broken(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _as_break(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # The compiler cannot trace a context variable; what it compiles is one piece, without breaks.
+        # The compiler cannot trace a context variable. What it compiles is one piece without breaks.
         runner = None if torch.compiler.is_dynamo_compiling() else ACTIVE.get()
         if runner is None:
             return fn(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a step's wrappers should do, for code that cannot pass it down as arguments."""
+"""Tells wrappers the mode and the batch descriptor of a step, for code that cannot pass them down as arguments."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from ..modes import CUDAGraphMode
 
 __all__ = ["cudagraph_context", "current_context"]
 
-# A context variable and no plain global: each thread and each asyncio task has its own value.
+# A context variable, so that each thread and each asyncio task has its own value.
 _CURRENT: ContextVar[tuple[CUDAGraphMode, BatchDescriptor | None] | None] = ContextVar(
     "cudagraph_context", default=None
 )
@@ -21,10 +21,10 @@ current_context = _CURRENT.get
 
 @contextmanager
 def cudagraph_context(mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None) -> Iterator[None]:
-    """Within the block, wrappers that are called without instructions use ``mode`` and ``descriptor``.
+    """Within the block, wrappers that are called without a mode and descriptor use ``mode`` and ``descriptor``.
 
-    ``mode`` is a runtime mode: ``NONE``, ``PIECEWISE`` or ``FULL``. Blocks nest; each thread and each asyncio task has
-    its own. Raises ``ConfigError`` for another mode, or for a graph mode without a descriptor.
+    ``mode`` is a runtime mode: ``NONE``, ``PIECEWISE`` or ``FULL``. Blocks nest. Each thread and each asyncio task has
+    its own blocks. Raises ``ConfigError`` for another mode, or for a graph mode without a descriptor.
     """
     if mode not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
         raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {mode!r}")

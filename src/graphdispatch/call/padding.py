@@ -1,7 +1,7 @@
-"""Pad rules: what the rows of a graph that no real row fills hold. Padding is data, and belongs to the argument.
+"""Pad rules: what to put into the rows of a graph that the batch does not fill.
 
-A padding row runs through the model like any other: one that points at a live cache slot overwrites it. Hence one rule
-for each argument, and no guess.
+A padding row runs through the model like any other row. If it points at a cache slot in use, it overwrites that slot.
+So each argument has its own rule, and the library does not guess one.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,10 @@ PadFunction = Callable[[torch.Tensor, torch.Tensor], Any]
 
 @dataclass(frozen=True)
 class Pad:
-    """How the padding rows of one argument are filled; make one with ``zero``, ``value``, ``repeat_last``,
-    ``leave`` or ``function``."""
+    """How the padding rows of one argument are filled.
+
+    Make one with ``zero``, ``value``, ``repeat_last``, ``leave`` or ``function``.
+    """
 
     kind: Literal["value", "repeat_last", "leave", "function"]
     fill: float | int | bool | complex = 0
@@ -28,36 +30,36 @@ class Pad:
 
     @classmethod
     def zero(cls) -> "Pad":
-        """Zeros (the default)."""
+        """Fill with zeros (the default)."""
         return cls("value", 0)
 
     @classmethod
     def value(cls, fill: float | int | bool | complex) -> "Pad":
-        """One value, for example the index of a scratch slot."""
+        """Fill with one value, for example the index of a scratch slot."""
         return cls("value", fill)
 
     @classmethod
     def repeat_last(cls) -> "Pad":
-        """The last real row again."""
+        """Repeat the last real row."""
         return cls("repeat_last")
 
     @classmethod
     def leave(cls) -> "Pad":
-        """Whatever earlier, larger batches left there; only for arguments whose padding rows are never used."""
+        """Leave what earlier, larger batches put there; only for arguments whose padding rows are never used."""
         return cls("leave")
 
     @classmethod
     def function(cls, call: PadFunction) -> "Pad":
-        """``call(padding, real)`` fills the view ``padding``, given the view ``real``, on every padded call."""
+        """On every padded call, ``call(padding, real)`` fills the view ``padding``, given the view ``real``."""
         return cls("function", call=call)
 
     @property
     def follows_data(self) -> bool:
-        """Whether padding rows depend on the real ones, so that they are filled anew on each call."""
+        """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
         return self.kind in ("repeat_last", "function")
 
     def apply(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> None:
-        """Fill ``padding``; both are views of one buffer along ``dim``, ``real`` with at least one row."""
+        """Fill ``padding``. Both are views of one buffer, cut along ``dim``; ``real`` has at least one row."""
         if self.kind == "value":
             padding.fill_(self.fill)
         elif self.kind == "repeat_last":
@@ -67,7 +69,10 @@ class Pad:
 
 
 def as_pad(name: str, rule: Any) -> Pad:
-    """``rule`` as a ``Pad``: one already, a number, ``"zero"``, ``"repeat_last"``, ``"leave"``, or a function."""
+    """``rule`` as a ``Pad``. It may be a ``Pad``, a number, ``"zero"``, ``"repeat_last"``, ``"leave"`` or a function.
+
+    Raises ``ConfigError`` for anything else.
+    """
     if isinstance(rule, Pad):
         return rule
     if isinstance(rule, (bool, int, float, complex)):

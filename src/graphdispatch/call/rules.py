@@ -1,4 +1,4 @@
-"""What the user says of the arguments: which have a batch dimension, how they are padded, which are static."""
+"""What the user says of the arguments: which have a batch dimension, how to pad them, which are static."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ __all__ = ["ArgumentRules", "callable_name", "make_rules"]
 class ArgumentRules(NamedTuple):
     """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
 
-    ``dynamic``: the batch dimension of each argument that has one. ``pad``: pad rules. ``static``: tensors whose
-    address never changes, and objects that are the same each time; neither is copied. ``check_addresses`` compares the
-    addresses of static tensors on each call.
+    ``dynamic``: the batch dimension of each argument that has one. ``pad``: the pad rules. ``static``: tensors whose
+    address never changes, and objects that are the same on each call; they are not copied. ``check_addresses``: whether
+    each call compares the addresses of static tensors.
     """
 
     dynamic: Mapping[str, int]
@@ -26,7 +26,10 @@ class ArgumentRules(NamedTuple):
     check_addresses: bool = True
 
     def dim_of(self, leaf: Leaf, tensor: torch.Tensor) -> int | None:
-        """The batch dimension of a tensor, counted from the front; raises ``ConfigError`` if it has no such one."""
+        """The batch dimension of a tensor, counted from the front; None if it has none.
+
+        Raises ``ConfigError`` if the user named a dimension that the tensor does not have.
+        """
         given = self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument))
         if given is None:
             return None
@@ -40,16 +43,17 @@ class ArgumentRules(NamedTuple):
         return given % tensor.dim()
 
     def pad_of(self, leaf: Leaf) -> Pad:
-        """The pad rule of a tensor."""
+        """The pad rule of a tensor; zeros unless the user gave another."""
         return self.pad.get(leaf.path, self.pad.get(leaf.argument, Pad.zero()))
 
     def is_static(self, leaf: Leaf) -> bool:
-        """Whether the user declared it static."""
+        """Whether the user declared an argument static."""
         return leaf.path in self.static or leaf.argument in self.static
 
-    def check_names(self, fn: Callable[..., Any], caller: FlatCall) -> None:
-        """Raise ``ConfigError`` if ``dynamic`` names what neither the callable's signature nor this call has."""
-        names = {leaf.path for leaf in caller.leaves} | {leaf.argument for leaf in caller.leaves}
+    def check_names(self, fn: Callable[..., Any], call: FlatCall) -> None:
+        """Raise ``ConfigError`` if ``dynamic`` names an argument that neither the callable's signature nor this call
+        has."""
+        names = {leaf.path for leaf in call.leaves} | {leaf.argument for leaf in call.leaves}
         for name in self.dynamic:
             if name not in names and (parameter_names(fn) is None or "[" in name or "." in name):
                 raise ConfigError(
@@ -61,7 +65,7 @@ class ArgumentRules(NamedTuple):
 def make_rules(
     fn: Callable[..., Any], dynamic: Mapping[str, int], pad: Mapping[str, Any], static: Iterable[str]
 ) -> ArgumentRules:
-    """The rules from a user's options; raises ``ConfigError`` for what can be told to be wrong before any call."""
+    """The rules from a user's options. Raises ``ConfigError`` for mistakes that can be seen before any call."""
     if not callable(fn):
         raise ConfigError(f"fn must be callable, got {fn!r}")
     if not isinstance(dynamic, Mapping):

@@ -75,7 +75,7 @@ class CallSpec:
 
     @classmethod
     def by_names(cls, names: Sequence[str], positional: int, keywords: Sequence[str]) -> "CallSpec | None":
-        """The spelling of a call of something that takes exactly these arguments, in this order; None if it does not."""
+        """The spelling of a call that takes exactly these arguments, in this order; None for any other call."""
         spelled = [*names[:positional], *keywords]
         if len(spelled) != len(names) or set(spelled) != set(names):
             return None

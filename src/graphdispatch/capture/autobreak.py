@@ -1,4 +1,4 @@
-"""Automatic breaks: a module in which a capture fails runs eagerly, and the rest is captured around it."""
+"""Automatic breaks: if a capture fails inside a module, that module runs eagerly and the rest is captured around it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,31 +15,34 @@ __all__ = ["AutoBreaks"]
 
 
 class AutoBreaks:
-    """The modules that cost a callable its full graph, with what each of them did. Changed under its owner's lock."""
+    """The modules of a callable that no graph can hold, with the reasons; at most ``max_breaks``.
 
-    def __init__(self, fn: Callable[..., Any], most: int) -> None:
-        self._roots = (fn, getattr(fn, "__self__", None))
-        self._most = most
+    Its owner changes it with the lock of its graphs held.
+    """
+
+    def __init__(self, fn: Callable[..., Any], max_breaks: int) -> None:
+        self._served = (fn, getattr(fn, "__self__", None))
+        self._max_breaks = max_breaks
         self.reasons: dict[nn.Module, str] = {}
-        """By module: the error, which names the operator and the line."""
+        """For each module the error, which names the operator and the line."""
 
     def add(self, error: CaptureError) -> bool:
-        """Break at the innermost module in which a capture failed; False if there is none that is not broken yet.
+        """Break at the innermost module in which the capture failed. Returns False if there is none to break at.
 
-        The module that is served itself is none: nothing would be left to capture.
+        The served module itself does not count: nothing would be left to capture.
         """
-        if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._most:
+        if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
             return False
         cause = error.__cause__ if error.__cause__ is not None else error
         for module in _modules_of(cause.__traceback__):
-            if module not in self._roots and module not in self.reasons and not is_marked(module):
+            if module not in self._served and module not in self.reasons and not is_marked(module):
                 self.reasons[module] = str(error)
                 return True
         return False
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """The modules are marked within the block, and as they were after it."""
+        """Mark the modules as breaks within the block; marks of the user stay as they are."""
         fresh = [module for module in self.reasons if not is_marked(module)]
         try:
             for module in fresh:
@@ -54,11 +57,11 @@ class AutoBreaks:
 
 
 def _modules_of(trace: TracebackType | None) -> list[nn.Module]:
-    """The modules whose methods were running where an exception was raised, innermost first."""
+    """The modules whose methods were running when an exception was raised, innermost first."""
     found: list[nn.Module] = []
     while trace is not None:
-        holder = trace.tb_frame.f_locals.get("self")
-        if isinstance(holder, nn.Module):
-            found.append(holder)
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            found.append(module)
         trace = trace.tb_next
     return list(dict.fromkeys(reversed(found)))

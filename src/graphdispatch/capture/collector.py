@@ -1,7 +1,8 @@
 """Keeps Python's garbage collector out of captures.
 
-A finaliser that runs during a CUDA capture can free a graph or unload a module and so invalidate the capture, and
-collecting once per capture makes a batch of captures several times slower (pytorch#158193, sglang#8577).
+A finaliser that runs during a CUDA capture can free a graph or unload a module, which invalidates the capture. A
+collection for each capture would make a batch of captures several times slower (pytorch#158193, sglang#8577), so a
+batch collects once before and once after.
 """
 
 import gc
@@ -13,7 +14,7 @@ __all__ = ["paused_collector", "swept_collector"]
 
 
 class _Pauses:
-    """The process has one collector, which several threads may pause; the last one to end lets it run again."""
+    """Counts the pauses of the process's one collector. Several threads may pause it; the last to end resumes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +40,7 @@ _PAUSES = _Pauses()
 
 @contextmanager
 def paused_collector(enabled: bool = True) -> Iterator[None]:
-    """No collection within the block; the collector's former state comes back on every way out."""
+    """Pause the collector within the block. Its former state comes back on every way out."""
     if not enabled:
         yield
         return
@@ -52,7 +53,7 @@ def paused_collector(enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def swept_collector(enabled: bool = True) -> Iterator[None]:
-    """For a batch of captures: one collection before, one after, none within the block."""
+    """For a batch of captures: collect once before and once after the block, and not within it."""
     if not enabled:
         yield
         return

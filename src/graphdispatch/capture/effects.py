@@ -1,11 +1,11 @@
-"""What a run writes that is not its own, so that it can be undone, and done again.
+"""Saves what a run writes to memory that it did not make, so that the write can be undone, and done again.
 
 Note [exactly once]
     A call that captures runs the callable several times: eagerly, to warm up, to record (on backends whose capture
     executes), as a first replay. The caller must see the effects of one run, on the batch as it was given. Each run
     of Python is therefore watched at torch's dispatcher: before an operator first writes to memory that the run did
-    not make itself, what is about to be overwritten is saved. Undoing restores in reverse order. Only the written
-    part is saved (for an indexed write, the indexed rows), so that a large cache costs what a step writes to it.
+    not make itself, the recorder saves what is about to be overwritten. Undoing restores in reverse order. Only the
+    written part is saved (for an indexed write, the indexed rows), so a large cache costs what a step writes to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.base import Backend
-from ..backends.operators import OperatorKind, is_composite, kind_of, tensors_in, written_tensors
+from ..backends.operators import OperatorKind, is_composite, kind_of, storage_key, tensors_in, written_tensors
 from ..errors import CaptureError
 from ..reasons import Reason
 
-__all__ = ["EffectRecorder", "Region", "redo", "retry_once", "undo", "written_elsewhere"]
+__all__ = ["EffectRecorder", "Region", "first_uncovered", "redo", "retry_once", "undo"]
 
 
 @dataclass(eq=False)
@@ -34,17 +34,17 @@ class Region:
     write: Callable[[torch.Tensor], Any]
     before: torch.Tensor
     indices: Sequence[torch.Tensor | None] = ()
-    """What it takes of each dimension of ``target``, from the first on; None or nothing is all of it."""
+    """For each dimension of ``target``, in order, the indices that it takes; None, or none left, takes all."""
     after: torch.Tensor | None = None
     is_generator: bool = False
-    """Whether it is the state of a random generator that the call was given, and no memory of tensors."""
+    """Whether it is the state of a random generator that the call was given, rather than memory of a tensor."""
 
     def keep_after(self) -> None:
         """Remember what the region holds now, for ``redo``."""
         self.after = self.read().clone()
 
-    def places(self) -> torch.Tensor:
-        """The offsets of its elements in the storage, in elements and in no particular order."""
+    def element_offsets(self) -> torch.Tensor:
+        """Where its elements lie in the storage: offsets in elements, in no particular order."""
         wanted: list[torch.Tensor | None] = []
         for index in self.indices:
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -70,7 +70,7 @@ def undo(regions: list[Region]) -> None:
 
 
 def redo(regions: list[Region]) -> None:
-    """Put back what all regions held when ``keep_after`` was called."""
+    """Write again what all regions held when ``keep_after`` was called."""
     with torch.no_grad():
         for region in regions:
             if region.after is not None:
@@ -78,9 +78,10 @@ def redo(regions: list[Region]) -> None:
 
 
 def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
-    """Call a function that writes saved values; once more if it fails or is interrupted, which does no harm.
+    """Call a function that writes saved values. If it fails or is interrupted, call it once more: to write the same
+    values twice does no harm.
 
-    Raises ``DeviceLostError`` where it fails since nothing works on the device any more.
+    Raises what the second call raises, or ``DeviceLostError`` if nothing works on the device any more.
     """
     try:
         put_back()
@@ -95,41 +96,45 @@ def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
         raise
 
 
-def written_elsewhere(regions: list[Region], allowed: list[Region]) -> Region | None:
-    """The first region with an element that no region of ``allowed`` covers, or None. Reads indices to the host."""
+def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | None:
+    """The first region with an element that no region of ``allowed`` covers, or None.
+
+    Compares where the regions lie, not what they hold. Reads a result back to the host.
+    """
     for region in regions:
         if region.is_generator:
             continue
         target = region.target
-        near = [r for r in allowed if _storage_key(r.target) == _storage_key(target) and r.target.dtype is target.dtype]
-        if any(not r.indices and _place(r.target) == _place(target) for r in near):
+        near = [r for r in allowed if storage_key(r.target) == storage_key(target) and r.target.dtype is target.dtype]
+        if any(not r.indices and _view_key(r.target) == _view_key(target) for r in near):
             continue
-        if not near or not bool(torch.isin(region.places(), torch.cat([r.places() for r in near])).all()):
+        covered = [other.element_offsets() for other in near]
+        if not covered or not bool(torch.isin(region.element_offsets(), torch.cat(covered)).all()):
             return region
     return None
 
 
 class EffectRecorder(TorchDispatchMode):
-    """Watches one run of a callable: saves what it overwrites, and notes the memory that it reads from outside.
+    """Watches one run of a callable: saves what it overwrites, and notes the memory that it uses and did not make.
 
-    ``limit_bytes`` bounds what is saved. Once it is passed, or if saving fails, the run itself goes on undisturbed, but
-    can no longer be undone, and ``unsaved`` says why. With ``strict`` that is raised before the write happens (for runs
-    that must be undone).
+    ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
+    no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
+    before the write happens.
     """
 
     def __init__(self, limit_bytes: int, *, strict: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.regions: list[Region] = []
         self.unsaved: Exception | None = None
-        self.draws = False
+        self.uses_rng = False
         """Whether the run drew from a random generator."""
         self.outside: dict[int, torch.Tensor] = {}
-        """Tensors that the run used and did not make, one for each storage."""
+        """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
         self._strict = strict
         self._saved = 0
         self._made: dict[int, StorageWeakRef] = {}
-        self._whole: set[tuple[Any, ...]] = set()
+        self._saved_views: set[tuple[Any, ...]] = set()
         self._generators: dict[int, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,34 +150,34 @@ class EffectRecorder(TorchDispatchMode):
             if kind is OperatorKind.WRITE:
                 self._save_written(func, args, kwargs)
             if kind is OperatorKind.RANDOM or kwargs.get("generator") is not None:
-                self.draws = True
+                self.uses_rng = True
                 self._save_generators(args, kwargs)
             result = func(*args, **kwargs)
             for tensor in tensors_in(result):
                 self._note_result(tensor)
             if func is torch.ops.aten.lift_fresh.default:
-                self._made[_storage_key(args[0])] = StorageWeakRef(args[0].untyped_storage())
-                self.outside.pop(_storage_key(args[0]), None)
+                self._made[storage_key(args[0])] = StorageWeakRef(args[0].untyped_storage())
+                self.outside.pop(storage_key(args[0]), None)
         return result
 
     def made_storages(self) -> set[int]:
-        """Keys of the storages that the run made and that something still holds."""
+        """The keys of the storages that the run made and that something still holds."""
         return {key for key, weak in self._made.items() if not weak.expired()}
 
     def writes_to(self, tensor: torch.Tensor) -> bool:
         """Whether the run wrote to the memory of ``tensor``."""
-        key = _storage_key(tensor)
-        return any(_storage_key(region.target) == key for region in self.regions)
+        key = storage_key(tensor)
+        return any(storage_key(region.target) == key for region in self.regions)
 
     def _note_use(self, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided:
-            key = _storage_key(tensor)
+            key = storage_key(tensor)
             if key not in self._made and key not in self.outside:
                 self.outside[key] = tensor.detach()
 
     def _note_result(self, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided:
-            key = _storage_key(tensor)
+            key = storage_key(tensor)
             if key not in self.outside and key not in self._made:
                 self._made[key] = StorageWeakRef(tensor.untyped_storage())
 
@@ -186,8 +191,8 @@ class EffectRecorder(TorchDispatchMode):
                     raise
 
     def _save(self, func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
-        place = _place(tensor)
-        if _storage_key(tensor) in self._made or tensor.numel() == 0 or place in self._whole:
+        view = _view_key(tensor)
+        if storage_key(tensor) in self._made or tensor.numel() == 0 or view in self._saved_views:
             return
         region = _indexed_region(func, args) if tensor is args[0] else None
         size = tensor.nbytes if region is None else region.before.nbytes
@@ -200,10 +205,10 @@ class EffectRecorder(TorchDispatchMode):
         self.regions.append(region or _whole_region(tensor))
         self._saved += size
         if region is None:
-            self._whole.add(place)
+            self._saved_views.add(view)
 
     def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The default generator is put back by whoever runs the call; one of the model's own is state."""
+        """A generator of the model's own is state, and saved here. Whoever runs the call puts the default one back."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
                 self._generators[id(value)] = value
@@ -211,13 +216,8 @@ class EffectRecorder(TorchDispatchMode):
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (_storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
+def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _whole_region(tensor: torch.Tensor) -> Region:

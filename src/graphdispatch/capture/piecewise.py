@@ -1,15 +1,15 @@
-"""PIECEWISE captures: graphs between breaks, replayed with the broken parts run eagerly in between.
+"""PIECEWISE captures: graphs between breaks. A replay runs the graphs, and the broken parts eagerly in between.
 
 Note [values across a break]
     A tensor that one graph makes and a later part reads must keep its memory, although the Python that made it is long
-    gone at replay. Each such tensor is held by a strong reference from the moment that a break sees it: a weak one, or
-    none, would let a later capture of the same pool take the memory (sglang#37606).
+    gone at replay. The piecewise graph holds a strong reference to each such tensor from the moment that a break sees
+    it. With a weak reference, or none, a later capture of the same pool could take the memory (sglang#37606).
 
 Note [whose memory a break returns]
-    What a break made itself is copied, at replay, to where the capture left the first one. What it did not make (an
-    argument, a cache) is never copied over: that would change the argument or the cache. It must be the same view of
-    the same memory each time, and what was made must not turn into somebody's memory, since the graphs behind it may
-    write to it in place.
+    A tensor that a break makes is copied, at each replay, to where the break's result lay at the capture. A tensor that
+    the break did not make (an argument, a cache) is never copied: copying would change the argument or the cache. It
+    must be the same view of the same memory each time. A break that made its result at the capture must not return
+    somebody else's memory later, since the graphs behind it may write to the result in place.
 """
 
 from collections import Counter
@@ -22,17 +22,17 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Backend, Capture, Graph, Pool
-from ..backends.operators import user_line
+from ..backends.operators import is_expanded, storage_key, tensors_in, user_line
 from ..call.breaks import ACTIVE, BreakRunner
 from ..call.spec import describe
 from ..errors import CaptureError, ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import is_same_value
 from ..reasons import Reason
-from .watch import CaptureWatch, storage_key
+from .watch import CaptureWatch
 
 __all__ = ["BreakFigures", "EagerPart", "PiecewiseCapture", "PiecewiseGraph", "break_figures"]
 
@@ -40,9 +40,9 @@ __all__ = ["BreakFigures", "EagerPart", "PiecewiseCapture", "PiecewiseGraph", "b
 class BreakFigures(NamedTuple):
     """What one break did in the replays of some graphs.
 
-    ``where`` is the line that called it when it was captured (``file:line: source``); a break in a loop is one line.
-    ``time_ms`` is time on the calling thread, in milliseconds, and ``share`` what that is of all replays in pieces of
-    the graphs that have the break, from 0 to 1. On a device with queues both speak of launching.
+    ``where`` is the line that called it at the capture (``file:line: source``); a break in a loop counts as one.
+    ``time_ms`` is its time on the calling thread, in milliseconds. ``share`` is that time as a part, from 0 to 1, of
+    all replays of the graphs that have the break. On a device with queues both count the time to launch.
     """
 
     name: str
@@ -58,10 +58,10 @@ class BreakFigures(NamedTuple):
 
 
 def break_figures(entries: Iterable[CUDAGraphEntry]) -> list[BreakFigures]:
-    """Where the graphs of ``entries`` break, how often that was, and its share of their time; the longest first.
+    """Where the graphs of ``entries`` break, how often each break ran, and its share of their time; the longest first.
 
-    ``break_figures(served.entries)``. Counted since each capture, its checks included; graphs without breaks are timed
-    by nobody and add nothing. Figures of a graph in use may be those of a moment ago.
+    ``break_figures(served.entries)``. The counts begin with each capture and include its checks. Graphs without breaks
+    are not timed and add nothing. The figures of a graph in use may be those of a moment ago.
     """
     return _figures([entry.graph for entry in entries if isinstance(entry.graph, PiecewiseGraph)])
 
@@ -81,7 +81,7 @@ def _figures(graphs: "Iterable[PiecewiseGraph]") -> list[BreakFigures]:
 
 @dataclass(eq=False)
 class EagerPart:
-    """One break: what to call again, and the tensors into which its results go."""
+    """One break: what to call again, and the tensors that its results are copied to."""
 
     name: str
     where: str
@@ -92,10 +92,10 @@ class EagerPart:
     leaves: list[Any]
     spec: TreeSpec
     made: list[bool]
-    """For each leaf, whether it is a tensor that the break made: see Note [whose memory a break returns]."""
+    """For each leaf, whether it is a tensor that the break made; see Note [whose memory a break returns]."""
     runs: int = 0
     time_ns: int = 0
-    """Time on the calling thread, in nanoseconds; on a device with queues that is the time to launch."""
+    """Time on the calling thread, in nanoseconds; on a device with queues, the time to launch."""
 
     def __post_init__(self) -> None:
         self._arguments = {storage_key(t) for t in _strided((self.args, self.kwargs))}
@@ -105,8 +105,8 @@ class EagerPart:
     def run(self) -> None:
         """Call it on the static arguments and put its results where the next graph reads them.
 
-        Raises ``ReplayError`` if they are not what they were at the capture: in structure, shape, type, value, or in
-        whose memory they are.
+        Raises ``ReplayError`` if the results differ from those at the capture in structure, shape, type, constant
+        values, or in whose memory they are.
         """
         start = perf_counter_ns()
         result = self.fn(*self.args, **self.kwargs)
@@ -150,7 +150,7 @@ class EagerPart:
 
 
 class PiecewiseGraph(Graph):
-    """Graphs and eager parts in turn; one object to whoever replays it."""
+    """Graphs and eager parts in turn; whoever replays it sees one graph."""
 
     def __init__(self, parts: list[Graph | EagerPart], held: list[torch.Tensor], pool: Pool) -> None:
         self._parts = parts
@@ -160,30 +160,26 @@ class PiecewiseGraph(Graph):
         self._pool = pool
         self._released = False
         self.runs = 0
-        """Replays with breaks that came to their end."""
+        """Completed replays; counted only if there are breaks."""
         self.time_ns = 0
-        """Their time on the calling thread, in nanoseconds; that of a graph without breaks is not taken."""
-        # Tensors that cross a break belong to the mode of the capture, and cannot be written to in the other one.
+        """Their time on the calling thread, in nanoseconds; taken only if there are breaks."""
+        # Tensors that cross a break are inference tensors or not, as at the capture; the other mode cannot write them.
         self._inference_mode = torch.is_inference_mode_enabled()
 
     def replay(self) -> None:
         """Run all parts on the caller's current stream, in order."""
         if self._released:
             raise ReplayError("this graph was released; capture it again")
-        if self._has_breaks:
-            self._run()
-        else:
+        if not self._has_breaks:
             for call in self._calls:
                 call()
-
-    def _run(self) -> None:
-        if torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference_mode:
+        elif torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference_mode:
             with torch.inference_mode(self._inference_mode), torch.no_grad():
-                self._run_parts()
+                self._run_with_breaks()
         else:
-            self._run_parts()
+            self._run_with_breaks()
 
-    def _run_parts(self) -> None:
+    def _run_with_breaks(self) -> None:
         start = perf_counter_ns()
         self._pool.replaying_on = get_ident()
         try:
@@ -195,7 +191,7 @@ class PiecewiseGraph(Graph):
         self.time_ns += perf_counter_ns() - start
 
     def reset(self) -> None:
-        """Release all graphs and what was held for them."""
+        """Release all graphs, and the tensors held for them."""
         self._released = True
         for graph in self.graphs:
             graph.reset()
@@ -215,18 +211,18 @@ class PiecewiseGraph(Graph):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all graphs, and of what the breaks made, which the graphs behind them read."""
+        """Bytes of all graphs, and of the tensors that the breaks made and the graphs behind them read."""
         made = [leaf for part in self.breaks for leaf, is_made in zip(part.leaves, part.made, strict=True) if is_made]
-        kept: dict[int, int] = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in made}
-        return sum(graph.nbytes for graph in self.graphs) + sum(kept.values())
+        held: dict[int, int] = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in made}
+        return sum(graph.nbytes for graph in self.graphs) + sum(held.values())
 
     @property
     def driver_nbytes(self) -> int:
-        """Those of them that the driver took."""
+        """The bytes of all graphs that the driver took."""
         return sum(graph.driver_nbytes for graph in self.graphs)
 
     def describe(self) -> str:
-        """Its graphs and breaks, and what the breaks took of the replays so far."""
+        """How many graphs and breaks it has, and which share of the replays so far each break took."""
         counts = Counter((part.name, part.where) for part in self.breaks)
         texts = [
             f"{counts[f.name, f.where]} x {f.name} at {f.place} ({100 * f.share:.0f} % of the time)"
@@ -240,7 +236,7 @@ class PiecewiseGraph(Graph):
 
 @dataclass(eq=False)
 class PiecewiseCapture:
-    """A PIECEWISE capture under way; use it as a context manager around the callable, then take ``graph``."""
+    """A PIECEWISE capture under way. Enter it around the callable, then read ``graph`` and ``outputs``."""
 
     backend: Backend
     pool: Pool
@@ -250,7 +246,7 @@ class PiecewiseCapture:
     _token: Token[BreakRunner | None] | None = None
     _in_break: bool = False
     _failed: str | None = None
-    """The break that raised: nothing was recorded since."""
+    """The break that raised, if one did; nothing has been recorded since."""
 
     def __enter__(self) -> "PiecewiseCapture":
         self._capture = self.backend.begin_capture(self.pool)
@@ -280,7 +276,7 @@ class PiecewiseCapture:
                 self.graph.reset()
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
-        """As ``Capture.set_outputs``; what the last graph made may be shared."""
+        """As ``Capture.set_outputs``: hands over what the callable returned."""
         assert self._capture is not None
         self._capture.set_outputs(outputs, shared=shared)
 
@@ -300,21 +296,21 @@ class PiecewiseCapture:
         return self.run_break(str(func), func, args, kwargs)
 
     def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End the current graph, run ``fn``, begin the next; an inner break runs inside of the outer one."""
+        """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
         if self._in_break or self._failed is not None:
             return fn(*args, **kwargs)
         assert self._capture is not None
-        self.watch.refuse_kept_back(args, kwargs)
+        self.watch.check_returned(args, kwargs)
         graph = self._capture.pause()
         self.parts.append(graph)
         if not self.backend.capture_executes:
-            graph.replay()  # the break shall see values, and not memory that nothing has been written to
+            graph.replay()  # so that the break sees values, rather than memory that nothing has written yet
         before = self.watch.storages()
         self.watch.next_part()
         self._in_break = self.watch.is_paused = True
         try:
             leaves, spec = tree_flatten(fn(*args, **kwargs))
-            leaves, made = self._owned(name, leaves, before)
+            leaves, made = self._checked_results(name, leaves, before)
         except BaseException:
             self._failed = name
             raise
@@ -325,10 +321,13 @@ class PiecewiseCapture:
         self._capture.resume()
         return tree_unflatten(leaves, spec)
 
-    def _owned(self, name: str, leaves: list[Any], before: set[int]) -> tuple[list[Any], list[bool]]:
-        """The results of a break, and which of them it made; what it got from nowhere (numpy, compiled code), or what
-        cannot be written to since its elements overlap, is replaced by a copy, which can be written to at replay."""
-        owned, made = [], []
+    def _checked_results(self, name: str, leaves: list[Any], before: set[int]) -> tuple[list[Any], list[bool]]:
+        """The results of a break, and for each whether the break made it; ``before`` are the storages seen before it.
+
+        Replays write to what the break made. So a copy replaces a tensor that no operator made (numpy, compiled code)
+        and an expanded one, whose elements share memory. Raises ``CaptureError`` for tensors that are not dense.
+        """
+        results, made = [], []
         for leaf in leaves:
             is_made = False
             if isinstance(leaf, torch.Tensor):
@@ -336,20 +335,20 @@ class PiecewiseCapture:
                     what = f"{type(leaf).__name__} with layout {leaf.layout}"
                     raise CaptureError(f"break {name!r} returned a {what}; return dense tensors", Reason.CAPTURE_UNSAFE)
                 is_made = storage_key(leaf) not in before
-                is_spread = any(s == 0 and n > 1 for s, n in zip(leaf.stride(), leaf.shape, strict=True))
-                if is_made and (is_spread or not self.watch.has_seen(leaf)):
+                if is_made and (is_expanded(leaf) or not self.watch.has_seen(leaf)):
                     leaf = leaf.clone(memory_format=torch.contiguous_format)
-            owned.append(leaf)
+            results.append(leaf)
             made.append(is_made)
-        self.watch.keep_back(self.watch.storages() - before - {storage_key(t) for t in _strided(owned)}, name)
-        return owned, made
+        returned = set(map(storage_key, _strided(results)))
+        self.watch.note_unreturned(self.watch.storages() - before - returned, name)
+        return results, made
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+    return [tensor for tensor in tensors_in(tree) if tensor.layout is torch.strided]
 
 
 def _sharing(leaves: list[Any]) -> list[int]:
-    """For each tensor, the first one that lies in the same storage."""
+    """For each tensor, the index of the first one that lies in the same storage."""
     keys = [storage_key(t) for t in _strided(leaves)]
     return [keys.index(key) for key in keys]

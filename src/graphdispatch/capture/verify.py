@@ -1,16 +1,88 @@
-"""Compares tensors of a graph with eager's: bit for bit where that is promised, within a tolerance elsewhere.
+"""Compares what a graph does with what eager does: outputs, written memory, and whose memory was written.
 
-The tolerance is relative to the largest magnitude of eager's tensor, since padding may change the order of a sum and
-so the last bits of every element, small ones included; a mixed-up row differs by the order of that magnitude itself.
+Values agree bit for bit where that is promised, and within a tolerance elsewhere. The tolerance is relative to the
+largest magnitude of eager's tensor: padding may change the order of a sum, and so the last bits of every element, small
+ones included, while a mixed-up row differs by the order of that magnitude itself.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from ..backends.operators import bits_equal
+from ..backends.operators import bits_equal, storage_key
+from ..errors import CaptureError, VerificationError
+from ..memory.entry import CUDAGraphEntry
+from ..reasons import Reason
+from .eager_run import EagerRun
+from .effects import Region, first_uncovered
+from .request import CaptureRequest
 
-__all__ = ["Tolerance", "difference", "tolerance_for"]
+__all__ = ["Tolerance", "check_aliases", "check_padding_writes", "check_replay", "difference", "tolerance_for"]
+
+
+def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> None:
+    """Raise ``VerificationError`` unless the replay just made gave eager's outputs and wrote what eager wrote.
+
+    Reads values back to the host.
+    """
+    for index, (want, got) in enumerate(zip(eager.outputs, entry.outputs.peek(request.rows), strict=True)):
+        _compare(request, f"output {index}", want, got)
+    for index, want in eager.written_inputs.items():
+        name = entry.inputs.specs[index].name
+        got = entry.inputs.real(index, request.rows, request.size)
+        _compare(request, f"argument {name!r}, which the call writes,", want, got)
+    arguments = set(map(storage_key, request.arguments()))
+    for region in eager.effects.regions:
+        if storage_key(region.target) in arguments or (region.is_generator and request.is_padded):
+            continue  # arguments are compared above; padding rows draw more random numbers
+        assert region.after is not None
+        _compare(request, f"state of shape {tuple(region.target.shape)}", region.after, region.read())
+    if eager.left_rng_alone or (request.backend.is_bit_exact and not request.is_padded):
+        _compare(request, "the state of the random generator", eager.rng_after, request.backend.rng_state())
+
+
+def _compare(request: CaptureRequest, what: str, want: torch.Tensor, got: torch.Tensor) -> None:
+    is_like_eager = not request.is_padded and all(spec.is_dense for spec in request.inputs.specs)
+    exact = request.backend.is_bit_exact and is_like_eager
+    tolerance = tolerance_for(want.dtype, exact=exact, rtol=request.options.rtol, atol=request.options.atol)
+    gap = difference(want, got, tolerance)
+    if gap is not None:
+        raise VerificationError(
+            f"{what} of {request.rows} rows in a graph of {request.size} is not what eager gives: {gap}"
+        )
+
+
+def check_padding_writes(request: CaptureRequest, eager: EagerRun, padded: list[Region]) -> None:
+    """Raise ``CaptureError`` if the padded run writes memory that the eager run leaves alone.
+
+    ``padded`` are the padded run's writes, those to static inputs left out. What lies there may be in use later, even
+    if today's padding happens to write the value that is there already.
+    """
+    uncovered = first_uncovered(padded, eager.effects.regions)
+    if uncovered is not None:
+        raise CaptureError(
+            f"padding rows write to a tensor of shape {tuple(uncovered.target.shape)} where the real rows leave it "
+            "alone; give a pad rule that points at scratch rows, and padding_writes='allow'",
+            Reason.PADDING_WRITES_STATE,
+        )
+
+
+def check_aliases(request: CaptureRequest, eager: EagerRun, mutated: tuple[int, ...]) -> None:
+    """Raise ``CaptureError`` if the call writes to memory that two arguments, or an argument and its state, share.
+
+    ``mutated`` are the arguments (by index) whose buffers the graph writes to. The eager run must write to the memory
+    of exactly these, and to no argument's memory by another way: a copy in a buffer would not see that write.
+    """
+    arguments = request.arguments()
+    written = tuple(eager.written_inputs)
+    is_shared = len(set(map(storage_key, arguments))) < len(arguments)
+    if written != mutated or (mutated and is_shared):
+        names = [request.inputs.specs[i].name for i in sorted({*written, *mutated})]
+        raise CaptureError(
+            f"the call writes to memory that arguments share with each other or with its own state: {names}; "
+            "pass copies",
+            Reason.ALIASED_ARGUMENTS,
+        )
 
 
 class Tolerance(NamedTuple):
@@ -25,7 +97,7 @@ class Tolerance(NamedTuple):
         return self.rtol == 0.0 and self.atol == 0.0
 
 
-# About the square root of each type's resolution for the wide types, and a few units of it for the narrow ones.
+# For the wide types about the square root of the type's resolution; for the narrow ones a few units of the resolution.
 _BY_DTYPE = {
     torch.float64: Tolerance(1e-9, 1e-12),
     torch.complex128: Tolerance(1e-9, 1e-12),
@@ -39,7 +111,7 @@ _BY_DTYPE = {
 def tolerance_for(
     dtype: torch.dtype, *, exact: bool, rtol: float | None = None, atol: float | None = None
 ) -> Tolerance:
-    """The tolerance for a type: none if ``exact``, for integers and for bool, else by type, unless overridden."""
+    """The tolerance for a type: the same bits if ``exact``, for integers and for bool; else by type or as given."""
     if exact or not (dtype.is_floating_point or dtype.is_complex):
         return Tolerance(0.0, 0.0)
     default = _BY_DTYPE.get(dtype, Tolerance(2e-2, 1e-3))
@@ -47,7 +119,7 @@ def tolerance_for(
 
 
 def difference(eager: torch.Tensor, graph: torch.Tensor, tolerance: Tolerance) -> str | None:
-    """How two tensors disagree, as a sentence, or None if they agree. Reads values back to the host."""
+    """How two tensors disagree, in words, or None if they agree. Reads values back to the host."""
     if eager.shape != graph.shape or eager.dtype != graph.dtype:
         return f"{tuple(graph.shape)} {graph.dtype} instead of {tuple(eager.shape)} {eager.dtype}"
     if eager.numel() == 0 or bits_equal(eager, graph):

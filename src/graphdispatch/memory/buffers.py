@@ -1,7 +1,7 @@
-"""Preallocated places for copies of outputs: a ring that the library owns, or tensors that the caller gave.
+"""Preallocated memory for copies of outputs: a ring that the library owns, or tensors that the caller gave.
 
-All graphs of one signature share them, so that they cost the same however many sizes are captured. They are used with
-the lock of the pool held, as the graphs are.
+All graphs of one signature share it, so its cost does not grow with the number of captured sizes. Whoever uses it holds
+the lock of the graphs' pool.
 """
 
 from abc import ABC, abstractmethod
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..backends.operators import is_expanded
 from ..call.spec import describe
 from ..errors import CaptureError, ConfigError
 from ..reasons import Reason
@@ -20,38 +21,43 @@ __all__ = ["CallerBuffers", "OutputBuffers", "OutputRing", "OutputSpec", "copy_i
 
 
 class OutputSpec(NamedTuple):
-    """One output tensor: its place among the leaves, the dimensions that follow the batch, the shape that it has for
-    the largest number of rows, and whether it is the graph's own memory."""
+    """One output tensor of a graph."""
 
     tensor: torch.Tensor
     place: int
+    """Its index among the leaves of the outputs."""
     follows: frozenset[int]
+    """The dimensions that follow the batch."""
     shape: tuple[int, ...]
+    """Its shape for the largest number of rows."""
     is_own: bool
+    """Whether it lies in the graph's own memory."""
 
 
 class OutputBuffers(ABC):
-    """``lifetime`` sets of tensors, used in turn; ``generation`` counts the turns. ``capacity`` is the largest number
-    of rows that they must hold."""
+    """Sets of tensors, used in turn. Each has room for ``capacity`` rows; ``generation`` counts the turns so far."""
 
     lifetime: int
+    """The number of sets: a set is used again after so many turns."""
     nbytes: int = 0
-    """Bytes that the library allocated for them."""
+    """Bytes that the library allocated for the sets."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.generation = 0
         self.sets: list[list[torch.Tensor | None]] = []
-        """For each turn, the buffer of each output tensor, in order; None for one that is handed out as it is."""
+        """For each turn, the buffers of the output tensors, in order; None for a tensor that is handed out as it is."""
 
     @abstractmethod
     def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
-        """Make ``sets`` for a graph with these outputs, or check that they fit."""
+        """Make ``sets`` for a graph with these outputs, or check that the present ones fit."""
 
 
 class OutputRing(OutputBuffers):
-    """Copies in memory of the library, allocated when the first graph is made; those of outputs that are not the
-    graph's own (a cache that the model returns) are left out."""
+    """A ring of copies in the library's memory, allocated when the first graph of a signature is made.
+
+    An output that is not the graph's own memory, such as a cache that the model returns, gets no copy.
+    """
 
     def __init__(self, length: int, capacity: int) -> None:
         super().__init__(capacity)
@@ -59,7 +65,7 @@ class OutputRing(OutputBuffers):
         self._kinds: list[tuple[Any, ...]] = []
 
     def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
-        """Allocate the copies. Raises ``CaptureError`` for a graph whose outputs are of another kind than before."""
+        """Allocate the copies. Raises ``CaptureError`` if the outputs are of other kinds than in earlier sizes."""
         kinds = [(one.shape, one.tensor.dtype, one.tensor.device, one.is_own) for one in outputs]
         if self.sets and kinds != self._kinds:
             raise CaptureError(
@@ -77,9 +83,9 @@ class OutputRing(OutputBuffers):
 
 
 class CallerBuffers(OutputBuffers):
-    """One set: ``out``, a tensor or a nest of tensors with the structure of the outputs, that the caller owns.
+    """One set, which the caller owns: ``out``, a tensor or a nest of tensors with the structure of the outputs.
 
-    Raises ``ConfigError`` for anything but plain, writable tensors that do not overlap.
+    Raises ``ConfigError`` unless these are dense tensors that require no gradient and do not overlap.
     """
 
     lifetime = 1
@@ -95,12 +101,11 @@ class CallerBuffers(OutputBuffers):
             if tensor.layout is not torch.strided or tensor.requires_grad:
                 raise ConfigError(f"out must hold dense tensors that require no gradient, got {_kind(tensor)}")
         spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in tensors if t.numel())
-        is_spread = any(s == 0 and n > 1 for t in tensors for s, n in zip(t.stride(), t.shape, strict=True))
-        if is_spread or any(after[0] < before[1] for before, after in pairwise(spans)):
+        if any(map(is_expanded, tensors)) or any(after[0] < before[1] for before, after in pairwise(spans)):
             raise ConfigError("out must hold tensors that do not overlap in memory, each element in its own place")
 
     def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
-        """Compare with the outputs; raises ``ConfigError`` where they do not fit."""
+        """Compare the caller's tensors with the outputs. Raises ``ConfigError`` if one does not fit."""
         _check_structure(self._spec, structure)
         buffers = [self._leaves[one.place] for one in outputs]
         for one, buffer in zip(outputs, buffers, strict=True):
@@ -120,9 +125,9 @@ class CallerBuffers(OutputBuffers):
 
 
 def copy_into(out: Any, result: Any) -> Any:
-    """Copy what an eager step returned into the caller's buffers; the same nest, of views of their first rows.
+    """Copy what an eager step returned into the caller's tensors ``out``; returns the nest with views of their parts.
 
-    Raises ``ConfigError`` for what does not fit, or requires a gradient, which a copy would lose.
+    Raises ``ConfigError`` for an output that does not fit, or that requires a gradient: a copy would lose it.
     """
     buffers, expected = tree_flatten(out)
     leaves, spec = tree_flatten(result)
@@ -144,7 +149,7 @@ def copy_into(out: Any, result: Any) -> Any:
 
 
 def first_part(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The part of ``tensor`` that begins where it does and has ``shape``."""
+    """The view of ``tensor`` that begins at its first element and has ``shape``."""
     with torch.inference_mode(False), torch.no_grad():
         for dim, extent in enumerate(shape):
             if tensor.shape[dim] != extent:
@@ -176,7 +181,7 @@ def _kind(value: Any) -> str:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last one."""
+    """Bytes from the beginning of the first element to the end of the last one."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
 

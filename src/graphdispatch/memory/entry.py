@@ -8,13 +8,17 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend, Graph, Pool, Timer
+from ..call.signature import ForeignSignature, InputSpec, Signature
+from ..call.spec import FlatCall
 from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
+from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats
 from .inputs import StaticInputs
 from .outputs import Outputs
+from .replay import ReplayPlan, next_use
 
 __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 
@@ -58,8 +62,8 @@ class CUDAGraphEntry:
     """The smallest batch that was compared with eager: a smaller one may take another branch of the Python code."""
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
-    draws: bool = False
-    """Whether it draws from the device's default random generator."""
+    uses_rng: bool = False
+    """Whether it uses_rng from the device's default random generator."""
     knows_effects: bool = True
     """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
     writes_outside: bool = field(init=False)
@@ -70,8 +74,6 @@ class CUDAGraphEntry:
     """How the captured callable is called."""
     example: Sequence[Any] = ()
     """The values of the captured call, with None in the place of each tensor that is copied."""
-    owner: Any = None
-    """The cache that releases it; anybody else who has it only forgets it."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
     _timer: Timer | None = None
     _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -169,8 +171,8 @@ class CUDAGraphEntry:
         values, rows = self.check(inputs)
         if not self.may_pad(rows):
             raise ReplayError(
-                f"{rows} rows in a graph of {self.size}: {Reason.PADDING_UNPROVEN.text}; or serve the batch through the "
-                "wrapper, manager or dispatcher that has the graph, which compares it"
+                f"{rows} rows in a graph of {self.size}: {Reason.PADDING_UNPROVEN.text}; or serve the batch through "
+                "the wrapper, manager or dispatcher that has the graph, which compares it"
             )
         return self.serve_timed(values, rows, stats)
 

@@ -75,7 +75,7 @@ class ReplayPlan:
             if pool.replaying_on is not None:
                 pool.refuse_inside_replay()
             pool.order_after_last_use()
-            before = entry.backend.rng_state() if entry.draws else None
+            before = entry.backend.rng_state() if entry.uses_rng else None
             try:
                 if values is None:
                     entry.inputs.mark_dirty()

@@ -20,8 +20,8 @@ from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
 from ..errors import BackendError, ConfigError, GraphDispatchError
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
-from ..memory.buffers import CallerBuffers, OutputBuffers, OutputRing, copy_into
 from ..memory.budget import Victim
+from ..memory.buffers import CallerBuffers, OutputBuffers, OutputRing, copy_into
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
@@ -124,10 +124,11 @@ class GraphSet:
     ) -> tuple[GraphGroup, list[Any]] | Refusal:
         """A group around the graph of somebody else, for calls that fit it."""
         entry = route.entry
-        assert entry is not None and entry.signature is not None
+        assert entry is not None
+        assert entry.signature is not None
         if entry.signature.match(leaves) < 0:
-            reason = Reason.ADDRESS_CHANGED if isinstance(entry.signature, ForeignSignature) else Reason.ARGUMENTS_CHANGED
-            return Refusal(reason, "")
+            is_foreign = isinstance(entry.signature, ForeignSignature)
+            return Refusal(Reason.ADDRESS_CHANGED if is_foreign else Reason.ARGUMENTS_CHANGED, "")
         group = self._add_group(key, route, call, entry.signature, entry.inputs)
         group.keep(entry)
         return group, leaves
@@ -206,7 +207,6 @@ class GraphSet:
         self.stats.record_capture(entry.capture_time_ms)
         self.cache.admission.forget(entry.key)
         self._schedule_check(entry)
-        entry.owner = self.cache
         held, limit = bytes_of([entry]), self.cache.max_bytes
         victims = self.cache.add(entry.key, entry)
         if victims and victims[0].entry is entry:
@@ -243,7 +243,7 @@ class GraphSet:
             self.stats.record_capture_failure()
             group.drop(entry.size)
             group.quarantine(entry.size, result.reason, result.detail)
-            if entry.owner is self.cache:
+            if group.route.entry is None:
                 self.cache.remove(entry.key)
                 entry.release()
         return result
@@ -291,7 +291,7 @@ class GraphSet:
     def _retire_all(self, reason: EvictionReason, tag: str = "") -> list[Victim]:
         victims: list[Victim] = []
         for group in self.groups.values():
-            for entry in [entry for entry in group.entries.values() if entry.owner is self.cache]:
+            for entry in list(group.entries.values()) if group.route.entry is None else ():
                 victims += self.cache.retire(entry, reason, tag)
                 group.drop(entry.size)
         return victims
@@ -312,8 +312,8 @@ class GraphSet:
 
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
-        owned = [e for g in self.groups.values() for e in g.entries.values() if e.owner is self.cache]
-        victims = [entry for entry in owned if self.cache.remove(entry.key)]
+        owned = [group for group in self.groups.values() if group.route.entry is None]
+        victims = [e for group in owned for e in group.entries.values() if self.cache.remove(e.key)]
         self.cache.admission.clear()
         self.groups.clear()
         for entry in victims:
@@ -383,7 +383,7 @@ class GraphSet:
         self.release(victims)
         request.keep_effects = False
         try:
-            return replace(self._capturer.capture(request), result=failed.result)
+            return replace(self._capturer.capture(request), answer=failed.answer)
         except GraphDispatchError:
             raise
         except Exception:  # of the callable, which this caller must not get: its own call went well

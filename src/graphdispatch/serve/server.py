@@ -25,10 +25,9 @@ from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
-from ..memory.replay import ReplayPlan
-from ..stats import EvictionReason
 from ..reasons import Reason
 from ..state.guards import wants_gradient
+from ..stats import EvictionReason
 from .graphs import Capturer, GraphSet
 from .group import GraphGroup, Route, Spelling
 from .hit import HitPath
@@ -184,7 +183,7 @@ class Server(HitPath):
         if self.graphs.is_asleep:
             return Reason.ASLEEP, ""
         key, cache = (group.key, size), self.graphs.cache
-        reason = cache.admission.decide(key, cache.has_room(cache.admission.since(key)))
+        reason = cache.admit(key)
         if reason is Reason.FIRST_SIGHTING and self._eager_captures and not cache.is_full:
             return Reason.CAPTURED_NOW, ""
         return reason, cache.admission.detail(reason, key)
@@ -216,22 +215,14 @@ class Server(HitPath):
         if entry is None or not reason.is_graph:
             return False, choice
         try:
-            answer = self._run(entry, entry.plan(choice.rows), choice.leaves)
+            serve = entry.serve_timed if self.times_replays else entry.serve
+            answer = serve(choice.leaves, choice.rows, self.stats)
         except ReplayError as error:
             if error.had_effects:
                 raise
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
         self.local.decision = choice.decision
         return True, answer
-
-    def _run(self, entry: CUDAGraphEntry, plan: ReplayPlan, leaves: Sequence[Any]) -> Any:
-        if self.times_replays:
-            return self.run_timed(entry, plan, leaves)
-        return plan.run(leaves, self.stats)
-
-    def run_timed(self, entry: CUDAGraphEntry, plan: ReplayPlan, leaves: Sequence[Any]) -> Any:
-        """A replay whose device time counts in ``avg_replay_time_ms``."""
-        return entry.serve_timed(leaves, plan.rows, self.stats)
 
     def find(
         self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -242,22 +233,23 @@ class Server(HitPath):
         key = (len(args), *kwargs)
         spelling = route.spellings.get(key)
         found = spelling.find(args, kwargs) if spelling is not None else None
-        if found is None:
-            spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
-            if spec is None or (route.is_single and route.spellings):
-                return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
-            made = self._make_group(route, spec, args, kwargs)
-            if isinstance(made, Refusal):
-                return made
-            group, leaves = made
-            found = group, leaves, group.signature.match(leaves)
-            spelling = route.spellings.get(key)  # which may have gone with its last group
-            if spelling is None:
-                spelling = route.spellings[key] = Spelling(spec, group)
-            else:
-                spelling.groups.append(group)
-        spelling.use(found[0])
-        return found
+        if spelling is not None and found is not None:
+            spelling.use(found[0])
+            return found
+        spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
+        if spec is None or (route.is_single and route.spellings):
+            return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
+        made = self._make_group(route, spec, args, kwargs)
+        if isinstance(made, Refusal):
+            return made
+        group, leaves = made
+        spelling = route.spellings.get(key)  # which may have gone with its last group
+        if spelling is None:
+            route.spellings[key] = Spelling(spec, group)
+        else:
+            spelling.groups.append(group)
+            spelling.use(group)
+        return group, leaves, group.signature.match(leaves)
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
         """The spelling of a call; None if the only graph of the route is of a call with other arguments."""
@@ -359,7 +351,7 @@ class Server(HitPath):
         self.stats.record_miss(decision.reason, decision.rows)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from result.error
-        return self.graphs.hand_out(result.answer())
+        return self.graphs.hand_out(result.take_answer())
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""

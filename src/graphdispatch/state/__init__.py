@@ -1,1 +1,1 @@
-"""What a callable reaches besides its arguments, and whether it changed."""
+"""The state that a callable reaches besides its arguments, and whether it changed."""

@@ -1,8 +1,8 @@
-"""Guards: what must be as it was when a graph was captured, apart from the arguments.
+"""Guards: fingerprints of the state that must be as it was when a graph was captured.
 
 A graph holds the addresses of every parameter, buffer and captured tensor, and the code paths that ``training`` chose.
-A module that was moved, reloaded by assignment or switched to training would go on to be served with the old memory
-and the old path, without an error.
+Without a guard, the graphs of a module that was moved, reloaded by assignment or switched to training would go on
+using the old memory and the old path, without an error.
 """
 
 import types
@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .discovery import CONSTANTS, Reach, cell_value, content
+from ..backends.operators import storage_key
+from .discovery import StateDiscovery
+from .objects import CONSTANTS, cell_value, content
 
 __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "same_objects", "wants_gradient"]
 
@@ -29,53 +31,57 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class StateGuard:
-    """Fingerprint of the modules, tensors and variables that a callable reaches; ``holds()`` tells whether it still
-    fits. ``reach.py`` says what is reached.
+    """Fingerprint of the modules, tensors and variables that a callable reaches (``discovery.py`` finds them);
+    ``holds()`` tells whether it still fits.
 
-    Compared by identity and address in C-speed loops, tens of nanoseconds for each parameter, module and variable;
-    kinds that a callable has none of are not looked at. The objects are held, so that an address cannot come back as
-    another tensor's. Thread-safe.
+    It compares identities and addresses in loops of C speed: tens of nanoseconds for each parameter, module and
+    variable, and nothing for kinds of state that the callable does not have. It holds the objects, so that no other
+    tensor can get the address of one of them. Thread-safe.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._latest_hook = RemovableHandle.next_id  # first: what is registered from here on is new
-        reach = Reach(fn)
-        self._modules = tuple(reach.modules)
-        self._holders = (*reach.modules, *reach.objects, *reach.containers)
+        found = StateDiscovery(fn)
+        self._modules = tuple(found.modules)
+        self._holders = (*found.modules, *found.objects, *found.containers)
         # A scripted module keeps its members elsewhere; its parameters are compared by address below.
         members = [
-            t for m in reach.modules for t in (m._parameters, m._buffers, m._modules) if t and isinstance(t, dict)
+            t for m in found.modules for t in (m._parameters, m._buffers, m._modules) if t and isinstance(t, dict)
         ]
-        self._hooks = [table for m in reach.modules for table in _hooks_of(m)] + list(_GLOBAL_HOOKS)
-        watched = [part for t in (*reach.containers, *filter(None, self._hooks)) for part in _parts(t)]
-        # Behind each a mark, so that nothing passes from one to the next unseen.
+        self._hooks = [table for m in found.modules for table in _hooks_of(m)] + list(_GLOBAL_HOOKS)
+        watched = [part for t in (*found.containers, *filter(None, self._hooks)) for part in _parts(t)]
+        # A mark after each container, so that an entry cannot move from one container to the next unseen.
         marked = [part for values in watched for part in (values, _END)]
         contents: tuple[Iterable[Any], ...] = (*(t.values() for t in members), *marked)
-        # Two names at least, so that the reader gives a tuple.
+        # At least two names, so that the reader gives a tuple.
         numbers: list[Callable[[], Any]]
-        numbers = [partial(itemgetter(*names, names[0]), table) for table, names in reach.numbers if names]
-        variables = [reader for reader, _ in reach.variables]
+        numbers = [partial(itemgetter(*names, names[0]), table) for table, names in found.read_numbers if names]
+        variables = [reader for reader, _ in found.variables]
         contents += (_END,) if contents else ()
         contents += (_Readers(numbers, several=True),) if numbers else ()
         self._contents = (*contents, _Readers(variables, several=False)) if variables else contents
         self._held = tuple(chain.from_iterable(self._contents))
-        parameters = [t for m in reach.modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-        tensors = dict.fromkeys((*parameters, *reach.tensors, *filter(torch.is_tensor, self._held)))
-        # Lazy parameters and subclasses have no address to compare; their identity is compared all the same.
+        parameters = [t for m in found.modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+        tensors = dict.fromkeys((*parameters, *found.tensors, *filter(torch.is_tensor, self._held)))
+        # Lazy parameters and subclasses have no address to compare; ``_held`` compares their identity.
         plain = (torch.Tensor, nn.Parameter)
         self._tensors = tuple(t for t in tensors if type(t) in plain and t.layout is torch.strided)
         self._addresses = list(map(_address, self._tensors))
-        # Whether one was cut or transposed where it lies; its shape and strides would tell more, for thrice the time.
+        # These tell whether a tensor was cut or transposed in place. Shape and strides would tell more, but take three
+        # times as long.
         self._numels = list(map(_numel, self._tensors))
         self._contiguous = list(map(_is_contiguous, self._tensors))
-        self._readers = [partial(itemgetter(*names), table) for table, names in reach.members if names]
+        self._readers = [partial(itemgetter(*names), table) for table, names in found.module_attributes if names]
         self._constants = [read() for read in self._readers]
-        self._tables: list[Sized] = [*(table for table, _ in reach.members), *reach.sized]
+        self._tables: list[Sized] = [*(table for table, _ in found.module_attributes), *found.large_containers]
         self._sizes = list(map(len, self._tables))
 
     def holds(self) -> bool:
-        """Whether all members, numbers and variables are the same objects or constants, the tensors are where they
-        were, of the same extent, and the modules' other attributes have the same values."""
+        """Whether the state is as it was when the guard was made.
+
+        All members, numbers and variables must be the same objects or equal constants, the tensors must lie where they
+        lay with the same extent, and the modules' other attributes must have the same values.
+        """
         try:
             if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
                 return False
@@ -92,41 +98,41 @@ class StateGuard:
             if self._readers and list(map(call, self._readers)) != self._constants:
                 return False
             return not self._tables or list(map(len, self._tables)) == self._sizes
-        except (KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile, or of no use to compare
+        except (KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile, or it cannot be compared
             return False
 
     def _no_new_hooks(self) -> bool:
-        """Whether the hooks that were registered meanwhile, anywhere in the process, are none of the callable's."""
+        """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
         latest = RemovableHandle.next_id
         known = self._latest_hook
         if any(number >= known for table in self._hooks for number in table):
             return False
-        self._latest_hook = latest  # a later call need not look again; threads that race here set much the same
+        self._latest_hook = latest  # so that a later call need not look again; racing threads set nearly the same
         return True
 
     def attributes(self) -> list[Any]:
-        """What hangs now on the modules, objects, dicts and lists that the callable reaches, two levels deep."""
+        """The present attributes and entries of what the callable reaches, two levels deep."""
         outer = [value for holder in self._holders for value in content(holder)]
         return outer + [value for holder in outer if isinstance(holder, (dict, list)) for value in content(holder)]
 
     @property
     def trainable(self) -> bool:
-        """Whether a call may have to be differentiated: a captured tensor requires a gradient, and unless it stands
-        alone its module is in training mode. Looked up anew each time."""
+        """Whether a call may have to be differentiated: a captured tensor requires a gradient, and if the callable
+        reaches modules, one of them is in training mode. Looked up anew each time."""
         training = not self._modules or any(map(_training, self._modules))
         return training and any(map(_requires_grad, self._tensors))
 
     @property
     def storages(self) -> set[int]:
-        """The storages whose address ``holds`` compares (by their ``_cdata``)."""
-        return {tensor.untyped_storage()._cdata for tensor in self._tensors}
+        """The keys of the storages whose address ``holds`` compares."""
+        return set(map(storage_key, self._tensors))
 
     def __len__(self) -> int:
         return len(self._tensors)
 
 
 class _Readers:
-    """What some readers give, or with ``several`` what is in each tuple that they give; anew each time."""
+    """Iterates over what some readers give now; with ``several``, over the entries of the tuples that they give."""
 
     __slots__ = ("readers", "several")
 
@@ -140,19 +146,19 @@ class _Readers:
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Its forward hooks, by the numbers of their handles, which only grow."""
+    """Its tables of forward hooks, by the ids of their handles. Later hooks have larger ids."""
     table = vars(module)
     return tuple(table[name] for name in ("_forward_hooks", "_forward_pre_hooks") if name in table)
 
 
 def _parts(container: Collection[Any]) -> tuple[Iterable[Any], ...]:
-    """Live views of what a container holds: a dict's keys and values, the entries of a list."""
+    """Live views of what a container holds: the keys and the values of a dict, the entries of a list."""
     return (container, container.values()) if isinstance(container, dict) else (container,)
 
 
 class WorkspaceGuard:
-    """Holds memory that a graph reads and that neither the graph, nor its inputs, nor a ``StateGuard`` owns, such as a
-    workspace that a library keeps; ``holds()`` tells whether it is still where it was, and as large."""
+    """Holds memory that a graph reads but that no ``StateGuard`` covers, such as a library's workspace. It is neither
+    the graph's own nor one of its inputs. ``holds()`` tells whether it is still where it was, and as large."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._storages = [tensor.untyped_storage() for tensor in tensors]
@@ -170,16 +176,16 @@ class WorkspaceGuard:
 
 
 def wants_gradient(value: Any) -> bool:
-    """Whether an argument, or what hangs on it where it is an object, is a tensor that requires a gradient."""
+    """Whether an argument is a tensor that requires a gradient, or an object that holds such a tensor."""
     if isinstance(value, torch.Tensor):
         return value.requires_grad
     return any(isinstance(inner, torch.Tensor) and inner.requires_grad for inner in tree_leaves(content(value)))
 
 
 def same_callable(a: Any, b: Any) -> bool:
-    """Whether two callables do the same: one object, or one piece of code over the same objects.
+    """Whether two callables do the same: they are one object, or the same code over the same objects.
 
-    So a lambda that is written in a loop counts as one callable, and one that captured something else does not.
+    So a lambda that is made again in a loop counts as the same callable, unless it captured something else.
     """
     if a is b:
         return True
@@ -199,7 +205,7 @@ def same_callable(a: Any, b: Any) -> bool:
 
 
 def same_objects(before: list[Any], after: list[Any]) -> bool:
-    """Whether two lists hold the same objects, where equal constants count as the same."""
+    """Whether two lists hold the same objects. Equal constants of one type count as the same."""
     return len(before) == len(after) and all(
         a is b or (type(a) is type(b) and isinstance(a, CONSTANTS) and repr(a) == repr(b))
         for a, b in zip(before, after, strict=True)

@@ -1,4 +1,4 @@
-"""What the code of a function reads, and from what."""
+"""Which attributes the code of a function reads, and of what."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.state.bytecode import reads
+from graphdispatch.state.bytecode import attribute_reads
 
 SETTINGS = torch
 
@@ -51,7 +51,7 @@ def _text(self: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fn", "own", "pairs", "loose"),
+    ("fn", "of_self", "of_named", "of_other"),
     [
         (_chain, {"config"}, {("config", "inner"), ("inner", "scale")}, set()),
         (_alias, {"config"}, {("config", "scale")}, set()),
@@ -65,10 +65,12 @@ def _text(self: Any) -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_code_reads(fn: Callable[..., Any], own: set[str], pairs: set[tuple[str, str]], loose: set[str]) -> None:
-    """Attributes of the first parameter, of what has a name, and of the rest; what is only written is not read."""
-    found = reads(fn.__code__)
-    assert found.own == own
-    assert found.pairs == pairs
-    assert found.loose == loose
-    assert found.names == own | loose | {name for _, name in pairs}
+def test_what_code_reads(
+    fn: Callable[..., Any], of_self: set[str], of_named: set[tuple[str, str]], of_other: set[str]
+) -> None:
+    """Attributes of the first parameter, of what has a name, and of the rest; one that is only written is not read."""
+    found = attribute_reads(fn.__code__)
+    assert found.of_self == of_self
+    assert found.of_named == of_named
+    assert found.of_other == of_other
+    assert found.names == of_self | of_other | {name for _, name in of_named}

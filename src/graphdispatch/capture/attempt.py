@@ -1,0 +1,187 @@
+"""One capture or verification between the watched eager run and the restoring of its effects."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..backends.operators import storage_key
+from ..errors import CaptureError, DeviceLostError, ReplayError
+from ..memory.entry import CUDAGraphEntry, WrittenSpans
+from ..memory.outputs import Outputs, check_values
+from ..modes import EntryState
+from ..state.guards import WorkspaceGuard
+from .casts import uncached_casts
+from .collector import paused_collector
+from .eager_run import EagerRun, check_may_capture
+from .effects import EffectRecorder, Region, redo, retry_once, undo
+from .output_rule import find_output_rule
+from .recording import Recording, record
+from .request import CaptureRequest
+from .verify import check_aliases, check_padding_writes, check_replay
+
+__all__ = ["CaptureAttempt"]
+
+_SMALL_BYTES = 1 << 20
+
+
+@dataclass
+class CaptureAttempt:
+    """Runs a call again after its eager run, to capture it or to compare a graph with it.
+
+    Call ``restore`` on every way out. The pool's lock is held throughout.
+    """
+
+    request: CaptureRequest
+    eager: EagerRun
+    stage: str = ""
+    """What the attempt is doing, in words; empty before it runs anything."""
+    _warm_run: EffectRecorder = field(init=False)
+    """The latest run on the static inputs: what it reads from outside and what it writes, padding rows included."""
+    _existing: set[int] = field(default_factory=set)
+    """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
+    _ran_again: bool = False
+
+    def __post_init__(self) -> None:
+        self._warm_run = self._recorder()
+
+    def capture(self) -> CUDAGraphEntry:
+        """Warm up, record and compare; returns a complete entry. Raises whatever stands in the way."""
+        request = self.request
+        check_may_capture(request, self.eager)
+        started = request.clock()
+        for _ in range(request.options.warmup_iterations):
+            self._warm_up()
+        with paused_collector(request.options.gc_disable):
+            recording = record(request, self._existing, self._start_over)
+        try:
+            entry = self._make_entry(recording)
+            entry.capture_time_ms = (request.clock() - started) * 1e3
+            if request.options.verify:
+                self._compare_replay(entry)
+            else:
+                entry.state = EntryState.VERIFIED
+                entry.note_comparison(1, entry.unproven)
+        except BaseException:
+            recording.graph.reset()
+            raise
+        return entry
+
+    def verify(self, entry: CUDAGraphEntry) -> None:
+        """Compare the entry's replay on this batch with the eager run. Raises ``VerificationError`` and others."""
+        check_may_capture(self.request, self.eager)
+        self._warm_up()
+        check_values(self.eager.answer, entry.output)
+        self._compare_replay(entry)
+
+    def restore(self) -> None:
+        """Leave exactly the eager run's effects, or none if the request does not want them.
+
+        Raises ``CaptureError`` if they cannot be put back, and ``DeviceLostError``.
+        """
+        if not self._ran_again and self.request.keep_effects:
+            return
+        try:
+            retry_once(self._put_back, self.request.backend)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"what the call writes could not be put back as eager left it, and holds values of another run: {error}"
+            ) from error
+
+    def _put_back(self) -> None:
+        self._undo_all()
+        if self.request.keep_effects:
+            redo(self.eager.effects.regions)
+            self.request.backend.set_rng_state(self.eager.rng_after)
+        self.request.inputs.mark_dirty()
+
+    def _undo_all(self) -> None:
+        self._ran_again = True
+        undo(self._warm_run.regions)
+        undo(self.eager.effects.regions)
+        self.request.backend.set_rng_state(self.eager.rng_before)
+
+    def _start_over(self, stage: str) -> None:
+        """Put back memory and generator as they were before the eager run, and begin ``stage``."""
+        self._undo_all()
+        self.stage = stage
+
+    def _recorder(self) -> EffectRecorder:
+        return EffectRecorder(self.request.options.state_limit_bytes, strict=True)
+
+    def _load(self) -> None:
+        self.request.inputs.load(self.request.values, self.request.rows, self.request.size)
+
+    def _warm_up(self) -> None:
+        self._start_over(f"warming up with {self.request.size} rows")
+        self._load()
+        self._warm_run = self._recorder()
+        with uncached_casts(), self._warm_run:
+            output = self.request.call(self.request.static_values())
+        self._existing = set(self._warm_run.outside) | self._warm_run.made_storages()
+        del output
+
+    def _make_entry(self, recording: Recording) -> CUDAGraphEntry:
+        request, warm_run, output = self.request, self._warm_run, recording.outputs
+        check_values(self.eager.answer, output)
+        rule = find_output_rule(request, self.eager, output, self._start_over)
+        views = request.inputs.views(request.size)
+        mutated = tuple(index for index, view in enumerate(views) if warm_run.writes_to(view))
+        check_aliases(request, self.eager, mutated)
+        if request.options.shares_outputs:
+            output = tree_map_only(torch.Tensor, request.backend.weak_reference, output)
+        outputs = Outputs(output, rule, recording.is_own, request.options.outputs, request.pool, request.buffers)
+        buffers = request.buffer_storages()
+        held = {key: tensor for key, tensor in warm_run.outside.items() if key not in buffers}
+        arguments = {storage_key(value) for value in request.values if isinstance(value, torch.Tensor)}
+        workspaces = [held[key] for key in held.keys() - request.guard.storages - arguments]
+        written = [region.target for region in self._writes_outside_inputs()]
+        return CUDAGraphEntry(
+            descriptor=request.descriptor,
+            mode=recording.mode,
+            key=request.key,
+            size=request.size,
+            graph=recording.graph,
+            pool=request.pool,
+            backend=request.backend,
+            inputs=request.inputs,
+            outputs=outputs,
+            mutated=mutated,
+            written=WrittenSpans(written) if written else None,
+            held=tuple(held.values()),
+            workspaces=WorkspaceGuard(workspaces) if workspaces else None,
+            guard=request.guard if request.options.guard_weights else None,
+            uses_rng=warm_run.uses_rng,
+            signature=request.signature,
+            call=request.call,
+            example=request.uncopied_values(),
+            warm_batch=tuple(
+                value.detach().clone() if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL_BYTES else None
+                for value in request.values
+            ),
+        )
+
+    def _writes_outside_inputs(self) -> list[Region]:
+        """What the run on the static inputs writes, apart from the static inputs themselves."""
+        buffers = self.request.buffer_storages()
+        return [region for region in self._warm_run.regions if storage_key(region.target) not in buffers]
+
+    def _compare_replay(self, entry: CUDAGraphEntry) -> None:
+        """Replay on this batch from the eager run's start, compare, and note in the entry what the batch tested."""
+        request = self.request
+        self._start_over(f"comparing the replay of {request.rows} rows with eager")
+        self._load()
+        padding_tested = entry.inputs.tells_rows_apart(request.size) if request.is_padded else set()
+        request.backend.set_rng_state(self.eager.rng_before)  # a pad rule may have drawn random numbers
+        try:
+            entry.graph.replay()
+        except Exception as error:
+            if isinstance(error, ReplayError) or request.backend.is_out_of_memory(error):
+                raise
+            raise ReplayError(f"{type(error).__name__}: {error}") from error
+        check_replay(request, self.eager, entry)
+        if request.is_padded and request.options.padding_writes == "refuse":
+            check_padding_writes(request, self.eager, self._writes_outside_inputs())
+        entry.note_comparison(request.rows, padding_tested)

@@ -1,0 +1,79 @@
+"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ..backends.base import Capture, Graph
+from ..backends.operators import storage_key, tensors_in
+from ..errors import CaptureError
+from ..modes import CUDAGraphMode
+from .casts import uncached_casts
+from .piecewise import PiecewiseCapture
+from .request import CaptureRequest
+from .watch import CaptureWatch
+
+__all__ = ["Recording", "record"]
+
+
+class Recording(NamedTuple):
+    """A captured graph, the outputs in its memory, and the mode that it was captured in."""
+
+    graph: Graph
+    outputs: Any
+    is_own: list[bool]
+    """For each output tensor, whether it lies in the graph's memory or in a static input."""
+    mode: CUDAGraphMode
+
+
+def record(request: CaptureRequest, existing: set[int], start_over: Callable[[str], None]) -> Recording:
+    """Record the call. If that fails inside a module and breaks are automatic, break at the module and record again.
+
+    ``existing`` are the keys of the storages that the graph may read besides its inputs. ``start_over`` is called
+    before each try with what is being done, and puts everything back to where the eager run began. Raises
+    ``CaptureError`` with the operator that ran last.
+    """
+    breaks = request.auto_breaks
+    while True:
+        mode = CUDAGraphMode.PIECEWISE if breaks else request.mode
+        try:
+            with uncached_casts(), breaks.marked() if breaks is not None else nullcontext():
+                return _record_once(request, mode, existing, start_over)
+        except CaptureError as error:
+            if breaks is None or not breaks.add(error):
+                raise
+
+
+def _record_once(
+    request: CaptureRequest, mode: CUDAGraphMode, existing: set[int], start_over: Callable[[str], None]
+) -> Recording:
+    start_over(f"capturing {request.size} rows")
+    values = request.static_values()
+    watch = CaptureWatch(existing | {storage_key(value) for value in values if isinstance(value, torch.Tensor)})
+    piecewise = PiecewiseCapture(request.backend, request.pool, watch) if mode is CUDAGraphMode.PIECEWISE else None
+    try:
+        if piecewise is not None:
+            with piecewise:
+                is_own = _set_outputs(request, piecewise, watch, request.call(values))
+            return Recording(piecewise.graph, piecewise.outputs, is_own, mode)
+        with request.backend.begin_capture(request.pool) as capture, watch:
+            is_own = _set_outputs(request, capture, watch, request.call(values))
+        return Recording(capture.graph, capture.outputs, is_own, mode)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(error).__name__} after {watch.latest}: {error}", request.backend.classify_error(error)
+        ) from error
+
+
+def _set_outputs(
+    request: CaptureRequest, capture: Capture | PiecewiseCapture, watch: CaptureWatch, output: Any
+) -> list[bool]:
+    """Hand the outputs to the capture, which then has the only reference to them; returns ``Recording.is_own``."""
+    buffers = request.buffer_storages()
+    is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
+    capture.set_outputs(output, shared=request.options.shares_outputs)
+    return is_own
