@@ -33,7 +33,7 @@ _HOMES = {
     "plan.dispatcher": ("planned_dispatcher",),
     "decide.prediction": ("Prewarmer", "SizePredictor"),
     "decide.policies": ("DefaultDispatchPolicy", "DispatchPolicy"),
-    "api.lanes": ("LaneResult",),
+    "api.workers": ("StreamResult",),
     "ranks.consensus": ("Agreement", "RankConsensus", "RankVote"),
     "api.streams": ("StreamDispatcher",),
     "decide.support": ("AttentionSupport", "resolve_cudagraph_mode"),

@@ -5,10 +5,10 @@ from .api.composite import CompositeDispatcher as CompositeDispatcher
 from .api.dispatcher import CudagraphDispatcher as CudagraphDispatcher
 from .api.graphed import Graphed as Graphed
 from .api.graphed import graphed as graphed
-from .api.lanes import LaneResult as LaneResult
 from .api.manager import CUDAGraphManager as CUDAGraphManager
 from .api.registry import CUDAGraphRegistry as CUDAGraphRegistry
 from .api.streams import StreamDispatcher as StreamDispatcher
+from .api.workers import StreamResult as StreamResult
 from .api.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
 from .backends import available_backends as available_backends
 from .backends import get_backend as get_backend

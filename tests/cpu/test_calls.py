@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.call.spec import FlatCall, CallSpec, Leaves, parameter_names
+from graphdispatch.call.spec import CallSpec, FlatCall, Leaves, parameter_names
 
 
 class Pair(NamedTuple):

@@ -269,15 +269,15 @@ def test_composites_nest(clock: Clock) -> None:
 
 def test_lanes_are_members(clock: Clock) -> None:
     """A ``StreamDispatcher`` in a composite verifies, serves, and is passed over once it is closed."""
-    lanes = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
-    lanes.capture(KEY, (torch.zeros(2, 3),))
+    workers = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
+    workers.capture(KEY, (torch.zeros(2, 3),))
     composite = CompositeDispatcher(clock=clock)
-    composite.add_dispatcher("lanes", lanes)
+    composite.add_dispatcher("workers", workers)
     answers = [composite.dispatch(KEY, torch.full((2, 3), float(v)))[0, 0].item() for v in range(1, 6)]
     assert answers == [2.0 * v for v in range(1, 6)]
-    assert lanes.stats.reasons == {Reason.VERIFIED_NOW: 2}
-    assert lanes.stats.graph == 3
-    lanes.close()
+    assert workers.stats.reasons == {Reason.VERIFIED_NOW: 2}
+    assert workers.stats.graph == 3
+    workers.close()
     assert composite.dispatch(KEY, torch.ones(2, 3))[0, 0].item() == 2.0
 
 

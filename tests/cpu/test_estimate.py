@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphdispatch.serve.graphset import GraphSet
 
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
@@ -20,7 +21,6 @@ from graphdispatch.memory.accounting import EntryMemory, MemoryReport
 from graphdispatch.memory.cache import GraphCache
 from graphdispatch.reasons import Reason
 from graphdispatch.serve.estimate import BudgetedCapture, MemoryEstimate, SizeEstimate, _extrapolate, estimate_memory
-from graphdispatch.serve.graphset import GraphSet
 from graphdispatch.serve.group import GraphGroup
 from graphdispatch.sizes import named_sizes
 

@@ -54,9 +54,9 @@ def state() -> StreamState:
 
 
 @pytest.fixture
-def lane(state: StreamState) -> Iterator[CPUStream]:
+def worker(state: StreamState) -> Iterator[CPUStream]:
     """A stream."""
-    stream = state.make_stream("lane")
+    stream = state.make_stream("worker")
     yield stream
     stream.close()
 
@@ -77,34 +77,34 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_work_runs_in_the_order_it_was_given(lane: CPUStream) -> None:
+def test_work_runs_in_the_order_it_was_given(worker: CPUStream) -> None:
     """A stream is first in, first out."""
     seen: list[int] = []
     for number in range(100):
-        lane.submit(partial(seen.append, number))
-    lane.synchronize()
+        worker.submit(partial(seen.append, number))
+    worker.synchronize()
     assert seen == list(range(100))
 
 
-def test_two_streams_overlap(lane: CPUStream, other: CPUStream) -> None:
+def test_two_streams_overlap(worker: CPUStream, other: CPUStream) -> None:
     """Two pieces of work that can only finish together do finish, on two streams."""
     meeting, seen = threading.Barrier(2, timeout=TIMEOUT_S), list[int]()
-    for stream in (lane, other):
+    for stream in (worker, other):
         stream.submit(lambda: seen.append(meeting.wait()))
-    lane.synchronize()
+    worker.synchronize()
     other.synchronize()
     assert sorted(seen) == [0, 1]
 
 
 def test_an_event_orders_two_streams(
-    state: StreamState, lane: CPUStream, other: CPUStream, gate: threading.Event
+    state: StreamState, worker: CPUStream, other: CPUStream, gate: threading.Event
 ) -> None:
     """Work behind a wait sees what the work before the mark wrote, however late that is."""
     value, seen = torch.zeros(1), torch.zeros(1)
     event = state.make_event()
-    lane.submit(partial(passed, gate))
-    lane.submit(partial(write, value, torch.tensor([7.0])))
-    event.record(lane)
+    worker.submit(partial(passed, gate))
+    worker.submit(partial(write, value, torch.tensor([7.0])))
+    event.record(worker)
     event.wait(other)
     other.submit(partial(write, seen, value))
     gate.set()
@@ -112,24 +112,26 @@ def test_an_event_orders_two_streams(
     assert seen.item() == 7
 
 
-def test_two_streams_without_an_event_are_not_ordered(lane: CPUStream, other: CPUStream, gate: threading.Event) -> None:
+def test_two_streams_without_an_event_are_not_ordered(
+    worker: CPUStream, other: CPUStream, gate: threading.Event
+) -> None:
     """The fault that a missing event makes on a GPU shows here too: the reader gets the old value."""
     value, seen = torch.zeros(1), torch.full((1,), -1.0)
-    lane.submit(partial(passed, gate))
-    lane.submit(partial(write, value, torch.tensor([7.0])))
+    worker.submit(partial(passed, gate))
+    worker.submit(partial(write, value, torch.tensor([7.0])))
     other.submit(partial(write, seen, value))
     other.synchronize()
     gate.set()
-    lane.synchronize()
+    worker.synchronize()
     assert (seen.item(), value.item()) == (0, 7)
 
 
-def test_wait_stream_orders_after_all_earlier_work(lane: CPUStream, other: CPUStream, gate: threading.Event) -> None:
+def test_wait_stream_orders_after_all_earlier_work(worker: CPUStream, other: CPUStream, gate: threading.Event) -> None:
     """``wait_stream`` holds back later work only, and until the other queue has come so far."""
     seen: list[str] = []
-    lane.submit(partial(passed, gate))
-    lane.submit(lambda: seen.append("first"))
-    other.wait_stream(lane)
+    worker.submit(partial(passed, gate))
+    worker.submit(lambda: seen.append("first"))
+    other.wait_stream(worker)
     other.submit(lambda: seen.append("second"))
     assert seen == []
     gate.set()
@@ -137,77 +139,77 @@ def test_wait_stream_orders_after_all_earlier_work(lane: CPUStream, other: CPUSt
     assert seen == ["first", "second"]
 
 
-def test_waiting_on_the_default_stream_blocks_the_caller(state: StreamState, lane: CPUStream) -> None:
+def test_waiting_on_the_default_stream_blocks_the_caller(state: StreamState, worker: CPUStream) -> None:
     """The default stream has no queue, so that waiting for a stream there means that the caller waits."""
     seen: list[str] = []
-    lane.submit(lambda: seen.append("work"))
-    state.default.wait_stream(lane)
+    worker.submit(lambda: seen.append("work"))
+    state.default.wait_stream(worker)
     assert seen == ["work"]
 
 
-def test_waiting_refers_to_the_latest_record(state: StreamState, lane: CPUStream, gate: threading.Event) -> None:
+def test_waiting_refers_to_the_latest_record(state: StreamState, worker: CPUStream, gate: threading.Event) -> None:
     """An event that is recorded again stands for the new mark, and is no longer done."""
     event = state.make_event()
     event.record()
     before = event.query()
-    lane.submit(partial(passed, gate))
-    event.record(lane)
+    worker.submit(partial(passed, gate))
+    event.record(worker)
     assert (before, event.query()) == (True, False)
     gate.set()
     event.synchronize()
     assert event.query()
 
 
-def test_an_event_never_recorded_holds_nothing_up(state: StreamState, lane: CPUStream) -> None:
+def test_an_event_never_recorded_holds_nothing_up(state: StreamState, worker: CPUStream) -> None:
     """Such an event is done, and waiting for it returns."""
     event = state.make_event()
     event.wait()
-    event.wait(lane)
+    event.wait(worker)
     event.synchronize()
     assert event.query()
 
 
-def test_a_failure_is_raised_by_synchronize_once(lane: CPUStream) -> None:
+def test_a_failure_is_raised_by_synchronize_once(worker: CPUStream) -> None:
     """The exception itself comes out, and is forgotten then."""
-    lane.submit(break_down)
+    worker.submit(break_down)
     with pytest.raises(ArithmeticError, match="the model broke"):
-        lane.synchronize()
-    lane.synchronize()
+        worker.synchronize()
+    worker.synchronize()
 
 
-def test_work_behind_a_failure_is_skipped_until_it_was_raised(lane: CPUStream) -> None:
+def test_work_behind_a_failure_is_skipped_until_it_was_raised(worker: CPUStream) -> None:
     """Work that relied on the failed piece never runs; work that is given after the report does."""
     seen: list[str] = []
-    lane.submit(break_down)
-    lane.submit(lambda: seen.append("skipped"))
+    worker.submit(break_down)
+    worker.submit(lambda: seen.append("skipped"))
     with pytest.raises(ArithmeticError):
-        lane.synchronize()
-    lane.submit(lambda: seen.append("served"))
-    lane.synchronize()
+        worker.synchronize()
+    worker.submit(lambda: seen.append("served"))
+    worker.synchronize()
     assert seen == ["served"]
 
 
-def test_a_failure_reaches_whoever_waits_for_it(state: StreamState, lane: CPUStream, other: CPUStream) -> None:
+def test_a_failure_reaches_whoever_waits_for_it(state: StreamState, worker: CPUStream, other: CPUStream) -> None:
     """A stream behind a failed one skips its work too, and reports the same exception."""
     seen: list[str] = []
-    lane.submit(break_down)
-    other.wait_stream(lane)
+    worker.submit(break_down)
+    other.wait_stream(worker)
     other.submit(lambda: seen.append("wrong"))
     with pytest.raises(ArithmeticError):
         other.synchronize()
     with pytest.raises(ArithmeticError):
-        state.default.wait_stream(lane)
+        state.default.wait_stream(worker)
     with pytest.raises(ArithmeticError):
-        lane.close()
+        worker.close()
     assert seen == []
 
 
-def test_even_a_request_to_exit_leaves_the_stream_alive(lane: CPUStream) -> None:
+def test_even_a_request_to_exit_leaves_the_stream_alive(worker: CPUStream) -> None:
     """SystemExit in a piece of work is kept like any exception: the thread, and who waits for it, go on."""
-    lane.submit(partial(sys.exit, 3))
+    worker.submit(partial(sys.exit, 3))
     with pytest.raises(SystemExit):
-        lane.synchronize()
-    synchronized(lane)
+        worker.synchronize()
+    synchronized(worker)
 
 
 def test_an_exception_on_the_default_stream_is_raised_at_once(state: StreamState) -> None:
@@ -253,27 +255,27 @@ def test_a_forgotten_stream_ends_its_thread(state: StreamState) -> None:
     assert not thread.is_alive()
 
 
-def test_current_stream_nests_and_is_restored(state: StreamState, lane: CPUStream, other: CPUStream) -> None:
+def test_current_stream_nests_and_is_restored(state: StreamState, worker: CPUStream, other: CPUStream) -> None:
     """``use`` puts the previous stream back, also when its block raises."""
-    with state.use(lane):
+    with state.use(worker):
         with contextlib.suppress(ArithmeticError), state.use(other):
             assert state.current() is other
             break_down()
-        assert state.current() is lane
+        assert state.current() is worker
     assert state.current() is state.default
 
 
-def test_current_stream_belongs_to_one_thread(state: StreamState, lane: CPUStream, other: CPUStream) -> None:
+def test_current_stream_belongs_to_one_thread(state: StreamState, worker: CPUStream, other: CPUStream) -> None:
     """Work sees its own stream as current; the thread that submitted it keeps its own."""
     seen: list[object] = []
     with state.use(other):
-        lane.submit(lambda: seen.append(state.current()))
-        lane.synchronize()
+        worker.submit(lambda: seen.append(state.current()))
+        worker.synchronize()
         assert state.current() is other
-    assert seen == [lane]
+    assert seen == [worker]
 
 
-def test_work_runs_in_the_submitters_modes(lane: CPUStream) -> None:
+def test_work_runs_in_the_submitters_modes(worker: CPUStream) -> None:
     """Inference mode, gradient mode and context variables, which each thread has apart, are carried over."""
     name = contextvars.ContextVar[str]("name", default="unset")
     seen: list[tuple[bool, bool, str]] = []
@@ -282,46 +284,46 @@ def test_work_runs_in_the_submitters_modes(lane: CPUStream) -> None:
         seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), name.get()))
 
     with torch.inference_mode():
-        lane.submit(look)
+        worker.submit(look)
     with torch.no_grad():
-        lane.submit(look)
+        worker.submit(look)
     token = name.set("caller")
-    lane.submit(look)
+    worker.submit(look)
     name.reset(token)
-    lane.synchronize()
+    worker.synchronize()
     assert seen == [(True, False, "unset"), (False, False, "unset"), (False, True, "caller")]
 
 
-def test_work_runs_under_the_submitters_autocast(lane: CPUStream) -> None:
+def test_work_runs_under_the_submitters_autocast(worker: CPUStream) -> None:
     """A matrix product on a stream has the dtype that it has where it was submitted."""
     one, seen = torch.ones(2, 2), list[torch.dtype]()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        lane.submit(lambda: seen.append((one @ one).dtype))
-    lane.submit(lambda: seen.append((one @ one).dtype))
-    lane.synchronize()
+        worker.submit(lambda: seen.append((one @ one).dtype))
+    worker.submit(lambda: seen.append((one @ one).dtype))
+    worker.synchronize()
     assert seen == [torch.bfloat16, torch.float32]
 
 
-def test_work_may_use_its_own_stream(state: StreamState, lane: CPUStream) -> None:
+def test_work_may_use_its_own_stream(state: StreamState, worker: CPUStream) -> None:
     """What work gives to its own stream happens at once, so that nothing there can wait for itself."""
     seen: list[str] = []
 
     def work() -> None:
-        lane.submit(lambda: seen.append("nested"))
+        worker.submit(lambda: seen.append("nested"))
         event = state.make_event()
         event.record()
         event.wait()
         event.synchronize()
-        lane.synchronize()
+        worker.synchronize()
         seen.append("outer")
 
-    lane.submit(work)
-    synchronized(lane)
+    worker.submit(work)
+    synchronized(worker)
     assert seen == ["nested", "outer"]
 
 
 def test_a_mark_behind_the_running_work_does_not_block_it(
-    state: StreamState, lane: CPUStream, gate: threading.Event
+    state: StreamState, worker: CPUStream, gate: threading.Event
 ) -> None:
     """A stream never waits for its own later mark; a thread that would is told so instead of hanging."""
     event, refused = state.make_event(), list[BackendError]()
@@ -333,23 +335,25 @@ def test_a_mark_behind_the_running_work_does_not_block_it(
             event.synchronize()
         refused.append(caught.value)
 
-    lane.submit(work)
-    event.record(lane)
+    worker.submit(work)
+    event.record(worker)
     gate.set()
-    synchronized(lane)
+    synchronized(worker)
     assert len(refused) == 1
 
 
-def test_a_timer_waits_for_its_end_without_blocking(state: StreamState, lane: CPUStream, gate: threading.Event) -> None:
+def test_a_timer_waits_for_its_end_without_blocking(
+    state: StreamState, worker: CPUStream, gate: threading.Event
+) -> None:
     """Until its stream has come to the end, a timer says None; then it says milliseconds."""
     timer = Timer(state.make_event(timing=True), state.make_event(timing=True))
-    with state.use(lane):
+    with state.use(worker):
         timer.start()
-        lane.submit(partial(passed, gate))
+        worker.submit(partial(passed, gate))
         timer.stop()
     assert timer.elapsed_ms() is None
     gate.set()
-    lane.synchronize()
+    worker.synchronize()
     elapsed = timer.elapsed_ms()
     assert elapsed is not None
     assert elapsed > 0
@@ -380,13 +384,13 @@ def test_elapsed_needs_two_timed_and_reached_events(state: StreamState) -> None:
     assert start.elapsed_ms(end) >= 0
 
 
-def test_a_stream_of_another_backend_is_refused(state: StreamState, lane: CPUStream) -> None:
+def test_a_stream_of_another_backend_is_refused(state: StreamState, worker: CPUStream) -> None:
     """Only the CPU backend's own streams can be current or be waited for."""
     foreign: object = object()
     with pytest.raises(BackendError, match="must come from the CPU backend"), state.use(foreign):  # type: ignore[arg-type]
         pass
     with pytest.raises(BackendError, match="must come from the CPU backend"):
-        lane.wait_stream(foreign)  # type: ignore[arg-type]
+        worker.wait_stream(foreign)  # type: ignore[arg-type]
 
 
 def test_repr_tells_the_condition(state: StreamState) -> None:

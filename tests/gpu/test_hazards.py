@@ -230,7 +230,7 @@ def test_a_side_stream_that_is_joined_is_part_of_the_graph(cuda: CUDABackend) ->
 
 
 def test_lanes_overlap(cuda: CUDABackend) -> None:
-    """A short step on one lane is done while a long one on another is still running."""
+    """A short step on one worker is done while a long one on another is still running."""
 
     def model(x: Tensor, cycles: int) -> Tensor:
         torch.cuda._sleep(cycles)
@@ -238,18 +238,18 @@ def test_lanes_overlap(cuda: CUDABackend) -> None:
 
     long, short = gd.DispatchKey(4, 4), gd.DispatchKey(2, 2)
     options = gd.CUDAGraphOptions(verify=False)
-    lanes = gd.StreamDispatcher(model, 2, backend=cuda, options=options)
+    workers = gd.StreamDispatcher(model, 2, backend=cuda, options=options)
     x, y = torch.zeros(4, device=cuda.device), torch.zeros(2, device=cuda.device)
-    lanes.capture(long, (x, 500_000_000), lanes=[0])
-    lanes.capture(short, (y, 1), lanes=[1])
+    workers.capture(long, (x, 500_000_000), workers=[0])
+    workers.capture(short, (y, 1), workers=[1])
     torch.cuda.synchronize()
-    slow = lanes.submit(long, x, 500_000_000)
-    fast = lanes.submit(short, y, 1)
-    lanes.lanes[1].stream.synchronize()
+    slow = workers.submit(long, x, 500_000_000)
+    fast = workers.submit(short, y, 1)
+    workers.workers[1].stream.synchronize()
     was_running = not slow.is_done
     assert (fast.result().tolist(), slow.result().tolist()) == ([1.0] * 2, [1.0] * 4)
     assert was_running
-    lanes.close()
+    workers.close()
 
 
 def test_moved_weights_are_never_read_at_the_old_place(cuda: CUDABackend, model: torch.nn.Module) -> None:

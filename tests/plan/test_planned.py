@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from graphdispatch.serve.routine import Routine
 
 from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.errors import ConfigError
@@ -13,7 +14,6 @@ from graphdispatch.plan.dispatcher import planned_dispatcher
 from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.workload import Workload
 from graphdispatch.reasons import Reason
-from graphdispatch.serve.routine import Routine
 from graphdispatch.simulation.simulator import simulate
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE

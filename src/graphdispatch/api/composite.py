@@ -9,24 +9,25 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from ..descriptors import DispatchKey
-from ..errors import ConfigError, GuardError, ReplayError
+from ..errors import ConfigError, ReplayError
 from ..memory.accounting import bytes_of
+from ..memory.backoff import Backoff, Quarantine
+from ..memory.budget import MemoryBudget
+from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import DispatchMode
 from ..reasons import Reason
 from ..stats import DispatchStats
-from .dispatcher import CudagraphDispatcher
 
 __all__ = ["CompositeDispatcher", "GraphMember", "MemberStatus"]
 
 
 class GraphMember(Protocol):
-    """What the composite asks of a member; ``CudagraphDispatcher``s are adapted to it."""
+    """What the composite asks of a member; every dispatcher of this package has it."""
 
     @property
     def stats(self) -> DispatchStats:
@@ -39,6 +40,10 @@ class GraphMember(Protocol):
     @property
     def entries(self) -> Sequence[tuple[DispatchKey, CUDAGraphEntry]]:
         """The member's graphs with their keys."""
+
+    @property
+    def caches(self) -> Sequence[GraphCache]:
+        """Where the member keeps its graphs."""
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Serve a call by a graph and count it: whether one did, the outputs, and the reason; never the runner.
@@ -64,16 +69,12 @@ class MemberStatus(NamedTuple):
     detail: str
 
 
-@dataclass(eq=False)
-class _Member:
+class _Member(NamedTuple):
     name: str
     priority: int
     dispatcher: GraphMember
     accepts: Callable[[DispatchKey], bool] | None
-    failures: int = 0
-    retry_at: float = 0.0
-    detail: str = ""
-    skips: Counter[Reason] = field(default_factory=Counter)
+    skips: Counter[Reason]
 
 
 class CompositeDispatcher:
@@ -99,13 +100,10 @@ class CompositeDispatcher:
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[str, CUDAGraphEntry], None] | None = None,
     ) -> None:
-        if memory_budget_bytes is not None and memory_budget_bytes < 1:
-            raise ConfigError(f"memory_budget_bytes must be at least 1 or None, got {memory_budget_bytes}")
         if not 0 < backoff_s <= max_backoff_s:
             raise ConfigError(f"backoff_s must be positive and at most max_backoff_s={max_backoff_s}, got {backoff_s}")
-        self.memory_budget_bytes = memory_budget_bytes
-        self._backoff_s = backoff_s
-        self._max_backoff_s = max_backoff_s
+        self._budget = MemoryBudget(memory_budget_bytes, eviction="lru")
+        self._failures: Quarantine[str] = Quarantine(Backoff(backoff_s, 2.0, max_backoff_s))
         self._clock = clock
         self._on_evict = on_evict
         self._members: tuple[_Member, ...] = ()
@@ -114,7 +112,7 @@ class CompositeDispatcher:
     def add_dispatcher(
         self,
         name: str,
-        dispatcher: CudagraphDispatcher | GraphMember,
+        dispatcher: GraphMember,
         priority: int = 0,
         *,
         accepts: Callable[[DispatchKey], bool] | None = None,
@@ -127,24 +125,24 @@ class CompositeDispatcher:
         for what, value, kind in (("name", name, str), ("priority", priority, int)):
             if not isinstance(value, kind):
                 raise ConfigError(f"{what} must be of type {kind.__name__}, got {value!r}")
-        member: GraphMember
-        if hasattr(dispatcher, "attempt") and dispatcher is not self:
-            member = cast(GraphMember, dispatcher)
-        elif isinstance(dispatcher, CudagraphDispatcher):
-            member = _Plain(dispatcher)
-        else:
+        if not hasattr(dispatcher, "attempt") or dispatcher is self:
             raise ConfigError(f"dispatcher must be another dispatcher, got {dispatcher!r}")
         with self._lock:
             if any(other.name == name for other in self._members):
                 raise ConfigError(f"name {name!r} is taken; names are {[m.name for m in self._members]}")
-            members = [*self._members, _Member(name, priority, member, accepts)]
+            members = [*self._members, _Member(name, priority, dispatcher, accepts, Counter())]
             self._members = tuple(sorted(members, key=lambda m: -m.priority))
+            for cache in dispatcher.caches:
+                self._budget.join(cache)
 
     def remove_dispatcher(self, name: str) -> None:
         """Let a member go; its graphs stay its own. Raises ``ConfigError`` for an unknown name."""
         gone = self._member(name)
         with self._lock:
             self._members = tuple(member for member in self._members if member is not gone)
+            self._failures.forgive(name)
+            for cache in gone.dispatcher.caches:
+                self._budget.leave(cache)
 
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run one call. Raises what the graph or the runner raises, and ``ConfigError`` if no member takes the key."""
@@ -174,7 +172,7 @@ class CompositeDispatcher:
         Returns the bytes freed for it. The new graph itself is never evicted for the budget here.
         """
         member = self._member(name).dispatcher
-        register = getattr(member.dispatcher if isinstance(member, _Plain) else member, "register_graph", None)
+        register = getattr(member, "register_graph", None)
         if register is None:
             raise ConfigError(f"member {name!r} takes no graphs: {member!r}")
         register(key, graph, **options)
@@ -186,28 +184,33 @@ class CompositeDispatcher:
         Graphs that free nothing (somebody else's memory), ``keep``, and those with a replay in flight are left alone,
         so that the budget may still be exceeded afterwards.
         """
-        if self.memory_budget_bytes is None:
-            return 0
-        with self._lock:
-            before = now = self.memory_bytes
-            for member, entry in sorted(self._owned(), key=lambda pair: pair[1].last_used):
-                if now <= self.memory_budget_bytes:
-                    break
-                if entry is keep or not bytes_of([entry]) or not entry.pool.is_idle():
-                    continue
-                member.dispatcher.discard(entry)
-                if self._on_evict is None:
-                    entry.release()
-                else:
-                    self._on_evict(member.name, entry)
-                now = self.memory_bytes
-        return max(before - now, 0)
+        before = self.memory_bytes
+        kept = [entry for _, entry in self.entries if entry is keep]
+        for victim in self._budget.enforce(kept):
+            owner = next((m for m in self._members if victim.owner in m.dispatcher.caches), None)
+            if owner is not None:
+                owner.dispatcher.discard(victim.entry)
+            if self._on_evict is None or owner is None:
+                victim.entry.release()
+            else:
+                self._on_evict(owner.name, victim.entry)
+        return max(before - self.memory_bytes, 0)
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """The most bytes that the graphs of all members may hold; None: no limit."""
+        return self._budget.memory_budget_bytes
+
+    @property
+    def caches(self) -> list[GraphCache]:
+        """Where the members keep their graphs."""
+        return [cache for member in self._members for cache in member.dispatcher.caches]
 
     def rearm(self, name: str) -> None:
         """Try a member's graphs again now. Raises ``ConfigError`` for an unknown name."""
-        member = self._member(name)
+        self._member(name)
         with self._lock:
-            member.failures, member.retry_at, member.detail = 0, 0.0, ""
+            self._failures.forgive(name)
 
     @property
     def eager_runner(self) -> Callable[..., Any]:
@@ -236,11 +239,14 @@ class CompositeDispatcher:
     @property
     def members(self) -> tuple[MemberStatus, ...]:
         """How the members stand, in the order in which they are tried."""
-        now = self._clock()
-        return tuple(
-            MemberStatus(m.name, m.priority, m.failures, max(m.retry_at - now, 0.0) if m.failures else 0.0, m.detail)
-            for m in self._members
-        )
+        return tuple(self._status(member) for member in self._members)
+
+    def _status(self, member: _Member) -> MemberStatus:
+        failure = self._failures.get(member.name)
+        if failure is None:
+            return MemberStatus(member.name, member.priority, 0, 0.0, "")
+        wait = max(failure.retry_at - self._clock(), 0.0)
+        return MemberStatus(member.name, member.priority, failure.times, wait, failure.detail)
 
     @property
     def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
@@ -292,71 +298,19 @@ class CompositeDispatcher:
         return False, None, answer, first
 
     def _is_quarantined(self, member: _Member) -> bool:
-        return member.failures > 0 and self._clock() < member.retry_at
+        return self._failures.blocked(member.name, self._clock()) is not None
 
     def _quarantine(self, member: _Member, error: ReplayError) -> None:
         with self._lock:
-            wait = min(self._backoff_s * 2.0**member.failures, self._max_backoff_s)
-            member.failures += 1
-            member.retry_at = self._clock() + wait
-            member.detail = str(error)
+            self._failures.fail(member.name, self._clock(), Reason.REPLAY_FAILED, str(error))
 
     def _recover(self, member: _Member) -> None:
-        if member.failures:
+        if self._failures.get(member.name) is not None:
             with self._lock:
-                member.failures, member.detail = 0, ""
+                self._failures.forgive(member.name)
 
     def _member(self, name: str) -> _Member:
         for member in self._members:
             if member.name == name:
                 return member
         raise ConfigError(f"name must be one of {[m.name for m in self._members]}, got {name!r}")
-
-    def _owned(self) -> list[tuple[_Member, CUDAGraphEntry]]:
-        return [(member, entry) for member in self._members for _, entry in member.dispatcher.entries]
-
-
-class _Plain:
-    """A ``CudagraphDispatcher`` as a member: its decision and its replay, without its eager fallback."""
-
-    def __init__(self, dispatcher: CudagraphDispatcher) -> None:
-        self.dispatcher = dispatcher
-
-    @property
-    def stats(self) -> DispatchStats:
-        return self.dispatcher.stats
-
-    @property
-    def eager_runner(self) -> Callable[..., Any]:
-        return self.dispatcher.eager_runner
-
-    @property
-    def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
-        return [(found.key, found.entry) for found in self.dispatcher.registered()]
-
-    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        start = perf_counter_ns()
-        found, decision = self.dispatcher.choose(key, args, kwargs)
-        spent = perf_counter_ns() - start
-        if found is None:
-            return False, None, decision.reason
-        try:
-            result = found.entry.serve(*found.arguments(args, kwargs))
-        except GuardError:
-            return False, None, Reason.ARGUMENTS_CHANGED
-        except ReplayError:
-            self.dispatcher.drop(found)
-            raise
-        self.stats.record(found.mode, decision.reason, spent)
-        return True, result, decision.reason
-
-    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        return self.dispatcher.dispatch(key, *args, **kwargs)
-
-    def discard(self, entry: CUDAGraphEntry) -> None:
-        for found in self.dispatcher.registered():
-            if found.entry is entry:
-                self.dispatcher.drop(found)
-
-    def __repr__(self) -> str:
-        return repr(self.dispatcher)

@@ -5,18 +5,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from ..decide.decision import Decision
 from ..decide.memo import Memo
 from ..decide.table import KeyTable
 from ..descriptors import BatchDescriptor, DispatchKey
-from ..errors import ConfigError, GuardError
+from ..errors import ConfigError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
-from ..modes import CUDAGraphMode, DispatchMode
+from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
+from ..serve.group import Route
 
 __all__ = ["GRAPH_MODES", "Choice", "Registered", "RegisteredGraphs", "Slot"]
 
@@ -29,45 +27,23 @@ _MOST_KEPT = 16384  # choices
 
 @dataclass(frozen=True)
 class Registered:
-    """A graph as it was registered, and its entry."""
+    """A graph as it was registered, its entry, and the route by which the server serves it."""
 
     key: DispatchKey
     mode: DispatchMode
     graph: Replayable | CUDAGraphEntry
     entry: CUDAGraphEntry
-    addresses: tuple[int, ...] | None
+    route: Route
 
     @property
     def pads(self) -> bool:
         """Whether it fills up smaller batches itself; any other graph serves exactly its key."""
         return any(spec.dim is not None for spec in self.entry.inputs.specs)
 
-    def refusal(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reason | None:
-        """Why the graph must not serve this call now, though it was decided on; or None."""
-        entry = self.entry
-        if entry.backend.is_watched():
-            return Reason.INSIDE_CAPTURE
-        if entry.pool.is_inside_replay():
-            return Reason.INSIDE_REPLAY
-        if entry.unproven and decision.reason is Reason.PADDED:
-            return Reason.PADDING_UNPROVEN
-        if not entry.is_current():
-            return Reason.ADDRESS_CHANGED
-        if torch.is_grad_enabled() and entry.needs_gradients(_tensors(args, kwargs)):
-            return Reason.NEEDS_GRADIENTS
-        if self.addresses is not None and _addresses(args, kwargs) != self.addresses:
-            return Reason.ADDRESS_CHANGED
-        return None
-
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """What ``entry.serve`` takes for a call: the values and their number of rows. Raises ``GuardError``."""
-        specs = self.entry.inputs.specs
-        if not specs:
-            return (), self.entry.size
-        if len(args) > len(specs):
-            raise GuardError(f"the graph takes {len(specs)} tensors, got {len(args)} positional arguments")
-        named = {spec.name: value for spec, value in zip(specs, args, strict=False)}
-        return self.entry.check(named | kwargs)
+    @property
+    def is_gone(self) -> bool:
+        """Whether the graph was released, or failed when it was last replayed or compared."""
+        return self.entry.state in (EntryState.EVICTED, EntryState.FAILED)
 
 
 class Choice(NamedTuple):
@@ -140,11 +116,3 @@ def _place(found: Registered) -> tuple[bool, CUDAGraphMode, BatchDescriptor]:
     is_uniform = mode is CUDAGraphMode.FULL and _query_len(key) is not None
     variant = (key.max_seq_len or None) if found.pads else key
     return key.is_prefill, mode, BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, variant)
-
-
-def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in _tensors(args, kwargs))
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

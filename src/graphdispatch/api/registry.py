@@ -1,7 +1,7 @@
 """``CUDAGraphRegistry``: graphs by (batch size, sequence length), captured from functions of named tensors."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, NamedTuple
 
@@ -31,11 +31,19 @@ Shapes = Mapping[str, Sequence[int]]
 _MOST_WAITING = 8  # callables that have no graph
 
 
+class _KeyedRoute(Route):
+    """The route of batches of one sequence length."""
+
+    def __init__(self, key: Hashable, table: SizeTable, rules: ArgumentRules, seq_len: int) -> None:
+        super().__init__(key, table, rules)
+        self.seq_len = seq_len
+
+
 class _Callable(NamedTuple):
     """One callable with its server, and its routes by sequence length, mode and batch dimensions."""
 
     server: Server
-    routes: Routes
+    routes: Routes[_KeyedRoute]
 
 
 class CUDAGraphRegistry:
@@ -198,7 +206,7 @@ class CUDAGraphRegistry:
 
     def groups_of(self, one: _Callable, size: int, seq_len: int) -> list[GraphGroup]:
         """The groups of a callable whose calls of this sequence length the graph of ``size`` would serve."""
-        routes = [route for (length, *_), route in list(one.routes.items()) if length == seq_len]
+        routes = [route for route in list(one.routes.values()) if route.seq_len == seq_len]
         return [group for route in routes for group in route.groups if size in route.table.sizes]
 
     @property
@@ -211,16 +219,18 @@ class CUDAGraphRegistry:
         callables = self._callables
         return callables[-1] if callables else None
 
-    def route(self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]) -> Route:
+    def route(
+        self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]
+    ) -> _KeyedRoute:
         """The route of batches that ``size`` rows serve; sizes of the configuration share one."""
         own = 0 if size in self._tables[mode].sizes else size
         return one.routes[seq_len, mode, own, tuple(dynamic.items())]
 
     def _make_route(
         self, number: int, seq_len: int, mode: CUDAGraphMode, own: int, dims: tuple[tuple[str, int], ...]
-    ) -> Route:
+    ) -> _KeyedRoute:
         table = SizeTable.of_one(own, mode, pads=True) if own else self._tables[mode]
-        return Route((number, seq_len, mode, own), table, ArgumentRules(dict(dims), {}, frozenset()))
+        return _KeyedRoute((number, seq_len, mode, own), table, ArgumentRules(dict(dims), {}, frozenset()), seq_len)
 
     def _of_key(self, one: _Callable, size: int, seq_len: int) -> Iterator[tuple[GraphGroup, CUDAGraphEntry]]:
         for group in self.groups_of(one, size, seq_len):

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from .hit import Hit, Hits
 __all__ = ["GraphGroup", "Route", "Routes", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
+R = TypeVar("R", bound="Route")
 _RETRY = Backoff(first=16, factor=4)  # misses of a size between a failed capture and the next try
 
 
@@ -46,6 +47,7 @@ class Route:
         entry: CUDAGraphEntry | None = None,
         capacity: int | None = None,
         is_single: bool = False,
+        captures: bool = True,
         without_sizes: Reason = Reason.DISABLED,
     ) -> None:
         self.key = key
@@ -58,6 +60,8 @@ class Route:
         """The only graph of the route, where somebody else captured it; None where the server captures."""
         self.capacity = capacity
         """The rows that static inputs have room for, if that is more than the largest size."""
+        self.captures = captures and entry is None
+        """Whether the server captures what comes often; else only the door does, or somebody else did."""
         self.without_sizes = without_sizes
         """Why calls run eagerly if the table has no sizes."""
         self.is_single = is_single
@@ -70,7 +74,7 @@ class Route:
         return [group for spelling in self.spellings.values() for group in spelling.groups]
 
 
-class Routes(dict[Hashable, Route]):
+class Routes(dict[Hashable, R], Generic[R]):
     """The routes of a door by its own keys; ``routes[key]`` makes one that is new.
 
     Beyond ``most`` routes, those that no call has made a group of are forgotten. Not thread-safe: used with the
@@ -79,12 +83,12 @@ class Routes(dict[Hashable, Route]):
 
     __slots__ = ("_make", "_most")
 
-    def __init__(self, make: Callable[..., Route], most: int = 1024) -> None:
+    def __init__(self, make: Callable[..., R], most: int = 1024) -> None:
         super().__init__()
         self._make = make
         self._most = most
 
-    def __missing__(self, key: Hashable) -> Route:
+    def __missing__(self, key: Hashable) -> R:
         if len(self) >= self._most:
             for known, route in list(self.items()):
                 if not route.spellings:

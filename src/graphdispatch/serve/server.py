@@ -175,7 +175,7 @@ class Server(HitPath):
 
     def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
         """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
-        if group.route.entry is not None:
+        if not group.route.captures:
             return Reason.NOT_CAPTURED, ""
         failure = group.blocked(size)
         if failure is not None:
@@ -223,6 +223,25 @@ class Server(HitPath):
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
         self.local.decision = choice.decision
         return True, answer
+
+    def attempt(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Decision]:
+        """Serve a call by a verified graph: whether one did, its answer, and the decision. Never runs the callable.
+
+        Raises ``ReplayError`` if the graph cannot be replayed.
+        """
+        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
+            return False, None, Decision.eager(Reason.NEEDS_GRADIENTS)
+        closed = self.closed(route)
+        if closed is not None:
+            return False, None, Decision.eager(closed)
+        with torch.no_grad(), self.lock:
+            self.graphs.refresh()
+            choice = self.choose(route, args, kwargs)
+            if choice.entry is None or not choice.decision.reason.is_graph:
+                return False, None, choice.decision
+            answer = choice.entry.serve(choice.leaves, choice.rows, self.stats)
+        self.local.decision = choice.decision
+        return True, answer, choice.decision
 
     def find(
         self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -341,6 +360,17 @@ class Server(HitPath):
             return Decision.eager(Reason.NEEDS_GRADIENTS).explain()
         with torch.no_grad(), self.lock:
             return self.choose(route, args, kwargs).explain()
+
+    def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+        """How such a call would be served now; nothing is run or counted, but what is stale is released."""
+        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
+            return Decision.eager(Reason.NEEDS_GRADIENTS)
+        closed = self.closed(route)
+        if closed is not None:
+            return Decision.eager(closed)
+        with torch.no_grad(), self.lock:
+            self.graphs.refresh()
+            return self.choose(route, args, kwargs).decision
 
     def after_eager(self, choice: Choice, result: CaptureResult) -> Any:
         """Count and hand out the eager answer of a call that captured or compared a graph."""
