@@ -17,7 +17,7 @@ from ..reasons import Reason
 from ..sizes import check_count
 from ..stats import DispatchStats
 from .registered import Registered
-from .workers import Worker
+from .workers import Worker, first_registered
 
 __all__ = ["CudagraphDispatcher"]
 
@@ -87,12 +87,12 @@ class CudagraphDispatcher:
 
     def get_graph(self, key: DispatchKey) -> Replayable | CUDAGraphEntry | None:
         """The graph registered for ``key`` (a full one before a piecewise one), as it was given, or None."""
-        found = _first(self._workers, key, (DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE))
+        found = first_registered(self._workers, key)
         return found.graph if found is not None else None
 
     def get_entry(self, key: DispatchKey, mode: DispatchMode = DispatchMode.CUDAGRAPH) -> CUDAGraphEntry | None:
         """The entry of a registered graph: its replay count, last use and outputs."""
-        found = _first(self._workers, key, (mode,))
+        found = first_registered(self._workers, key, (mode,))
         return found.entry if found is not None else None
 
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
@@ -222,11 +222,6 @@ class CudagraphDispatcher:
 
     def __repr__(self) -> str:
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
-
-
-def _first(workers: Sequence[Worker], key: DispatchKey, modes: Sequence[DispatchMode]) -> Registered | None:
-    found = (worker.graphs.get((key, mode)) for worker in workers for mode in modes)
-    return next((one for one in found if one is not None), None)
 
 
 def _check_mode(mode: DispatchMode) -> None:

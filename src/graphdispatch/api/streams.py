@@ -18,7 +18,7 @@ from ..modes import DispatchMode
 from ..reasons import Reason
 from .dispatcher import CudagraphDispatcher
 from .registered import Registered
-from .workers import StreamResult, StreamWorker
+from .workers import StreamResult, StreamWorker, first_registered
 
 __all__ = ["StreamDispatcher"]
 
@@ -130,6 +130,22 @@ class StreamDispatcher(CudagraphDispatcher):
                 worker.drop(found)
             raise
 
+    def has_graph(self, key: DispatchKey, worker: int | None = None) -> bool:
+        """Whether a graph of any mode is registered for ``key`` on ``worker`` (default: on any)."""
+        return self.get_graph(key, worker) is not None
+
+    def get_graph(self, key: DispatchKey, worker: int | None = None) -> Replayable | CUDAGraphEntry | None:
+        """The graph of ``key`` on ``worker`` (default: on the first one that has it), as it was given, or None."""
+        found = first_registered(self._among(worker), key)
+        return found.graph if found is not None else None
+
+    def get_entry(
+        self, key: DispatchKey, mode: DispatchMode = DispatchMode.CUDAGRAPH, worker: int | None = None
+    ) -> CUDAGraphEntry | None:
+        """The entry of ``key`` on ``worker`` (default: on the first one that has it), or None."""
+        found = first_registered(self._among(worker), key, (mode,))
+        return found.entry if found is not None else None
+
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run one call and give its outputs to the caller's stream. Raises what the runner raises."""
         return self.submit(key, *args, **kwargs).result()
@@ -186,6 +202,9 @@ class StreamDispatcher(CudagraphDispatcher):
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.workers):
             raise ConfigError(f"worker must be an integer from 0 to {len(self.workers) - 1}, got {index!r}")
         return self.workers[index]
+
+    def _among(self, worker: int | None) -> Sequence[StreamWorker]:
+        return self.workers if worker is None else (self._worker(worker),)
 
     def _emptiest(self, key: DispatchKey) -> StreamWorker:
         def order(worker: StreamWorker) -> tuple[bool, int, int]:

@@ -34,7 +34,7 @@ from ..serve.server import Server
 from ..stats import EvictionReason
 from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot
 
-__all__ = ["StreamResult", "StreamWorker", "Worker"]
+__all__ = ["StreamResult", "StreamWorker", "Worker", "first_registered"]
 
 
 class Worker:
@@ -110,6 +110,7 @@ class Worker:
             ArgumentRules({}, {}, frozenset()),
             descriptor=descriptor,
             captures=False,
+            is_single=True,
         )
         server = self.server
         with torch.no_grad(), server.lock:
@@ -195,6 +196,14 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.graphs)} graphs>"
+
+
+def first_registered(
+    workers: Sequence[Worker], key: DispatchKey, modes: Sequence[DispatchMode] = tuple(GRAPH_MODES)
+) -> Registered | None:
+    """The graph of a key on the first worker that has it in one of these modes, or None."""
+    found = (worker.graphs.get((key, mode)) for worker in workers for mode in modes)
+    return next((one for one in found if one is not None), None)
 
 
 class StreamResult:

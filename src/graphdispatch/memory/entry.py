@@ -200,6 +200,14 @@ class CUDAGraphEntry:
             )
         return values, rows
 
+    def mismatch(self, values: Sequence[Any]) -> str:
+        """What is wrong with a call whose values do not fit, as a sentence."""
+        try:
+            self.check({spec.name: values[spec.position] for spec in self.inputs.specs})
+        except GuardError as error:
+            return str(error)
+        return "a constant, a static tensor or the spelling of the call is not that of the captured one"
+
     def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
         """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known."""
         self._collect_time()

@@ -127,8 +127,9 @@ class GraphSet:
         assert entry is not None
         assert entry.signature is not None
         if entry.signature.match(leaves) < 0:
-            is_foreign = isinstance(entry.signature, ForeignSignature)
-            return Refusal(Reason.ADDRESS_CHANGED if is_foreign else Reason.ARGUMENTS_CHANGED, "")
+            if isinstance(entry.signature, ForeignSignature):
+                return Refusal(Reason.ADDRESS_CHANGED, "")
+            return Refusal(Reason.ARGUMENTS_CHANGED, entry.mismatch(leaves))
         group = self._add_group(key, route, call, entry.signature, entry.inputs)
         group.keep(entry)
         return group, leaves
