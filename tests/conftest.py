@@ -48,7 +48,7 @@ register_random(TORCH_RANDOM)
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:
-    """Keep results independent of the cores, and leave those to whatever else runs; also in processes that tests start."""
+    """Keep results independent of the cores, and leave those to whatever else runs; in child processes too."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
 
