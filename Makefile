@@ -4,23 +4,38 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check -qq
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: demo test gpu-test gpu-emulated gpu-bench bench lint format types check clean
+# The emulated tests need a torch that is built for CUDA 13; PyPI's torch 2.11 is. It takes 5 GB, whence its own place.
+CUDA_VENV := .venv-cuda
+CUDA_TORCH := torch==2.11.0
+
+# One process for each core, which take tests from each other: some files take a hundred times as long as others.
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+
+.PHONY: demo test fuzz gpu-test gpu-emulated gpu-bench bench lint format types check clean
 
 demo: $(VENV)/.test
 	@$(BIN)/graphdispatch demo $(ARGS)
 
 test: $(VENV)/.test
-	@$(BIN)/python -m pytest $(ARGS)
+	@PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+# The property tests on examples that no run has tried. What fails is printed with the line that repeats it, and is kept
+# in build/fuzz, where the next run tries it first.
+fuzz: $(VENV)/.test
+	@$(BIN)/python -m pytest $(PARALLEL) -m hypothesis --hypothesis-profile=fuzz $(ARGS)
 
 # On a GPU: GPU_PYTHON=python3 takes a python that has torch with CUDA, and pytest and hypothesis, instead of $(VENV).
+# Without one, gpu-emulated needs g++ besides, and makes $(CUDA_VENV) unless GPU_PYTHON names such a python.
 ifdef GPU_PYTHON
-gpu-test gpu-bench: export PYTHONPATH := src
+gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)/src
 else
-GPU_PYTHON := $(BIN)/python
+gpu-test gpu-bench: GPU_PYTHON := $(BIN)/python
 gpu-test gpu-bench: $(VENV)/.test
+gpu-emulated: GPU_PYTHON := $(CUDA_VENV)/bin/python
+gpu-emulated: $(CUDA_VENV)/.test
 endif
 
 gpu-test:
@@ -29,11 +44,11 @@ gpu-test:
 	@GRAPHDISPATCH_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest tests/property/test_piecewise.py tests/property/test_threads.py \
 		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
 
-# Without a GPU: GPU_PYTHON is a python that has a CUDA 13 build of torch with its CUDA packages; it takes g++ besides.
-gpu-emulated: export PYTHONPATH := src:tests/emulator
+EMULATOR := $(CURDIR)/build/emulator
+gpu-emulated: export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/tests/emulator
 gpu-emulated:
-	@tests/emulator/build.sh $(GPU_PYTHON) build/emulator
-	@LD_PRELOAD=$(CURDIR)/build/emulator/libcudart.so.13 LD_LIBRARY_PATH=build/emulator GRAPHDISPATCH_TEST_DEVICE=cuda \
+	@tests/emulator/build.sh $(GPU_PYTHON) $(EMULATOR)
+	@LD_PRELOAD=$(EMULATOR)/libcudart.so.13 LD_LIBRARY_PATH=$(EMULATOR) GRAPHDISPATCH_TEST_DEVICE=cuda \
 		$(GPU_PYTHON) -m pytest -p emulated_cuda tests/gpu tests/conformance tests/property/test_piecewise.py \
 		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
 
@@ -58,15 +73,15 @@ types: $(VENV)/.dev
 check: lint types test
 
 clean:
-	@rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	@rm -rf $(VENV) $(CUDA_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Some systems ship venv without ensurepip; there the system's pip fills the environment.
-$(VENV)/.made:
+$(VENV)/.made $(CUDA_VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "graphdispatch needs Python 3.11 or newer")'
-	@echo "making $(VENV)"
-	@$(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || { \
-		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
-		$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check -qq install pip; }
+	@echo "making $(@D)"
+	@$(PYTHON) -m venv --clear $(@D) >/dev/null 2>&1 || { \
+		$(PYTHON) -m venv --clear --without-pip $(@D) && \
+		$(PYTHON) -m pip --python $(@D)/bin/python --disable-pip-version-check -qq install pip; }
 	@touch $@
 
 # Torch comes first and pinned, so that nothing else can choose another build of it.
@@ -83,4 +98,10 @@ $(VENV)/.test: $(VENV)/.torch $(PROJECT)
 $(VENV)/.dev: $(VENV)/.test
 	@echo "installing the development tools"
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(CUDA_VENV)/.test: $(CUDA_VENV)/.made constraints.txt
+	@echo "installing torch for CUDA (once, about 5 GB)"
+	@$(PIP) install '$(CUDA_TORCH)'
+	@$(PIP) install --constraint constraints.txt numpy pydantic pytest hypothesis
 	@touch $@

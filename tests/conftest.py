@@ -1,23 +1,71 @@
-"""What all tests share: one torch thread, the sizes of hypothesis runs, and the skip where there is no GPU."""
+"""What all tests share: fixed random examples and seeds, one torch thread, and the skip where there is no GPU."""
 
 import os
+import random
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, register_random, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+LONGEST_ID = 60
+FOUND = Path(__file__).resolve().parents[1] / "build" / "fuzz"
+"""Where ``make fuzz`` keeps the examples that failed. It tries them first when it runs again."""
 
 settings.register_profile(
-    "quick", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "default",
+    deadline=None,
+    max_examples=25,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
-settings.register_profile("ci", settings.get_profile("quick"), derandomize=True, database=None)
-settings.register_profile("thorough", settings.get_profile("quick"), max_examples=500)
-settings.load_profile("ci" if os.environ.get("CI") == "true" else "quick")
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=500)
+settings.register_profile(
+    "fuzz",
+    settings.get_profile("thorough"),
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(FOUND),
+)
+settings.load_profile("default")
+
+
+class TorchRandom:
+    """Torch's random numbers as hypothesis wants them, so that an example draws the same wherever it runs."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()
+register_random(TORCH_RANDOM)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:
-    """Keep results independent of the machine's cores, and leave those to whatever else runs."""
+    """Keep results independent of the cores, and leave those to whatever else runs; in child processes too."""
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """A test draws the same random numbers whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_make_parametrize_id(val: Any, argname: str) -> str | None:
+    """Name bytes and long text by their argument: a time in a gzip header would differ between two workers."""
+    if isinstance(val, str) and len(val) <= LONGEST_ID and val.isprintable():
+        return None
+    return argname if isinstance(val, str | bytes) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

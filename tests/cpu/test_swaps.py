@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import dispatch
+import graphdispatch
 from graphdispatch.api.dispatcher import CudagraphDispatcher
 from graphdispatch.api.registered import RegisteredGraphs
 from graphdispatch.api.registry import CUDAGraphRegistry
@@ -29,7 +29,7 @@ from graphdispatch.modes import CUDAGraphMode, DispatchMode
 from graphdispatch.testing import MockCUDAGraph
 
 READERS = 32
-_ROOM = str(Path(dispatch.__file__).parent)
+_ROOMS = tuple(str(Path(graphdispatch.__file__).parent / room) for room in ("api", "decide"))
 FULL = CUDAGraphMode.FULL
 
 
@@ -128,7 +128,7 @@ def changed_before_line(number: int, ask: Callable[[], Any], change: Callable[[]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal is_made
-        if not frame.f_code.co_filename.startswith(_ROOM):
+        if not frame.f_code.co_filename.startswith(_ROOMS):
             return None
         if event == "line" and next(lines) == number:
             is_made = True

@@ -3,6 +3,10 @@
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 site="$("$1" -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])')"
+if [[ ! -d "$site/nvidia/cu13/include" ]]; then
+	echo "the torch of $1 is not built for CUDA 13: there is no $site/nvidia/cu13/include" >&2
+	exit 1
+fi
 mkdir -p "$2"
 echo 'libcudart.so.13 { global: *; };' >"$2/versions"
 g++ -std=c++17 -O1 -w -fPIC -shared -I"$site/nvidia/cu13/include" -I"$site/triton/backends/nvidia/include" \

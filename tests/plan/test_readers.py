@@ -58,6 +58,7 @@ def put(folder: Path, content: str | bytes, name: str = "trace") -> Path:
         gzip.compress(JSONL.encode()),
         JSONL.replace('"uniform_decode": 1', '"is_x": 0, "uniform_decode": true') + "\n",
     ],
+    ids=["csv", "crlf", "bom", "csv-gz", "words", "empty-line", "jsonl", "jsonl-gz", "other-columns"],
 )
 def test_every_format_gives_the_same_steps(content: str | bytes, tmp_path: Path) -> None:
     """What a file holds decides how it is read, not what it is called."""
