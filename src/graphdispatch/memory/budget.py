@@ -175,14 +175,14 @@ class MemoryBudget:
         """
         places: dict[CUDAGraphEntry, list[Victim]] = {}  # one entry may be in several caches, and goes from all of them
         for victim in held:
-            places.setdefault(victim.entry, []).append(victim._replace(reason=reason))
+            places.setdefault(victim.entry, []).append(victim)
         if fits(set(places)):
             return Choice([], True)
-        scores = dict(zip(places, self.eviction.scores(list(places)), strict=True))
         # A break that makes this call runs on a thread that is half-way through a replay of its own.
-        free = [entry for entry in places if not entry.pool.is_inside_replay() and may_go(entry)]
+        free = [entry for entry in places if may_go(entry) and not entry.pool.is_inside_replay()]
+        is_enough = fits(set(places).difference(free))
+        scores = dict(zip(places, self.eviction.scores(list(places)), strict=True)) if free else {}
         ranked = sorted(free, key=lambda entry: (scores[entry], entry.last_used))
-        is_enough = fits(set(places).difference(ranked))
         if is_enough:
             # As few measurements as can be: what is held falls with every victim.
             count = bisect_left(range(len(ranked)), True, key=lambda n: fits(set(places).difference(ranked[:n])))
@@ -191,7 +191,8 @@ class MemoryBudget:
                 fewer = [other for other in ranked if other is not entry]
                 if fits(set(places).difference(fewer)):
                     ranked = fewer
-        return Choice([(scores[entry], victim) for entry in ranked for victim in places[entry]], is_enough)
+        leaving = [(scores[entry], victim._replace(reason=reason)) for entry in ranked for victim in places[entry]]
+        return Choice(leaving, is_enough)
 
     def _is_many(self, graphs: int) -> bool:
         return self.max_cached_graphs is not None and graphs > self.max_cached_graphs
