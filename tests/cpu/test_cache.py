@@ -225,10 +225,11 @@ def test_clear_leaves_borrowed_graphs_to_their_owners() -> None:
 
 
 def test_a_borrowed_graph_may_be_released_by_its_owner() -> None:
-    """That is no fault of this cache."""
+    """That is no fault of this cache, whichever keys it stands under."""
     cache = GraphCache(4)
     borrowed = entry()
     cache.add("borrowed", borrowed, owns=False)
+    cache.add("again", borrowed, owns=False)
     borrowed.release()
     cache.check_integrity()
 

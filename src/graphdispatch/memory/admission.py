@@ -20,7 +20,7 @@ _REMEMBERED = 4096
 
 
 class _Shortfall(NamedTuple):
-    """How many replays the graphs of a key fell short of, and the misses of the key since the last of them went."""
+    """By how many replays the graphs of a key fell short, and the misses of the key since the last of them went."""
 
     replays: int
     misses: int = 0

@@ -14,7 +14,7 @@ from .eviction import EvictionPolicy, make_eviction
 
 __all__ = ["Choice", "MemoryBudget", "Owner", "Victim"]
 
-Fits = Callable[[set[CUDAGraphEntry]], bool]
+_Fits = Callable[[set[CUDAGraphEntry]], bool]
 
 
 class Owner(Protocol):
@@ -99,7 +99,7 @@ class MemoryBudget:
         """Count the graphs of ``cache`` from now on; nothing is evicted yet. The budget keeps no cache alive.
 
         A cache that was made with this budget has joined it, and makes room in it before each capture. Any other
-        member is bounded only by ``enforce``.
+        member adds graphs without asking the budget; call ``enforce`` afterwards.
         """
         with self.lock:
             self._references = (*(known for known in self._references if known() not in (None, cache)), ref(cache))
@@ -118,12 +118,13 @@ class MemoryBudget:
     ) -> Choice:
         """What has to go for ``newcomer``, or for one more graph that holds as much as those here do on average.
 
-        Only entries whose last use was before ``since`` (None: any) may go; ``gone`` go anyway. No entry goes whose
-        stay, beside all others that stay, is within the limits. Called with ``lock`` held; changes nothing.
+        Only entries whose last use was before ``since`` (None: any) may go; ``gone`` go anyway. The lowest scores go
+        first, but an entry stays if it fits beside all others that stay: one whose end frees nothing does not go for
+        its bytes. Called with ``lock`` held; changes nothing.
         """
         held = [victim for victim in self.candidates() if victim.entry not in gone]
-        # Fixed before the choice: an average over what is kept rises when small ones go, so that less would be room
-        # for less, and no search for the fewest that must go could be trusted.
+        # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
+        # fewer entries might not fit where more do, and no search for the fewest victims would be right.
         average = sum(victim.entry.nbytes for victim in held) // max(len(held), 1)
 
         def fits(kept: set[CUDAGraphEntry]) -> bool:
@@ -135,10 +136,10 @@ class MemoryBudget:
         return self._choose(held, reason, fits, lambda entry: since is None or entry.last_used < since)
 
     def enforce(self, keep: Collection[CUDAGraphEntry] = ()) -> list[Victim]:
-        """Drop what must go until the limits hold, whosever it is, and return it for release.
+        """Drop what must go until the limits hold, whichever cache has it, and return it for release.
 
-        ``keep``, entries with a replay in flight, and those that hold no bytes where only bytes are over stay, so that
-        the limits may still be exceeded afterwards. Thread-safe; takes the locks of the members one after the other.
+        ``keep`` and entries with a replay in flight stay; where only bytes are over, so do entries that hold none. The
+        limits may therefore still be exceeded afterwards. Thread-safe; locks one member at a time.
         """
         with self.lock:
             held = self.candidates()
@@ -167,22 +168,22 @@ class MemoryBudget:
         return self._is_small({victim.entry for victim in self.candidates()})
 
     def _choose(
-        self, held: Sequence[Victim], reason: EvictionReason, fits: Fits, may_go: Callable[[CUDAGraphEntry], bool]
+        self, held: Sequence[Victim], reason: EvictionReason, fits: _Fits, may_go: Callable[[CUDAGraphEntry], bool]
     ) -> Choice:
-        """The fewest of the lowest scores without which the others fit, less those that need not go with them.
+        """The entries of the lowest scores, as many as must go before the rest fits, without those that fit beside it.
 
-        ``fits`` must hold for fewer entries wherever it holds for more.
+        If entries fit, any part of them must fit too. If nothing is enough, all that may go are chosen.
         """
         places: dict[CUDAGraphEntry, list[Victim]] = {}  # one entry may be in several caches, and goes from all of them
         for victim in held:
-            places.setdefault(victim.entry, []).append(victim._replace(reason=reason))
+            places.setdefault(victim.entry, []).append(victim)
         if fits(set(places)):
             return Choice([], True)
-        scores = dict(zip(places, self.eviction.scores(list(places)), strict=True))
         # A break that makes this call runs on a thread that is half-way through a replay of its own.
-        free = [entry for entry in places if not entry.pool.is_inside_replay() and may_go(entry)]
+        free = [entry for entry in places if may_go(entry) and not entry.pool.is_inside_replay()]
+        is_enough = fits(set(places).difference(free))
+        scores = dict(zip(places, self.eviction.scores(list(places)), strict=True)) if free else {}
         ranked = sorted(free, key=lambda entry: (scores[entry], entry.last_used))
-        is_enough = fits(set(places).difference(ranked))
         if is_enough:
             # As few measurements as can be: what is held falls with every victim.
             count = bisect_left(range(len(ranked)), True, key=lambda n: fits(set(places).difference(ranked[:n])))
@@ -191,7 +192,8 @@ class MemoryBudget:
                 fewer = [other for other in ranked if other is not entry]
                 if fits(set(places).difference(fewer)):
                     ranked = fewer
-        return Choice([(scores[entry], victim) for entry in ranked for victim in places[entry]], is_enough)
+        leaving = [(scores[entry], victim._replace(reason=reason)) for entry in ranked for victim in places[entry]]
+        return Choice(leaving, is_enough)
 
     def _is_many(self, graphs: int) -> bool:
         return self.max_cached_graphs is not None and graphs > self.max_cached_graphs

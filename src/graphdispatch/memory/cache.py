@@ -43,7 +43,7 @@ class GraphCache:
         self.stats = stats or CUDAGraphStats()
         """Where evictions of this cache's entries are recorded."""
         self.admission = admission or Admission(1)
-        """Which keys are captured; it is told of this cache's entries that go though nobody asked for that."""
+        """Says which keys are captured; learns of evictions that the user did not ask for."""
         self._entries: dict[Hashable, CUDAGraphEntry] = {}  # read anywhere, changed with the lock held
         self._borrowed: dict[Hashable, CUDAGraphEntry] = {}  # those among them that somebody else captured
         self._budgets = (self.limit,) if budget is None else (self.limit, budget)
@@ -73,7 +73,7 @@ class GraphCache:
     def make_room(self, since: int | None = None) -> list[Victim]:
         """Drop what must go before one more entry is captured, of those whose last use was before ``since``.
 
-        What it will hold for itself is not known yet, and expected to be as much as those here do on average.
+        What it will hold for itself is not known yet; the average of the entries here is expected.
         """
         with self._lock:
             return self._drop(self._choose(since=since))
@@ -81,9 +81,9 @@ class GraphCache:
     def add(self, key: Hashable, entry: CUDAGraphEntry, *, owns: bool = True) -> list[Victim]:
         """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
 
-        One for which there is no room even without all others is not kept: it is the first of what is returned, and
-        displaces nothing. Others of its pool go with it only if the pool has grown over a limit for it, and keeps that
-        memory as long as it has a graph.
+        If there is no room for it even without all others, the entry is not kept: it is the first of what is returned,
+        and displaces nothing. Others of its pool go with it only if its capture made the pool grow over a limit, since
+        a pool keeps its memory as long as it has a graph.
 
         ``owns=False`` is for a graph that somebody else captured and keeps using: when it has to go it is forgotten
         here, and never released.
@@ -196,11 +196,11 @@ class GraphCache:
         for budget in self._budgets:
             budget.check_integrity()
         with self._lock:
-            entries = list(self._entries.values())
-        if len({id(entry) for entry in entries}) != len(entries):
+            entries = [victim.entry for victim in self.candidates() if victim.owns]
+        if len(set(entries)) != len(entries):
             raise IntegrityError("an entry stands under two keys")
         for entry in entries:
-            if entry.state is EntryState.EVICTED and entry not in self._borrowed.values():
+            if entry.state is EntryState.EVICTED:
                 raise IntegrityError(f"{entry!r} was released and is still in the cache")
 
     def __iter__(self) -> Iterator[CUDAGraphEntry]:

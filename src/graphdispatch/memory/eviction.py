@@ -73,6 +73,7 @@ class _CaptureCosts:
         self._noted: WeakSet[CUDAGraphEntry] = WeakSet()
         self._of_key: dict[Hashable, deque[float]] = {}
         self._of_all: deque[float] = deque(maxlen=_LATEST_OF_ALL)
+        self._multiples: dict[Hashable, float] = {}
 
     def note(self, entries: Sequence[CUDAGraphEntry]) -> None:
         """Learn from the captures of entries that were not seen before."""
@@ -80,6 +81,7 @@ class _CaptureCosts:
             if entry in self._noted:
                 continue
             self._noted.add(entry)
+            self._multiples.clear()
             times = self._of_key.pop(entry.key, None) or deque(maxlen=_LATEST_CAPTURES)
             times.append(entry.capture_time_ms)
             self._of_key[entry.key] = times
@@ -89,7 +91,10 @@ class _CaptureCosts:
 
     def per_byte(self, entry: CUDAGraphEntry) -> float:
         """What a new capture would cost for each byte that the graph holds."""
-        return self._multiple(entry.key) / max(entry.nbytes, _LEAST_BYTES)
+        multiple = self._multiples.get(entry.key)
+        if multiple is None:
+            multiple = self._multiples[entry.key] = self._multiple(entry.key)
+        return multiple / max(entry.nbytes, _LEAST_BYTES)
 
     def _multiple(self, key: Hashable) -> float:
         times = self._of_key.get(key, ())
