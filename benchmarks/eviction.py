@@ -1,7 +1,7 @@
 """How eviction policies fare on a trace with less room than it has sizes: the library's own cache, no device.
 
 A trace has a column ``num_tokens``; a cycle over more sizes than there is room for always comes last. Graphs are
-wanted for the sizes of vLLM's ladder up to 512, or for exactly the tokens of each step, which are many more. A size is
+wanted for the vLLM's capture sizes up to 512, or for exactly the tokens of each step, which are many more. A size is
 captured at its second miss within the window, and later if its graphs keep going before they were used enough. Captures
 take up to three times as long as each other, as on a busy machine, though all graphs are equal. *Guarded* is how the
 library works: a graph goes only if it was not used since the newcomer's first miss. The optimum knows the future and
@@ -21,7 +21,7 @@ from graphdispatch.demo.trace import generate_trace
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
 from graphdispatch.memory.foreign import entry_around
-from graphdispatch.sizes import ladder
+from graphdispatch.sizes import named_sizes
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row
@@ -32,7 +32,7 @@ TITLE = "less room than sizes: misses and captures in percent of the steps, comp
 CAPTURE_MS = 60.0
 SLOWER = 3  # what a busy machine makes of it at most
 LARGEST = 512
-ROOM = {"ladder": (8, 16), "exact": (16, 64)}
+ROOM = {"vllm": (8, 16), "exact": (16, 64)}
 WAYS = {
     "lru unguarded": ("lru", False),
     "lru": ("lru", True),
@@ -42,14 +42,14 @@ WAYS = {
 }
 
 
-class CaptureResult(NamedTuple):
+class Outcome(NamedTuple):
     """How many steps found their graph, and how many captures that took."""
 
     hits: int
     captures: int
 
 
-def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) -> CaptureResult:
+def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) -> Outcome:
     """Run the steps on a cache of ``room`` graphs."""
     admission = Admission()
     cache = GraphCache(room, eviction=eviction, admission=admission)
@@ -72,10 +72,10 @@ def simulate(keys: Sequence[int], room: int, eviction: str, *, guarded: bool) ->
         cache.add(key, entry)
         admission.forget(key)
         captures += 1
-    return CaptureResult(hits, captures)
+    return Outcome(hits, captures)
 
 
-def optimum(keys: Sequence[int], room: int) -> CaptureResult:
+def optimum(keys: Sequence[int], room: int) -> Outcome:
     """Keep what is needed soonest; do not capture what is needed later than all that is kept."""
     following, later = [0] * len(keys), dict[int, int]()
     for step in range(len(keys) - 1, -1, -1):
@@ -97,7 +97,7 @@ def optimum(keys: Sequence[int], room: int) -> CaptureResult:
             del kept[latest]
             captures += 1
         kept[key] = needed
-    return CaptureResult(hits, captures)
+    return Outcome(hits, captures)
 
 
 def read(path: Path) -> list[int]:
@@ -109,16 +109,16 @@ def read(path: Path) -> list[int]:
 def keys_of(tokens: Sequence[int], kind: str) -> list[int]:
     """The graph that each step wants, without the steps that are larger than all graphs."""
     small = [count for count in tokens if count <= LARGEST]
-    sizes = ladder("vllm", LARGEST)
+    sizes = named_sizes("vllm", LARGEST)
     return small if kind == "exact" else [sizes[bisect_left(sizes, count)] for count in small]
 
 
-def outcomes(keys: Sequence[int], room: int) -> dict[str, CaptureResult]:
+def outcomes(keys: Sequence[int], room: int) -> dict[str, Outcome]:
     """What becomes of the steps by each way."""
     return {way: simulate(keys, room, eviction, guarded=guarded) for way, (eviction, guarded) in WAYS.items()}
 
 
-def beside_optimum(case: str, steps: int, found: dict[str, CaptureResult], best: CaptureResult) -> list[Row]:
+def beside_optimum(case: str, steps: int, found: dict[str, Outcome], best: Outcome) -> list[Row]:
     """What each way misses, and how often it captures, beside the optimum."""
     return [
         Row(f"{case}: {way}, {what}", 100 * count / steps, 100 * least / steps, unit="%")
@@ -130,7 +130,7 @@ def beside_optimum(case: str, steps: int, found: dict[str, CaptureResult], best:
     ]
 
 
-def beside_best(name: str, steps: int, cases: Sequence[dict[str, CaptureResult]]) -> list[Row]:
+def beside_best(name: str, steps: int, cases: Sequence[dict[str, Outcome]]) -> list[Row]:
     """All cases of a trace added up: each guarded way beside the best of them, in misses and in captures."""
     made = []
     for what in ("misses", "captures"):

@@ -78,7 +78,7 @@ class Counted:
         self.entries = [graph for graph in self.entries if graph.size in sizes]
 
 
-class CaptureResult(NamedTuple):
+class Outcome(NamedTuple):
     """What one set of sizes, or a changing one, came to on the second half of the steps."""
 
     graphs: int
@@ -87,7 +87,7 @@ class CaptureResult(NamedTuple):
     padding: float
 
 
-def judged(sizes: Sequence[int], first: Sequence[int], second: Sequence[int], max_graphs: int | None) -> CaptureResult:
+def judged(sizes: Sequence[int], first: Sequence[int], second: Sequence[int], max_graphs: int | None) -> Outcome:
     """Serve ``first`` uncounted and ``second`` counted; with ``max_graphs`` the sizes are re-planned on the way."""
     step = Counted(sizes)
     auto = AutoPlan(step, max_graphs=max_graphs) if max_graphs is not None else None
@@ -100,10 +100,10 @@ def judged(sizes: Sequence[int], first: Sequence[int], second: Sequence[int], ma
     stats = step.stats
     served = (stats.hits - hits) / (stats.calls - calls)
     padding = (stats.padded_rows - padded) / (stats.real_rows - real) - 1
-    return CaptureResult(len(step.sizes), stats.captures, served, padding)
+    return Outcome(len(step.sizes), stats.captures, served, padding)
 
 
-def compared(steps: list[int], largest: int) -> dict[str, CaptureResult]:
+def compared(steps: list[int], largest: int) -> dict[str, Outcome]:
     """Each way of choosing sizes; vLLM's capture sizes first."""
     half = len(steps) // 2
     first, second = steps[:half], steps[half:]

@@ -38,7 +38,7 @@ class Step(NamedTuple):
     tokens: int
 
 
-class CaptureResult(NamedTuple):
+class Outcome(NamedTuple):
     """What one way of capturing came to, in percent of the steps that a graph could serve."""
 
     missed: float
@@ -93,7 +93,7 @@ class Graphs:
         self.last_use[size] = step
 
 
-def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str) -> CaptureResult:
+def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str) -> Outcome:
     """Run the steps with one way of capturing: ``none``, ``predicted`` or ``oracle``."""
     clock = Clock()
     predictor = SizePredictor(sizes)
@@ -136,7 +136,7 @@ def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str)
                 counts["delayed"] += clock.ms > following
             else:
                 wait *= 2
-    return CaptureResult(
+    return Outcome(
         100 * counts["missed"] / counts["all"],
         100 * counts["missed_early"] / max(1, counts["early"]),
         100 * counts["delayed"] / len(steps),

@@ -13,12 +13,15 @@ from graphdispatch.backends.base import Pool
 from graphdispatch.call.rules import make_rules
 from graphdispatch.call.spec import CallSpec
 from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
+from graphdispatch.decide.decision import SizeTable
 from graphdispatch.errors import CaptureError, ConfigError, StaleOutputError
 from graphdispatch.memory.buffers import CallerBuffers, OutputRing, copy_into
 from graphdispatch.memory.cache import GraphCache
 from graphdispatch.memory.outputs import OutputRule, Outputs, OutputView
+from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
-from graphdispatch.serve.graphset import GraphSet
+from graphdispatch.serve.graphs import GraphSet
+from graphdispatch.serve.group import Route
 
 CAPACITY = 8
 ROWS = OutputRule((((0, 1),),))
@@ -121,7 +124,9 @@ def graphs_with(out: Any) -> tuple[GraphSet, Any]:
     """A set that copies outputs into ``out``, and its group of calls of two columns."""
     fn = lambda x: {"y": x * 2, "z": x.sum()}  # noqa: E731
     graphs = GraphSet(fn, CUDAGraphOptions(verify=False), GraphCache(4), backend=get_backend("cpu"), out=out)
-    made = graphs.make_group(0, CallSpec(fn, 1, ()), [torch.ones(4, 2)], make_rules(fn, {"x": 0}, {}, ()), CAPACITY)
+    table = SizeTable.of_one(CAPACITY, CUDAGraphMode.FULL, pads=True)
+    route = Route(0, table, make_rules(fn, {"x": 0}, {}, ()))
+    made = graphs.make_group(0, route, CallSpec(fn, 1, ()), [torch.ones(4, 2)])
     assert isinstance(made, tuple)
     return graphs, made[0]
 

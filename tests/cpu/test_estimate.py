@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from graphdispatch.serve.graphset import GraphSet
 
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
@@ -15,13 +14,16 @@ from graphdispatch.call.padding import Pad
 from graphdispatch.call.rules import make_rules
 from graphdispatch.call.spec import CallSpec
 from graphdispatch.config import CUDAGraphOptions
+from graphdispatch.decide.decision import SizeTable
 from graphdispatch.demo.decoder import PRESETS, Decoder
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.memory.accounting import EntryMemory, MemoryReport
 from graphdispatch.memory.cache import GraphCache
+from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 from graphdispatch.serve.estimate import BudgetedCapture, MemoryEstimate, SizeEstimate, _extrapolate, estimate_memory
-from graphdispatch.serve.group import GraphGroup
+from graphdispatch.serve.graphs import GraphSet
+from graphdispatch.serve.group import GraphGroup, Route
 from graphdispatch.sizes import named_sizes
 
 SIZES = sorted(named_sizes("vllm", 128), reverse=True)
@@ -40,7 +42,8 @@ def graphs_of(
     """An empty set on the CPU backend with one group, of calls with these values, whose dimension 0 is the batch."""
     graphs = GraphSet(fn, CUDAGraphOptions(padding_writes="allow"), GraphCache(64), backend=get_backend("cpu"))
     rules = make_rules(fn, dict.fromkeys(values, 0), pad or {}, ())
-    made = graphs.make_group(0, CallSpec(fn, 0, tuple(values)), list(values.values()), rules, SIZES[0])
+    route = Route(0, SizeTable.of_one(SIZES[0], CUDAGraphMode.FULL, pads=True), rules)
+    made = graphs.make_group(0, route, CallSpec(fn, 0, tuple(values)), list(values.values()))
     assert isinstance(made, tuple)
     return graphs, *made
 

@@ -246,7 +246,7 @@ def test_lanes_that_write_one_state_are_refused() -> None:
 
 
 def test_a_wrappers_entry_serves_on_its_lane(workers: StreamDispatcher) -> None:
-    """A wrapper on a worker's pool makes entries for that worker, and entries of a foreign worker's pool are refused."""
+    """A wrapper on a worker's pool makes entries for that worker; those of another worker's pool are refused."""
     descriptor = BatchDescriptor(4)
     wrapper = CUDAGraphWrapper(model, options=TRUST, backend=workers.backend, pool=workers.workers[1].pool)
     with torch.no_grad():

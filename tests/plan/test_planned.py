@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from graphdispatch.serve.routine import Routine
 
 from graphdispatch.config import CUDAGraphConfig
+from graphdispatch.decide.decision import SizeTable
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.cost import CostModel
@@ -46,7 +46,7 @@ def test_a_configuration_serves_what_its_dispatcher_serves(seed: int) -> None:
     graphs = [PlannedGraph(FULL, s, int(rng.integers(b + 1, s + 1))) for b, s in pairwise([0, *sizes])]
     plan = Plan(FULL, tuple(graphs))
     dispatcher, config = planned_dispatcher(plan, max_num_reqs=50), CUDAGraphConfig(capture_sizes=plan)
-    table = Routine(FULL, config.resolve()).table
+    table = SizeTable.of(config.resolve(), FULL)
     served: dict[int, list[int]] = {size: [] for size in sizes}
     for rows in range(1, 50):
         decision, expected = table.decide(rows), dispatcher.decide(rows, rows)
