@@ -1,5 +1,6 @@
 """The capturer by itself: one request in, eager's answer and an entry or a reason out."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from graphdispatch.backends import get_backend
+from graphdispatch.call.breaks import eager_break
 from graphdispatch.capture.capturer import capture_entry, verify_entry, warm_up
+from graphdispatch.capture.piecewise import break_figures
 from graphdispatch.capture.request import CaptureRequest
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.descriptors import BatchDescriptor
@@ -56,6 +59,18 @@ def test_the_capture_time_is_taken_from_the_clock_of_the_request() -> None:
     assert result.entry is not None
     assert result.entry.capture_time_ms == 250.0
     assert list(times) == []
+
+
+def test_breaks_are_timed_by_the_clock_of_the_request() -> None:
+    """Each reading is a second later than the last; a replay reads at its ends and around each of its two breaks."""
+    weight, seconds = torch.ones(3), itertools.count()
+    double = eager_break(lambda x: x * 2)
+    step = request(lambda: double(double(weight) + 1), clock=lambda: float(next(seconds)))
+    step.mode = CUDAGraphMode.PIECEWISE
+    entry = capture_entry(step).entry
+    assert entry is not None
+    (figures,) = break_figures([entry])
+    assert (figures.runs, figures.time_ms, figures.share) == (2, 2000.0, 0.4)
 
 
 def test_one_execution_s_effects_are_left() -> None:
