@@ -118,31 +118,31 @@ class EagerPart:
     def _put_all(self, result: Any) -> None:
         leaves, spec = tree_flatten(result)
         if spec != self.spec:
-            raise ReplayError(f"break {self.name!r} returned another structure than when it was captured")
+            raise ReplayError(f"break {self.name!r} returned another structure than at the capture")
         if len(leaves) > 1 and _sharing(leaves) != self._sharing:
-            raise ReplayError(f"break {self.name!r} returned tensors that share memory otherwise than when captured")
+            raise ReplayError(f"break {self.name!r} returned tensors that share memory otherwise than at the capture")
         for index, (now, then) in enumerate(zip(leaves, self.leaves, strict=True)):
             if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
                 self._put(index, now, then)
             elif not is_same_value(now, then):
                 raise ReplayError(
-                    f"break {self.name!r} returned {describe(now)} where it returned {describe(then)} when it was "
-                    "captured; the graphs behind it were made for the latter"
+                    f"break {self.name!r} returned {describe(now)} where it returned {describe(then)} at the capture; "
+                    "the graphs after it were captured for that value"
                 )
 
     def _put(self, index: int, now: torch.Tensor, then: torch.Tensor) -> None:
         if now.shape != then.shape or now.dtype is not then.dtype or now.device != then.device:
             raise ReplayError(
                 f"break {self.name!r} returned tensor {index} with {tuple(now.shape)} {now.dtype} on {now.device}, "
-                f"and with {tuple(then.shape)} {then.dtype} on {then.device} when it was captured; "
+                f"and with {tuple(then.shape)} {then.dtype} on {then.device} at the capture; "
                 "a break must keep its shapes for one size"
             )
         if now.data_ptr() == then.data_ptr() and now.stride() == then.stride():
             return
         if not self.made[index] or storage_key(now) in self._arguments:
             raise ReplayError(
-                f"break {self.name!r} returned, as tensor {index}, now a tensor that it made and now another's memory, "
-                "or another view of that; return a copy of it (.clone()) each time"
+                f"break {self.name!r} returned as tensor {index} once a tensor that it made and once memory that it "
+                "did not make, or another view of such memory; return a copy of it (.clone()) each time"
             )
         then.copy_(now)
 
