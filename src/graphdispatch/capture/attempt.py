@@ -48,8 +48,8 @@ class CaptureAttempt:
     def capture(self) -> CUDAGraphEntry:
         """Warm up, record and compare; returns a complete entry.
 
-        Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and what the callable
-        raises in one of these runs.
+        Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and whatever the
+        callable raises in one of these runs.
         """
         request = self.request
         check_may_capture(request, self.eager)

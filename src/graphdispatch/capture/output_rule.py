@@ -63,7 +63,7 @@ def _probe(request: CaptureRequest, eager: EagerRun, output: Any, start_over: Ca
     except Exception as error:
         raise CaptureError(
             f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the batch: "
-            f"{error}; if it takes only one size, declare no batch dimension (dynamic={{}})",
+            f"{error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
             Reason.OUTPUT_ROWS_UNKNOWN,
         ) from error
     finally:

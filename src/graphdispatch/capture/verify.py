@@ -86,7 +86,7 @@ def check_aliases(request: CaptureRequest, eager: EagerRun, mutated: tuple[int, 
 
 
 class Tolerance(NamedTuple):
-    """``|graph - eager| <= atol + rtol * max|eager|`` for every element. If both are zero, the bits must be the same."""
+    """``|graph - eager| <= atol + rtol * max|eager|`` for every element; if both are zero, the same bits."""
 
     rtol: float
     atol: float
