@@ -1,4 +1,4 @@
-"""One capture or verification between the watched eager run and the restoring of its effects."""
+"""What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
 from dataclasses import dataclass, field
 
@@ -46,7 +46,11 @@ class CaptureAttempt:
         self._warm_run = self._recorder()
 
     def capture(self) -> CUDAGraphEntry:
-        """Warm up, record and compare; returns a complete entry. Raises whatever stands in the way."""
+        """Warm up, record and compare; returns a complete entry.
+
+        Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and whatever the
+        callable raises in one of these runs.
+        """
         request = self.request
         check_may_capture(request, self.eager)
         started = request.clock()
@@ -68,7 +72,7 @@ class CaptureAttempt:
         return entry
 
     def verify(self, entry: CUDAGraphEntry) -> None:
-        """Compare the entry's replay on this batch with the eager run. Raises ``VerificationError`` and others."""
+        """Compare the entry's replay on this batch with the eager run. Raises as ``capture`` does."""
         check_may_capture(self.request, self.eager)
         self._warm_up()
         check_values(self.eager.answer, entry.output)
@@ -87,7 +91,7 @@ class CaptureAttempt:
             raise
         except Exception as error:
             raise CaptureError(
-                f"what the call writes could not be put back as eager left it, and holds values of another run: {error}"
+                f"the memory that the call writes could not be put back and holds values of another run: {error}"
             ) from error
 
     def _put_back(self) -> None:
@@ -104,7 +108,7 @@ class CaptureAttempt:
         self.request.backend.set_rng_state(self.eager.rng_before)
 
     def _start_over(self, stage: str) -> None:
-        """Put back memory and generator as they were before the eager run, and begin ``stage``."""
+        """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
         self._undo_all()
         self.stage = stage
 
@@ -169,7 +173,7 @@ class CaptureAttempt:
         return [region for region in self._warm_run.regions if storage_key(region.target) not in buffers]
 
     def _compare_replay(self, entry: CUDAGraphEntry) -> None:
-        """Replay on this batch from the eager run's start, compare, and note in the entry what the batch tested."""
+        """Replay this batch from where the eager run began, compare, and note in the entry what the batch tested."""
         request = self.request
         self._start_over(f"comparing the replay of {request.rows} rows with eager")
         self._load()

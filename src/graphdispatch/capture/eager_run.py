@@ -1,4 +1,4 @@
-"""The watched eager run that every capture and verification begins with, and what it says against a graph."""
+"""The watched eager run that every capture and verification begins with; it also shows what no graph can hold."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -85,9 +85,9 @@ def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any) 
 
 
 def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
-    """Raise ``CaptureError`` if the eager run shows that the call must not be captured.
+    """Raise ``CaptureError`` if the eager run shows that no graph can hold the call.
 
-    Ask before anything is run again: a run that cannot be undone must not be repeated.
+    Call it before anything is run again: a run that cannot be undone must not be repeated.
     """
     unsaved = eager.effects.unsaved
     if isinstance(unsaved, CaptureError):
@@ -104,8 +104,8 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
         )
     if getattr(parametrize, "_cache_enabled", 0):
         raise CaptureError(
-            "parametrizations are cached (torch.nn.utils.parametrize.cached()), and a graph would go on reading what "
-            "is cached now; capture outside of it, as by prewarm()",
+            "parametrizations are cached (torch.nn.utils.parametrize.cached()), and a graph would go on reading the "
+            "cached values; capture outside that block, for example with prewarm()",
             Reason.CAPTURE_UNSAFE,
         )
     if isinstance(request.values, Leaves) and not request.values.still_fit():
@@ -118,4 +118,6 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
         if output.requires_grad:
             raise CaptureError("an output requires a gradient; call under torch.no_grad()", Reason.NEEDS_GRADIENTS)
         if type(output) not in PLAIN_TENSORS or output.layout is not torch.strided:
-            raise CaptureError(f"an output is a {type(output).__name__}, {output.layout}", Reason.OUTPUT_UNSUPPORTED)
+            raise CaptureError(
+                f"an output is a {type(output).__name__} with layout {output.layout}", Reason.OUTPUT_UNSUPPORTED
+            )

@@ -62,8 +62,8 @@ def _probe(request: CaptureRequest, eager: EagerRun, output: Any, start_over: Ca
             probed = request.call(values)
     except Exception as error:
         raise CaptureError(
-            f"the call fails for {rows} rows, so that nothing tells which dimensions of its outputs follow the "
-            f"batch: {error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
+            f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the batch: "
+            f"{error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
             Reason.OUTPUT_ROWS_UNKNOWN,
         ) from error
     finally:

@@ -1,4 +1,4 @@
-"""PIECEWISE captures: graphs between breaks. A replay runs the graphs, and the broken parts eagerly in between.
+"""PIECEWISE graphs: graphs between breaks. A replay runs the graphs, and the broken parts eagerly in between.
 
 Note [values across a break]
     A tensor that one graph makes and a later part reads must keep its memory, although the Python that made it is long
@@ -12,29 +12,24 @@ Note [whose memory a break returns]
     somebody else's memory later, since the graphs behind it may write to the result in place.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from contextvars import Token
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePath
 from threading import get_ident
-from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ..backends.base import Backend, Capture, Graph, Pool
-from ..backends.operators import is_expanded, storage_key, tensors_in, user_line
-from ..call.breaks import ACTIVE, BreakRunner
+from ..backends.base import Graph, Pool
+from ..backends.operators import storage_key, tensors_in
 from ..call.spec import describe
-from ..errors import CaptureError, ReplayError
+from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import is_same_value
-from ..reasons import Reason
-from .watch import CaptureWatch
 
-__all__ = ["BreakFigures", "EagerPart", "PiecewiseCapture", "PiecewiseGraph", "break_figures"]
+__all__ = ["BreakFigures", "EagerPart", "PiecewiseGraph", "break_figures"]
 
 
 class BreakFigures(NamedTuple):
@@ -68,14 +63,15 @@ def break_figures(entries: Iterable[CUDAGraphEntry]) -> list[BreakFigures]:
 
 def _figures(graphs: "Iterable[PiecewiseGraph]") -> list[BreakFigures]:
     runs: Counter[tuple[str, str]] = Counter()
-    spent: Counter[tuple[str, str]] = Counter()
-    total: Counter[tuple[str, str]] = Counter()
+    spent: defaultdict[tuple[str, str], float] = defaultdict(float)
+    total: defaultdict[tuple[str, str], float] = defaultdict(float)
     for graph in graphs:
         for part in graph.breaks:
             runs[part.name, part.where] += part.runs
-            spent[part.name, part.where] += part.time_ns
-        total.update(dict.fromkeys([(part.name, part.where) for part in graph.breaks], graph.time_ns))
-    found = [BreakFigures(*key, runs[key], spent[key] / 1e6, spent[key] / (total[key] or 1)) for key in total]
+            spent[part.name, part.where] += part.time_s
+        for key in {(part.name, part.where) for part in graph.breaks}:
+            total[key] += graph.time_s
+    found = [BreakFigures(*key, runs[key], spent[key] * 1e3, spent[key] / (total[key] or 1)) for key in runs]
     return sorted(found, key=lambda figures: -figures.time_ms)
 
 
@@ -93,9 +89,11 @@ class EagerPart:
     spec: TreeSpec
     made: list[bool]
     """For each leaf, whether it is a tensor that the break made; see Note [whose memory a break returns]."""
+    clock: Callable[[], float]
+    """In seconds."""
     runs: int = 0
-    time_ns: int = 0
-    """Time on the calling thread, in nanoseconds; on a device with queues, the time to launch."""
+    time_s: float = 0.0
+    """Time on the calling thread, in seconds; on a device with queues, the time to launch."""
 
     def __post_init__(self) -> None:
         self._arguments = {storage_key(t) for t in _strided((self.args, self.kwargs))}
@@ -108,43 +106,43 @@ class EagerPart:
         Raises ``ReplayError`` if the results differ from those at the capture in structure, shape, type, constant
         values, or in whose memory they are.
         """
-        start = perf_counter_ns()
+        start = self.clock()
         result = self.fn(*self.args, **self.kwargs)
         if self._is_one_tensor and type(result) is torch.Tensor:
             self._put(0, result, self.leaves[0])
         else:
             self._put_all(result)
         self.runs += 1
-        self.time_ns += perf_counter_ns() - start
+        self.time_s += self.clock() - start
 
     def _put_all(self, result: Any) -> None:
         leaves, spec = tree_flatten(result)
         if spec != self.spec:
-            raise ReplayError(f"break {self.name!r} returned another structure than when it was captured")
+            raise ReplayError(f"break {self.name!r} returned another structure than at the capture")
         if len(leaves) > 1 and _sharing(leaves) != self._sharing:
-            raise ReplayError(f"break {self.name!r} returned tensors that share memory otherwise than when captured")
+            raise ReplayError(f"break {self.name!r} returned tensors that share memory otherwise than at the capture")
         for index, (now, then) in enumerate(zip(leaves, self.leaves, strict=True)):
             if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
                 self._put(index, now, then)
             elif not is_same_value(now, then):
                 raise ReplayError(
-                    f"break {self.name!r} returned {describe(now)} where it returned {describe(then)} when it was "
-                    "captured; the graphs behind it were made for the latter"
+                    f"break {self.name!r} returned {describe(now)} where it returned {describe(then)} at the capture; "
+                    "the graphs after it were captured for that value"
                 )
 
     def _put(self, index: int, now: torch.Tensor, then: torch.Tensor) -> None:
         if now.shape != then.shape or now.dtype is not then.dtype or now.device != then.device:
             raise ReplayError(
                 f"break {self.name!r} returned tensor {index} with {tuple(now.shape)} {now.dtype} on {now.device}, "
-                f"and with {tuple(then.shape)} {then.dtype} on {then.device} when it was captured; "
+                f"and with {tuple(then.shape)} {then.dtype} on {then.device} at the capture; "
                 "a break must keep its shapes for one size"
             )
         if now.data_ptr() == then.data_ptr() and now.stride() == then.stride():
             return
         if not self.made[index] or storage_key(now) in self._arguments:
             raise ReplayError(
-                f"break {self.name!r} returned, as tensor {index}, now a tensor that it made and now another's memory, "
-                "or another view of that; return a copy of it (.clone()) each time"
+                f"break {self.name!r} returned as tensor {index} once a tensor that it made and once memory that it "
+                "did not make, or another view of such memory; return a copy of it (.clone()) each time"
             )
         then.copy_(now)
 
@@ -152,17 +150,21 @@ class EagerPart:
 class PiecewiseGraph(Graph):
     """Graphs and eager parts in turn; whoever replays it sees one graph."""
 
-    def __init__(self, parts: list[Graph | EagerPart], held: list[torch.Tensor], pool: Pool) -> None:
+    def __init__(
+        self, parts: list[Graph | EagerPart], held: list[torch.Tensor], pool: Pool, clock: Callable[[], float]
+    ) -> None:
+        """``held`` are the tensors that cross a break; ``clock`` times the replays, in seconds."""
         self._parts = parts
         self._calls = [part.run if isinstance(part, EagerPart) else part.replay for part in parts]
         self._has_breaks = any(isinstance(part, EagerPart) for part in parts)
         self._held = held
         self._pool = pool
+        self._clock = clock
         self._released = False
         self.runs = 0
         """Completed replays; counted only if there are breaks."""
-        self.time_ns = 0
-        """Their time on the calling thread, in nanoseconds; taken only if there are breaks."""
+        self.time_s = 0.0
+        """Their time on the calling thread, in seconds; taken only if there are breaks."""
         # Tensors that cross a break are inference tensors or not, as at the capture; the other mode cannot write them.
         self._inference_mode = torch.is_inference_mode_enabled()
 
@@ -180,7 +182,7 @@ class PiecewiseGraph(Graph):
             self._run_with_breaks()
 
     def _run_with_breaks(self) -> None:
-        start = perf_counter_ns()
+        start = self._clock()
         self._pool.replaying_on = get_ident()
         try:
             for call in self._calls:
@@ -188,7 +190,7 @@ class PiecewiseGraph(Graph):
         finally:
             self._pool.replaying_on = None
         self.runs += 1
-        self.time_ns += perf_counter_ns() - start
+        self.time_s += self._clock() - start
 
     def reset(self) -> None:
         """Release all graphs, and the tensors held for them."""
@@ -232,116 +234,6 @@ class PiecewiseGraph(Graph):
 
     def __repr__(self) -> str:
         return f"<PiecewiseGraph {len(self.graphs)} graphs, {len(self.breaks)} breaks, {self.nbytes} bytes>"
-
-
-@dataclass(eq=False)
-class PiecewiseCapture:
-    """A PIECEWISE capture under way. Enter it around the callable, then read ``graph`` and ``outputs``."""
-
-    backend: Backend
-    pool: Pool
-    watch: CaptureWatch
-    parts: list[Graph | EagerPart] = field(default_factory=list)
-    _capture: Capture | None = None
-    _token: Token[BreakRunner | None] | None = None
-    _in_break: bool = False
-    _failed: str | None = None
-    """The break that raised, if one did; nothing has been recorded since."""
-
-    def __enter__(self) -> "PiecewiseCapture":
-        self._capture = self.backend.begin_capture(self.pool)
-        self.watch.on_break = self.run_operator
-        self.watch.__enter__()  # type: ignore[no-untyped-call]
-        self._token = ACTIVE.set(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        assert self._capture is not None
-        assert self._token is not None
-        ACTIVE.reset(self._token)
-        self.watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        is_complete = False
-        try:
-            if kind is None and self._failed is not None:
-                raise CaptureError(
-                    f"break {self._failed!r} raised and the callable went on; no graph can hold that",
-                    Reason.CAPTURE_UNSAFE,
-                )
-            if kind is None:
-                self.parts.append(self._capture.end())
-                is_complete = True
-        finally:
-            if not is_complete:
-                self._capture.abort()
-                self.graph.reset()
-
-    def set_outputs(self, outputs: Any, *, shared: bool) -> None:
-        """As ``Capture.set_outputs``: hands over what the callable returned."""
-        assert self._capture is not None
-        self._capture.set_outputs(outputs, shared=shared)
-
-    @property
-    def outputs(self) -> Any:
-        """What the callable returned."""
-        assert self._capture is not None
-        return self._capture.outputs
-
-    @property
-    def graph(self) -> PiecewiseGraph:
-        """What was captured."""
-        return PiecewiseGraph(self.parts, self.watch.crossing, self.pool)
-
-    def run_operator(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Break at one operator."""
-        return self.run_break(str(func), func, args, kwargs)
-
-    def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
-        if self._in_break or self._failed is not None:
-            return fn(*args, **kwargs)
-        assert self._capture is not None
-        self.watch.check_returned(args, kwargs)
-        graph = self._capture.pause()
-        self.parts.append(graph)
-        if not self.backend.capture_executes:
-            graph.replay()  # so that the break sees values, rather than memory that nothing has written yet
-        before = self.watch.storages()
-        self.watch.next_part()
-        self._in_break = self.watch.is_paused = True
-        try:
-            leaves, spec = tree_flatten(fn(*args, **kwargs))
-            leaves, made = self._checked_results(name, leaves, before)
-        except BaseException:
-            self._failed = name
-            raise
-        finally:
-            self._in_break = self.watch.is_paused = False
-        self.watch.next_part(leaves)
-        self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made))
-        self._capture.resume()
-        return tree_unflatten(leaves, spec)
-
-    def _checked_results(self, name: str, leaves: list[Any], before: set[int]) -> tuple[list[Any], list[bool]]:
-        """The results of a break, and for each whether the break made it; ``before`` are the storages seen before it.
-
-        Replays write to what the break made. So a copy replaces a tensor that no operator made (numpy, compiled code)
-        and an expanded one, whose elements share memory. Raises ``CaptureError`` for tensors that are not dense.
-        """
-        results, made = [], []
-        for leaf in leaves:
-            is_made = False
-            if isinstance(leaf, torch.Tensor):
-                if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
-                    what = f"{type(leaf).__name__} with layout {leaf.layout}"
-                    raise CaptureError(f"break {name!r} returned a {what}; return dense tensors", Reason.CAPTURE_UNSAFE)
-                is_made = storage_key(leaf) not in before
-                if is_made and (is_expanded(leaf) or not self.watch.has_seen(leaf)):
-                    leaf = leaf.clone(memory_format=torch.contiguous_format)
-            results.append(leaf)
-            made.append(is_made)
-        returned = set(map(storage_key, _strided(results)))
-        self.watch.note_unreturned(self.watch.storages() - before - returned, name)
-        return results, made
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from ..backends.operators import storage_key, tensors_in
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
 from .casts import uncached_casts
-from .piecewise import PiecewiseCapture
+from .piecewise_capture import PiecewiseCapture
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
@@ -52,10 +52,9 @@ def _record_once(
     start_over(f"capturing {request.size} rows")
     values = request.static_values()
     watch = CaptureWatch(existing | {storage_key(value) for value in values if isinstance(value, torch.Tensor)})
-    piecewise = PiecewiseCapture(request.backend, request.pool, watch) if mode is CUDAGraphMode.PIECEWISE else None
     try:
-        if piecewise is not None:
-            with piecewise:
+        if mode is CUDAGraphMode.PIECEWISE:
+            with PiecewiseCapture(request.backend, request.pool, watch, request.clock) as piecewise:
                 is_own = _set_outputs(request, piecewise, watch, request.call(values))
             return Recording(piecewise.graph, piecewise.outputs, is_own, mode)
         with request.backend.begin_capture(request.pool) as capture, watch:

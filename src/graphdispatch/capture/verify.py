@@ -86,14 +86,14 @@ def check_aliases(request: CaptureRequest, eager: EagerRun, mutated: tuple[int, 
 
 
 class Tolerance(NamedTuple):
-    """``|graph - eager| <= atol + rtol * max|eager|`` for every element; both zero means the same bits."""
+    """``|graph - eager| <= atol + rtol * max|eager|`` for every element; if both are zero, the same bits."""
 
     rtol: float
     atol: float
 
     @property
     def is_exact(self) -> bool:
-        """Whether only the same bits agree."""
+        """Whether the bits must be the same."""
         return self.rtol == 0.0 and self.atol == 0.0
 
 
@@ -142,7 +142,7 @@ def difference(eager: torch.Tensor, graph: torch.Tensor, tolerance: Tolerance) -
 
 
 def _class(tensor: torch.Tensor) -> torch.Tensor:
-    """0 for finite elements, another number for each kind that is not."""
+    """For each element 0 if it is finite, and another number for each kind of element that is not."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     kinds = torch.isnan(tensor).to(torch.int8) * 3

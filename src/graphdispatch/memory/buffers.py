@@ -69,7 +69,7 @@ class OutputRing(OutputBuffers):
         kinds = [(one.shape, one.tensor.dtype, one.tensor.device, one.is_own) for one in outputs]
         if self.sets and kinds != self._kinds:
             raise CaptureError(
-                f"the outputs are {kinds} and were {self._kinds} in other sizes, so that they cannot share a ring",
+                f"the outputs are {kinds} and were {self._kinds} in other sizes; they cannot share a ring",
                 Reason.OUTPUT_UNSUPPORTED,
             )
         if not self.sets:
@@ -120,7 +120,7 @@ class CallerBuffers(OutputBuffers):
                     f"{tuple(buffer.shape)}"
                 )
             if not one.is_own and _storage(one.tensor) == _storage(buffer):
-                raise ConfigError("out must not be memory that the callable itself returns; leave it away")
+                raise ConfigError("out must not be memory that the callable itself returns; call without out=")
         self.sets = [buffers]
 
 

@@ -1,0 +1,91 @@
+"""Arguments that share memory which the call writes: the capture refuses such a call at once, whatever it computes."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.api.graphed import graphed
+from graphdispatch.config import CUDAGraphOptions
+from graphdispatch.reasons import Reason
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_cache = torch.zeros(8, 3)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def _write_first(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return y * 2
+
+
+def _write_both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    y.mul_(2)
+    return x + 1
+
+
+def _write_state(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    _cache[4:].add_(1)
+    return x + y
+
+
+def _one_tensor() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(4, 3)
+    return x, x
+
+
+def _two_halves() -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.randn(8, 3)
+    return both[:4], both[4:]
+
+
+def _part_of_state() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 3), _cache[:4]
+
+
+# In the last three the written elements are nobody else's, so that every value of a replay agrees with eager.
+ALIASES = {
+    "one tensor twice": (_write_first, _one_tensor),
+    "two halves, one written": (_write_first, _two_halves),
+    "two halves, both written": (_write_both, _two_halves),
+    "part of written state": (_write_state, _part_of_state),
+}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("fn", "arguments"), ALIASES.values(), ids=ALIASES.keys())
+def test_a_capture_from_arguments_that_share_written_memory_is_refused(
+    fn: Step, arguments: Callable[[], tuple[Any, Any]], verify: bool
+) -> None:
+    """A graph would write to copies, which share no memory; the call runs eagerly, once, and says why."""
+    step = graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,), capture_after=1, options=CUDAGraphOptions(verify=verify))
+    x, y = arguments()
+    states = [x, y, _cache]
+    before = [state.clone() for state in states]
+    result = step(x, y)
+    after = [state.clone() for state in states]
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.ALIASED_ARGUMENTS
+    assert "share with each other or with its own state" in step.last_decision.detail
+    assert list(step.entries) == []
+    for state, value in zip(states, before, strict=True):
+        state.copy_(value)
+    assert torch.equal(result, fn(x, y))
+    assert all(torch.equal(state, value) for state, value in zip(states, after, strict=True))
+
+
+def test_arguments_that_share_memory_which_is_only_read_are_captured() -> None:
+    """Copies of memory that nobody writes are as good as the memory."""
+    step = graphed(lambda x, y: x + y, dynamic={"x": 0, "y": 0}, sizes=(4,), capture_after=1)
+    x, y = _one_tensor()
+    assert torch.equal(step(x, y), x * 2)
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.CAPTURED_NOW
