@@ -1,252 +1,22 @@
 """Every front door of the library behind one face, so that one test body runs through each of them.
 
 A ``Door`` wraps one callable. A test calls it like the callable itself; the adapter tells the front door the number of
-rows in its own terms (a descriptor, a key, a batch size). ``LACKS`` is the one table of what a door cannot express.
+rows in its own terms (a descriptor, a key, a batch size). ``features.py`` says what a door cannot express.
 """
 
-import inspect
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 import graphdispatch as gd
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
+from graphdispatch import CUDAGraphMode, Reason
 
-__all__ = ["DOORS", "FEATURES", "LACKS", "OUTCOMES", "Door", "able", "needs"]
+from .door import Door
 
-_PADDED = "its graphs have one number of rows each; padding is the caller's"
-_TENSORS = "it takes tensors by name; constants, objects and nests are bound to the callable"
-_NO_RULE = "it pads with zeros"
-_NO_STATIC = "it has no `static=`"
-_COPIES = "it always copies its inputs"
-_FULL_ONLY = "it captures FULL graphs only"
-_NO_POLICY = "it has no dispatch policy"
-_GRAPH_ALONE = "it is a graph without the callable, so that there is nothing to compare it with"
-
-FEATURES = {
-    "padding": "a graph that serves smaller batches",
-    "constants": "arguments that are no tensors, and nests of tensors",
-    "pad_rules": "a pad rule of one's own",
-    "static_objects": "objects that are declared unchanging",
-    "static_inputs": "the caller's tensors as the graph's buffers",
-    "pieces": "PIECEWISE graphs",
-    "policy": "a dispatch policy",
-    "comparisons": "a callable to compare the graph with again",
-}
-"""What a case may need beyond tensors and a callable, by the word that ``needs`` takes."""
-
-LACKS: dict[str, dict[str, str]] = {
-    "graphed": {
-        "static_inputs": "it copies its inputs; `static=` names single tensors that never move",
-        "policy": _NO_POLICY,
-    },
-    "wrapper": {"padding": _PADDED, "pad_rules": _PADDED, "static_objects": _NO_STATIC, "policy": _NO_POLICY},
-    "adaptive_wrapper": {"padding": _PADDED, "pad_rules": _PADDED, "static_objects": _NO_STATIC, "policy": _NO_POLICY},
-    "execute_or_capture": {
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "static_inputs": _COPIES,
-        "pieces": _FULL_ONLY,
-        "policy": _NO_POLICY,
-    },
-    "replay_graph": {
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "static_inputs": _COPIES,
-        "pieces": _FULL_ONLY,
-        "policy": _NO_POLICY,
-    },
-    "entry": {
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "policy": _NO_POLICY,
-        "comparisons": _GRAPH_ALONE,
-    },
-    "dispatcher": {"constants": _TENSORS, "pad_rules": _NO_RULE, "static_objects": _NO_STATIC},
-    "streams": {
-        "padding": _PADDED,
-        "pad_rules": _PADDED,
-        "static_objects": _NO_STATIC,
-        "static_inputs": _COPIES,
-        "pieces": _FULL_ONLY,
-    },
-    "streams_entry": {"constants": _TENSORS, "pad_rules": _NO_RULE, "static_objects": _NO_STATIC},
-    "composite": {"constants": _TENSORS, "pad_rules": _NO_RULE, "static_objects": _NO_STATIC},
-}
-"""For each door what it cannot express, and why. A case that needs it is not run through that door."""
-
-
-def needs(*features: str, outcome: str = "right") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare what a test needs of a door (words of ``FEATURES``); doors that lack it are left out.
-
-    ``outcome`` is what the table says of the doors that have it.
-    """
-    assert outcome in OUTCOMES, outcome
-    assert set(features) <= set(FEATURES), features
-
-    def mark(test: Callable[..., None]) -> Callable[..., None]:
-        test.needs = features  # type: ignore[attr-defined]
-        return test
-
-    return mark
-
-
-OUTCOMES = {
-    "right": "the answer and the effects are eager's; a graph serves, or eager does where no graph is for such a call",
-    "eager": "no graph serves the call, and the answer is eager's; the reason is counted",
-    "error": "an exception, the same behind each door",
-    "limit": "silently frozen, behind each door",
-}
-"""What the table says of a case, and what it means."""
-
-
-def able(features: Sequence[str]) -> list[str]:
-    """The names of the doors that can express a case with these needs."""
-    return [name for name in DOORS if not set(features) & set(LACKS[name])]
-
-
-class Door(ABC):
-    """One callable behind one front door. Close it after use.
-
-    ``sizes`` are the capture sizes of doors that pad; ``dynamic`` names the batch dimensions; ``options`` and
-    ``outputs`` are as in ``CUDAGraphOptions``. Other options are those of ``graphed`` that the door has.
-    """
-
-    name: ClassVar[str]
-    captures_ahead: ClassVar[bool] = False
-    """Whether the caller captures before it serves (``prepare``). Such a door captures nothing by itself."""
-    order: ClassVar[tuple[int, ...]] = (3, 4, 3)
-    """The numbers of rows of the calls after which graphs serve three rows and four."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        dynamic: Mapping[str, int],
-        sizes: Sequence[int] = (4,),
-        mode: str = "FULL",
-        outputs: str | None = None,
-        options: CUDAGraphOptions | None = None,
-        **more: Any,
-    ) -> None:
-        self.fn = fn
-        self.dynamic = dict(dynamic)
-        self.sizes = tuple(sizes)
-        self.mode = CUDAGraphMode[mode]
-        self.options = options or CUDAGraphOptions()
-        if outputs is not None:
-            self.options = self.options.replace(outputs=outputs)
-        self.calls = 0
-        """Calls so far; what a model counts must agree with it."""
-        self._was_hit = False
-        self._reason: Reason | None = None
-        self._open(**more)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Serve one call through the door. Raises what the door raises."""
-        hits, before = self.hits, Counter(self.reasons)
-        self.calls += 1
-        try:
-            return self._call(args, kwargs)
-        finally:
-            self._was_hit = self.hits > hits
-            more = Counter(self.reasons) - before
-            self._reason = next(iter(more), None)
-
-    @property
-    @abstractmethod
-    def plain(self) -> Callable[[torch.Tensor], Any]:
-        """The front door alone, for a callable of one tensor ``x``: for a model that calls it from within."""
-
-    def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Capture ahead with an example call, where that is the caller's job. A refusal is kept in ``refusal``."""
-
-    def renew(self, *args: Any, **kwargs: Any) -> None:
-        """Capture again what this example stands for, after a change, where that is the caller's job."""
-
-    def forget(self, tag: str) -> None:
-        """Tell the door, or the owner of its graphs, that something changed that no guard sees."""
-        raise NotImplementedError
-
-    def settle(self, batch: Callable[[int], tuple[Any, ...]]) -> "Door":
-        """Prepare it and call it until a graph serves whatever can be served."""
-        if self.captures_ahead:
-            for rows in (3, 4):
-                self.prepare(*batch(rows))
-        for rows in self.order:
-            self(*batch(rows))
-        return self
-
-    def reason(self) -> Reason | None:
-        """The reason of the latest call; None where the door counts none for a call that a graph served."""
-        return self._reason
-
-    def was_hit(self) -> bool:
-        """Whether a graph served the latest call."""
-        return self._was_hit
-
-    def check(self, expected: Reason, *, everywhere: bool = True) -> None:
-        """The latest call was served by a graph if ``expected`` says so, and else it was not.
-
-        ``graphed`` must give exactly this reason; with ``everywhere=False`` no other door is asked.
-        """
-        assert not everywhere or self.was_hit() is expected.is_graph, f"{self.name}: {self.reason()} instead of {expected}"
-
-    def explanation(self, *args: Any) -> str | None:
-        """What the door says of such a call in words, or None where it says nothing."""
-        return None
-
-    @property
-    @abstractmethod
-    def hits(self) -> int:
-        """Calls that a graph served."""
-
-    @property
-    @abstractmethod
-    def captures(self) -> int:
-        """Graphs that were captured."""
-
-    def close(self) -> None:
-        """Release what the door holds."""
-
-    @abstractmethod
-    def _open(self) -> None: ...
-
-    @abstractmethod
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    @property
-    @abstractmethod
-    def reasons(self) -> Counter[Reason]:
-        """How often each reason was counted."""
-
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by name, in the order of the call."""
-        fn = self.fn.forward if isinstance(self.fn, torch.nn.Module) else self.fn
-        try:
-            names = list(inspect.signature(fn).parameters)
-        except ValueError:  # a scripted module has none
-            names = list(self.dynamic)
-        if names[:1] == ["args"]:
-            names = list(self.dynamic)
-        return dict(zip(names, args, strict=False)) | kwargs
-
-    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of rows of a call: that of its first argument with a batch dimension."""
-        named = self.named(args, kwargs)
-        for name, dim in self.dynamic.items():
-            for leaf in tree_leaves(named.get(name)):
-                if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
-                    return leaf.shape[dim]
-        return 1
+__all__ = ["DOORS"]
 
 
 class GraphedDoor(Door):
@@ -394,7 +164,8 @@ class _Ahead(Door):
         self._tried: set[int] = set()
         self._is_exact = self.mode is CUDAGraphMode.PIECEWISE or self.options.inputs == "static"
         self.manager = _manager(self)
-        self.source = gd.AdaptiveCUDAGraphWrapper(self.fn, self.mode, self.options) if self._is_exact else None
+        options = self.options.replace(gc_disable=False)  # a collection of all memory for each capture is slow here
+        self.source = gd.AdaptiveCUDAGraphWrapper(self.fn, self.mode, options) if self._is_exact else None
 
     def size(self, rows: int) -> int:
         """The number of rows of the graph that serves a batch of ``rows``."""
@@ -420,9 +191,7 @@ class _Ahead(Door):
             descriptor = gd.BatchDescriptor(rows)
             self.source.prewarm([descriptor], lambda _: (args, kwargs))
             return self.source.get_entry(descriptor)
-        return self.manager.capture_graph(
-            rows, 1, self.fn, inputs=self.named(args, kwargs), dynamic=self.dynamic
-        )
+        return self.manager.capture_graph(rows, 1, self.fn, inputs=self.named(args, kwargs), dynamic=self.dynamic)
 
     def renew(self, *args: Any, **kwargs: Any) -> None:
         self._tried.discard(self.size(self.rows(args, kwargs)))

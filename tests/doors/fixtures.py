@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from .doors import DOORS, Door, able
+from .door import Door
+from .doors import DOORS
+from .features import able
 
 Batch = Callable[[int], tuple[Any, ...]]
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from .doors import DOORS, FEATURES, LACKS, OUTCOMES
+from .features import FEATURES, LACKS, OUTCOMES
 
 __all__ = ["DOCUMENT", "cases", "document", "footgun_outcomes"]
 
@@ -29,7 +29,8 @@ door that can express it, on the CPU backend. This file is made from the tests: 
 The doors:
 
 - **graphed**: `graphed(fn, ...)`
-- **wrapper**, **adaptive_wrapper**: `CUDAGraphWrapper`, `AdaptiveCUDAGraphWrapper`, with a batch descriptor for each number of rows
+- **wrapper**, **adaptive_wrapper**: `CUDAGraphWrapper`, `AdaptiveCUDAGraphWrapper`, with a batch descriptor for
+  each number of rows
 - **execute_or_capture**, **replay_graph**: the methods of `CUDAGraphManager`; `replay_graph` after `capture_graph`
 - **entry**: `CUDAGraphEntry.replay`, for an entry that was handed on
 - **dispatcher**: `CudagraphDispatcher` with a registered entry
@@ -73,7 +74,7 @@ def cases() -> list[Case]:
                     name = node.name.removeprefix("test_")
                     features, declared = _declared(node)
                     outcome = outcomes.get(name, "right") if suite == "Footguns" else declared
-                    claim = (ast.get_docstring(node) or "").splitlines()[0].removeprefix("LIMIT: ")
+                    claim = (ast.get_docstring(node) or "").splitlines()[0].removeprefix("LIMIT: ").replace("``", "`")
                     found.append(Case(name, suite, features, outcome, claim))
     return found
 
@@ -99,14 +100,14 @@ def document() -> str:
     lines += ["| | what is missing | doors | why |", "|---|---|---|---|"]
     for reason, number in reasons.items():
         missing = [FEATURES[f] for f in FEATURES if any(lacks.get(f) == reason for lacks in LACKS.values())]
-        doors = [door for door in DOORS if reason in LACKS[door].values()]
+        doors = [door for door in LACKS if reason in LACKS[door].values()]
         lines.append(f"| ({number}) | {'; '.join(missing)} | {', '.join(doors)} | {reason} |")
     everything = cases()
     for suite in SUITES:
-        lines += ["", f"## {suite}", "", f"| case | {' | '.join(DOORS)} |", f"|---|{'---|' * len(DOORS)}"]
+        lines += ["", f"## {suite}", "", f"| case | {' | '.join(LACKS)} |", f"|---|{'---|' * len(LACKS)}"]
         for case in everything:
             if case.suite == suite:
-                lines.append(f"| `{case.name}` | {' | '.join(_cell(case, door, reasons) for door in DOORS)} |")
+                lines.append(f"| `{case.name}` | {' | '.join(_cell(case, door, reasons) for door in LACKS)} |")
         if suite != "Footguns":
             lines += ["", *(f"- `{case.name}`: {case.claim}" for case in everything if case.suite == suite)]
     lines += ["", "[footguns.md](footguns.md) says what each footgun is, and what to do instead."]
@@ -114,7 +115,7 @@ def document() -> str:
 
 
 def _reasons() -> list[str]:
-    return [LACKS[door][feature] for feature in FEATURES for door in DOORS if feature in LACKS[door]]
+    return [LACKS[door][feature] for feature in FEATURES for door in LACKS if feature in LACKS[door]]
 
 
 def _cell(case: Case, door: str, reasons: dict[str, int]) -> str:

@@ -9,7 +9,8 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions
 
-from .doors import Door, needs
+from .door import Door
+from .features import needs
 from .fixtures import one_tensor
 
 Open = Callable[..., Door]

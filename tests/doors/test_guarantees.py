@@ -9,7 +9,8 @@ import torch
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, DispatchKey, DispatchMode, Reason
 
-from .doors import Door, needs
+from .door import Door
+from .features import needs
 from .fixtures import one_tensor
 
 Open = Callable[..., Door]

@@ -1,7 +1,6 @@
 """Modes of the calling thread: gradients, autocast, inference mode, the random generator."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from graphdispatch import Reason
 
-from ..doors.doors import Door, needs
+from ..doors.door import Door
 
 Settle = Callable[..., Door]
 INPUT = {"dynamic": {"input": 0}}

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from graphdispatch import Reason, eager_break, get_backend
 
-from ..doors.doors import Door, needs
+from ..doors.door import Door
+from ..doors.features import needs
 
 Settle = Callable[..., Door]
 

@@ -8,7 +8,8 @@ import torch
 
 from graphdispatch import Reason
 
-from ..doors.doors import Door, needs
+from ..doors.door import Door
+from ..doors.features import needs
 
 Settle = Callable[..., Door]
 

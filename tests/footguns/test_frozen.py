@@ -15,7 +15,8 @@ from torch import nn
 
 from graphdispatch import Reason
 
-from ..doors.doors import Door, needs
+from ..doors.door import Door
+from ..doors.features import needs
 
 Settle = Callable[..., Door]
 OFFSET = torch.ones(3)

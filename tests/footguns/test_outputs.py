@@ -1,14 +1,14 @@
 """What the callable returns: memory that replays share, objects, the argument itself, state."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from graphdispatch import Reason, StaleOutputError
 
-from ..doors.doors import Door, needs
+from ..doors.door import Door
+from ..doors.features import needs
 
 Settle = Callable[..., Door]
 

@@ -1,7 +1,6 @@
 """Padding rows: models that mix rows, and caches that padding would write to."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,8 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions, Reason
 
-from ..doors.doors import Door, needs
+from ..doors.door import Door
+from ..doors.features import needs
 
 Settle = Callable[..., Door]
 MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

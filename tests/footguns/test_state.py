@@ -9,7 +9,8 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions, Reason
 
-from ..doors.doors import Door, needs
+from ..doors.door import Door
+from ..doors.features import needs
 
 Settle = Callable[..., Door]
 INPUT = {"dynamic": {"input": 0}}
