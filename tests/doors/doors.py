@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 import graphdispatch as gd
@@ -225,30 +224,25 @@ class ReplayDoor(_Ahead):
 
     def _open(self) -> None:
         super()._open()
-        # Hits, refused arguments, refused replays; an array, since a model that calls the door must not rebind numbers.
-        self._counts = np.zeros(3, dtype=int)
+        self._refused: Counter[Reason] = Counter()
 
     @property
     def hits(self) -> int:
-        return int(self._counts[0])
+        return self.manager.stats.hits
 
     @property
     def reasons(self) -> Counter[Reason]:
-        _, arguments, replays = self._counts.tolist()
-        return Counter({Reason.ARGUMENTS_CHANGED: arguments, Reason.REPLAY_FAILED: replays})
+        return self.manager.stats.reasons + self._refused
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            answer = self._replay(self.rows(args, kwargs), self.named(args, kwargs))
+            return self._replay(self.rows(args, kwargs), self.named(args, kwargs))
         except gd.GuardError:
-            self._counts[1] += 1
+            self._refused[Reason.ARGUMENTS_CHANGED] += 1
         except gd.ReplayError as error:
             if error.had_effects:
                 raise
-            self._counts[2] += 1
-        else:
-            self._counts[0] += 1
-            return answer
+            self._refused[Reason.REPLAY_FAILED] += 1
         return self.fn(*args, **kwargs)
 
     @property
@@ -271,6 +265,10 @@ class EntryDoor(ReplayDoor):
     """``CUDAGraphEntry.replay``, for those who were given the entry alone."""
 
     name = "entry"
+
+    @property
+    def hits(self) -> int:
+        return sum(entry.replay_count for entry in self.entries.values())
 
     @property
     def plain(self) -> Callable[[torch.Tensor], Any]:

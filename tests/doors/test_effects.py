@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, eager_break
 
 from .door import Door
 from .features import needs
@@ -136,6 +136,36 @@ def test_exception_between_hits(settled: Open) -> None:
         assert torch.equal(step(x), x * 2)
         assert step.was_hit()
         assert int(count) == step.calls
+
+
+@needs("pieces", outcome="error")
+def test_exception_in_break(opened: Open) -> None:
+    """An exception of a break passes unchanged; what ran before it happened once, and later calls are right."""
+    count = torch.zeros((), dtype=torch.int64)
+    broken: list[bool] = []
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if broken:
+            raise KeyError("broken")
+        return x + 1
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return part(x * 2) * 3
+
+    step = opened(fn, mode="PIECEWISE")
+    step.prepare(torch.randn(4, 3))
+    for is_broken in (False, False, False, True, False, True, False, False, False):
+        x = torch.randn(4, 3)
+        broken[:] = [True] * is_broken
+        if is_broken:
+            with pytest.raises(KeyError, match="broken"):
+                step(x)
+        else:
+            assert torch.equal(step(x), (x * 2 + 1) * 3)
+        assert int(count) == step.calls
+    assert step.was_hit()
 
 
 def test_state_replaced(settled: Open) -> None:
