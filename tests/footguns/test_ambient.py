@@ -1,7 +1,6 @@
 """Modes of the calling thread: gradients, autocast, inference mode, the random generator."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,9 @@ from torch.nn.utils import parametrize
 
 from graphdispatch import Reason
 
-Settle = Callable[..., Any]
+from ..doors.door import Door
+
+Settle = Callable[..., Door]
 INPUT = {"dynamic": {"input": 0}}
 
 
@@ -38,7 +39,7 @@ def test_autocast_flip(settled: Settle) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert step(x).dtype is torch.bfloat16
     assert step(x).dtype is torch.float32
-    assert step.last_decision.reason is Reason.EXACT
+    step.check(Reason.EXACT)
 
 
 def test_autocast_weight_written(tried: Settle) -> None:
@@ -49,12 +50,12 @@ def test_autocast_weight_written(tried: Settle) -> None:
         model(x)  # from here on the region has copies of the weights
         step = tried(model, **INPUT)
         assert torch.equal(step(x), model(x))
-    assert step.stats.hits > 0
+    assert step.hits > 0
     for factor in (3, 0.5):
         model[0].weight.mul_(factor)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(step(x), model(x))
-            assert step.last_decision.reason is Reason.EXACT
+            step.check(Reason.EXACT)
 
 
 def test_parametrization_cached(tried: Settle) -> None:
@@ -70,12 +71,13 @@ def test_parametrization_cached(tried: Settle) -> None:
     with parametrize.cached():
         step = tried(model, **INPUT)
         assert torch.equal(step(x), model(x))
-        assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+        step.check(Reason.CAPTURE_UNSAFE)
     model.parametrizations.weight.original.mul_(3)
+    step.renew(x)
     for _ in range(20):
         x = torch.randn(4, 3)
         assert torch.equal(step(x), model(x))
-    assert step.last_decision.reason is Reason.EXACT
+    step.check(Reason.EXACT)
 
 
 def test_inference_mode(settled: Settle) -> None:
@@ -85,7 +87,7 @@ def test_inference_mode(settled: Settle) -> None:
     with torch.inference_mode():
         for batch in (x, x + 1, x):
             assert torch.equal(step(batch), batch * 2)
-        assert step.last_decision.reason is Reason.EXACT
+        step.check(Reason.EXACT, everywhere=False)
         inside = torch.randn(4, 3)
     assert torch.equal(step(inside), inside * 2)
 
@@ -97,7 +99,7 @@ def test_gradient_needed(settled: Settle) -> None:
     with torch.enable_grad():
         step(x).sum().backward()
     assert x.grad is not None
-    assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+    step.check(Reason.NEEDS_GRADIENTS)
 
 
 def test_training_with_gradients(settled: Settle) -> None:
@@ -107,7 +109,7 @@ def test_training_with_gradients(settled: Settle) -> None:
     model.train()
     with torch.enable_grad():
         assert step(torch.randn(4, 3)).requires_grad
-    assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+    step.check(Reason.NEEDS_GRADIENTS)
 
 
 def test_gradients_on_by_default(settled: Settle) -> None:
@@ -132,6 +134,6 @@ def test_forward_mode_gradients(settled: Settle) -> None:
             answer = forward_ad.unpack_dual(step(forward_ad.make_dual(x, tangent)))
             assert torch.equal(answer.primal, model(x))
             assert torch.allclose(answer.tangent, tangent @ model.weight.T)
-        assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+        step.check(Reason.NEEDS_GRADIENTS)
     assert torch.equal(step(x), model(x))
-    assert step.last_decision.reason is Reason.EXACT
+    step.check(Reason.EXACT)

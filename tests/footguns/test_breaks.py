@@ -1,28 +1,40 @@
 """Breaks of PIECEWISE captures: Python that runs while a graph is half-way."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from graphdispatch import Graphed, Reason, eager_break, get_backend, graphed
+from graphdispatch import Reason, eager_break, get_backend
+
+from ..doors.door import Door
+from ..doors.features import needs
+
+Settle = Callable[..., Door]
 
 
-def test_break_calls_itself() -> None:
+@needs("pieces")
+def test_break_calls_itself(opened: Settle) -> None:
     """A break calls the served model that it is a part of: the inner call runs eagerly, and both are right."""
 
     @eager_break
     def part(h: Tensor) -> Tensor:
         return h + step(h[:1]) if len(h) > 1 else h
 
-    step: Graphed[..., Tensor] = graphed(lambda x: part(x * 2) + x, dynamic={"x": 0}, sizes=(1, 4), mode="PIECEWISE")
-    with torch.no_grad():
-        step.prewarm(torch.linspace(-1, 1, 12).view(4, 3))
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x * 2 + (x[:1] * 2 * 2 + x[:1] * 2) + x)
-    assert step.stats.hits == 1
-    assert step.stats.reasons[Reason.INSIDE_REPLAY] == 1
+    step = opened(lambda x: part(x * 2) + x, sizes=(1, 4), mode="PIECEWISE")
+    for rows in (1, 4):
+        step.prepare(torch.randn(rows, 3))
+    for rows in (1, 1, 4, 4):
+        step(torch.randn(rows, 3))
+    hits, inside = step.hits, step.reasons[Reason.INSIDE_REPLAY]
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2 + (x[:1] * 2 * 2 + x[:1] * 2) + x)
+    assert step.hits == hits + 1
+    assert step.reasons[Reason.INSIDE_REPLAY] == inside + 1 or step.name == "entry"  # which raises instead
 
 
-def test_break_on_side_stream() -> None:
+@needs("pieces")
+def test_break_on_side_stream(opened: Settle) -> None:
     """What a break writes on a stream of its own, joined before it ends, is written once for each call."""
     backend = get_backend("cpu")
     side = backend.make_stream()
@@ -34,11 +46,11 @@ def test_break_on_side_stream() -> None:
         backend.current_stream().wait_stream(side)
         return x + cache
 
-    step = graphed(lambda x: part(x + 1), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
-    with torch.no_grad():
-        for count in range(1, 5):
-            x = torch.randn(4, 3)
-            assert torch.equal(step(x), x + 1 + count)
-            assert torch.equal(cache, torch.full((3,), float(count)))
+    step = opened(lambda x: part(x + 1), mode="PIECEWISE")
+    step.prepare(torch.randn(4, 3))
+    for count in range(1, 5):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x + 1 + count)
+        assert torch.equal(cache, torch.full((3,), float(count)))
     side.close()
-    assert step.stats.hits == 2
+    assert step.hits >= 2 if step.captures_ahead else step.hits == 2

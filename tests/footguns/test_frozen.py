@@ -15,7 +15,10 @@ from torch import nn
 
 from graphdispatch import Reason
 
-Settle = Callable[..., Any]
+from ..doors.door import Door
+from ..doors.features import needs
+
+Settle = Callable[..., Door]
 OFFSET = torch.ones(3)
 FACTOR = 2.0
 
@@ -43,7 +46,7 @@ def test_module_number_changed(settled: Settle) -> None:
     x = torch.randn(4, 3)
     model.scale = 5.0
     assert torch.equal(step(x), model(x))
-    assert step.last_decision.reason is Reason.CAPTURED_NOW
+    step.check(Reason.CAPTURED_NOW)
 
 
 def test_module_number_changed_instead(settled: Settle) -> None:
@@ -58,7 +61,7 @@ def test_module_number_changed_instead(settled: Settle) -> None:
     x = torch.randn(4, 3)
     model.scale_buffer.fill_(5.0)
     assert torch.equal(step(x), model(x))
-    assert step.last_decision.reason is Reason.EXACT
+    step.check(Reason.EXACT)
 
 
 def test_helper_global_changed(settled: Settle) -> None:
@@ -157,7 +160,7 @@ def test_code_replaced_instead(settled: Settle, monkeypatch: pytest.MonkeyPatch)
     """After ``invalidate`` the new code is captured."""
     step = settled(Adapted().eval())
     monkeypatch.setattr(Adapted, "forward", lambda self, x: x * 9.0)
-    step.invalidate("another forward")
+    step.forget("another forward")
     x = torch.randn(4, 3)
     assert torch.equal(step(x), x * 9.0)
 
@@ -219,12 +222,14 @@ def test_hook_added(settled: Settle) -> None:
     before = model(x)
     with model.register_forward_hook(lambda module, args, output: output * 0):
         assert torch.equal(step(x), before * 0)
+        step.renew(x)
         for _ in range(4):
             step(torch.randn(4, 3))
-        assert step.last_decision.reason.is_graph
+        assert step.was_hit()
     assert torch.equal(step(x), before)
 
 
+@needs("static_objects", "constants")
 def test_static_object_changed(settled: Settle) -> None:
     """LIMIT: an object that ``static=`` vouches for is read at the capture and never again."""
     config = SimpleNamespace(scale=2.0)
@@ -272,7 +277,7 @@ def test_default_dtype_changed(settled: Settle) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         assert step(x).dtype is torch.float32
-        step.clear()
+        step.forget("another default dtype")
         assert step(x).dtype is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
@@ -289,7 +294,7 @@ def test_closure_number_changed(settled: Settle) -> None:
     scale = 5.0
     x = torch.randn(4, 3)
     assert torch.equal(step(x), x * 5.0)
-    assert step.last_decision.reason is Reason.CAPTURED_NOW
+    step.check(Reason.CAPTURED_NOW)
 
 
 def test_global_number_changed(settled: Settle) -> None:
@@ -329,10 +334,10 @@ def test_python_counter(tried: Settle) -> None:
 
     model = Counting().eval()
     step = tried(model)
-    assert step.last_decision.reason is Reason.STATE_REBOUND
+    step.check(Reason.STATE_REBOUND)
     x = torch.randn(4, 3)
-    assert torch.equal(step(x), x + 4)
-    assert model.calls == 4
+    assert torch.equal(step(x), x + step.calls)
+    assert model.calls == step.calls
 
 
 def test_python_counter_instead(settled: Settle) -> None:
@@ -345,8 +350,8 @@ def test_python_counter_instead(settled: Settle) -> None:
 
     step = settled(fn)
     x = torch.randn(4, 3)
-    assert torch.equal(step(x), x + 4)
-    assert int(count) == 4
+    assert torch.equal(step(x), x + step.calls)
+    assert int(count) == step.calls
 
 
 def test_dict_entry_rebound(tried: Settle) -> None:
@@ -358,21 +363,21 @@ def test_dict_entry_rebound(tried: Settle) -> None:
         return x + state["k"]
 
     step = tried(fn)
-    assert step.last_decision.reason is Reason.STATE_REBOUND
-    assert torch.equal(state["k"], torch.full((3,), 3.0))
+    step.check(Reason.STATE_REBOUND)
+    assert torch.equal(state["k"], torch.full((3,), float(step.calls)))
 
 
 def test_python_randomness(tried: Settle) -> None:
     """A number that Python draws differs between eager and replay, and the comparison finds it."""
     step = tried(lambda x: x * random.random())
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    step.check(Reason.VERIFICATION_FAILED)
 
 
 def test_tensor_from_numpy(tried: Settle) -> None:
     """A tensor that numpy made within the call would be frozen; the comparison finds one whose value changes."""
     generator = np.random.default_rng(0)
     step = tried(lambda x: x + torch.from_numpy(generator.random(3)))
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    step.check(Reason.VERIFICATION_FAILED)
 
 
 def test_tensor_literal_changed_inside(settled: Settle) -> None:
@@ -419,7 +424,7 @@ def test_object_attribute_changed(settled: Settle, reach: Callable[[Engine], Any
     change(engine)
     x = torch.randn(4, 3)
     assert torch.equal(step(x), engine.step(x))
-    assert step.last_decision.reason is Reason.CAPTURED_NOW
+    step.check(Reason.CAPTURED_NOW)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +442,7 @@ def test_container_entry_changed(settled: Settle, change: Callable[[Engine], Non
     change(engine)
     x = torch.randn(4, 3)
     assert torch.equal(step(x), engine.step(x))
-    assert step.last_decision.reason is Reason.CAPTURED_NOW
+    step.check(Reason.CAPTURED_NOW)
 
 
 def test_container_entry_changed_instead(settled: Settle) -> None:
@@ -447,7 +452,7 @@ def test_container_entry_changed_instead(settled: Settle) -> None:
     engine.cache["bias"].fill_(7.0)
     x = torch.randn(4, 3)
     assert torch.equal(step(x), engine.step(x))
-    assert step.last_decision.reason is Reason.EXACT
+    step.check(Reason.EXACT)
 
 
 def _noisy(x: torch.Tensor) -> torch.Tensor:
@@ -458,7 +463,7 @@ def _noisy(x: torch.Tensor) -> torch.Tensor:
 def test_generator_put_back(tried: Settle) -> None:
     """A model that draws and puts the generator back gives the same noise each time; a replay would move on."""
     step = tried(_noisy)
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    step.check(Reason.VERIFICATION_FAILED)
     before = torch.get_rng_state()
     x = torch.randn(4, 3, generator=torch.Generator())
     assert torch.equal(step(x), step(x))
@@ -469,6 +474,6 @@ def test_generator_put_back_instead(settled: Settle) -> None:
     """A generator of the model's own moves on by each call, and leaves the default one alone."""
     ours, theirs = (torch.Generator().manual_seed(1) for _ in range(2))
     step = settled(lambda x: x * 0 + torch.rand(3, generator=ours))
-    for _ in range(3):
+    for _ in range(step.calls):
         torch.rand(3, generator=theirs)
     assert torch.equal(step(torch.randn(4, 3)), torch.rand(3, generator=theirs).expand(4, 3))

@@ -1,16 +1,17 @@
 """Padding rows: models that mix rows, and caches that padding would write to."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from graphdispatch import CUDAGraphOptions, Reason
-from graphdispatch.api.graphed import graphed
 
-Settle = Callable[..., Any]
+from ..doors.door import Door
+from ..doors.features import needs
+
+Settle = Callable[..., Door]
 MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda x: x - x.mean(0),
     "softmax": lambda x: x.softmax(0),
@@ -19,27 +20,34 @@ MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@needs("padding")
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 @pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
-def test_rows_mixed(mixer: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
+def test_rows_mixed(opened: Settle, mixer: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
     """A model that mixes rows is found when its first padded batch is compared with eager, also after full ones."""
-    step = graphed(mixer, dynamic={"x": 0}, sizes=(4,), capture_after=1)
-    for rows in (first, first, first, 3, 3, 4):
+    step = opened(mixer)
+    step.prepare(torch.randn(first, 3))
+    for rows in (first, first, first, 3, 3):
         x = torch.randn(rows, 3)
         assert torch.equal(step(x), mixer(x))
-    assert step.last_decision is not None
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    step.check(Reason.VERIFICATION_FAILED)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), mixer(x))
+    step.check(Reason.VERIFICATION_FAILED, everywhere=False)
 
 
-def test_rows_mixed_instead() -> None:
-    """With exact sizes alone, when every size is captured, such a model is served."""
-    step = graphed(MIXERS["mean"], dynamic={"x": 0}, sizes=(1, 2, 3, 4), capture_after=1)
+def test_rows_mixed_instead(opened: Settle) -> None:
+    """With exact sizes alone, which a ladder of every size gives, such a model is served."""
+    step = opened(MIXERS["mean"], sizes=(1, 2, 3, 4))
+    for rows in (3, 4):
+        step.prepare(torch.randn(rows, 3))
     for rows in (3, 3, 3, 4, 4, 4):
         x = torch.randn(rows, 3)
         assert torch.equal(step(x), MIXERS["mean"](x))
-    assert step.stats.hits == 2
+    assert step.hits >= 2 if step.captures_ahead else step.hits == 2
 
 
+@needs("padding")
 def test_rows_mixed_for_some_data(settled: Settle) -> None:
     """LIMIT: a mixing that the compared batches do not show (zero padding under a maximum of positive values)."""
 
@@ -52,6 +60,7 @@ def test_rows_mixed_for_some_data(settled: Settle) -> None:
     assert not torch.equal(step(x), fn(x))
 
 
+@needs("padding", "pad_rules")
 def test_rows_mixed_for_some_data_instead(settled: Settle) -> None:
     """The pad rule ``repeat_last`` keeps padding within the data, so a maximum over the rows is right."""
 
@@ -63,17 +72,18 @@ def test_rows_mixed_for_some_data_instead(settled: Settle) -> None:
     assert torch.equal(step(x), fn(x))
 
 
-def test_batch_norm_training() -> None:
+@needs("padding")
+def test_batch_norm_training(opened: Settle) -> None:
     """Batch norm in training mode mixes rows: full batches only, with statistics as eager leaves them."""
     model, eager = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    step = graphed(model, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    step = opened(model, dynamic={"input": 0})
+    step.prepare(torch.randn(4, 3))
     for rows in (4, 4, 4, 3):
         x = torch.randn(rows, 3)
         assert torch.equal(step(x), eager(x))
     assert torch.equal(model.running_var, eager.running_var)
-    assert int(model.num_batches_tracked) == 4
-    assert step.last_decision is not None
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    assert int(model.num_batches_tracked) == step.calls
+    step.check(Reason.VERIFICATION_FAILED)
 
 
 class Cache(nn.Module):
@@ -88,32 +98,34 @@ class Cache(nn.Module):
         return self.slots[slot] * 2
 
 
-def test_padding_writes_cache() -> None:
+@needs("padding")
+def test_padding_writes_cache(opened: Settle) -> None:
     """Padding that points at a slot is refused even while that slot holds what padding would write."""
     model, eager = Cache(), Cache()
-    step = graphed(model, dynamic={"x": 0, "slot": 0}, sizes=(4,), capture_after=1)
+    step = opened(model, dynamic={"x": 0, "slot": 0})
+    step.prepare(torch.randn(3, 3), torch.tensor([5, 6, 7]))
     for slots in ([5, 6, 7], [6, 7, 8], [5, 6, 8], [0, 1, 2, 3], [5, 6, 7]):
         x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
         assert torch.equal(step(x, slot), eager(x, slot))
         assert torch.equal(model.slots, eager.slots)
-    assert step.last_decision is not None
-    assert step.last_decision.reason is Reason.PADDING_WRITES_STATE
+    step.check(Reason.PADDING_WRITES_STATE)
 
 
-def test_padding_writes_cache_instead() -> None:
+@needs("padding", "pad_rules")
+def test_padding_writes_cache_instead(opened: Settle) -> None:
     """With padding sent to a scratch slot, and that allowed, the live slots are as eager leaves them."""
     model, eager = Cache(), Cache()
     options = CUDAGraphOptions(padding_writes="allow")
-    step = graphed(model, dynamic={"x": 0, "slot": 0}, pad={"slot": 9}, sizes=(4,), capture_after=1, options=options)
+    step = opened(model, dynamic={"x": 0, "slot": 0}, pad={"slot": 9}, options=options)
     for slots in ([5, 6, 7], [6, 7, 8], [0, 1, 2, 3], [5, 6, 7]):
         x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
         assert torch.equal(step(x, slot), eager(x, slot))
         assert torch.equal(model.slots[:9], eager.slots[:9])
-    assert step.last_decision is not None
-    assert step.last_decision.reason is Reason.PADDED
+    step.check(Reason.PADDED)
 
 
-def test_padding_writes_slice() -> None:
+@needs("padding")
+def test_padding_writes_slice(opened: Settle) -> None:
     """A write to as many rows as the batch has writes more of them when padded, and is refused."""
     state = torch.zeros(8, 3)
 
@@ -121,11 +133,11 @@ def test_padding_writes_slice() -> None:
         state[: x.shape[0]].copy_(x)
         return x * 2
 
-    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = opened(fn)
+    step.prepare(torch.randn(3, 3))
     for rows in (3, 3, 4, 3):
         kept = state.clone()
         x = torch.randn(rows, 3)
         step(x)
         assert torch.equal(state, torch.cat([x, kept[rows:]]))
-    assert step.last_decision is not None
-    assert step.last_decision.reason is Reason.PADDING_WRITES_STATE
+    step.check(Reason.PADDING_WRITES_STATE)

@@ -1,0 +1,154 @@
+"""``Door``: the one face of all front doors."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
+
+__all__ = ["Door"]
+
+
+class Door(ABC):
+    """One callable behind one front door. Close it after use.
+
+    ``sizes`` are the capture sizes of doors that pad; ``dynamic`` names the batch dimensions; ``options`` and
+    ``outputs`` are as in ``CUDAGraphOptions``. Other options are those of ``graphed`` that the door has.
+    """
+
+    name: ClassVar[str]
+    captures_ahead: ClassVar[bool] = False
+    """Whether the caller captures before it serves (``prepare``). Such a door captures nothing by itself."""
+    order: ClassVar[tuple[int, ...]] = (3, 4, 3)
+    """The numbers of rows of the calls after which graphs serve three rows and four."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        dynamic: Mapping[str, int],
+        sizes: Sequence[int] = (4,),
+        mode: str = "FULL",
+        outputs: str | None = None,
+        options: CUDAGraphOptions | None = None,
+        **more: Any,
+    ) -> None:
+        self.fn = fn
+        self.dynamic = dict(dynamic)
+        self.sizes = tuple(sizes)
+        self.mode = CUDAGraphMode[mode]
+        self.options = options or CUDAGraphOptions()
+        if outputs is not None:
+            self.options = self.options.replace(outputs=outputs)
+        self.calls = 0
+        """Calls so far; what a model counts must agree with it."""
+        self._was_hit = False
+        self._reason: Reason | None = None
+        self._open(**more)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Serve one call through the door. Raises what the door raises."""
+        hits, before = self.hits, Counter(self.reasons)
+        self.calls += 1
+        try:
+            return self._call(args, kwargs)
+        finally:
+            self._was_hit = self.hits > hits
+            more = Counter(self.reasons) - before
+            self._reason = next(iter(more), None)
+
+    @property
+    @abstractmethod
+    def plain(self) -> Callable[[torch.Tensor], Any]:
+        """The front door alone, for a callable of one tensor ``x``: for a model that calls it from within."""
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Capture ahead with an example call, where that is the caller's job. A refusal is kept in ``refusal``."""
+        assert not self.captures_ahead
+
+    def renew(self, *args: Any, **kwargs: Any) -> None:
+        """Capture again what this example stands for, after a change, where that is the caller's job."""
+        assert not self.captures_ahead
+
+    def forget(self, tag: str) -> None:
+        """Tell the door, or the owner of its graphs, that something changed that no guard sees."""
+        raise NotImplementedError
+
+    def settle(self, batch: Callable[[int], tuple[Any, ...]]) -> "Door":
+        """Prepare it and call it until a graph serves whatever can be served."""
+        if self.captures_ahead:
+            for rows in (3, 4):
+                self.prepare(*batch(rows))
+        for rows in self.order:
+            self(*batch(rows))
+        return self
+
+    def reason(self) -> Reason | None:
+        """The reason of the latest call; None where the door counts none for a call that a graph served."""
+        return self._reason
+
+    def was_hit(self) -> bool:
+        """Whether a graph served the latest call."""
+        return self._was_hit
+
+    def check(self, expected: Reason, *, everywhere: bool = True) -> None:
+        """The latest call was served by a graph if ``expected`` says so, and else it was not.
+
+        ``graphed`` must give exactly this reason; with ``everywhere=False`` no other door is asked.
+        """
+        if everywhere:
+            assert self.was_hit() is expected.is_graph, f"{self.name}: {self.reason()} instead of {expected}"
+
+    def explanation(self, *args: Any) -> str | None:
+        """What the door says of such a call in words, or None where it says nothing."""
+        return None
+
+    @property
+    @abstractmethod
+    def hits(self) -> int:
+        """Calls that a graph served."""
+
+    @property
+    @abstractmethod
+    def captures(self) -> int:
+        """Graphs that were captured."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the door holds."""
+
+    @abstractmethod
+    def _open(self) -> None: ...
+
+    @abstractmethod
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    @property
+    @abstractmethod
+    def reasons(self) -> Counter[Reason]:
+        """How often each reason was counted."""
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name, in the order of the call."""
+        fn = self.fn.forward if isinstance(self.fn, torch.nn.Module) else self.fn
+        try:
+            names = list(inspect.signature(fn).parameters)
+        except ValueError:  # a scripted module has none
+            names = list(self.dynamic)
+        if names[:1] == ["args"]:
+            names = list(self.dynamic)
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of rows of a call: that of its first argument with a batch dimension."""
+        named = self.named(args, kwargs)
+        for name, dim in self.dynamic.items():
+            for leaf in tree_leaves(named.get(name)):
+                if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
+                    return leaf.shape[dim]
+        return 1

@@ -1,0 +1,391 @@
+"""Every front door of the library behind one face, so that one test body runs through each of them.
+
+A ``Door`` wraps one callable. A test calls it like the callable itself; the adapter tells the front door the number of
+rows in its own terms (a descriptor, a key, a batch size). ``features.py`` says what a door cannot express.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+import graphdispatch as gd
+from graphdispatch import CUDAGraphMode, Reason
+
+from .door import Door
+
+__all__ = ["DOORS"]
+
+
+class GraphedDoor(Door):
+    name = "graphed"
+
+    def _open(self, **more: Any) -> None:
+        how: dict[str, Any] = {"sizes": self.sizes, "mode": self.mode, "options": self.options, "capture_after": 1}
+        self.step = gd.graphed(self.fn, dynamic=self.dynamic, **(how | more))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.step(*args, **kwargs)
+
+    @property
+    def plain(self) -> Callable[[torch.Tensor], Any]:
+        return self.step
+
+    @property
+    def reasons(self) -> Counter[Reason]:
+        return self.step.stats.reasons
+
+    def reason(self) -> Reason | None:
+        decision = self.step.last_decision
+        return decision.reason if decision is not None else None
+
+    def check(self, expected: Reason, *, everywhere: bool = True) -> None:
+        assert self.reason() is expected, self.step.last_decision and self.step.last_decision.explain()
+
+    def explanation(self, *args: Any) -> str | None:
+        return self.step.explain(*args)
+
+    def forget(self, tag: str) -> None:
+        self.step.invalidate(tag)
+
+    @property
+    def hits(self) -> int:
+        return self.step.stats.hits
+
+    @property
+    def captures(self) -> int:
+        return self.step.stats.captures
+
+    def close(self) -> None:
+        self.step.clear()
+
+
+class WrapperDoor(Door):
+    """Each number of rows is a descriptor of its own, captured and compared when it comes."""
+
+    name = "wrapper"
+    order = (3, 4, 3, 4, 3)
+    kind: ClassVar[type[gd.CUDAGraphWrapper]] = gd.CUDAGraphWrapper
+
+    def _open(self) -> None:
+        self.wrapper = self.kind(self.fn, self.mode, self.options)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        descriptor = gd.BatchDescriptor(self.rows(args, kwargs))
+        return self.wrapper(*args, batch_descriptor=descriptor, cudagraph_runtime_mode=self.mode, **kwargs)
+
+    @property
+    def plain(self) -> Callable[[torch.Tensor], Any]:
+        wrapper, mode = self.wrapper, self.mode
+        return lambda x: wrapper(x, batch_descriptor=gd.BatchDescriptor(len(x)), cudagraph_runtime_mode=mode)
+
+    @property
+    def reasons(self) -> Counter[Reason]:
+        return self.wrapper.get_stats().reasons
+
+    def forget(self, tag: str) -> None:
+        self.wrapper.invalidate(tag)
+
+    @property
+    def hits(self) -> int:
+        return self.wrapper.get_stats().hits
+
+    @property
+    def captures(self) -> int:
+        return self.wrapper.get_stats().captures
+
+    def close(self) -> None:
+        self.wrapper.clear_cache()
+
+
+class AdaptiveWrapperDoor(WrapperDoor):
+    name = "adaptive_wrapper"
+    kind = gd.AdaptiveCUDAGraphWrapper
+
+
+class ManagerDoor(Door):
+    """``execute_or_capture``: the manager pads, captures and serves."""
+
+    name = "execute_or_capture"
+
+    def _open(self) -> None:
+        self.manager = _manager(self)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows, inputs = self.rows(args, kwargs), self.named(args, kwargs)
+        return self.manager.execute_or_capture(rows, 1, self.fn, inputs, dynamic=self.dynamic)
+
+    @property
+    def plain(self) -> Callable[[torch.Tensor], Any]:
+        manager, fn = self.manager, self.fn
+        return lambda x: manager.execute_or_capture(len(x), 1, fn, {"x": x})
+
+    @property
+    def reasons(self) -> Counter[Reason]:
+        return self.manager.stats.reasons
+
+    def forget(self, tag: str) -> None:
+        self.manager.invalidate(tag)
+
+    @property
+    def hits(self) -> int:
+        return self.manager.stats.hits
+
+    @property
+    def captures(self) -> int:
+        return self.manager.stats.captures
+
+    def close(self) -> None:
+        self.manager.reset()
+
+
+def _manager(door: Door) -> gd.CUDAGraphManager:
+    """A manager with the sizes and options of a door, which captures a size when it comes first."""
+    most = max(door.sizes)
+    config = gd.CUDAGraphConfig(
+        capture_sizes=door.sizes, max_batch_size=most, capture_after=1, options=door.options, mode=CUDAGraphMode.FULL
+    )
+    return gd.CUDAGraphManager(config)
+
+
+class _Ahead(Door):
+    """What doors share whose graphs the caller captures: by ``capture_graph``, or as an entry of a wrapper.
+
+    A wrapper gives the entries of PIECEWISE graphs and of static inputs, which have one number of rows each.
+    """
+
+    captures_ahead = True
+
+    def _open(self) -> None:
+        self.refusal: gd.CaptureError | None = None
+        self.entries: dict[int, gd.CUDAGraphEntry] = {}
+        self._tried: set[int] = set()
+        self._is_exact = self.mode is CUDAGraphMode.PIECEWISE or self.options.inputs == "static"
+        self.manager = _manager(self)
+        options = self.options.replace(gc_disable=False)  # a collection of all memory for each capture is slow here
+        self.source = gd.AdaptiveCUDAGraphWrapper(self.fn, self.mode, options) if self._is_exact else None
+
+    def size(self, rows: int) -> int:
+        """The number of rows of the graph that serves a batch of ``rows``."""
+        return rows if self._is_exact else self.manager.config.get_padded_batch_size(rows)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        rows = self.rows(args, kwargs)
+        size = self.size(rows)
+        if size in self._tried:
+            return
+        self._tried.add(size)
+        try:
+            entry = self._capture(rows, args, kwargs)
+        except gd.CaptureError as error:
+            self.refusal = error
+            return
+        if entry is not None:
+            self.entries[size] = entry
+            self._publish(size, entry)
+
+    def _capture(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> gd.CUDAGraphEntry | None:
+        if self.source is not None:
+            descriptor = gd.BatchDescriptor(rows)
+            self.source.prewarm([descriptor], lambda _: (args, kwargs))
+            return self.source.get_entry(descriptor)
+        return self.manager.capture_graph(rows, 1, self.fn, inputs=self.named(args, kwargs), dynamic=self.dynamic)
+
+    def renew(self, *args: Any, **kwargs: Any) -> None:
+        self._tried.discard(self.size(self.rows(args, kwargs)))
+        self.prepare(*args, **kwargs)
+
+    def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
+        """Give a new entry to the front door."""
+
+    def explanation(self, *args: Any) -> str | None:
+        return None if self.refusal is None else str(self.refusal)
+
+    def forget(self, tag: str) -> None:
+        self.manager.invalidate(tag)
+        if self.source is not None:
+            self.source.invalidate(tag)
+
+    @property
+    def captures(self) -> int:
+        return len(self.entries)
+
+    def close(self) -> None:
+        self.manager.reset()
+        if self.source is not None:
+            self.source.clear_cache()
+
+
+class ReplayDoor(_Ahead):
+    """``replay_graph``: what it refuses with nothing copied is run by the caller, as an engine would."""
+
+    name = "replay_graph"
+
+    def _open(self) -> None:
+        super()._open()
+        self._refused: Counter[Reason] = Counter()
+
+    @property
+    def hits(self) -> int:
+        return self.manager.stats.hits
+
+    @property
+    def reasons(self) -> Counter[Reason]:
+        return self.manager.stats.reasons + self._refused
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._replay(self.rows(args, kwargs), self.named(args, kwargs))
+        except gd.GuardError:
+            self._refused[Reason.ARGUMENTS_CHANGED] += 1
+        except gd.ReplayError as error:
+            if error.had_effects:
+                raise
+            self._refused[Reason.REPLAY_FAILED] += 1
+        return self.fn(*args, **kwargs)
+
+    @property
+    def plain(self) -> Callable[[torch.Tensor], Any]:
+        manager, fn = self.manager, self.fn
+
+        def serve(x: torch.Tensor) -> Any:
+            try:
+                return manager.replay_graph(len(x), 1, {"x": x})
+            except (gd.GuardError, gd.ReplayError):
+                return fn(x)
+
+        return serve
+
+    def _replay(self, rows: int, inputs: dict[str, Any]) -> Any:
+        return self.manager.replay_graph(rows, 1, inputs)
+
+
+class EntryDoor(ReplayDoor):
+    """``CUDAGraphEntry.replay``, for those who were given the entry alone."""
+
+    name = "entry"
+
+    @property
+    def hits(self) -> int:
+        return sum(entry.replay_count for entry in self.entries.values())
+
+    @property
+    def plain(self) -> Callable[[torch.Tensor], Any]:
+        entry, fn = max(self.entries.items())[1], self.fn
+
+        def serve(x: torch.Tensor) -> Any:
+            try:
+                return entry.replay({"x": x})
+            except (gd.GuardError, gd.ReplayError):
+                return fn(x)
+
+        return serve
+
+    def _replay(self, rows: int, inputs: dict[str, Any]) -> Any:
+        entry = self.entries.get(self.size(rows))
+        if entry is None:
+            raise gd.ReplayError("no graph")
+        return entry.replay(inputs)
+
+
+class DispatcherDoor(_Ahead):
+    """``CudagraphDispatcher`` with registered entries: dispatched with a key of as many tokens as rows."""
+
+    name = "dispatcher"
+
+    def _open(self, policy: gd.DispatchPolicy | None = None) -> None:
+        super()._open()
+        self.policy = policy
+        self.dispatcher = self._made()
+
+    def _made(self) -> Any:
+        return gd.CudagraphDispatcher(self.fn, self.policy)
+
+    def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
+        self.dispatcher.register_graph(gd.DispatchKey(size, size), entry)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = self.rows(args, kwargs)
+        return self.dispatcher.dispatch(gd.DispatchKey(rows, rows), *args, **kwargs)
+
+    @property
+    def plain(self) -> Callable[[torch.Tensor], Any]:
+        dispatcher = self.dispatcher
+        return lambda x: dispatcher.dispatch(gd.DispatchKey(len(x), len(x)), x)
+
+    @property
+    def hits(self) -> int:
+        return self.dispatcher.stats.graph + self.dispatcher.stats.piecewise
+
+    @property
+    def reasons(self) -> Counter[Reason]:
+        return self.dispatcher.stats.reasons
+
+
+class StreamsEntryDoor(DispatcherDoor):
+    name = "streams_entry"
+
+    def _made(self) -> Any:
+        return gd.StreamDispatcher(self.fn, 2, policy=self.policy)
+
+    def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
+        self.dispatcher.register_graph(gd.DispatchKey(size, size), entry, lane=0)  # they all share a pool
+
+    def close(self) -> None:
+        self.dispatcher.close()
+        super().close()
+
+
+class StreamsDoor(StreamsEntryDoor):
+    """``StreamDispatcher.capture``, on one stream, since a model that writes state must not run on two at once."""
+
+    name = "streams"
+
+    def _made(self) -> Any:
+        return gd.StreamDispatcher(self.fn, 2, policy=self.policy, options=self.options)
+
+    def size(self, rows: int) -> int:
+        return rows
+
+    def _capture(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> gd.CUDAGraphEntry | None:
+        key = gd.DispatchKey(rows, rows)
+        self.dispatcher.capture(key, args, kwargs, lanes=[0])
+        return self.dispatcher.get_entry(key)
+
+    def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
+        """The capture has done it."""
+
+    def forget(self, tag: str) -> None:
+        self.dispatcher.clear_cache()
+
+
+class CompositeDoor(DispatcherDoor):
+    """``CompositeDispatcher`` whose member has the entries."""
+
+    name = "composite"
+
+    def _made(self) -> Any:
+        self.member = gd.CudagraphDispatcher(self.fn, self.policy)
+        composite = gd.CompositeDispatcher(backoff_s=1e-9)  # quarantine has tests of its own
+        composite.add_dispatcher("member", self.member)
+        return composite
+
+    def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
+        self.member.register_graph(gd.DispatchKey(size, size), entry)
+
+
+_KINDS: tuple[type[Door], ...] = (
+    GraphedDoor,
+    WrapperDoor,
+    AdaptiveWrapperDoor,
+    ManagerDoor,
+    ReplayDoor,
+    EntryDoor,
+    DispatcherDoor,
+    StreamsDoor,
+    StreamsEntryDoor,
+    CompositeDoor,
+)
+DOORS: dict[str, type[Door]] = {kind.name: kind for kind in _KINDS}
+"""Every door by its name, in the order of the table."""

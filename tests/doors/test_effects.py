@@ -1,0 +1,228 @@
+"""Effects and failures behind every door: each call happens once, and what fails leaves nothing behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch import CUDAGraphOptions, eager_break
+
+from .door import Door
+from .features import needs
+from .fixtures import one_tensor
+
+Open = Callable[..., Door]
+
+
+class Counting:
+    """Counts its calls in a tensor and draws from the default generator."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros((), dtype=torch.int64)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        """Not the same twice."""
+        self.count.add_(1)
+        return x * self.count + torch.rand(3)
+
+
+def test_state_written_once(opened: Open) -> None:
+    """State is written once for each call, through captures and comparisons."""
+    count = torch.zeros((), dtype=torch.int64)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x + count
+
+    step = opened(fn, options=CUDAGraphOptions(verify_every=2))
+    for rows in (3, 4):
+        step.prepare(torch.randn(rows, 3))
+    assert int(count) == 0
+    for rows in (3, 4, 3, 4, 3, 4, 4, 3, 4, 3, 4, 4):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), x + step.calls)
+        assert int(count) == step.calls
+    assert step.hits > 0
+
+
+def test_argument_written_once(opened: Open) -> None:
+    """So is an argument that the callable writes."""
+    step = opened(lambda x: x.add_(1) * 2, options=CUDAGraphOptions(verify_every=2))
+    for rows in (3, 4):
+        x = torch.zeros(rows, 3)
+        step.prepare(x)
+        assert not x.any()
+    for rows in (3, 4, 3, 4, 3, 4, 4, 3, 4):
+        x = torch.randn(rows, 3)
+        expected = x + 1
+        assert torch.equal(step(x), expected * 2)
+        assert torch.equal(x, expected)
+    assert step.hits > 0
+
+
+def test_generator_as_eager(opened: Open) -> None:
+    """Captures and comparisons draw nothing: the calls see eager's numbers, and leave eager's generator."""
+    ours, eager = Counting(), Counting()
+    step = opened(ours.step, options=CUDAGraphOptions(verify_every=2))
+    before = torch.get_rng_state()
+    x = torch.ones(4, 3)
+    step.prepare(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    got = [step(x * i) for i in range(8)]
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    assert all(torch.equal(one, eager.step(x * i)) for i, one in enumerate(got))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert step.hits > 0
+
+
+@needs(outcome="eager")
+def test_failed_capture_leaves_nothing(opened: Open) -> None:
+    """A callable that no graph can hold: eager's answers, state and generator, before and after each attempt."""
+    ours, eager = Counting(), Counting()
+    step = opened(lambda x: ours.step(x) * float(x.sum()))
+    before = torch.get_rng_state()
+    x = torch.ones(4, 3)
+    step.prepare(x)
+    assert int(ours.count) == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    got = [step(x * i) for i in range(6)]
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    assert all(torch.equal(one, eager.step(x * i) * float((x * i).sum())) for i, one in enumerate(got))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(ours.count, eager.count)
+    assert step.hits == 0
+
+
+@needs(outcome="error")
+def test_exception_before_capture(opened: Open) -> None:
+    """The model's own exception passes unchanged, its effects happen once, and later calls are served."""
+    count = torch.zeros((), dtype=torch.int64)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        if x.shape[1] != 3:
+            raise KeyError("three columns")
+        return x * 2
+
+    step = opened(fn)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="three columns"):
+            step(torch.randn(4, 5))
+        assert int(count) == step.calls
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2)
+
+
+@needs(outcome="error")
+def test_exception_between_hits(settled: Open) -> None:
+    """The same between calls that graphs serve."""
+    count = torch.zeros((), dtype=torch.int64)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        if x.shape[1] != 3:
+            raise KeyError("three columns")
+        return x * 2
+
+    step = settled(fn)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="three columns"):
+            step(torch.randn(4, 5))
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 2)
+        assert step.was_hit()
+        assert int(count) == step.calls
+
+
+@needs("pieces", outcome="error")
+def test_exception_in_break(opened: Open) -> None:
+    """An exception of a break passes unchanged; what ran before it happened once, and later calls are right."""
+    count = torch.zeros((), dtype=torch.int64)
+    broken: list[bool] = []
+
+    @eager_break
+    def part(x: torch.Tensor) -> torch.Tensor:
+        if broken:
+            raise KeyError("broken")
+        return x + 1
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return part(x * 2) * 3
+
+    step = opened(fn, mode="PIECEWISE")
+    step.prepare(torch.randn(4, 3))
+    for is_broken in (False, False, False, True, False, True, False, False, False):
+        x = torch.randn(4, 3)
+        broken[:] = [True] * is_broken
+        if is_broken:
+            with pytest.raises(KeyError, match="broken"):
+                step(x)
+        else:
+            assert torch.equal(step(x), (x * 2 + 1) * 3)
+        assert int(count) == step.calls
+    assert step.was_hit()
+
+
+def test_state_replaced(settled: Open) -> None:
+    """State that was put elsewhere is read and written where it is now, and the old memory is left alone."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.total.add_(1)
+
+    model = Holder()
+    step = settled(model)
+    old, kept = model.total, model.total.clone()
+    model.total = torch.full((3,), 100.0)
+    for calls in range(1, 4):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x + 100 + calls)
+        assert torch.equal(model.total, torch.full((3,), 100.0 + calls))
+    assert torch.equal(old, kept)
+
+
+def test_state_through_invalidation(settled: Open) -> None:
+    """Graphs that are released and captured anew lose no call and repeat none."""
+    count = torch.zeros((), dtype=torch.int64)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + count.add_(1)
+
+    step = settled(fn)
+    for _ in range(2):
+        step.forget("again")
+        step.renew(*one_tensor(4))
+        for rows in (4, 3, 4):
+            x = torch.randn(rows, 3)
+            assert torch.equal(step(x), x + step.calls)
+            assert int(count) == step.calls
+
+
+def test_refused_before_anything_runs(settled: Open) -> None:
+    """A call that the graph refuses runs once, eagerly, on the caller's own tensors."""
+    log = torch.zeros(8, 5)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        log[: len(x), : x.shape[1]].add_(x)
+        return x * 2
+
+    def batch(rows: int) -> tuple[Any, ...]:
+        return (torch.zeros(4, 3),)
+
+    step = settled(fn, batch)
+    log.zero_()
+    for columns in (5, 3, 5):
+        kept = log.clone()
+        x = torch.randn(4, columns)
+        assert torch.equal(step(x), x * 2)
+        kept[:4, :columns] += x
+        assert torch.equal(log, kept)

@@ -1,0 +1,171 @@
+"""What one door guarantees, every door does: what is compared, when, and what is never served."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import graphdispatch as gd
+from graphdispatch import CUDAGraphOptions, DispatchKey, DispatchMode, Reason
+
+from .door import Door
+from .features import needs
+from .fixtures import one_tensor
+
+Open = Callable[..., Door]
+
+
+def centred(x: torch.Tensor) -> torch.Tensor:
+    """Mixes its rows."""
+    return x - x.mean(0)
+
+
+@needs("comparisons")
+def test_frozen_value_found(settled: Open) -> None:
+    """With ``verify_every=2`` a frozen value of Python answers two calls at most after it has changed."""
+    array = np.full(1, 2.0)
+    step = settled(lambda x: x * float(array[0]), options=CUDAGraphOptions(verify_every=2))
+    array[0] = 5.0
+    wrong = 0
+    for _ in range(12):
+        x = torch.randn(4, 3)
+        wrong += not torch.equal(step(x), x * 5.0)
+    assert wrong <= 2
+
+
+@needs("comparisons")
+def test_comparison_repeats(settled: Open) -> None:
+    """With ``verify_every=2`` a graph whose value stays is compared again and again, and serves in between."""
+    step = settled(lambda x: x * 2, options=CUDAGraphOptions(verify_every=2))
+    compared = 0
+    for _ in range(12):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 2)
+        compared += not step.was_hit()
+    assert 3 <= compared <= 6
+
+
+@needs("padding")
+def test_padding_not_proven(opened: Open) -> None:
+    """A graph that was compared on full batches alone is compared again, or refused, before it pads."""
+    step = opened(centred)
+    step.prepare(torch.randn(4, 3))
+    for rows in (4, 4, 4, 3, 2, 3, 1, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), centred(x))
+
+
+@needs("padding")
+def test_equal_rows_prove_nothing(opened: Open) -> None:
+    """An example of zeros, padded with zeros, shows nothing of a model that mixes its rows."""
+    step = opened(centred)
+    step.prepare(torch.zeros(3, 3))
+    for x in (torch.zeros(3, 3), torch.zeros(3, 3), torch.zeros(3, 3), torch.randn(3, 3), torch.randn(3, 3)):
+        assert torch.equal(step(x), centred(x))
+
+
+@needs("padding")
+def test_signed_zeros_prove_nothing(opened: Open) -> None:
+    """Nor do zeros of both signs, whose bits differ and whose values do not."""
+    step = opened(centred)
+    zeros = torch.tensor([[0.0, -0.0, 0.0], [-0.0, 0.0, 0.0], [0.0, 0.0, -0.0]])
+    step.prepare(zeros)
+    for x in (zeros, -zeros, zeros, torch.randn(3, 3), torch.randn(3, 3)):
+        assert torch.equal(step(x), centred(x))
+
+
+@needs("padding")
+def test_smaller_than_compared(opened: Open) -> None:
+    """A batch that is smaller than all that were compared is not served by the branch of a larger one."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 2 else x * 3
+
+    step = opened(fn)
+    step.prepare(torch.randn(3, 3))
+    for rows in (3, 4, 3, 2, 1, 2, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), fn(x))
+
+
+def test_invalidated(settled: Open) -> None:
+    """After the owner of the graphs said that they are stale, none serves; a new capture serves again."""
+    array = np.full(1, 2.0)
+    step = settled(lambda x: x * float(array[0]))
+    array[0] = 5.0
+    step.forget("another scale")
+    for _ in range(2):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 5.0)
+        assert not step.was_hit()
+    step.renew(*one_tensor(4))
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 5.0)
+    assert step.was_hit()
+
+
+def test_inside_capture(settled: Open) -> None:
+    """Within the capture of somebody else the callable runs as it is, and becomes a part of that graph."""
+    step = settled(lambda x: x + 1)
+    serve = step.plain
+    hits = step.hits
+    outer = gd.graphed(lambda x: serve(x) * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        assert torch.equal(outer(x), (x + 1) * 2)
+    assert outer.stats.hits == 2
+    assert step.hits == hits
+
+
+@needs(outcome="eager")
+def test_eager_has_a_reason(settled: Open) -> None:
+    """A call that no graph served is counted with a reason."""
+    step = settled(lambda x: x * 2)
+    x = torch.randn(4, 5)
+    assert torch.equal(step(x), x * 2)
+    assert not step.was_hit()
+    reason = step.reason()
+    assert reason is not None
+    assert not reason.is_graph
+
+
+class Recording(gd.AdaptiveDispatchPolicy):
+    """Counts what it is told, and prefers graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: Counter[DispatchMode] = Counter()
+
+    def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
+        """Count it."""
+        self.told[mode] += 1
+        super().record(key, mode, latency)
+
+
+@needs("policy")
+def test_policy_learns(tried: Open) -> None:
+    """A policy that learns is told the latency of steps, whichever dispatcher runs them."""
+    policy = Recording()
+    step = tried(lambda x: x * 2, policy=policy)
+    for _ in range(20):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 2)
+    assert policy.told[DispatchMode.CUDAGRAPH] > 0
+
+
+def test_weight_moved_and_back(settled: Open) -> None:
+    """A weight that moves is read where it lies now, however often it moves, and a new capture serves it."""
+    model = torch.nn.Linear(3, 3).eval().requires_grad_(False)
+    step = settled(model, dynamic={"input": 0})
+    for _ in range(2):
+        model.weight.data = torch.randn(3, 3)
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), model(x))
+        step.check(Reason.CAPTURED_NOW)
+    step.renew(*one_tensor(4))
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), model(x))
+    assert step.was_hit()
