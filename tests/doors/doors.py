@@ -330,7 +330,7 @@ class StreamsEntryDoor(DispatcherDoor):
         return gd.StreamDispatcher(self.fn, 2, policy=self.policy)
 
     def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
-        self.dispatcher.register_graph(gd.DispatchKey(size, size), entry, lane=0)  # they all share a pool
+        self.dispatcher.register_graph(gd.DispatchKey(size, size), entry, worker=0)  # they all share a pool
 
     def close(self) -> None:
         self.dispatcher.close()
@@ -350,7 +350,7 @@ class StreamsDoor(StreamsEntryDoor):
 
     def _capture(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> gd.CUDAGraphEntry | None:
         key = gd.DispatchKey(rows, rows)
-        self.dispatcher.capture(key, args, kwargs, lanes=[0])
+        self.dispatcher.capture(key, args, kwargs, workers=[0])
         return self.dispatcher.get_entry(key)
 
     def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:

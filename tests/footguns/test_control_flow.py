@@ -103,7 +103,7 @@ def test_branch_on_rows(settled: Settle) -> None:
     step.check(Reason.VERIFICATION_FAILED)
 
 
-@needs("padding")
+@needs("padding", "comparisons")
 def test_branch_on_some_rows(settled: Settle) -> None:
     """LIMIT: a branch for numbers of rows between those compared is taken for the padded number."""
     step = settled(lambda x: x * 3 if x.shape[0] == 2 else x * 2)

@@ -127,6 +127,9 @@ class CUDAGraphManager:
         if found is None:
             raise ReplayError(f"no graph serves batch_size={batch_size}, seq_len={seq_len}; capture_graph() it first")
         server, group, entry = found
+        closed = server.closed(group.route)
+        if closed is not None:
+            raise ReplayError(f"no graph may replay now: {closed.text}")
         if not entry.is_current():
             raise ReplayError("weights or captured variables moved since the capture; capture_graph() again")
         values, rows = entry.check(inputs)

@@ -11,7 +11,7 @@ from ..call.signature import PLAIN_TENSORS
 from ..call.spec import Leaves
 from ..errors import CaptureError
 from ..reasons import Reason
-from ..state.guards import same_objects
+from ..state.guards import StateSnapshot, same_objects
 from .effects import EffectRecorder, retry_once, undo
 from .request import CaptureRequest, CaptureResult, failed_result
 
@@ -48,13 +48,14 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     """
     before = request.backend.rng_state()
     attributes = request.guard.attributes()
+    snapshot = request.guard.snapshot() if not request.keep_effects else None
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
     try:
         with effects:
             answer = request.call(request.values)
     except BaseException as error:
         if not request.keep_effects:
-            undo_run(request, effects, before)
+            undo_run(request, effects, before, snapshot)
             if effects.unsaved is not None and isinstance(error, Exception):
                 return failed_result(request, None, error, "saving what it overwrites")
         raise
@@ -67,17 +68,23 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
         written = {i: t.detach().clone() for i, t in enumerate(request.arguments()) if effects.writes_to(t)}
     except BaseException as error:
         if not request.keep_effects:
-            undo_run(request, effects, before)
+            undo_run(request, effects, before, snapshot)
         if isinstance(error, Exception):
             return failed_result(request, answer, error, "noting what the eager run did")
         raise
+    if snapshot is not None and rebinds_state:
+        snapshot.restore()
     return EagerRun(answer, effects, outputs, written, before, after, rebinds_state)
 
 
-def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any) -> None:
-    """Put back what a run wrote, and the random generator. Raises ``DeviceLostError``."""
+def undo_run(
+    request: CaptureRequest, effects: EffectRecorder, rng_before: Any, snapshot: StateSnapshot | None = None
+) -> None:
+    """Put back what a run wrote and rebound, and the random generator. Raises ``DeviceLostError``."""
 
     def put_back() -> None:
+        if snapshot is not None:
+            snapshot.restore()
         undo(effects.regions)
         request.backend.set_rng_state(rng_before)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..call.signature import ForeignSignature, InputSpec, Signature
@@ -62,6 +63,8 @@ class CUDAGraphEntry:
     """The smallest batch that was compared with eager: a smaller one may take another branch of the Python code."""
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
+    verify_every: int | None = None
+    """After how many replays a comparison is due again; None: never."""
     uses_rng: bool = False
     """Whether it uses_rng from the device's default random generator."""
     knows_effects: bool = True
@@ -87,6 +90,11 @@ class CUDAGraphEntry:
         """A batch of ``rows`` rows agreed with eager; ``proven`` are the inputs whose padding that tested."""
         self.unproven = self.unproven.difference(proven)
         self.min_batch = min(self.min_batch, rows)
+
+    def schedule_check(self) -> None:
+        """Have a batch compared with eager after ``verify_every`` further replays."""
+        if self.verify_every is not None:
+            self.verify_at = self.replay_count + self.verify_every
 
     def may_pad(self, rows: int) -> bool:
         """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one
@@ -159,13 +167,7 @@ class CUDAGraphEntry:
         have moved, and for a batch that is not proven: one with padding that no comparison tested, or one that
         ``verify_every`` wants compared. Thread-safe.
         """
-        if not self.is_current():
-            raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
-        if self.replay_count >= self.verify_at:
-            raise ReplayError(
-                f"the graph for {self.key} must be compared with eager now (verify_every); serve a batch through the "
-                "wrapper, manager or dispatcher that has it"
-            )
+        self._refuse_unserved()
         if inputs is None:
             return self.plan(self.size).run(None, stats)
         values, rows = self.check(inputs)
@@ -176,12 +178,32 @@ class CUDAGraphEntry:
             )
         return self.serve_timed(values, rows, stats)
 
+    def _refuse_unserved(self) -> None:
+        """Raise ``ReplayError`` if no batch may be replayed now, whatever it holds."""
+        if self.backend.is_watched():
+            raise ReplayError(Reason.INSIDE_CAPTURE.text)
+        if forward_ad._current_level >= 0:
+            raise ReplayError(f"forward-mode differentiation is under way: {Reason.NEEDS_GRADIENTS.text}")
+        if not self.is_current():
+            raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
+        if self.replay_count >= self.verify_at:
+            raise ReplayError(
+                f"the graph for {self.key} must be compared with eager now (verify_every); serve a batch through the "
+                "wrapper, manager or dispatcher that has it"
+            )
+
     def check(self, inputs: Mapping[str, Any]) -> tuple[Sequence[Any], int]:
-        """The values to ``serve`` and their number of rows; raises ``GuardError`` for inputs that do not fit."""
+        """The values to ``serve`` and their number of rows; raises ``GuardError`` for inputs that do not fit.
+
+        Every copied tensor must be given; static tensors and constants may be, and must be those of the capture.
+        """
         names = [spec.name for spec in self.inputs.specs]
-        if set(inputs) != set(names):
+        places = {leaf.path: place for place, leaf in enumerate(self.call.leaves)} if self.call is not None else {}
+        if not set(names) <= set(inputs) <= {*names, *places}:
             raise GuardError(f"inputs must be named {names}, got {list(inputs)}")
         values = list(self.example)
+        for name in set(inputs) - set(names):
+            values[places[name]] = inputs[name]
         rows = -1
         for spec in self.inputs.specs:
             tensor = values[spec.position] = inputs[spec.name]

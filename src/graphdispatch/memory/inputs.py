@@ -109,7 +109,10 @@ class StaticInputs:
         for index, (spec, view) in enumerate(zip(self.specs, self.views(size), strict=True)):
             if spec.dim is not None:
                 first = view.narrow(spec.dim, 0, 1)
-                if bits_equal(view, first.expand_as(view)):
+                all_rows = first.expand_as(view)
+                if bits_equal(view, all_rows) or torch.equal(
+                    view, all_rows
+                ):  # by value too: 0.0 is no other row than -0.0
                     alike[index] = first
         apart = {index for index, spec in enumerate(self.specs) if spec.dim is not None} - alike.keys()
         if not apart:  # a dummy batch tells nothing

@@ -207,7 +207,8 @@ class GraphSet:
         """Put a new entry into the cache, if there is room for it."""
         self.stats.record_capture(entry.capture_time_ms)
         self.cache.admission.forget(entry.key)
-        self._schedule_check(entry)
+        entry.verify_every = self.options.verify_every
+        entry.schedule_check()
         held, limit = bytes_of([entry]), self.cache.max_bytes
         victims = self.cache.add(entry.key, entry)
         if victims and victims[0].entry is entry:
@@ -236,7 +237,7 @@ class GraphSet:
             result = self._capturer.verify(request, entry)
         entry.last_used = next_use()
         entry.warm_batch = ()
-        self._schedule_check(entry)
+        entry.schedule_check()
         group.hits.clear()
         if result.entry is None:
             if entry.replay_count and result.reason is Reason.VERIFICATION_FAILED:
@@ -371,10 +372,6 @@ class GraphSet:
             if request.keep_effects:
                 self.stats.record_miss(Reason.CALL_RAISED, request.rows)
             raise
-
-    def _schedule_check(self, entry: CUDAGraphEntry) -> None:
-        if self.options.verify_every is not None:
-            entry.verify_at = entry.replay_count + self.options.verify_every
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
         """Release a graph and try once more, without effects: the caller has eager's answer."""

@@ -7,6 +7,7 @@ using the old memory and the old path, without an error.
 
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
+from copy import copy
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -19,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..backends.operators import storage_key
 from .discovery import StateDiscovery
-from .objects import CONSTANTS, cell_value, content
+from .objects import CONSTANTS, CONTAINERS, cell_value, content, live_table
 
-__all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "same_objects", "wants_gradient"]
+__all__ = ["StateGuard", "StateSnapshot", "WorkspaceGuard", "same_callable", "same_objects", "wants_gradient"]
 
 _END = (object(),)
 _GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
@@ -115,6 +116,10 @@ class StateGuard:
         outer = [value for holder in self._holders for value in content(holder)]
         return outer + [value for holder in outer if isinstance(holder, (dict, list)) for value in content(holder)]
 
+    def snapshot(self) -> "StateSnapshot":
+        """The attributes and entries of what the callable reaches as they are now, to put them back."""
+        return StateSnapshot(self._holders)
+
     @property
     def trainable(self) -> bool:
         """Whether a call may have to be differentiated: a captured tensor requires a gradient, and if the callable
@@ -129,6 +134,30 @@ class StateGuard:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+class StateSnapshot:
+    """What the attributes and containers that a callable reaches hold, two levels deep; ``restore`` puts it back."""
+
+    def __init__(self, holders: Iterable[Any]) -> None:
+        outer = [table for holder in holders if (table := live_table(holder)) is not None]
+        inner = [value for table in outer for value in content(table) if isinstance(value, CONTAINERS)]
+        self._saved = [(table, copy(table)) for table in {id(table): table for table in (*outer, *inner)}.values()]
+
+    def restore(self) -> None:
+        """Put back every attribute and entry that was rebound, added or removed."""
+        for table, before in self._saved:
+            if same_objects(_flat(table), _flat(before)):
+                continue
+            table.clear()
+            if isinstance(table, (dict, set)):
+                table.update(before)
+            else:
+                table.extend(before)
+
+
+def _flat(table: Any) -> list[Any]:
+    return [*table, *table.values()] if isinstance(table, dict) else list(table)
 
 
 class _Readers:

@@ -31,6 +31,7 @@ __all__ = [
     "is_library_function",
     "is_plain",
     "is_settings",
+    "live_table",
     "variables_of",
 ]
 
@@ -71,6 +72,14 @@ def attributes_of(value: Any) -> Mapping[str, Any]:
     except Exception:  # no __dict__, or one that its class computes
         return {}
     return table if isinstance(table, (dict, types.MappingProxyType)) else {}
+
+
+def live_table(holder: Any) -> Any:
+    """The container or attribute table of an object, live and writable; None if it has none."""
+    if isinstance(holder, CONTAINERS):
+        return holder
+    table = attributes_of(holder)
+    return table if isinstance(table, dict) and table else None
 
 
 def cell_value(cell: types.CellType) -> Any:
