@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check -qq
 PROJECT := pyproject.toml constraints.txt
 
-# The emulated tests need a torch that is built for CUDA 13; PyPI's torch 2.11 is. It takes 5 GB, whence its own place.
+# The emulated GPU tests need a torch that is built for CUDA 13, as PyPI's torch 2.11 is. It takes 5 GB.
 CUDA_VENV := .venv-cuda
 CUDA_TORCH := torch==2.11.0
 
-# One process for each core, which take tests from each other: some files take a hundred times as long as others.
+# One process for each core. A process that has run its share takes tests from the others, so that all end together.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test fuzz gpu-test gpu-emulated gpu-bench bench lint format types check clean
@@ -22,13 +22,13 @@ demo: $(VENV)/.test
 test: $(VENV)/.test
 	@PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-# The property tests on examples that no run has tried. What fails is printed with the line that repeats it, and is kept
-# in build/fuzz, where the next run tries it first.
+# The property tests on new random examples. A failure prints the line that repeats it, and build/fuzz keeps the example:
+# the next run tries it first.
 fuzz: $(VENV)/.test
 	@$(BIN)/python -m pytest $(PARALLEL) -m hypothesis --hypothesis-profile=fuzz $(ARGS)
 
-# On a GPU: GPU_PYTHON=python3 takes a python that has torch with CUDA, and pytest and hypothesis, instead of $(VENV).
-# Without one, gpu-emulated needs g++ besides, and makes $(CUDA_VENV) unless GPU_PYTHON names such a python.
+# On a GPU: GPU_PYTHON=python3 names a python that has torch with CUDA, pytest and hypothesis, to be used instead of $(VENV).
+# Without a GPU: gpu-emulated needs g++. It makes $(CUDA_VENV) unless GPU_PYTHON names a python.
 ifdef GPU_PYTHON
 gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)/src
 else

@@ -1,7 +1,7 @@
 """The GPU benchmarks run: each section on the CPU backend, small, without ``torch.compile``."""
 
 import json
-import time
+import math
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ def test_a_section_gives_figures_for_each_side(section: object, tmp_path: Path) 
     """No side fails, what a side computes is what eager computes, and the report holds every row."""
     rows: list[Row] = []
     cpu = torch.device("cpu")
-    bench = Bench(cpu, True, False, None, time.monotonic() + 600, rows.append)
+    bench = Bench(cpu, True, False, None, math.inf, rows.append)
     with torch.no_grad():
         section.run(bench)  # type: ignore[attr-defined]
     assert len(rows) >= 3
