@@ -26,9 +26,7 @@ def _unsafe(remedy: str) -> Diagnosis:
     return Diagnosis(Reason.CAPTURE_UNSAFE, remedy)
 
 
-_SPOILT = _unsafe(
-    "an earlier operation could not be captured and its own error was swallowed; let that error through"
-)
+_SPOILT = _unsafe("an earlier operation could not be captured and its own error was swallowed; let that error through")
 
 # CUDA's error code and text. The first text that occurs in the error decides, so specific texts come before general
 # ones. A text without a code is torch's own.
