@@ -121,14 +121,14 @@ class _Alone(NamedTuple):
 
 
 def _capture_alone(served: Graphed[..., Any], inputs: Mapping[int, Mapping[str, Any]], size: int) -> _Alone:
-    """The last of some captures is measured for bytes: the first one pays for what the driver does once."""
+    """Measure the time of several captures, and the bytes of the last: the first pays what the driver does once."""
     largest, times = max(inputs), []
     for _ in range(_CAPTURES):
         served.clear()
         times.append(1e3 * _capture(served, inputs[largest], [size]).seconds)
     report = served.memory_report()
     (entry,) = report.entries
-    # Static inputs are made for the largest size, whichever are captured.
+    # Static inputs are always made for the largest size, so each size pays for its share of them.
     shared = report.pool_bytes + (report.input_bytes + report.ring_bytes) * size // largest
     return _Alone(_median(times), entry.own + entry.driver, shared)
 
@@ -147,7 +147,7 @@ def _step_times(
     repeats: int,
     clock: Callable[[], float],
 ) -> dict[CUDAGraphMode, dict[int, _Measured]]:
-    """Milliseconds by mode (NONE: eager) and size. All take turns, so that a change of the clock concerns all alike."""
+    """Milliseconds by mode (NONE: eager) and size. All take turns, so a change of the clock rate hits all alike."""
     samples: dict[CUDAGraphMode, dict[int, list[float]]] = {mode: {size: [] for size in inputs} for mode in calls}
     for number in range(_WARM_UPS + repeats):
         for size, arguments in inputs.items():

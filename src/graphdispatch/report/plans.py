@@ -1,4 +1,4 @@
-"""The report on a plan: what it is worth on a workload, beside the field's ladders, and what is wrong with it."""
+"""The report on a plan: its value on a workload, compared with the field's capture sizes, and its faults."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -20,11 +20,11 @@ _COLORS = {CUDAGraphMode.FULL: "--graph", CUDAGraphMode.PIECEWISE: "--other"}
 
 
 class Finding(Protocol):
-    """What is wrong with a plan, such as a ``LintFinding``."""
+    """A fault of a plan, such as a ``LintFinding``."""
 
     @property
     def code(self) -> str:
-        """What kind of fault it is."""
+        """The kind of fault."""
 
     @property
     def message(self) -> str:
@@ -40,11 +40,11 @@ def plan_report(
     *,
     split: float = 0.5,
 ) -> Report:
-    """What ``plan`` is worth on ``workload`` with ``cost`` (default: ``CostModel.default()``), as a page to look at.
+    """The value of ``plan`` on ``workload`` with ``cost`` (default: ``CostModel.default()``), as a page to look at.
 
-    ``comparison`` are plans and ladders, planned on the first ``split`` of ordered steps and judged on the rest, as
-    ``compare`` makes them; the frontier of graphs against step time is judged on the same steps. ``lint`` are the
-    findings about the plan. Raises ``ConfigError`` if plotly is not installed.
+    ``comparison`` holds the plans and ladders that ``compare`` makes: planned on the first ``split`` of the ordered
+    steps and judged on the rest. The chart of step time by number of graphs is judged on the same steps. ``lint`` holds
+    the findings about the plan. Raises ``ConfigError`` if plotly is not installed.
     """
     cost = cost or CostModel.default()
     result = plan.evaluate(workload, cost)
@@ -78,7 +78,7 @@ def _facts(plan: Plan, workload: Workload, cost: CostModel) -> Iterable[str]:
     yield f"{percent(float(workload.decode.sum()) / workload.total)} uniform decode"
     yield f"mode {plan.mode.name}"
     if cost.source == "default":
-        yield "costs: not measured; defaults for an 8B model on one large GPU, true to a factor of two"
+        yield "costs: not measured; defaults for an 8B model on one large GPU, correct within a factor of two"
     else:
         yield f"costs: {cost.source}"
     if plan.proof is not None:
@@ -108,11 +108,11 @@ def _traffic(plan: Plan, workload: Workload, ladders: dict[str, Plan], top: int)
         for name, color, weights in kinds
         if weights.any()
     ]
-    rows = [charts.Ladder(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
-    rows += [charts.Ladder(name, "--reference", ladder.sizes) for name, ladder in ladders.items()]
+    rows = [charts.CaptureSizes(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
+    rows += [charts.CaptureSizes(name, "--reference", ladder.sizes) for name, ladder in ladders.items()]
     above = float(workload.counts[workload.sizes > top].sum()) / workload.total
-    lead = "How often steps of each size come, over the sizes that the plan captures"
-    lead += " and those of the ladders." if ladders else "."
+    lead = "How often steps of each size come, and the sizes that the plan captures"
+    lead += ", beside those of the ladders." if ladders else "."
     if above:
         lead += f" {percent(above)} of the steps are larger than {count(top)} and not drawn; they run eagerly."
     lines = [(row.name, str(len(row.sizes)), _shortened(row.sizes)) for row in rows]
@@ -128,7 +128,7 @@ def _traffic(plan: Plan, workload: Workload, ladders: dict[str, Plan], top: int)
 
 
 def _kinds(plan: Plan) -> dict[CUDAGraphMode, str]:
-    """The runtime modes of a plan's graphs, FULL first, and what the charts call them; one without graphs is FULL."""
+    """The runtime modes of a plan's graphs, FULL first, with their names in charts. A plan without graphs has FULL."""
     kinds = sorted({graph.mode for graph in plan.graphs} or {CUDAGraphMode.FULL}, reverse=True)
     return {kind: "plan" if len(kinds) == 1 else f"plan, {kind.name}" for kind in kinds}
 
@@ -143,7 +143,7 @@ def _shares(plan: Plan, workload: Workload, ladders: dict[str, Plan]) -> Section
     ways = (
         ("graph of this size", "--graph"),
         ("graph, padded", "--graph-soft"),
-        ("eager: faster so", "--eager-soft"),
+        ("eager: faster than padding", "--eager-soft"),
         ("eager: above the largest graph", "--eager"),
         ("eager: no graphs for this kind", "--reference"),
     )
@@ -173,9 +173,9 @@ def _padding(plan: Plan, result: Evaluation, ladders: dict[str, Plan], top: int)
         lines.append(charts.Line(name, "--reference", padding_of(ladder, kind, top)))
     lines += [charts.Line(name, _COLORS[kind], padding_of(plan, kind, top)) for kind, name in _kinds(plan).items()]
     lead = (
-        f"By how much a batch of each size is padded, seen or not: at most {percent(result.worst_padding, 0)} of its "
-        f"tokens, at {count(result.worst_size)}. Weighed by the traffic it is {percent(result.padding, 2)}. A line "
-        "breaks where batches run eagerly."
+        f"The padding of each size, whether or not it is in the traffic: at most {percent(result.worst_padding, 0)} of "
+        f"the batch's tokens, at {count(result.worst_size)}. Weighted by the traffic it is "
+        f"{percent(result.padding, 2)}. A line breaks where batches run eagerly."
     )
     return Section("Padding by size", lead, [Chart("Padding by size of the batch", charts.padding(lines, "tokens"))])
 
@@ -205,7 +205,7 @@ def _frontier(
     lead = (
         "The best plan for each number of graphs, with no other budget or condition"
         + (f", planned on the first {percent(split, 0)} of the steps and judged on the rest." if is_split else ".")
-        + " Where the curve is flat, more graphs buy nothing. This plan saw all steps."
+        + " Where the curve is flat, more graphs gain nothing. This plan was made from all steps."
     )
     table = Table(
         ("graphs", "mean step", "above a graph for every size", "memory", "captures"),
@@ -227,9 +227,9 @@ def _comparison(workload: Workload, comparison: Sequence[Comparison]) -> Section
             percent(result.padding, 2), f"{percent(result.worst_padding, 0)} at {count(result.worst_size)}",
             storage(result.memory), milliseconds(result.capture_ms),
         ))  # fmt: skip
-    lead = "Judged on the steps that they were planned for, since the order of the steps is not known."
+    lead = "Judged on the steps that the plans were made from, since the order of the steps is not known."
     if workload.steps is not None:
-        lead = "Planned on the first part of the steps and judged on the rest, which no plan has seen."
+        lead = "Planned on the first part of the steps, and judged on the rest, which no plan has seen."
     pairs = [(made, taken) for made in comparison if made.planned for taken in comparison if not taken.planned]
     if pairs:
         made, taken = pairs[0]
@@ -251,7 +251,9 @@ def _difference(made: Comparison, taken: Comparison) -> str:
 
 def _lint(findings: Sequence[Finding]) -> Section:
     if not findings:
-        return Section("Lint", "", [Note("Nothing found", "No graph is out of reach, and no batch falls off a cliff.")])
+        return Section(
+            "Lint", "", [Note("Nothing found", "Every graph can be reached, and no batch falls off a cliff.")]
+        )
     notes = [Note(str(finding.code).replace("_", " ").capitalize(), finding.message, True) for finding in findings]
     return Section("Lint", f"{len(findings)} finding{'s' * (len(findings) > 1)} about the plan.", notes)
 
@@ -274,6 +276,6 @@ def _graphs(plan: Plan, workload: Workload, cost: CostModel) -> Section:
     columns = ("graph", "mode", "serves", "of all steps", "padding", "at most", "step", "eagerly", "memory of its own")
     return Section(
         "The graphs",
-        "Each graph with the steps of this traffic that it serves, and how far they and any others are padded.",
+        "Each graph with the steps of this traffic that it serves, their padding, and the most that any step gets.",
         [Table(columns, rows, summary=f"{len(rows)} graphs")],
     )
