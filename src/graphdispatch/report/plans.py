@@ -1,4 +1,4 @@
-"""The report on a plan: its value on a workload, compared with the field's capture sizes, and its faults."""
+"""The report on a plan: its value on a workload, compared with the engines' capture sizes, and its faults."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -42,18 +42,21 @@ def plan_report(
 ) -> Report:
     """The value of ``plan`` on ``workload`` with ``cost`` (default: ``CostModel.default()``), as a page to look at.
 
-    ``comparison`` holds the plans and ladders that ``compare`` makes: planned on the first ``split`` of the ordered
-    steps and judged on the rest. The chart of step time by number of graphs is judged on the same steps. ``lint`` holds
-    the findings about the plan. Raises ``ConfigError`` if plotly is not installed.
+    ``comparison`` is what ``compare`` makes: baselines, which are the capture sizes of engines, and plans beside them.
+    Plans are made from the first ``split`` of the ordered steps, and all are judged on the rest. The chart of step time
+    by number of graphs is judged on the same steps. ``lint`` holds the findings about the plan. Raises ``ConfigError``
+    if plotly is not installed.
     """
     cost = cost or CostModel.default()
     result = plan.evaluate(workload, cost)
-    ladders = {row.name: row.plan for row in comparison if not row.planned}
-    top = max([*plan.sizes, *(size for ladder in ladders.values() for size in ladder.sizes)], default=workload.largest)
+    baselines = {row.name: row.plan for row in comparison if not row.planned}
+    top = max(
+        [*plan.sizes, *(size for baseline in baselines.values() for size in baseline.sizes)], default=workload.largest
+    )
     sections = [
-        _traffic(plan, workload, ladders, top),
-        _shares(plan, workload, ladders),
-        *([_padding(plan, result, ladders, top)] if plan.graphs else []),
+        _traffic(plan, workload, baselines, top),
+        _shares(plan, workload, baselines),
+        *([_padding(plan, result, baselines, top)] if plan.graphs else []),
         *([_frontier(plan, workload, cost, comparison, split)] if result.hit_rate else []),
         *([_comparison(workload, comparison)] if comparison else []),
         _lint(lint),
@@ -101,7 +104,7 @@ def _tiles(result: Evaluation) -> list[Tile]:
     ]
 
 
-def _traffic(plan: Plan, workload: Workload, ladders: dict[str, Plan], top: int) -> Section:
+def _traffic(plan: Plan, workload: Workload, baselines: dict[str, Plan], top: int) -> Section:
     kinds = (("uniform decode", "--graph-soft", workload.decode), ("mixed", "--other-soft", workload.mixed))
     parts = [
         charts.Traffic(name, color, workload.sizes, weights / workload.total)
@@ -109,10 +112,10 @@ def _traffic(plan: Plan, workload: Workload, ladders: dict[str, Plan], top: int)
         if weights.any()
     ]
     rows = [charts.CaptureSizes(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
-    rows += [charts.CaptureSizes(name, "--reference", ladder.sizes) for name, ladder in ladders.items()]
+    rows += [charts.CaptureSizes(name, "--reference", baseline.sizes) for name, baseline in baselines.items()]
     above = float(workload.counts[workload.sizes > top].sum()) / workload.total
     lead = "How often steps of each size come, and the sizes that the plan captures"
-    lead += ", beside those of the ladders." if ladders else "."
+    lead += " and those of the baselines." if baselines else "."
     if above:
         lead += f" {percent(above)} of the steps are larger than {count(top)} and not drawn; they run eagerly."
     lines = [(row.name, str(len(row.sizes)), _shortened(row.sizes)) for row in rows]
@@ -138,8 +141,8 @@ def _shortened(sizes: Sequence[int]) -> str:
     return " ".join(words if len(words) <= 512 else [*words[:256], "...", *words[-256:]])
 
 
-def _shares(plan: Plan, workload: Workload, ladders: dict[str, Plan]) -> Section:
-    found = {name: shares_of(made, workload) for name, made in {"plan": plan, **ladders}.items()}
+def _shares(plan: Plan, workload: Workload, baselines: dict[str, Plan]) -> Section:
+    found = {name: shares_of(made, workload) for name, made in {"plan": plan, **baselines}.items()}
     ways = (
         ("graph of this size", "--graph"),
         ("graph, padded", "--graph-soft"),
@@ -166,11 +169,11 @@ def _shares(plan: Plan, workload: Workload, ladders: dict[str, Plan]) -> Section
     )
 
 
-def _padding(plan: Plan, result: Evaluation, ladders: dict[str, Plan], top: int) -> Section:
+def _padding(plan: Plan, result: Evaluation, baselines: dict[str, Plan], top: int) -> Section:
     lines = []
-    for name, ladder in list(ladders.items())[:1]:
-        kind = max(graph.mode for graph in ladder.graphs)
-        lines.append(charts.Line(name, "--reference", padding_of(ladder, kind, top)))
+    for name, baseline in list(baselines.items())[:1]:
+        kind = max(graph.mode for graph in baseline.graphs)
+        lines.append(charts.Line(name, "--reference", padding_of(baseline, kind, top)))
     lines += [charts.Line(name, _COLORS[kind], padding_of(plan, kind, top)) for kind, name in _kinds(plan).items()]
     lead = (
         f"The padding of each size, whether or not it is in the traffic: at most {percent(result.worst_padding, 0)} of "
@@ -191,16 +194,16 @@ def _frontier(
     counts = sorted(numbers | {number for number in half_octaves if number <= min(2 * max(numbers), top)})
     plans = [plan_capture_sizes(seen, cost, max_graphs=number, max_size=top, mode=plan.mode) for number in counts]
     points = {len(made.graphs): made.evaluate(judged, cost) for made in plans}
-    ladders = [row for row in comparison if not row.planned and row.plan.graphs]
+    baselines = [row for row in comparison if not row.planned and row.plan.graphs]
     chosen = plan.evaluate(judged, cost)
-    ladders.sort(key=lambda row: len(row.plan.graphs))
+    baselines.sort(key=lambda row: len(row.plan.graphs))
     others = [
-        charts.Points("ladders", "--reference", [len(row.plan.graphs) for row in ladders],
-                      [row.result.step_ms for row in ladders], [row.name for row in ladders]),
+        charts.Points("baselines", "--reference", [len(row.plan.graphs) for row in baselines],
+                      [row.result.step_ms for row in baselines], [row.name for row in baselines]),
         charts.Points("this plan", "--eager", [len(plan.graphs)], [chosen.step_ms], ["this plan"]),
     ]  # fmt: skip
     least = least_step_ms(plan.mode, judged, cost, top)
-    worst = max([chosen.step_ms, *(row.result.step_ms for row in ladders)])
+    worst = max([chosen.step_ms, *(row.result.step_ms for row in baselines)])
     curve = charts.Points("best plans", "--graph", list(points), [result.step_ms for result in points.values()])
     lead = (
         "The best plan for each number of graphs, with no other budget or condition"
@@ -214,7 +217,7 @@ def _frontier(
         summary="As a table",
     )  # fmt: skip
     figure = charts.frontier(curve, others, least, worst)
-    return Section("What another graph is worth", lead, [Chart("Step time by number of graphs", figure), table])
+    return Section("What another graph gains", lead, [Chart("Step time by number of graphs", figure), table])
 
 
 def _comparison(workload: Workload, comparison: Sequence[Comparison]) -> Section:
@@ -230,20 +233,20 @@ def _comparison(workload: Workload, comparison: Sequence[Comparison]) -> Section
     lead = "Judged on the steps that the plans were made from, since the order of the steps is not known."
     if workload.steps is not None:
         lead = "Planned on the first part of the steps, and judged on the rest, which no plan has seen."
-    pairs = [(made, taken) for made in comparison if made.planned for taken in comparison if not taken.planned]
-    if pairs:
-        made, taken = pairs[0]
+    planned = next((row for row in comparison if row.planned), None)
+    baseline = next((row for row in comparison if not row.planned), None)
+    if planned is not None and baseline is not None:
         lead += (
-            f" With the plan's {count(made.result.graphs)} graphs a step takes {_difference(made, taken)} with the "
-            f"{count(taken.result.graphs)} of {taken.name}."
+            f" With the plan's {count(planned.result.graphs)} graphs a step takes {_difference(planned, baseline)} "
+            f"with the {count(baseline.result.graphs)} of {baseline.name}."
         )
     columns = ("", "graphs", "mean step", "served", "padding", "worst padding", "memory", "captures")
     marked = frozenset(index for index, row in enumerate(comparison) if row.planned)
-    return Section("Beside the field's ladders", lead, [Table(columns, rows, marked)])
+    return Section("Compared with the engines' capture sizes", lead, [Table(columns, rows, marked)])
 
 
-def _difference(made: Comparison, taken: Comparison) -> str:
-    saved = 1 - made.result.step_ms / taken.result.step_ms
+def _difference(planned: Comparison, baseline: Comparison) -> str:
+    saved = 1 - planned.result.step_ms / baseline.result.step_ms
     if abs(saved) < 5e-5:
         return "as much time as"
     return f"{percent(abs(saved), 2)} {'less' if saved > 0 else 'more'} time than"
