@@ -1,9 +1,10 @@
-"""A tensor-parallel decoder whose all-reduces are inside the captured graph, with all ranks taking one decision.
+"""A tensor-parallel decoder with its all-reduces inside the captured graph. All ranks take the same decisions.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --device cpu
 
-Every rank holds a slice of each layer. Before a step the ranks agree on mode and padded size; the step is then captured
-or replayed on all of them, and compared with an eager twin. On the CPU the collectives are gloo's, on CUDA NCCL's.
+Every rank holds a slice of each layer. Before a step, the ranks agree on the mode and the padded size. All of them then
+capture or replay the step, and compare it with an eager copy of the model. The collectives are gloo's on the CPU and
+NCCL's on CUDA.
 """
 
 import argparse
@@ -35,7 +36,7 @@ class Layer(nn.Module):
             "down": (HIDDEN, 256),
         }
         weights = {name: torch.randn(shape, generator=draw) * shape[1] ** -0.5 for name, shape in full.items()}
-        # Column-parallel layers are cut along their outputs, row-parallel ones along their inputs.
+        # Column-parallel layers are cut along their outputs, row-parallel layers along their inputs.
         qkv = weights["qkv"].view(3, HEADS, HEAD_DIM, HIDDEN).chunk(world, 1)[rank].reshape(-1, HIDDEN)
         self.qkv = nn.Parameter(qkv.contiguous().to(device))
         self.up = nn.Parameter(weights["up"].chunk(world, 0)[rank].contiguous().to(device))
@@ -45,7 +46,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, bias: Tensor
     ) -> Tensor:
-        """[N, hidden] -> [N, hidden]; writes the rows' keys and values into the cache in place."""
+        """[N, hidden] -> [N, hidden]. Writes the rows' keys and values into the cache in place."""
         parts = functional.linear(functional.rms_norm(x, (HIDDEN,)), self.qkv).view(-1, 3, self.heads, HEAD_DIM)
         query, keys[slots, positions], values[slots, positions] = parts.unbind(1)
         scores = torch.einsum("nhd,nwhd->nhw", query, keys[slots]) * HEAD_DIM**-0.5 + bias[positions].unsqueeze(1)
@@ -56,7 +57,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One rank's share of a decoder; the embedding, which is the output layer too, is whole on every rank."""
+    """One rank's share of a decoder. Every rank holds the whole embedding, which is also the output layer."""
 
     keys: Tensor
     values: Tensor
@@ -74,7 +75,7 @@ class Decoder(nn.Module):
         self.requires_grad_(False).eval()
 
     def forward(self, ids: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Three int64 ``[N]`` -> logits ``[N, vocab]``, a row for each token."""
+        """Three int64 ``[N]`` -> logits ``[N, vocab]``, one row for each token."""
         x = self.embedding[ids]
         for i, layer in enumerate(self.layers):
             x = layer(x, self.keys[i], self.values[i], slots, positions, self.bias)
@@ -88,13 +89,13 @@ def reduced(partial: Tensor) -> Tensor:
 
 
 def padded(rows: Tensor, size: int) -> Tensor:
-    """Rows of (token, slot, position), filled up with rows that write to the scratch slot."""
+    """Rows of (token, slot, position), padded with rows that write to the scratch slot."""
     scratch = rows.new_tensor([[0, SIZES[-1], 0]])
     return torch.cat([rows, scratch.expand(size - len(rows), -1)])
 
 
 def decode(rank: int, world: int, device: torch.device, steps: int) -> tuple[float, str]:
-    """Decode ``steps`` batches; the largest difference from eager, and a line that tells what happened."""
+    """Decode ``steps`` batches. Returns the largest difference from eager and a line about what happened."""
     graphed, eager = Decoder(rank, world, device), Decoder(rank, world, device)
     wrapper = gd.CUDAGraphWrapper(graphed)
     consensus = RankConsensus(sizes=SIZES)
@@ -124,7 +125,7 @@ def decode(rank: int, world: int, device: torch.device, steps: int) -> tuple[flo
 
 
 def main() -> None:
-    """Run one rank; exits non-zero if an answer differs from eager's."""
+    """Run one rank. The process exits with an error if a result differs from eager's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=48)
@@ -139,9 +140,9 @@ def main() -> None:
     try:
         with torch.no_grad():
             largest, line = decode(dist.get_rank(), dist.get_world_size(), device, options.steps)
-        print(line + "\n", end="", flush=True)  # in one piece, since ranks share the terminal
+        print(line + "\n", end="", flush=True)  # in one write, since the ranks share the terminal
         if not largest < 1e-3:
-            raise SystemExit(f"the answers differ from eager's by {largest}")
+            raise SystemExit(f"the results differ from eager's by {largest}")
     finally:
         dist.destroy_process_group()
 

@@ -9,10 +9,10 @@ __all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "get_padded_
 
 
 class BatchDescriptor(NamedTuple):
-    """The key of a captured graph: padded tokens, requests, kind of batch, and what else changes the code.
+    """The key of a captured graph: padded tokens, requests, kind of batch, and a variant.
 
-    ``variant`` holds anything hashable that the captured code depends on besides the shape, for example
-    the number of active LoRA adapters.
+    ``variant`` is anything hashable, besides the shape, that the captured code depends on, for example the number of
+    active LoRA adapters.
     """
 
     num_tokens: int
@@ -33,8 +33,8 @@ class BatchDescriptor(NamedTuple):
 class DispatchKey(NamedTuple):
     """What one batch is, before padding: tokens, requests, longest sequence, prefill or not.
 
-    ``kind`` is always ``"batch"``. It keeps a key from being equal to a ``BatchDescriptor`` with the same
-    numbers, at no cost: comparing and hashing stay those of a plain tuple.
+    ``kind`` is always ``"batch"``. Because of it, a key never equals a ``BatchDescriptor`` with the same numbers.
+    Keys are compared and hashed as plain tuples, so this costs nothing.
     """
 
     num_tokens: int
@@ -51,7 +51,7 @@ class DispatchKey(NamedTuple):
 
 
 def create_dispatch_key(num_tokens: int, num_reqs: int, max_seq_len: int = 0, is_prefill: bool = False) -> DispatchKey:
-    """A checked ``DispatchKey``; raises ``ConfigError`` for a count that no batch can have."""
+    """A checked ``DispatchKey``. Raises ``ConfigError`` for a count that no batch can have."""
     for name, value, least in (
         ("num_tokens", num_tokens, 1),
         ("num_reqs", num_reqs, 1),
@@ -68,10 +68,10 @@ def create_dispatch_key(num_tokens: int, num_reqs: int, max_seq_len: int = 0, is
 
 
 def get_padded_key(key: DispatchKey, pad_to: int = 8) -> DispatchKey:
-    """``key`` with its tokens, and its longest sequence if known, rounded up to multiples of ``pad_to``.
+    """``key`` with its tokens and its longest sequence rounded up to multiples of ``pad_to``.
 
-    A decode key (one token for each request) keeps ``num_reqs == num_tokens``, so that the padded batch is
-    uniform decode again.
+    An unknown longest sequence (0) stays unknown. A decode key has one token for each request; it keeps
+    ``num_reqs == num_tokens``, so the padded batch is still uniform decode.
     """
     if isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1:
         raise ConfigError(f"pad_to must be an integer >= 1, got {pad_to!r}")

@@ -1,4 +1,4 @@
-"""What can go wrong, by cause. An exception of the user's own model passes through unchanged."""
+"""The errors of this library, by cause. An exception of the user's own model passes through unchanged."""
 
 from .reasons import Reason
 
@@ -23,7 +23,7 @@ class GraphDispatchError(Exception):
 
 
 class ConfigError(GraphDispatchError, ValueError):
-    """An option or argument is wrong; the message names it, what was expected and what to do."""
+    """An option or argument is wrong. The message names it, says what was expected and what to do."""
 
 
 class BackendError(GraphDispatchError, RuntimeError):
@@ -31,14 +31,14 @@ class BackendError(GraphDispatchError, RuntimeError):
 
 
 class DeviceLostError(BackendError):
-    """The device fails whatever it is asked, so that nothing can be served, eagerly either; restart the process.
+    """Every request to the device fails, so nothing can run on it, not even eagerly. Restart the process.
 
     ``__cause__`` is the device's own error.
     """
 
 
 class CaptureError(GraphDispatchError, RuntimeError):
-    """A capture failed or was refused; ``reason`` classifies it and ``__cause__`` is the original."""
+    """A capture failed or was refused. ``reason`` classifies the failure; ``__cause__`` is the original error."""
 
     def __init__(self, message: str, reason: Reason = Reason.CAPTURE_FAILED) -> None:
         super().__init__(message)
@@ -46,20 +46,21 @@ class CaptureError(GraphDispatchError, RuntimeError):
 
 
 class ReplayError(GraphDispatchError, RuntimeError):
-    """A graph could not be replayed: it was released, the device refused it, or a break did not keep to its capture.
+    """A graph could not be replayed: it was released, the device refused it, or a break changed since its capture.
 
-    ``had_effects`` tells whether memory that the caller can see was changed before; if not, nothing has happened.
+    If ``had_effects`` is true, the step already wrote memory that the caller can see, so it is not run again. If it is
+    false, nothing happened.
     """
 
     had_effects: bool = False
 
 
 class GuardError(GraphDispatchError, TypeError):
-    """An argument does not fit the graph that it was given to; nothing was copied."""
+    """An argument does not fit the graph. Nothing was copied."""
 
 
 class VerificationError(GraphDispatchError, RuntimeError):
-    """A graph's answer or effect differed from eager's."""
+    """A graph's result or effect differed from eager's."""
 
 
 class StaleOutputError(GraphDispatchError, RuntimeError):
@@ -67,7 +68,7 @@ class StaleOutputError(GraphDispatchError, RuntimeError):
 
 
 class FallbackError(GraphDispatchError, RuntimeError):
-    """With ``strict=True``: a step would have run eagerly; ``reason`` says why."""
+    """With ``strict=True``, a step would have run eagerly. ``reason`` says why."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -75,8 +76,8 @@ class FallbackError(GraphDispatchError, RuntimeError):
 
 
 class ConsensusError(GraphDispatchError, RuntimeError):
-    """The ranks could not agree within the timeout; names those that did not come, where that can be known."""
+    """The ranks did not agree within the timeout. If known, the message names the ranks that did not vote."""
 
 
 class IntegrityError(GraphDispatchError, AssertionError):
-    """A cache's own accounting disagrees with its content: a defect of this library."""
+    """A cache's own figures disagree with its content. This is a defect of this library."""

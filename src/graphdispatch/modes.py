@@ -1,4 +1,4 @@
-"""The words for *how* a step runs: graph modes, dispatch modes and the states of an entry."""
+"""*How* a step runs: graph modes, dispatch modes, and the states of an entry."""
 
 from enum import Enum, IntEnum
 
@@ -6,12 +6,11 @@ __all__ = ["CUDAGraphMode", "DispatchMode", "EntryState"]
 
 
 class CUDAGraphMode(IntEnum):
-    """How batches are served: by no graph, by graphs between breaks, by one graph, or by kind of batch.
+    """How batches are served: without a graph, by graphs between breaks, by one graph, or by kind of batch.
 
-    ``NONE``, ``PIECEWISE`` and ``FULL`` are *runtime* modes: one batch runs in one of them.
-    ``FULL_DECODE_ONLY`` and ``FULL_AND_PIECEWISE`` are *configured* modes that serve uniform decode
-    batches by ``FULL`` graphs and all others by ``NONE`` or ``PIECEWISE``. Names and meaning are
-    vLLM's (``vllm/config/compilation.py``), so that its users find what they know.
+    ``NONE``, ``PIECEWISE`` and ``FULL`` are *runtime* modes: each batch runs in one of them. ``FULL_DECODE_ONLY`` and
+    ``FULL_AND_PIECEWISE`` are *configured* modes: ``FULL`` graphs serve uniform decode batches, and ``NONE`` or
+    ``PIECEWISE`` serves all others. The names and their meanings are vLLM's (``vllm/config/compilation.py``).
     """
 
     NONE = 0
@@ -21,7 +20,7 @@ class CUDAGraphMode(IntEnum):
     FULL_AND_PIECEWISE = 4
 
     def has_graphs(self) -> bool:
-        """Whether any batch is served by a graph in this mode."""
+        """Whether graphs serve any batch in this mode."""
         return self is not CUDAGraphMode.NONE
 
     def decode_mode(self) -> "CUDAGraphMode":
@@ -37,27 +36,27 @@ class CUDAGraphMode(IntEnum):
         return self
 
     def separate_routine(self) -> bool:
-        """Whether uniform decode batches and mixed ones go to different graphs."""
+        """Whether different graphs serve uniform decode batches and mixed batches."""
         return self.decode_mode() is not self.mixed_mode()
 
     def has_full_cudagraphs(self) -> bool:
-        """Whether some batch is served by one graph over the whole step."""
+        """Whether any batch is served by one graph of the whole step."""
         return CUDAGraphMode.FULL in (self.decode_mode(), self.mixed_mode())
 
     def has_piecewise_cudagraphs(self) -> bool:
-        """Whether some batch is served by graphs between eager breaks."""
+        """Whether any batch is served by graphs between eager breaks."""
         return CUDAGraphMode.PIECEWISE in (self.decode_mode(), self.mixed_mode())
 
 
 class DispatchMode(Enum):
-    """What a dispatcher did with one call; ``HYBRID`` leaves the choice to the policy at each call."""
+    """What a dispatcher did with one call. ``HYBRID`` lets the policy choose at each call."""
 
     EAGER = "eager"
     CUDAGRAPH = "cudagraph"
     PIECEWISE = "piecewise"
     HYBRID = "hybrid"
 
-    # Members are compared by identity; Enum's own hash is a call into Python at every look-up.
+    # Members are compared by identity. Enum's own hash would cost a Python call at every look-up.
     __hash__ = object.__hash__
 
 

@@ -1,4 +1,4 @@
-"""Why a step ran the way it did: one closed, machine-readable list with a sentence for each."""
+"""Why a step ran as it did: one closed, machine-readable list with a sentence for each reason."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ __all__ = ["Reason"]
 
 
 class Reason(StrEnum):
-    """The reason that every decision carries; ``text`` is the sentence a person reads."""
+    """The reason that every decision carries. ``text`` is the sentence for people."""
 
     EXACT = "exact"
     PADDED = "padded"
@@ -60,17 +60,17 @@ class Reason(StrEnum):
 
     @property
     def is_graph(self) -> bool:
-        """Whether a graph served the step (the steps that captured or checked one count as eager)."""
+        """Whether a graph served the step. A step that captured or checked a graph counts as eager."""
         return self in (Reason.EXACT, Reason.PADDED)
 
     @property
     def leads_to_graph(self) -> bool:
-        """Whether the step was eager on the way to a graph, or as a part of one; ``strict`` does not mind those."""
+        """Whether the step ran eagerly on the way to a graph, or as a part of one. ``strict`` allows such steps."""
         return self in _ON_THE_WAY
 
     @property
     def text(self) -> str:
-        """The reason as a sentence, with the remedy where there is one."""
+        """The reason as a sentence, with a remedy if there is one."""
         return _TEXTS[self]
 
 
@@ -84,28 +84,28 @@ _ON_THE_WAY = (
 )
 
 _TEXTS: dict[Reason, str] = {
-    Reason.EXACT: "a graph of exactly this size served it",
-    Reason.PADDED: "the next larger graph served it, padded",
-    Reason.CAPTURED_NOW: "this call captured the graph; its answer is eager's",
-    Reason.VERIFIED_NOW: "this call compared the graph with eager; its answer is eager's",
+    Reason.EXACT: "a graph of exactly this size served the batch",
+    Reason.PADDED: "the batch was padded, and the next larger graph served it",
+    Reason.CAPTURED_NOW: "this call captured the graph; its result comes from eager",
+    Reason.VERIFIED_NOW: "this call compared the graph with eager; its result comes from eager",
     Reason.DISABLED: "graphs are switched off (mode NONE, or disable_mode)",
-    Reason.ASLEEP: "the graphs were released by sleep(); wake() lets them come back",
+    Reason.ASLEEP: "sleep() released the graphs; call wake() to capture them again",
     Reason.FIRST_SIGHTING: "this size was seen for the first time; it is captured when it comes again",
     Reason.BACKING_OFF: (
-        "its last graphs went before they were used enough to pay for their capture; it must come more often before "
-        "the next one"
+        "earlier graphs for this key were lost before they paid for their capture; the key must come more often before "
+        "it is captured again"
     ),
     Reason.CACHE_FULL: (
         "the cache is full of graphs that are used more often; raise max_cached_graphs or memory_budget_bytes"
     ),
     Reason.ABOVE_LARGEST_SIZE: "the batch is larger than the largest graph; raise max_size to cover it",
     Reason.NOT_CAPTURED: "no graph is captured for this key",
-    Reason.MODE_MISMATCH: "the mode of this call is not the one that the graphs here serve",
+    Reason.MODE_MISMATCH: "this call asks for a mode that these graphs do not serve",
     Reason.POLICY: "the dispatch policy chose eager",
-    Reason.INSIDE_CAPTURE: "another capture is recording, and takes the operators as they are",
-    Reason.INSIDE_REPLAY: "a break made the call, while a graph that shares the memory of this one is half-way",
+    Reason.INSIDE_CAPTURE: "another capture is recording this call, and records its operators one by one",
+    Reason.INSIDE_REPLAY: "a break made this call during the replay of a graph that shares memory with this one",
     Reason.NOT_INITIALIZED: "the graph keys are not initialised; call initialize_cudagraph_keys first",
-    Reason.MODE_EXCLUDED: "a graph would serve it, but this call excludes the graph's mode",
+    Reason.MODE_EXCLUDED: "a graph would serve the batch, but this call excludes the graph's mode",
     Reason.VARIANT_NOT_CAPTURED: "no graph is captured for this variant or a larger one",
     Reason.QUERY_LEN_NOT_CAPTURED: "no graph is captured for uniform decode of this query length; add it to query_lens",
     Reason.MIXED_BATCH: "the batch is mixed, and only uniform decode batches have graphs",
@@ -119,25 +119,25 @@ _TEXTS: dict[Reason, str] = {
     Reason.DEVICE_UNSUPPORTED: "the arguments are on a device that the backend does not serve",
     Reason.UNGUARDED_ARGUMENT: "an argument is an object whose change cannot be seen; name it in static=",
     Reason.ALIASED_ARGUMENTS: "two arguments share memory, and the call writes to one of them",
-    Reason.ADDRESS_CHANGED: "a tensor that was declared static has moved, or a weight or captured variable",
-    Reason.ARGUMENTS_CHANGED: "the arguments are not like those that the graph of this key was captured with",
-    Reason.TOO_MANY_SIGNATURES: "as many signatures as max_signatures allows have graphs, or captures that failed",
+    Reason.ADDRESS_CHANGED: "a static argument, a weight or a captured variable has moved in memory",
+    Reason.ARGUMENTS_CHANGED: "the arguments do not match those that the graph of this key was captured with",
+    Reason.TOO_MANY_SIGNATURES: "max_signatures is reached: that many signatures have graphs or failed captures",
     Reason.STATE_TOO_LARGE: "the state that the call writes is too large to save; raise state_limit_bytes",
-    Reason.STATE_REBOUND: "the call rebinds a variable, parameter or entry of a dict instead of writing it in place",
+    Reason.STATE_REBOUND: "the call rebinds a variable, a parameter or a dict entry instead of writing to it in place",
     Reason.PADDING_WRITES_STATE: (
         "padding rows changed state that the real rows leave alone; give a pad rule that points at scratch "
         "rows and padding_writes='allow'"
     ),
     Reason.PADDING_UNPROVEN: (
-        "the graph would have to pad, and no padded batch was compared with eager yet; capture it from a smaller "
-        "example whose rows differ (size=), or with verify=False"
+        "the batch needs padding, and no padded batch of this graph was compared with eager yet; capture the graph "
+        "from a smaller example whose rows differ (size=), or with verify=False"
     ),
-    Reason.OUTPUT_UNSUPPORTED: "an output is an object that a graph cannot give back",
-    Reason.OUTPUT_ROWS_UNKNOWN: "the rows of an output do not follow the batch in a way that can be sliced",
-    Reason.CALL_RAISED: "the call itself raised when its graph was to be captured or compared; its exception went on",
+    Reason.OUTPUT_UNSUPPORTED: "an output is an object that a graph cannot return",
+    Reason.OUTPUT_ROWS_UNKNOWN: "the rows of an output do not follow the batch, so its padding cannot be cut off",
+    Reason.CALL_RAISED: "the call itself raised while its graph was captured or compared; the caller got the exception",
     Reason.CAPTURE_UNSAFE: "the model does something that a graph cannot hold",
     Reason.CAPTURE_FAILED: "the capture failed",
     Reason.OUT_OF_MEMORY: "the capture ran out of memory",
     Reason.REPLAY_FAILED: "the replay failed",
-    Reason.VERIFICATION_FAILED: "the graph's answer differed from eager's",
+    Reason.VERIFICATION_FAILED: "the graph's result differed from eager's",
 }

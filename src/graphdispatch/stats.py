@@ -1,4 +1,4 @@
-"""Counters of what happened, bounded in memory, with a reason for every step that no graph served."""
+"""Counters of what happened, bounded in memory, with a reason for each step that no graph served."""
 
 import threading
 from collections import Counter, deque
@@ -12,36 +12,36 @@ from .reasons import Reason
 
 __all__ = ["CUDAGraphStats", "DispatchStats", "Eviction", "EvictionReason"]
 
-_MOST_ROWS = 4096  # different numbers of rows that are counted apart
-_MOST_EVICTIONS = 64  # that are remembered one by one
+_MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
+_MOST_EVICTIONS = 64  # this many are remembered one by one
 
 
 class EvictionReason(StrEnum):
-    """Why a graph was let go."""
+    """Why a graph was released."""
 
     COUNT = "count"
-    """There were as many graphs as may be kept."""
+    """The largest allowed number of graphs was reached."""
     BYTES = "bytes"
-    """The graphs held as many bytes as they may."""
+    """The graphs held more bytes than allowed."""
     REPLACED = "replaced"
-    """Another graph was captured for its key."""
+    """Another graph was captured for the same key."""
     STALE = "stale"
     """Weights or a workspace moved, or a module changed its mode."""
     INVALIDATED = "invalidated"
-    """``invalidate()`` said that it is stale."""
+    """``invalidate()`` declared it stale."""
     ASLEEP = "asleep"
     """``sleep()`` released all graphs."""
     OUT_OF_MEMORY = "out_of_memory"
     """A capture found no memory left on the device."""
     DROPPED = "dropped"
-    """Its owner had no more use for it."""
+    """Its owner no longer needed it."""
 
 
 class Eviction(NamedTuple):
-    """A graph that was evicted: plain data, so that remembering it keeps no memory alive.
+    """A graph that was evicted, as plain data that keeps no memory alive.
 
-    ``freed_bytes`` is what the backend's figures fell by when it was released: of memory that graphs share, nothing.
-    ``tag`` is what ``invalidate(tag)`` was told.
+    ``freed_bytes`` is the fall in the backend's figures when the graph was released; memory that it shared with other
+    graphs is not freed. ``tag`` is the argument of ``invalidate(tag)``.
     """
 
     key: Hashable
@@ -56,10 +56,10 @@ class Eviction(NamedTuple):
 class CUDAGraphStats:
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
-    A *hit* is a call that a graph served; every other call is a *miss*, and a *fallback* is a miss that ran
-    eagerly instead of capturing. ``real_rows`` and ``padded_rows`` count the rows of hits before and after
-    padding. ``knows_rows=False`` says that calls arrive padded, so that their real rows are unknown. Thread-safe, where
-    all graphs that count in it are of one pool.
+    A graph serves a *hit*. Every other call is a *miss*. A *fallback* is a miss that only ran eagerly: it captured and
+    compared nothing. ``real_rows`` and ``padded_rows`` count the rows of hits before and after padding. Use
+    ``knows_rows=False`` if calls arrive padded, so that their real rows are unknown. It is thread-safe if all graphs
+    that count in it belong to one pool.
     """
 
     def __init__(self, *, knows_rows: bool = True) -> None:
@@ -83,12 +83,12 @@ class CUDAGraphStats:
         self.real_rows = 0
         self.padded_rows = 0
         self.reasons: Counter[Reason] = Counter()
-        # Two, since hits and misses are counted under different locks.
+        # Two counters, since hits and misses are counted under different locks.
         self._rows_of_hits: dict[int, int] = {}
         self._rows_of_misses: dict[int, int] = {}
 
     def record_hit(self, real_rows: int, padded_rows: int) -> None:
-        """Count a call that a graph served. The caller holds the lock of the graph's pool, so that it takes none."""
+        """Count a call that a graph served. It takes no lock: the caller holds the lock of the graph's pool."""
         self.hits += 1
         self.replays += 1
         self.real_rows += real_rows
@@ -100,7 +100,7 @@ class CUDAGraphStats:
                 self._rows_of_hits[real_rows] = 1
 
     def record_miss(self, reason: Reason, rows: int = 0) -> None:
-        """Count a call that no graph served, and why; ``rows`` is its number of rows, if known."""
+        """Count a call that no graph served, with the reason. ``rows`` is its number of rows, 0 if unknown."""
         with self._lock:
             self.misses += 1
             self.reasons[reason] += 1
@@ -123,7 +123,7 @@ class CUDAGraphStats:
             self.capture_failures += 1
 
     def record_eviction(self, eviction: Eviction) -> None:
-        """Count a graph that was released since it was evicted."""
+        """Count an evicted graph after its release."""
         with self._lock:
             self.evictions += 1
             self.evicted_bytes += eviction.freed_bytes
@@ -142,17 +142,17 @@ class CUDAGraphStats:
 
     @property
     def hit_rate(self) -> float:
-        """The share of calls that a graph served; 0.0 before the first call."""
+        """The share of calls that a graph served, 0.0 before the first call."""
         return self.hits / self.calls if self.calls else 0.0
 
     @property
     def padding_ratio(self) -> float:
-        """Padding rows as a share of all rows that graphs computed; 0.0 before the first hit."""
+        """Padding rows as a share of all rows that graphs computed, 0.0 before the first hit."""
         return 1.0 - self.real_rows / self.padded_rows if self.padded_rows else 0.0
 
     @property
     def rows(self) -> dict[int, int]:
-        """Calls by number of rows, where that is known: the first 4,096 different numbers of hits, and of misses."""
+        """Calls by number of rows, if known. Hits and misses each count their first 4,096 different numbers."""
         if not self._knows_rows:
             return {}
         return dict(Counter(self._rows_of_hits.copy()) + Counter(self._rows_of_misses.copy()))
@@ -174,7 +174,7 @@ class CUDAGraphStats:
 class DispatchStats:
     """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide.
 
-    A *fallback* is an eager call for which a graph was wanted. Times are wall time in nanoseconds. Thread-safe.
+    A *fallback* is an eager call for which a graph was wanted. Times are wall-clock nanoseconds. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -211,12 +211,12 @@ class DispatchStats:
 
     @property
     def graph_ratio(self) -> float:
-        """The share of calls that a full or piecewise graph served; 0.0 before the first call."""
+        """The share of calls that a full or piecewise graph served, 0.0 before the first call."""
         return (self.graph + self.piecewise) / self.total if self.total else 0.0
 
     @property
     def avg_dispatch_time_us(self) -> float:
-        """Mean time to decide one call, in microseconds; 0.0 before the first call."""
+        """The mean time to decide one call in microseconds, 0.0 before the first call."""
         return self.dispatch_time_ns / self.total / 1e3 if self.total else 0.0
 
     def to_dict(self) -> dict[str, Any]:

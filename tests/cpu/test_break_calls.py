@@ -188,7 +188,7 @@ def test_an_entry_refuses_a_replay_within_its_own(as_is: bool) -> None:
     is_armed = True
     x = torch.randn(4, 3)
     assert torch.equal(served(x=x), (x + 1) * 2 - x)
-    assert "while a graph that shares the memory of this one is half-way" in str(errors[0])
+    assert "during the replay of a graph that shares memory with this one" in str(errors[0])
 
 
 def test_after_a_break_that_raised_calls_are_served_again() -> None:

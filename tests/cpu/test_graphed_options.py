@@ -195,8 +195,8 @@ def test_explain_tells_what_would_happen() -> None:
         step(batch(3))
     assert lines == [
         "eager, 3 rows: this size was seen for the first time; it is captured when it comes again",
-        "eager, 3 rows: this call captured the graph; its answer is eager's",
-        "eager, 3 rows: this call compared the graph with eager; its answer is eager's",
+        "eager, 3 rows: this call captured the graph; its result comes from eager",
+        "eager, 3 rows: this call compared the graph with eager; its result comes from eager",
         "FULL graph, 3 -> 4 rows, 25.0 % padding",
     ]
     assert step.stats.calls == 4

@@ -243,7 +243,7 @@ def test_functional_collectives_run_in_the_graph(world: str, request: pytest.Fix
 def test_other_sizes_are_refused(two: list[dict[str, Any]]) -> None:
     """A rank that is configured with other sizes is named, on every rank."""
     for result in two:
-        assert "sizes must be the same on every rank; rank 0 has others than rank 1" in result["sizes"]["error"]
+        assert "sizes must be the same on every rank; those of rank 1 differ from rank 0's" in result["sizes"]["error"]
 
 
 def test_uncoupled_ranks_exchange_nothing(two: list[dict[str, Any]]) -> None:
@@ -253,13 +253,13 @@ def test_uncoupled_ranks_exchange_nothing(two: list[dict[str, Any]]) -> None:
 
 def test_a_dead_rank_is_named(two: list[dict[str, Any]]) -> None:
     """A rank that ends without a word is an error for the others, which names it, before any timeout."""
-    assert "no agreement in step 2: rank 1 did not come" in two[0]["death"]["error"]
+    assert "no agreement in step 2: rank 1 did not vote" in two[0]["death"]["error"]
 
 
 def test_a_late_rank_is_named(four: list[dict[str, Any]]) -> None:
     """The others give up at the timeout and name the late rank; when it comes, it gets an error too."""
     for result in four[:3]:
-        assert "no agreement in step 2: rank 3 did not come" in result["late"]["first"]
+        assert "no agreement in step 2: rank 3 did not vote" in result["late"]["first"]
     assert "no agreement in step 2" in four[3]["late"]["first"]
 
 

@@ -204,7 +204,7 @@ X3, X4 = torch.ones(3, 3), torch.ones(4, 3)
         (decode(0), (), "eager: the batch has no rows"),
         (prefill(8, 2), (), "FULL graph, 8 rows"),
         (prefill(6, 4), (), "eager, 6 rows: no graph is captured for this key"),
-        (prefill(16), (X4,), "eager, 16 rows: a tensor that was declared static has moved"),
+        (prefill(16), (X4,), "eager, 16 rows: a static argument, a weight or a captured variable has moved"),
     ],
 )
 def test_every_decision_explains_itself(four: CUDAGraphEntry, key: DispatchKey, args: Any, line: str) -> None:

@@ -280,7 +280,7 @@ def test_a_callable_is_told_in_numbers() -> None:
     ]
     assert dict(page.table("held"))["total"] == storage(call.memory_bytes)
     assert [row[1] for row in page.table("where")] == [one.where for one in call.breaks]
-    assert [row[2] for row in page.table("given back")] == [one.tag for one in stats.last_evictions[::-1]]
+    assert [row[2] for row in page.table("freed")] == [one.tag for one in stats.last_evictions[::-1]]
     assert HOSTILE in page.text
 
 

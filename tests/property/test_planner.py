@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdispatch.backends.cpu.planner import place, prune
+from graphdispatch.backends.cpu.planner import lay_out, prune
 from graphdispatch.backends.cpu.recorder import Instruction, Slot
 from graphdispatch.backends.operators import OperatorKind
 
@@ -56,7 +56,7 @@ def test_no_two_live_slots_overlap(case: Case) -> None:
     """From the instruction that first touches a slot to the last one, for outputs to the end, no other slot has any of
     its bytes."""
     _, program, private, outputs = case
-    layout = place(program, private, outputs)
+    layout = lay_out(program, private, outputs)
     touched = [*(instruction.reads | instruction.writes for instruction in program), outputs]
     lives = {
         slot: range(min(at := [i for i, t in enumerate(touched) if slot in t]), max(at) + 1) for slot in layout.offsets
@@ -73,7 +73,7 @@ def test_every_slot_has_an_aligned_place_inside(case: Case) -> None:
     """All touched slots and outputs that are not private, and no others, get a place within the arena, aligned to 64
     bytes."""
     _, program, private, outputs = case
-    layout = place(program, private, outputs)
+    layout = lay_out(program, private, outputs)
     touched = outputs.union(*(instruction.reads | instruction.writes for instruction in program))
     assert set(layout.offsets) == touched - private
     for slot, offset in layout.offsets.items():

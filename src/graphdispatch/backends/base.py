@@ -196,7 +196,7 @@ class Graph(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Release the graph; idempotent. No replay of it may be in flight."""
+        """Release the graph once its replays in flight are done; idempotent."""
 
     @property
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Measures what steps and graphs of a callable cost on this machine."""
+"""Measures what the steps and graphs of a callable cost on this machine."""

@@ -1,4 +1,4 @@
-"""``calibrate``: measures what steps and graphs of a callable cost on this machine, as a cost model to plan with."""
+"""``calibrate``: measures the steps and graphs of a callable on this machine, as a cost model for planning."""
 
 import math
 import statistics
@@ -26,7 +26,8 @@ _CAPTURES = 3
 _LEAST_REPEATS = 5
 _WARM_UPS = 2
 
-# Of a median of n samples: 1.2533 sigma / sqrt(n), with sigma = interquartile range / 1.349 for normal noise.
+# The standard error of a median of n samples is 1.2533 sigma / sqrt(n). For normal noise, sigma is the interquartile
+# range / 1.349.
 _ERROR_OF_MEDIAN = 1.2533 / 1.349
 
 _Measured = tuple[float, float]
@@ -37,8 +38,8 @@ _Measured = tuple[float, float]
 class Calibration:
     """What was measured: ``cost`` on ``device``, each step ``repeats`` times.
 
-    ``held_bytes`` is, for each mode, what the graphs of all sizes really held together, where the cost model adds up
-    graphs that were measured alone (``expected_bytes``).
+    ``held_bytes`` is, for each mode, what the graphs of all sizes held together. Compare it with ``expected_bytes``,
+    for which the cost model adds up graphs that were measured alone.
     """
 
     cost: CostModel
@@ -47,7 +48,7 @@ class Calibration:
     held_bytes: Mapping[CUDAGraphMode, int]
 
     def expected_bytes(self, mode: CUDAGraphMode) -> float:
-        """What the cost model says that the measured sizes hold together in ``mode``."""
+        """The bytes that the measured sizes hold together in ``mode``, according to the cost model."""
         costs = self.cost.graphs(mode)
         sizes = costs.graph_bytes.sizes
         return float(costs.graph_bytes.at(sizes).sum() + costs.pool_bytes.at(sizes).max())
@@ -66,18 +67,18 @@ def calibrate(
 ) -> Calibration:
     """Measure eager steps, replays, captures and bytes of ``fn`` at ``sizes``, on the device of ``example``.
 
-    ``example`` are the keyword arguments of one call; its rows are repeated, or left out, to fill each size. ``sizes``
-    are numbers of rows (default: the powers of two up to the example's). ``dynamic`` names the batch dimensions
-    (default: 0 of every tensor), and ``options`` go to ``graphed``. ``mode`` FULL or PIECEWISE measures such graphs,
-    and a mode with both measures both.
+    ``example`` holds the keyword arguments of one call. For each size, its rows are repeated or left out. ``sizes`` are
+    numbers of rows (default: the powers of two up to the example's). ``dynamic`` names the batch dimensions (default:
+    dimension 0 of every tensor). ``options`` go to ``graphed``. ``mode`` FULL or PIECEWISE measures graphs of that
+    mode, and a mode that combines them measures both.
 
-    Each size is captured alone, three times, as ``prewarm`` does; a capture costs the median of all that takes, checks
-    included. Then all are captured, and every size runs eagerly and by its graph in turn, ``repeats`` times. A time is
-    the median, from call to idle device, by ``clock`` (seconds), and its error the standard error of the median, by the
-    quartiles. What graphs share (pool, static inputs) counts as the pool.
+    First, each size is captured alone, three times, as ``prewarm`` does it. The cost of a capture is the median time,
+    checks included. Then all sizes are captured, and each size runs eagerly and by its graph in turn, ``repeats``
+    times. A step time is the median from the call to the idle device, by ``clock`` (seconds). Its error is the standard
+    error of the median, estimated from the quartiles. Memory that graphs share (pool, static inputs) counts as pool.
 
-    The callable runs for real, and what it writes stays written. Raises ``ConfigError`` for bad arguments, and
-    ``CaptureError`` for a size that cannot be captured or is not served.
+    The callable really runs, and what it writes stays written. Raises ``ConfigError`` for bad arguments, and
+    ``CaptureError`` if a size cannot be captured or no graph serves it.
     """
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < _LEAST_REPEATS:
         raise ConfigError(f"repeats must be an integer >= {_LEAST_REPEATS}, got {repeats!r}")
@@ -93,9 +94,9 @@ def calibrate(
     served = {each: graphed(fn, dynamic=dynamic, sizes=checked, mode=each, **options) for each in modes}
     backend = get_backend("auto", device)
     try:
-        for one in served.values():  # what is loaded or made once is not part of any measurement
+        for one in served.values():  # so that no measurement contains what is loaded or made once
             _capture(one, inputs[checked[-1]], checked[-1:])
-        with torch.no_grad(), swept_collector():  # so that no capture alone pays for a collection
+        with torch.no_grad(), swept_collector():  # so that no single capture pays for a garbage collection
             graphs = {each: [_capture_alone(one, inputs, size) for size in checked] for each, one in served.items()}
             for one in served.values():
                 one.clear()
@@ -120,14 +121,14 @@ class _Alone(NamedTuple):
 
 
 def _capture_alone(served: Graphed[..., Any], inputs: Mapping[int, Mapping[str, Any]], size: int) -> _Alone:
-    """The last of some captures is measured for bytes: the first one pays for what the driver does once."""
+    """Measure the time of several captures, and the bytes of the last: the first pays what the driver does once."""
     largest, times = max(inputs), []
     for _ in range(_CAPTURES):
         served.clear()
         times.append(1e3 * _capture(served, inputs[largest], [size]).seconds)
     report = served.memory_report()
     (entry,) = report.entries
-    # Static inputs are made for the largest size, whichever are captured.
+    # Static inputs are always made for the largest size, so each size pays for its share of them.
     shared = report.pool_bytes + (report.input_bytes + report.ring_bytes) * size // largest
     return _Alone(_median(times), entry.own + entry.driver, shared)
 
@@ -146,7 +147,7 @@ def _step_times(
     repeats: int,
     clock: Callable[[], float],
 ) -> dict[CUDAGraphMode, dict[int, _Measured]]:
-    """Milliseconds by mode (NONE: eager) and size. All take turns, so that a change of the clock concerns all alike."""
+    """Milliseconds by mode (NONE: eager) and size. All take turns, so a change of the clock rate hits all alike."""
     samples: dict[CUDAGraphMode, dict[int, list[float]]] = {mode: {size: [] for size in inputs} for mode in calls}
     for number in range(_WARM_UPS + repeats):
         for size, arguments in inputs.items():
@@ -159,11 +160,11 @@ def _step_times(
                 if number >= _WARM_UPS:
                     samples[mode][size].append(1e3 * taken)
                 elif isinstance(call, Graphed):
-                    _insist_on_graph(call, size)
+                    _require_graph(call, size)
     return {mode: {size: _median(times) for size, times in each.items()} for mode, each in samples.items()}
 
 
-def _insist_on_graph(served: Graphed[..., Any], size: int) -> None:
+def _require_graph(served: Graphed[..., Any], size: int) -> None:
     decision = served.last_decision
     assert decision is not None  # every call leaves one
     if not decision.reason.is_graph:
@@ -189,7 +190,7 @@ def _median(samples: Sequence[float]) -> _Measured:
 
 
 def _rows_and_device(example: Mapping[str, Any], dynamic: Mapping[str, int]) -> tuple[int, torch.device]:
-    """The example's rows, by the first tensor that has a batch dimension, and where it lies."""
+    """The number of rows and the device of the first tensor in the example that has a batch dimension."""
     found = [
         (leaf.shape[dynamic[path]], leaf.device)
         for path, leaf in _leaves(example)
@@ -204,7 +205,7 @@ def _rows_and_device(example: Mapping[str, Any], dynamic: Mapping[str, int]) -> 
 
 
 def _leaves(example: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of the example with their paths, as ``dynamic`` names them."""
+    """The tensors of the example with their paths, in the notation of ``dynamic``."""
     found: list[tuple[str, torch.Tensor]] = []
     for name, value in example.items():
         tree_map_with_path(lambda path, leaf, name=name: found.append((name + keystr(path), leaf)), value)
@@ -212,7 +213,7 @@ def _leaves(example: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 
 def _resized(example: Mapping[str, Any], dynamic: Mapping[str, int], rows: int) -> dict[str, Any]:
-    """The example with its rows repeated until there are ``rows``."""
+    """The example with ``rows`` rows: its own, repeated as often as needed."""
 
     def sized(path: str, leaf: Any) -> Any:
         if path not in dynamic or not isinstance(leaf, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The main job: a decoder driven by a batch trace, eager and graphed side by side."""
+"""The demo: a batch trace drives a decoder, eagerly and through graphs side by side."""
 
 from .decoder import PRESETS, Decoder, DecoderConfig
 from .result import DemoResult, DemoSettings

@@ -22,7 +22,7 @@ _DEFAULT_STEPS = 2000
 
 
 class Device(StrEnum):
-    """Where to run; ``auto`` takes the GPU where there is one."""
+    """Where to run. ``auto`` takes the GPU if there is one."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -30,7 +30,7 @@ class Device(StrEnum):
 
 
 class Preset(StrEnum):
-    """The decoder's size; ``1b`` has the dimensions of a 1B Llama and wants a GPU."""
+    """The decoder's size. ``1b`` has the dimensions of a 1B Llama and needs a GPU."""
 
     TINY = "tiny"
     SMALL = "small"
@@ -38,7 +38,7 @@ class Preset(StrEnum):
 
 
 class Mode(StrEnum):
-    """How the graphed side serves steps: ``CUDAGraphMode``'s names."""
+    """How the graphed side serves steps, by the names of ``CUDAGraphMode``."""
 
     FULL = "FULL"
     PIECEWISE = "PIECEWISE"
@@ -54,16 +54,16 @@ def demo(
     device: Annotated[Device, typer.Option(help="Where to run.")] = Device.AUTO,
     preset: Annotated[Preset, typer.Option(help="The decoder's size.")] = Preset.TINY,
     mode: Annotated[
-        Mode, typer.Option(help="How graphs serve the steps; in pieces, attention is a break.", case_sensitive=False)
+        Mode, typer.Option(help="How graphs serve the steps. In pieces, attention is a break.", case_sensitive=False)
     ] = Mode.FULL,
     max_size: Annotated[
-        int, typer.Option(help="Largest size to capture, in rows; at most the trace's largest step.", min=1)
+        int, typer.Option(help="Largest size to capture, in rows. The trace's largest step is the limit.", min=1)
     ] = DemoSettings.max_size,
     steps: Annotated[int, typer.Option(help="Run at most this many steps of the trace.", min=1)] = _DEFAULT_STEPS,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures there, as JSON.", metavar="FILE")
+        Path | None, typer.Option("--json", help="Write the figures to this file, as JSON.", metavar="FILE")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights, the tokens and the generated trace.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the tokens and the generated trace.", min=0)] = 0,
 ) -> None:
     """Run a decoder under a batch trace, eagerly and through graphs side by side, and compare.
 
@@ -90,7 +90,7 @@ def demo(
 
 
 def _require_writable(path: Path | None) -> None:
-    # Found before the run and not after it.
+    # Checked before the run, so that a long run is not lost.
     if path is None:
         return
     try:

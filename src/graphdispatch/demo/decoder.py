@@ -1,11 +1,11 @@
-"""A Llama-architecture decoder in plain torch whose every batch row is one token.
+"""A decoder of the Llama architecture in plain torch. Each batch row is one token.
 
 Note [rows]
-    A step is a flat list of tokens, as in the serving engines: row ``i`` is token ``token_ids[i]`` at position
-    ``positions[i]`` of the sequence in cache slot ``slots[i]``. All rows first write their keys and values, and
-    each row then attends over its slot up to its own position. A decode row and the rows of a prompt are thus the
-    same thing, and a row depends on the other rows of its step only through the cache. For that, the pairs
-    (slot, position) of one step must be distinct, apart from the scratch slot, where padding rows may collide.
+    A step is a flat list of tokens, as in the serving engines. Row ``i`` is token ``token_ids[i]`` at position
+    ``positions[i]`` of the sequence in cache slot ``slots[i]``. First all rows write their keys and values; then each
+    row attends over its slot up to its own position. Decode rows and prompt rows are therefore treated alike, and a
+    row depends on the other rows of its step only through the cache. This requires that the pairs (slot, position) of
+    one step are distinct, except in the scratch slot, where padding rows may collide.
 """
 
 import copy
@@ -18,13 +18,13 @@ from torch.nn import functional
 
 __all__ = ["PRESETS", "Decoder", "DecoderConfig"]
 
-# The keys and values of this many rows are gathered at a time: it bounds the memory of a long prompt.
+# Keys and values are gathered for this many rows at a time, which bounds the memory of a long prompt.
 _ROWS_PER_GATHER = 1024
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The dimensions of a decoder; ``window`` is the longest sequence that a cache slot holds, in tokens."""
+    """The dimensions of a decoder. ``window`` is the longest sequence that a cache slot holds, in tokens."""
 
     layers: int
     hidden: int
@@ -47,7 +47,7 @@ PRESETS: dict[str, DecoderConfig] = {
 
 
 class _Rows(NamedTuple):
-    """What all layers share about the rows of one step: see Note [rows]."""
+    """What all layers know about the rows of one step: see Note [rows]."""
 
     slots: Tensor  # [N]
     positions: Tensor  # [N]
@@ -66,7 +66,7 @@ class _Attention(nn.Module):
         self.out = _linear(config.heads * config.head_dim, config.hidden, device, dtype)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, rows: _Rows) -> Tensor:
-        """[N, hidden] -> [N, hidden]; writes the rows' keys and values into the cache of this layer in place."""
+        """[N, hidden] -> [N, hidden]. Writes the rows' keys and values into this layer's cache in place."""
         c, n = self.config, x.shape[0]
         qkv = self.qkv(x).view(n, c.heads + 2 * c.kv_heads, c.head_dim)
         rotated = _rotate(qkv[:, : c.heads + c.kv_heads], rows.turns)
@@ -76,7 +76,9 @@ class _Attention(nn.Module):
         step = _ROWS_PER_GATHER
         parts = [
             _attend(queries[i : i + step], keys, values, rows.slots[i : i + step], rows.bias[i : i + step])
-            for i in (range(0, n, step) if n > step else (0,))  # a loop over n would be compiled for each n anew
+            for i in (
+                range(0, n, step) if n > step else (0,)
+            )  # torch.compile would compile a loop over n again for each n
         ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         projected: Tensor = self.out(mixed)
@@ -84,7 +86,7 @@ class _Attention(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    """SwiGLU, its gate and up projections in one product."""
+    """SwiGLU with its gate and up projections in one matrix product."""
 
     def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class _FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    """One decoder layer: attention and feed-forward, each behind a norm and around a residual."""
+    """One decoder layer: attention and feed-forward, each with a norm before it and a residual around it."""
 
     def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -115,11 +117,11 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder with ``slots`` cache slots and one scratch slot, with seeded random weights.
+    """A decoder with ``slots`` cache slots, one scratch slot, and seeded random weights.
 
-    The cache is two buffers ``[layers, slots + 1, kv_heads, window, head_dim]`` that ``forward`` writes in place;
-    nothing else changes. ``forward`` reads no value back to the host and its shapes depend on the number of rows
-    alone, so it can be captured at every size. One call at a time, since calls share the cache.
+    The cache is two buffers ``[layers, slots + 1, kv_heads, window, head_dim]``. ``forward`` writes them in place and
+    changes nothing else. It reads no value back to the host, and its shapes depend only on the number of rows, so it
+    can be captured at every size. Make one call at a time, since calls share the cache.
     """
 
     cache_keys: Tensor
@@ -154,11 +156,11 @@ class Decoder(nn.Module):
 
     @property
     def scratch_slot(self) -> int:
-        """The slot that no request may hold: padding rows write there."""
+        """The slot where padding rows write. No request may hold it."""
         return self.slots
 
     def forward(self, token_ids: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Three int64 ``[N]`` -> logits ``[N, vocab]``, a row for each token: see Note [rows]."""
+        """Three int64 ``[N]`` -> logits ``[N, vocab]``, one row for each token: see Note [rows]."""
         rows = _Rows(
             slots,
             positions,
@@ -172,11 +174,11 @@ class Decoder(nn.Module):
         return logits
 
     def twin(self) -> Self:
-        """A decoder on the same weights (not copies of them) with a cache of its own."""
+        """A decoder that shares the weights with this one but has a cache of its own."""
         return copy.deepcopy(self, {id(p): p for p in self.parameters()})
 
     def _draw_weights(self, seed: int) -> None:
-        # Every activation keeps a scale near one, so that a wrong row or slot changes the logits visibly.
+        # Every activation has a scale near one, so that a wrong row or slot visibly changes the logits.
         generator = torch.Generator(self.embedding.device).manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -186,7 +188,7 @@ class Decoder(nn.Module):
 
 
 def _linear(inputs: int, outputs: int, device: torch.device, dtype: torch.dtype) -> nn.Linear:
-    # On the meta device first, since torch's own initialisation draws from the process's random state.
+    # Made on the meta device first, since torch's own initialisation would use the process's random state.
     return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype).to_empty(device=device)
 
 
@@ -197,20 +199,20 @@ def _rotary_table(config: DecoderConfig) -> Tensor:
 
 
 def _causal_table(config: DecoderConfig) -> Tensor:
-    # The same for every kv head: as part of the table, it need not be repeated in each step.
+    # The bias is the same for every kv head. The table repeats it, so that the steps need not.
     causal = torch.full((config.window, config.window), float("-inf")).triu(1)
     return causal.unsqueeze(1).expand(-1, config.kv_heads, -1).contiguous()
 
 
 def _rotate(x: Tensor, turns: Tensor) -> Tensor:
-    # Neighbouring dimensions are a pair, and so a complex number, of which torch has no narrow type.
+    # Two neighbouring dimensions form a complex number. torch has no narrow complex type, hence the float32.
     n, heads, head_dim = x.shape
     pairs = torch.view_as_complex(x.float().view(n, heads, head_dim // 2, 2))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, bias: Tensor) -> Tensor:
-    # The query heads of one kv head stand as its query rows, so that keys and values are not repeated.
+    # The query heads of one kv head become its query rows, so that keys and values are not repeated.
     n, kv_heads, group, head_dim = queries.shape
     keys = keys.index_select(0, slots).flatten(0, 1)
     values = values.index_select(0, slots).flatten(0, 1)

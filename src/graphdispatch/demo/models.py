@@ -1,4 +1,4 @@
-"""The demo's decoders as ``graphdispatch calibrate`` takes models: a callable, an example, and options."""
+"""The demo's decoders as models for ``graphdispatch calibrate``: a callable, an example, and options."""
 
 from typing import Any
 
@@ -29,12 +29,12 @@ def small() -> Model:
 
 
 def llama_1b() -> Model:
-    """A decoder of the dimensions of a 1B Llama; it wants a GPU."""
+    """A decoder with the dimensions of a 1B Llama. It needs a GPU."""
     return _model("1b")
 
 
 def _model(preset: str) -> Model:
-    """A step of decoding requests, each with a cache slot of its own; attention is a break of piecewise graphs."""
+    """A decode step in which each request has its own cache slot. In piecewise graphs, attention is a break."""
     backend, config = get_backend("auto"), PRESETS[preset]
     dtype = torch.bfloat16 if backend.device_type == "cuda" and preset == "1b" else torch.float32
     decoder = Decoder(config, _ROWS, device=backend.device, dtype=dtype)

@@ -24,11 +24,11 @@ def _figures(result: DemoResult) -> Table:
     table = Table(show_header=False, title=f"{result.settings.preset} decoder, {result.dtype}, {result.device}")
     table.add_row("steps (decode / mixed)", f"{len(result.records)} ({decode} / {len(result.records) - decode})")
     table.add_row("hit rate", f"{100 * result.hit_rate:.2f} %")
-    table.add_row("padding, of the rows that graphs served", f"{100 * result.padding:.2f} %")
+    table.add_row("padding, as a share of the real rows served", f"{100 * result.padding:.2f} %")
     table.add_row("captures", str(result.captures))
     table.add_row("capture time", f"{result.capture_time_ms:.0f} ms")
     table.add_row("largest size", f"{result.largest} rows")
-    table.add_row("steps up to that size that were not replayed", str(result.missed))
+    table.add_row("steps up to that size without a replay", str(result.missed))
     table.add_row("largest output difference", f"{result.largest_difference:.2e} (tolerance {result.tolerance:.0e})")
     return table
 
@@ -56,7 +56,7 @@ def _modes(result: DemoResult) -> Table:
 
 
 def _breaks(result: DemoResult) -> Table:
-    table = Table("break", "called at", title="what ran eagerly between graphs, the captures' checks included")
+    table = Table("break", "called at", title="what ran eagerly between graphs, checks of captures included")
     for name in ("runs", "mean", "of the time in pieces"):
         table.add_column(name, justify="right")
     for part in result.breaks:

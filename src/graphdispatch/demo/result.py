@@ -1,4 +1,4 @@
-"""What a run of the demo measured: a record for each step, and the figures that follow from the records."""
+"""What a run of the demo measured: a record for each step, and figures computed from the records."""
 
 import math
 import statistics
@@ -18,8 +18,11 @@ __all__ = ["DemoResult", "DemoSettings", "Pieces", "StepRecord", "StepTimes"]
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What to run: a preset's name, a device (``auto``, ``cpu``, ``cuda``), the seed of weights and tokens, the mode
-    of the graphed side, and the largest size to capture, in rows."""
+    """What to run.
+
+    ``preset`` is the decoder's name and ``device`` is ``auto``, ``cpu`` or ``cuda``. ``seed`` sets weights and tokens.
+    ``mode`` is the mode of the graphed side, ``max_size`` the largest size to capture, in rows.
+    """
 
     preset: str = "tiny"
     device: str = "auto"
@@ -28,13 +31,16 @@ class DemoSettings:
     max_size: int = 512
 
     def has_graphs(self, uniform_decode: bool) -> bool:
-        """Whether the mode has graphs for such steps, decode or mixed."""
+        """Whether the mode has graphs for uniform decode steps, or for mixed steps."""
         return (self.mode.decode_mode() if uniform_decode else self.mode.mixed_mode()).has_graphs()
 
 
 class StepRecord(NamedTuple):
-    """What one step did: times in seconds, ``rows`` the graph's size (0: eager), ``difference`` in tolerance's unit,
-    ``mode`` the runtime mode that served it (``NONE``: eager)."""
+    """What one step did. Times are in seconds.
+
+    ``rows`` is the graph's size (0: eager). ``difference`` has the unit of the tolerance. ``mode`` is the runtime mode
+    that served the step (``NONE``: eager).
+    """
 
     num_tokens: int
     uniform_decode: bool
@@ -47,14 +53,14 @@ class StepRecord(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What one replay in a mode consists of: so many graphs, and so many breaks between them."""
+    """How many graphs one replay in a mode has, and how many breaks between them."""
 
     graphs: int
     breaks: int
 
 
 class StepTimes(NamedTuple):
-    """Eager and graphed step times of some steps in milliseconds, by median or mean."""
+    """The median or mean time of some steps, eager and graphed, in milliseconds."""
 
     eager_ms: float
     graphed_ms: float
@@ -79,9 +85,9 @@ class DemoResult:
     tolerance: float
     records: tuple[StepRecord, ...]
     pieces: Mapping[CUDAGraphMode, Pieces]
-    """For each mode that has a graph."""
+    """The pieces of each mode that has a graph."""
     breaks: tuple[BreakFigures, ...] = ()
-    """Where replays broke, the longest first; those of the capture's checks are among them."""
+    """The breaks of the graphs, the longest first. Their runs include the checks of the captures."""
 
     @property
     def served(self) -> tuple[StepRecord, ...]:
@@ -95,34 +101,34 @@ class DemoResult:
 
     @property
     def padding(self) -> float:
-        """Padding rows as a share of real rows, over the steps that a graph served; 0.0 without any."""
+        """Padding rows as a share of real rows, over the steps that a graph served; 0.0 if there are none."""
         real = sum(r.num_tokens for r in self.served)
         return sum(r.rows for r in self.served) / real - 1.0 if real else 0.0
 
     @property
     def eager_reasons(self) -> Counter[Reason]:
-        """Why the other steps ran eagerly, with counts."""
+        """The reasons of the eager steps, with counts."""
         return Counter(r.reason for r in self.records if not r.reason.is_graph)
 
     @property
     def steps_by_mode(self) -> Counter[CUDAGraphMode]:
-        """How many steps each runtime mode served; ``NONE`` counts those that ran eagerly."""
+        """How many steps each runtime mode served. ``NONE`` counts the eager steps."""
         return Counter(r.mode for r in self.records)
 
     @property
     def missed(self) -> int:
-        """Steps that a graph should have served by their kind and size, and did not."""
+        """The number of steps that a graph should have served, by their kind and size, but did not."""
         small = [r for r in self.records if r.num_tokens <= self.largest]
         return sum(self.settings.has_graphs(r.uniform_decode) and not r.reason.is_graph for r in small)
 
     @property
     def differing(self) -> int:
-        """Steps whose output differs beyond the tolerance, or is not a number."""
+        """The number of steps whose output differs by more than the tolerance, or is not a number."""
         return sum(not r.difference <= self.tolerance for r in self.records)
 
     @property
     def largest_difference(self) -> float:
-        """The largest difference of any step; not a number if any is."""
+        """The largest difference of any step; NaN if any difference is NaN."""
         return max((r.difference for r in self.records), key=lambda d: (math.isnan(d), d))
 
     def times(
@@ -132,15 +138,17 @@ class DemoResult:
         served: bool = False,
         mode: CUDAGraphMode | None = None,
     ) -> StepTimes:
-        """The ``middle`` (``statistics.median`` or ``mean``) over all steps, those served, or those of one runtime
-        mode; 0 without any."""
+        """The ``middle`` (``statistics.median`` or ``mean``) of the step times; 0 if there are no steps.
+
+        By default all steps count; ``served`` and ``mode`` select those that a graph, or one runtime mode, served.
+        """
         records = [r for r in (self.served if served else self.records) if mode is None or r.mode is mode]
         if not records:
             return StepTimes(0.0, 0.0)
         return StepTimes(1e3 * middle([r.eager_s for r in records]), 1e3 * middle([r.graphed_s for r in records]))
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as plain data, for JSON (a difference that is no finite number is null)."""
+        """The figures as plain data, for JSON. A difference that is not finite becomes null."""
         worst = self.largest_difference
         return {
             "preset": self.settings.preset,

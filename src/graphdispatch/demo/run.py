@@ -1,4 +1,4 @@
-"""One decoder under one trace, run eagerly and through graphs side by side, each step timed and compared."""
+"""Runs one decoder on one trace, eagerly and through graphs side by side, and times and compares each step."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,26 +22,26 @@ from .trace import Step
 
 __all__ = ["SideBySide", "largest_size"]
 
-# The largest |eager - graphed|, in units of max(1, largest |eager|): padding may select another kernel, which sums
-# in another order, and the cache carries the difference along.
+# The largest |eager - graphed|, in units of max(1, largest |eager|). Padding may select another kernel, which sums in
+# another order, and the cache carries the difference to later steps.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 def largest_size(steps: Sequence[Step], settings: DemoSettings) -> int:
-    """The largest step that the mode has graphs for, in rows, and at most ``max_size``."""
+    """The largest step that the mode has graphs for, in rows, but at most ``max_size``."""
     largest = max((step.num_tokens for step in steps if settings.has_graphs(step.uniform_decode)), default=1)
     return min(largest, settings.max_size)
 
 
 class SideBySide:
-    """Two decoders on the same weights, one called as it is and one through ``graphed``; fed with equal inputs.
+    """Two decoders with the same weights and the same inputs: one is called directly, one through ``graphed``.
 
-    ``prewarm`` captures every size, vLLM's up to the largest; ``run`` yields a record for each step; ``result``
-    sums up; ``close`` releases the graphs. ``decoders`` are the eager and the graphed one, ``largest`` is the size of
-    the largest graph. In piecewise graphs the attention of each layer is a break. In a mode that tells uniform decode
-    steps from mixed ones, the trace's flag does.
-    Raises ``ConfigError`` for an unknown preset and ``BackendError`` for a device that is not there. Not
-    thread-safe.
+    ``prewarm`` captures every size: vLLM's capture sizes up to ``largest``, the size of the largest graph. ``run``
+    yields a record for each step, ``result`` sums up, and ``close`` releases the graphs. ``decoders`` are the eager
+    decoder and the graphed one. In piecewise graphs, the attention of each layer is a break. The trace's flag tells
+    uniform decode steps from mixed ones, for modes that treat them differently.
+
+    Raises ``ConfigError`` for an unknown preset and ``BackendError`` if the device is not available. Not thread-safe.
     """
 
     def __init__(self, steps: Sequence[Step], settings: DemoSettings) -> None:
@@ -61,7 +61,7 @@ class SideBySide:
             eager_break(layer.get_submodule("attention"))
         self.decoders = (self._eager, twin)
         self.largest = largest_size(steps, settings)
-        self._uniform_decode = False  # of the step under way: its tensors do not tell
+        self._uniform_decode = False  # of the current step: its tensors do not tell
         self._graphed = graphed(
             twin,
             dynamic={"token_ids": 0, "slots": 0, "positions": 0},
@@ -76,17 +76,17 @@ class SideBySide:
 
     @torch.inference_mode()
     def prewarm(self, *, progress: bool = False) -> None:
-        """Run the eager side once at the largest size, and capture every size of the graphed one."""
+        """Run the eager side once at the largest size, and capture every size of the graphed side."""
         window = self._eager.config.window
         row = torch.arange(self.largest, device=self._backend.device)
-        # Rows of distinct places, as a step has them; no step reads a place that it did not write before.
+        # As in any step, each row has a cache place of its own. No step reads a place before it writes it.
         example = StepInputs(row % self._eager.config.vocab, row // window, row % window)
         self._eager(**example._asdict())
         if self._settings.mode.has_graphs():
             self._graphed.prewarm(**example._asdict(), progress=progress)
 
     def run(self) -> Iterator[StepRecord]:
-        """Run the trace, a step for each record taken; the side that goes first alternates."""
+        """Run the trace: one step for each record taken. The two sides take turns at going first."""
         for number, step in enumerate(self._steps):
             with torch.inference_mode():
                 record = self._run_step(step, eager_first=number % 2 == 0)
@@ -94,7 +94,7 @@ class SideBySide:
             yield record
 
     def result(self) -> DemoResult:
-        """The figures of the steps run so far."""
+        """The figures of all steps so far."""
         if not self._records:
             raise ConfigError("no step was run; take the records of run() first")
         return DemoResult(

@@ -1,12 +1,12 @@
-"""From a trace's counts to the tensors of a decoder's step.
+"""Makes the tensors of a decoder's step from the counts of a trace.
 
 Note [requests]
-    A trace counts requests but does not name them, so they are played: those of the previous step go on to decode
-    in the order of their arrival, as many as the step asks for, and the others have finished; every request still
-    in its prompt begins on a free slot. A decoding request advances by one position and begins anew at position 0
-    when its window is full. A prompt longer than the window is laid as pieces of at most a window, each from
-    position 0 on a slot of its own; the request goes on from the last piece, the other slots are free after the
-    step. So a step has exactly the rows that the trace says, whatever the window.
+    A trace counts requests but does not name them, so we play them. Requests of the previous step continue to decode
+    in the order of their arrival, as many as the step asks for; the others have finished. Each request that is still
+    in its prompt begins on a free slot. A decoding request advances by one position and starts again at position 0
+    when its window is full. A prompt that is longer than the window is cut into pieces of at most one window; each
+    piece starts at position 0 on a slot of its own. The request continues from the last piece, and the other slots are
+    free after the step. A step therefore has exactly the rows of the trace, whatever the window.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
 
 
 def chunk_lengths(step: Step) -> list[int]:
-    """How many tokens each request in its prompt schedules: ``max_query_len`` the first, the others alike."""
+    """The tokens that each request in its prompt schedules: ``max_query_len`` first, then equal shares."""
     count = step.num_prefill_reqs
     if count == 0:
         return []
@@ -42,15 +42,15 @@ def chunk_lengths(step: Step) -> list[int]:
 
 
 def slots_needed(steps: Sequence[Step], window: int) -> int:
-    """The most slots that any one step occupies, the pieces of long prompts included."""
+    """The largest number of slots that one step occupies, pieces of long prompts included."""
     return max(step.num_reqs - step.num_prefill_reqs + sum(_pieces(step, window)) for step in steps)
 
 
 class StepMaker:
     """Turns steps into inputs, one after the other: see Note [requests]. Not thread-safe.
 
-    Token ids are random, from ``seed``, and never depend on a model's output, so that two models that are fed by
-    one maker see the same inputs. ``slots`` must be at least ``slots_needed`` of all steps.
+    Token ids are random, from ``seed``. They never depend on a model's output, so two models can get the same inputs
+    from one maker. ``slots`` must be at least ``slots_needed`` of all steps.
     """
 
     def __init__(self, slots: int, window: int, vocab: int, seed: int = 0) -> None:
@@ -58,10 +58,10 @@ class StepMaker:
         self._vocab = vocab
         self._generator = torch.Generator().manual_seed(seed)
         self._free = list(range(slots - 1, -1, -1))
-        self._next: dict[int, int] = {}  # the next position of each request's slot, in the order of arrival
+        self._next: dict[int, int] = {}  # slot of each request, in order of arrival -> its next position
 
     def make(self, step: Step) -> StepInputs:
-        """The inputs of ``step``, and the requests' state after it."""
+        """The inputs of ``step``. Moves the requests on to their state after it."""
         slots: list[int] = []
         positions: list[int] = []
         for slot in self._continue(step.num_reqs - step.num_prefill_reqs):

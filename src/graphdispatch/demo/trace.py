@@ -13,7 +13,7 @@ from ..errors import ConfigError
 
 __all__ = ["Step", "generate_trace", "read_trace"]
 
-# The generated trace: the shape of a small chat service, in steps and tokens.
+# The generated trace has the shape of a small chat service, in steps and tokens.
 _ARRIVALS_PER_STEP = 0.06
 _PROMPT_TOKENS = (4, 160)
 _OUTPUT_TOKENS = (20, 200)
@@ -23,10 +23,10 @@ _MAX_DIGITS = 9
 
 
 class Step(NamedTuple):
-    """One step of a trace, in its file's columns.
+    """One step of a trace, with the columns of its file.
 
-    ``num_prefill_reqs`` requests are still in their prompt; every other one schedules one token. The longest
-    share of one request is ``max_query_len``, and ``max_seq_len`` the longest context, this step's tokens
+    ``num_prefill_reqs`` requests are still in their prompt; each other request schedules one token. ``max_query_len``
+    is the largest number of tokens of one request. ``max_seq_len`` is the longest context, this step's tokens
     included. ``uniform_decode`` says that every request schedules exactly one token.
     """
 
@@ -39,9 +39,9 @@ class Step(NamedTuple):
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Step]:
-    """The first ``limit`` steps (default: all) of a ``.csv`` or ``.csv.gz`` file; other columns are ignored.
+    """The first ``limit`` steps (default: all) of a ``.csv`` or ``.csv.gz`` file. Other columns are ignored.
 
-    Raises ``ConfigError`` that names the file, and the line and column where one is at fault.
+    Raises ``ConfigError``, which names the file and, if possible, the line and the column.
     """
     path = Path(path)
     if limit is not None and limit < 1:
@@ -57,9 +57,9 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Step]:
 
 
 def generate_trace(num_steps: int, max_num_reqs: int = 16, seed: int = 0) -> list[Step]:
-    """A synthetic trace of at most ``max_num_reqs`` requests at once; the same for the same arguments.
+    """A synthetic trace with at most ``max_num_reqs`` requests at once. The same arguments give the same trace.
 
-    Requests arrive at random, have their prompt scheduled in chunks within a token budget, then decode.
+    Requests arrive at random. Their prompts are scheduled in chunks within a token budget; then they decode.
     """
     if num_steps < 1:
         raise ConfigError(f"num_steps must be >= 1, got {num_steps}")
@@ -78,7 +78,7 @@ def generate_trace(num_steps: int, max_num_reqs: int = 16, seed: int = 0) -> lis
 
 
 class _Request:
-    """A request of the generated trace: its prompt, its length in all, and the tokens computed so far."""
+    """A request of the generated trace: prompt length, total length, and the tokens computed so far."""
 
     def __init__(self, prompt: int, output: int) -> None:
         self.prompt = prompt

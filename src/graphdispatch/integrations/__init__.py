@@ -1,4 +1,4 @@
-"""Where other libraries' entry points meet this one's."""
+"""Entry points for other libraries and for ``torch.compile``."""
 
 from .compile import PiecewiseBackend, piecewise_backend
 

@@ -1,8 +1,8 @@
-"""A backend for ``torch.compile`` that splits the captured FX graph and serves it by piecewise graphs.
+"""A backend for ``torch.compile`` that splits the traced FX graph and serves it by piecewise graphs.
 
-The compiler is used for what it finds (the graph of a model, with its dynamic dimension); nothing is generated. The FX
-graph is cut at the split operators by torch's own ``split_module``, the cut-out parts run eagerly, and the whole is
-served like any callable: padded to the next size, captured in pieces, checked, replayed.
+The compiler only finds the graph of a model and its dynamic dimension; it generates no code. torch's own
+``split_module`` cuts the FX graph at the split operators. These operators run eagerly. The whole is served like any
+callable: padded to the next size, captured in pieces, checked, replayed.
 """
 
 import inspect
@@ -29,12 +29,13 @@ def piecewise_backend(
     strict: bool = False,
     options: CUDAGraphOptions | None = None,
 ) -> "PiecewiseBackend":
-    """A backend: ``torch.compile(model, backend=piecewise_backend([...]), dynamic=True)``.
+    """Make a backend: ``torch.compile(model, backend=piecewise_backend([...]), dynamic=True)``.
 
     ``split_ops`` are the operators that run eagerly: functions (``F.scaled_dot_product_attention``), operators
-    (``torch.ops.mylib.attention``), or names (``"scaled_dot_product_attention"``). With one dynamic dimension, batches
-    are padded to the capture sizes; a graph with several is captured for exact sizes. The other options are those of
-    ``graphed``. Call the compiled model under ``torch.no_grad()``: a call that needs gradients runs eagerly.
+    (``torch.ops.mylib.attention``), or names (``"scaled_dot_product_attention"``). If the FX graph has one dynamic
+    dimension, batches are padded to the capture sizes. If it has several, each exact shape gets graphs of its own. The
+    other options are those of ``graphed``. Call the compiled model under ``torch.no_grad()``: a call that needs
+    gradients runs eagerly.
     """
     ops = tuple(split_ops)
     for op in ops:
@@ -45,7 +46,7 @@ def piecewise_backend(
 
 
 class PiecewiseBackend:
-    """What ``torch.compile`` calls with each FX graph; ``graphs`` are the callables made so far."""
+    """``torch.compile`` calls it with each FX graph. ``graphs`` are the callables made so far."""
 
     def __init__(self, split_ops: tuple[Any, ...], settings: Mapping[str, Any]) -> None:
         self._names = {_name_of(op) for op in split_ops}
@@ -54,11 +55,11 @@ class PiecewiseBackend:
         self.graphs: list[Graphed[..., Any]] = []
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one FX graph."""
+        """Make the callable that serves one FX graph."""
         shape = _GraphShape(module)
         parts, broken = self._split(module)
         for name in broken:
-            # The mark goes around the part: a GraphModule's own forward is replaced by torch when it first runs.
+            # The mark goes around the part, because torch replaces a GraphModule's own forward when it first runs.
             parts.add_module(name, eager_break(_Part(parts.get_submodule(name))))
         served = graphed(
             shape.without_sizes(parts),
@@ -71,7 +72,7 @@ class PiecewiseBackend:
         return shape.with_sizes(served)
 
     def _split(self, module: fx.GraphModule) -> tuple[fx.GraphModule, list[str]]:
-        """The module with a submodule for each run of operators, and the names of those that run eagerly."""
+        """The module split into submodules, and the names of those that run eagerly."""
         part, broken, previous = 0, [], False
         parts: dict[fx.Node, int] = {}
         for node in module.graph.nodes:
@@ -99,7 +100,7 @@ class _Part(nn.Module):
 
 
 class _GraphShape:
-    """How the arguments of an FX graph relate to the batch: which are sizes, which are parameters, which follow it."""
+    """The roles of an FX graph's arguments: which are sizes, which are parameters, and which have batch rows."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -114,15 +115,15 @@ class _GraphShape:
                     found.setdefault(node.name, []).append(dim)
         one = len(self._sources) == 1 and all(len(dims) == 1 for dims in found.values())
         self.dynamic = {name: dims[0] for name, dims in found.items()} if one else {}
-        """The batch dimension of each argument that has one; none if the graph has several dynamic dimensions."""
+        """The batch dimension of each argument that has one. Empty if the graph has several dynamic dimensions."""
         self.static = [node.name for node in self._inputs if _is_static(node)]
-        """Parameters and buffers, whose addresses do not change."""
+        """Parameters and buffers: their addresses do not change."""
         self._sizes = [self._size_of(node) for node in self._inputs]
         output = next(node for node in module.graph.nodes if node.op == "output")
         self._output_sizes = [self._size_of(node) if isinstance(node, fx.Node) else None for node in output.args[0]]
 
     def without_sizes(self, module: fx.GraphModule) -> Callable[..., Any]:
-        """The graph as a callable of its tensors alone: sizes are read off them, so that they follow the padding."""
+        """The graph as a callable that takes only tensors. It reads the sizes from their shapes, so padding counts."""
         names = [node.name for node, size in zip(self._inputs, self._sizes, strict=True) if size is None]
 
         def call(*tensors: Any) -> list[Any]:
@@ -138,7 +139,7 @@ class _GraphShape:
         return call
 
     def with_sizes(self, served: Callable[..., Any]) -> Callable[..., Any]:
-        """The other way round: a callable with the graph's own arguments and results."""
+        """The reverse: a callable with the graph's own arguments and results, sizes included."""
 
         def call(*values: Any) -> list[Any]:
             results = served(*[v for v, size in zip(values, self._sizes, strict=True) if size is None])
@@ -148,7 +149,7 @@ class _GraphShape:
         return call
 
     def _size_of(self, node: fx.Node) -> str | None:
-        """The symbol of a value that can be read off a tensor's shape; any other number is a constant of the call."""
+        """The symbol of a value that a tensor's shape contains, or None. Any other number is a constant of the call."""
         symbol = _symbol(node.meta.get("example_value"))
         return symbol if symbol in self._sources else None
 
@@ -159,7 +160,7 @@ class _GraphShape:
 
 
 def _symbol(value: Any) -> str | None:
-    """The symbol of a dynamic extent; None for a plain number, also one that the compiler has found to be constant."""
+    """The symbol of a dynamic extent. None for a plain number, or if the compiler found that it is constant."""
     text = str(value)
     return text if isinstance(value, torch.SymInt) and not text.isdigit() else None
 

@@ -1,1 +1,1 @@
-"""Ranks that share collectives and decide alike."""
+"""Ranks that share collectives, and therefore take the same decisions."""

@@ -1,14 +1,14 @@
 """``RankConsensus``: ranks that share collectives take the same decision at each step, or run eagerly together.
 
-Every rank says what it could do (``RankVote``), one small all-reduce on the CPU brings all votes to every rank, and a
-pure function makes of them the one ``Agreement``. A rank whose capture failed says so in its next vote.
+Each rank votes for what it could do (``RankVote``). One small all-reduce on the CPU brings all votes to all ranks. A
+pure function turns the votes into one ``Agreement``. A rank whose capture failed says so in its next vote.
 
 Note [collectives inside a graph]
-    A capture, and the comparison that follows it, run the callable several times, a replay once. Where the callable
-    holds collectives, all ranks must therefore capture the same size in the same step (``Agreement.capture``; a rank
-    that has the graph already captures it anew), and compare it with eager in the same step or not at all: give
-    all ranks the same inputs, or capture with ``verify=False``. A rank whose capture breaks off half-way has run
-    fewer collectives than its peers, who then wait until the group's timeout.
+    A capture and the comparison after it run the callable several times; a replay runs it once. If the callable
+    contains collectives, all ranks must therefore capture the same size in the same step (``Agreement.capture``). A
+    rank that already has the graph captures it again. All ranks must also compare the graph with eager in the same
+    step, or not at all: give all ranks the same inputs, or capture with ``verify=False``. A rank whose capture stops
+    early has run fewer collectives than its peers, and they wait until the group's timeout.
 """
 
 import threading
@@ -31,16 +31,16 @@ from ..reasons import Reason
 
 __all__ = ["Agreement", "RankConsensus", "RankVote", "decode_votes", "encode_vote", "merge_votes"]
 
-_BITS = 62  # of a mask in one int64, so that no sum of votes can overflow
+_BITS = 62  # bits of a mask in one int64, so that no sum of votes can overflow
 _MODES = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
 _MASKS = 3  # full, piecewise, capturable
 
 
 class RankVote(NamedTuple):
-    """What one rank could do in one step. Masks have bit ``i`` for the size ``sizes[i]``.
+    """What one rank could do in one step. Bit ``i`` of a mask stands for the size ``sizes[i]``.
 
-    ``mode`` is the best runtime mode that its batch allows; ``full`` and ``piecewise`` are the sizes that it has
-    graphs of, ``capturable`` those that it would capture now.
+    ``mode`` is the best runtime mode that the rank's batch allows. ``full`` and ``piecewise`` are the sizes that the
+    rank has graphs for, ``capturable`` the sizes that it would capture now.
     """
 
     rows: int
@@ -50,15 +50,15 @@ class RankVote(NamedTuple):
     capturable: int = 0
 
     def ready(self, mode: CUDAGraphMode) -> int:
-        """The mask of the sizes that it has graphs of in ``mode``."""
+        """The mask of the sizes that the rank has graphs for in ``mode``."""
         return self.full if mode is CUDAGraphMode.FULL else self.piecewise
 
 
 class Agreement(NamedTuple):
-    """What all ranks do in one step; equal on every rank.
+    """What all ranks do in one step. It is equal on every rank.
 
-    ``decision.rows`` are the rows of the largest batch. With ``capture`` every rank captures ``decision.descriptor``
-    in this step: see Note [collectives inside a graph].
+    ``decision.rows`` is the number of rows of the largest batch. With ``capture``, every rank captures
+    ``decision.descriptor`` in this step: see Note [collectives inside a graph].
     """
 
     decision: Decision
@@ -66,26 +66,26 @@ class Agreement(NamedTuple):
 
     @property
     def mode(self) -> CUDAGraphMode:
-        """The runtime mode; ``NONE`` is eager."""
+        """The runtime mode. ``NONE`` is eager."""
         return self.decision.mode
 
     @property
     def size(self) -> int:
-        """The padded rows, the same on every rank; in an eager step those of the largest batch, where none pads."""
+        """The padded number of rows, the same on every rank. In an eager step: the rows of the largest batch."""
         return self.decision.size
 
     @property
     def descriptor(self) -> BatchDescriptor | None:
-        """What the graph serves, or None."""
+        """What the graph serves, or None in an eager step."""
         return self.decision.descriptor
 
 
 def merge_votes(votes: Sequence[RankVote], sizes: Sequence[int]) -> Agreement:
-    """The agreement that follows from the votes of all ranks, in order of rank: a pure function.
+    """The agreement that follows from the votes of all ranks, in order of rank. A pure function.
 
-    The mode is the least one, the rows are the most. Of the sizes that hold them, the nearest is taken if all ranks
-    have its graph, or else captured if all would; then comes the nearest that all have, in the best mode that all have
-    one in; then eager.
+    The mode is the least mode of all votes, and the number of rows the largest. The first of these that is possible is
+    taken: replay the nearest size that holds the rows, if all ranks have its graph; capture that size, if all ranks
+    would; replay the nearest size that all ranks have, in the best mode for which there is one; run eagerly.
     """
     rows = max(vote.rows for vote in votes)
     mode = min(vote.mode for vote in votes)
@@ -93,7 +93,7 @@ def merge_votes(votes: Sequence[RankVote], sizes: Sequence[int]) -> Agreement:
         return Agreement(Decision.eager(Reason.NO_ROWS))
     if mode is CUDAGraphMode.NONE:
         ask = _ranks(vote.mode is CUDAGraphMode.NONE for vote in votes)
-        return Agreement(Decision.eager(Reason.MODE_MISMATCH, rows, f"no graph may serve this step on {ask}"))
+        return Agreement(Decision.eager(Reason.MODE_MISMATCH, rows, f"{ask} allowed no graph in this step"))
     nearest = bisect_left(sizes, rows)
     if nearest == len(sizes):
         most = _ranks(vote.rows == rows for vote in votes)
@@ -117,7 +117,7 @@ def merge_votes(votes: Sequence[RankVote], sizes: Sequence[int]) -> Agreement:
 
 
 def encode_vote(vote: RankVote, sizes: Sequence[int]) -> list[int]:
-    """A vote as integers that fit int64; ``decode_votes`` reads them back."""
+    """A vote as integers that fit into int64. ``decode_votes`` reads them."""
     words = _words(sizes)
     row = [vote.rows, int(vote.mode)]
     for mask in vote[2:]:
@@ -126,7 +126,7 @@ def encode_vote(vote: RankVote, sizes: Sequence[int]) -> list[int]:
 
 
 def decode_votes(table: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[RankVote]:
-    """The votes of all ranks, in order, from their encoded rows."""
+    """The votes of all ranks, in order of rank, from their encoded rows."""
     words = _words(sizes)
     votes = []
     for rows, mode, *rest in table:
@@ -139,15 +139,16 @@ def decode_votes(table: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[R
 class RankConsensus:
     """Agrees with the other ranks of ``group`` (default: all) on mode, padded size and capture, once for each step.
 
-    ``sizes`` are the capture sizes, increasing and the same on every rank. ``agree`` is collective: every rank calls
-    it once for each step, a rank without work with 0 rows. Nothing is exchanged where the group has one rank, where
-    ``torch.distributed`` is not in use, or with ``coupled=False``, which declares that no rank waits for another.
+    ``sizes`` are the capture sizes, in increasing order and the same on every rank. ``agree`` is collective: every
+    rank calls it once for each step, and a rank without work passes 0 rows. Nothing is exchanged if the group has one
+    rank, if ``torch.distributed`` is not in use, or with ``coupled=False``, which declares that no rank waits for
+    another.
 
-    The constructor is collective too: it makes a gloo group of its own over the ranks of ``group``, so that votes pair
-    up with nothing else, and compares the sizes (``ConfigError`` names ranks whose sizes differ). No call waits for a
-    rank longer than ``timeout_s`` for the votes and ``grace_s`` more to find out who is missing; after a
-    ``ConsensusError`` the object refuses all further calls, since ranks may have lost step with each other. One
-    thread at a time calls it.
+    The constructor is collective too. It makes a gloo group of its own over the ranks of ``group``, so that votes
+    never mix with other messages. It also compares the sizes; a ``ConfigError`` names the ranks whose sizes differ. A
+    call waits at most ``timeout_s`` for the votes, and at most ``grace_s`` more to find out which ranks are missing.
+    After a ``ConsensusError`` the object refuses all calls, because the ranks may be at different steps. Only one
+    thread at a time may call it.
     """
 
     def __init__(
@@ -171,33 +172,33 @@ class RankConsensus:
         self.world_size = dist.get_world_size(group) if in_use else 1
         self.rank = dist.get_rank(group) if in_use else 0
         self.exchanges = 0
-        """All-reduces made so far."""
+        """The number of all-reduces made so far."""
         self._lock = threading.Lock()
         coupled = coupled and self.world_size > 1
         self._channel = _Channel(group, self.rank, timeout_s, grace_s) if coupled else None
         self._compare_sizes()
 
     def record_captured(self, size: int, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
-        """This rank has a graph of ``size`` from the next step on."""
+        """Note that this rank has a graph of ``size`` from the next step on."""
         self._ready[_runtime(mode)] |= self._bit(size)
         self._barred &= ~self._bit(size)
 
     def record_failed(self, size: int) -> None:
-        """This rank has no graph of ``size`` and will not capture one, until ``record_captured`` or ``rearm``."""
+        """Note that this rank has no graph of ``size``. It captures none before ``record_captured`` or ``rearm``."""
         self.record_released(size, CUDAGraphMode.FULL)
         self.record_released(size, CUDAGraphMode.PIECEWISE)
         self._barred |= self._bit(size)
 
     def record_released(self, size: int, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> None:
-        """This rank's graph of ``size`` is gone (evicted); it may be captured again."""
+        """Note that this rank's graph of ``size`` was evicted. The size may be captured again."""
         self._ready[_runtime(mode)] &= ~self._bit(size)
 
     def rearm(self) -> None:
-        """Try sizes again whose capture failed on this rank."""
+        """Allow this rank to capture the sizes again whose capture failed."""
         self._barred = 0
 
     def vote(self, rows: int, mode: CUDAGraphMode = CUDAGraphMode.FULL, *, may_capture: bool = True) -> RankVote:
-        """This rank's vote for a step of ``rows`` rows. Raises ``ConfigError`` for what no batch can be."""
+        """This rank's vote for a step of ``rows`` rows. Raises ``ConfigError`` for a batch that cannot exist."""
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
             raise ConfigError(f"rows must be an integer >= 0, got {rows!r}")
         if mode is not CUDAGraphMode.NONE:
@@ -207,16 +208,16 @@ class RankConsensus:
         return RankVote(rows, mode, full, piecewise, every & ~self._barred if may_capture else 0)
 
     def agree(self, rows: int, mode: CUDAGraphMode = CUDAGraphMode.FULL, *, may_capture: bool = True) -> Agreement:
-        """What all ranks do in this step; collective, so that every rank gets the same answer.
+        """What all ranks do in this step. The call is collective, and every rank gets the same answer.
 
-        ``mode`` is the best runtime mode that this rank's batch allows, ``rows`` its size (0: no work here). Raises
-        ``ConsensusError``, naming the ranks that did not come where that can be known.
+        ``rows`` is the size of this rank's batch (0: no work), and ``mode`` the best runtime mode that the batch
+        allows. Raises ``ConsensusError`` if the ranks do not agree; if known, it names the ranks that did not vote.
         """
         vote = self.vote(rows, mode, may_capture=may_capture)
         if self._channel is None:
             return merge_votes([vote], self.sizes)
         if not self._lock.acquire(blocking=False):
-            raise ConsensusError("agree() is called by two threads at once; call it from the one that runs the steps")
+            raise ConsensusError("two threads called agree() at once; call it only from the thread that runs the steps")
         try:
             table = self._channel.exchange(encode_vote(vote, self.sizes))
             self.exchanges += 1
@@ -231,7 +232,7 @@ class RankConsensus:
         if len(set(sums)) > 1:
             others = _ranks(one != sums[0] for one in sums)
             raise ConfigError(
-                f"sizes must be the same on every rank; rank 0 has others than {others}, and this rank "
+                f"sizes must be the same on every rank; those of {others} differ from rank 0's, and this rank "
                 f"has {list(self.sizes)}"
             )
 
@@ -247,7 +248,7 @@ class RankConsensus:
 
 
 class _Channel:
-    """Brings one row of integers from every rank to every rank; fails for good, and says who did not come."""
+    """Brings one row of integers from every rank to every rank. The first failure is final and names who is missing."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout_s: float, grace_s: float) -> None:
         self._rank = rank
@@ -261,17 +262,19 @@ class _Channel:
                 ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
             )
         except (RuntimeError, ValueError) as error:
-            raise ConsensusError(f"rank {rank} could not form a group with the others: {error}") from error
-        # Only asked when an exchange fails; without a store the error says less.
+            raise ConsensusError(f"rank {rank} could not form a group with the other ranks: {error}") from error
+        # The store is only used after a failed exchange. Without a store, the error cannot name the missing ranks.
         find_store = getattr(dist.distributed_c10d, "_get_process_group_store", None)
         self._store: Any = find_store(self._group) if find_store is not None else None
 
     def exchange(self, row: list[int]) -> list[list[int]]:
-        """The rows of all ranks, in order. Raises ``ConsensusError``, and from then on at once."""
+        """The rows of all ranks, in order. After the first ``ConsensusError``, every call raises one at once."""
         if self._broken is not None:
-            raise ConsensusError(f"no step is agreed on after a failed one ({self._broken}); make a new RankConsensus")
+            raise ConsensusError(
+                f"an earlier step failed ({self._broken}), so no later one can be agreed on; make a new RankConsensus"
+            )
         step = next(self._step)
-        # Every rank fills its own row, so that the sum is the table of all rows.
+        # Every rank fills only its own row, so the sum is the table of all rows.
         table = torch.zeros(self._size, len(row), dtype=torch.int64)
         table[self._rank] = torch.tensor(row, dtype=torch.int64)
         try:
@@ -279,22 +282,22 @@ class _Channel:
         except RuntimeError as error:
             missing = self._missing(step)
             who = (
-                f"{_ranks(rank in missing for rank in range(self._size))} did not come" if missing else "a rank failed"
+                f"{_ranks(rank in missing for rank in range(self._size))} did not vote" if missing else "a rank failed"
             )
             self._broken = f"step {step}: {who}"
             raise ConsensusError(
-                f"rank {self._rank} found no agreement in {self._broken} ({_first_line(error)})"
+                f"rank {self._rank} got no agreement in {self._broken} ({_first_line(error)})"
             ) from error
         rows: list[list[int]] = table.tolist()
         return rows
 
     def _missing(self, step: int) -> set[int]:
-        """The ranks that have not failed in this step as well, so were not there; empty if that cannot be known."""
+        """The ranks that did not report a failure of this step, so were not there. Empty if that is not known."""
         if self._store is None:
             return set()
         keys = [f"graphdispatch/failed/{step}/{rank}" for rank in range(self._size)]
         missing: set[int] = set()
-        with suppress(RuntimeError):  # the store may have gone with the rank that held it
+        with suppress(RuntimeError):  # the store is gone if the rank that held it is
             self._store.set(keys[self._rank], "")
             with suppress(RuntimeError):
                 self._store.wait(keys, self._grace)

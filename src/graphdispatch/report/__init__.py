@@ -1,4 +1,4 @@
-"""Reports to look at: one HTML file each, with all that it needs, for a browser with or without a network."""
+"""Reports to look at. Each is one HTML file that contains everything it needs, so it works without a network."""
 
 from .callables import callable_report
 from .page import Report

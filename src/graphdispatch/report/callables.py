@@ -1,4 +1,4 @@
-"""The report on a live callable: what it served, what it did not serve and why, and what its graphs hold."""
+"""The report on a live callable: what graphs served, what they did not and why, and what they hold."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,23 +29,24 @@ class Served(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that calls are padded to."""
+        """The capture sizes."""
 
     @property
     def breaks(self) -> "Sequence[BreakFigures]":
-        """Where its graphs break."""
+        """The breaks of its graphs."""
 
     def memory_report(self) -> "MemoryReport":
-        """The bytes that it holds."""
+        """The memory that it holds."""
 
     def unwrap(self) -> Callable[..., Any]:
-        """What is served."""
+        """The original callable."""
 
 
 def callable_report(served: Served) -> Report:
-    """What ``served`` did so far, as a page to look at; takes no lock for long and runs nothing.
+    """What ``served`` did so far, as a page to look at. It runs nothing and holds no lock for long.
 
-    The figures of a callable in use may be those of a moment ago. Raises ``ConfigError`` if plotly is not installed.
+    If the callable is in use, its figures may be from slightly different moments. Raises ``ConfigError`` if plotly is
+    not installed.
     """
     fn, stats = served.unwrap(), served.stats
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
@@ -63,7 +64,7 @@ def callable_report(served: Served) -> Report:
     tiles = [
         Tile("Served by graphs", percent(figures["hit_rate"]), f"{count(figures['hits'])} of {calls} calls"),
         Tile("Ran eagerly", percent(figures["fallbacks"] / max(stats.calls, 1)),
-             f"{count(figures['fallbacks'])} calls, captures apart"),
+             f"{count(figures['fallbacks'])} calls, without captures"),
         Tile("Padding", percent(figures["padding_ratio"]), "of all rows that graphs computed"),
         Tile("Graphs", count(len(entries)), f"{count(figures['evictions'])} evicted so far"),
         Tile("Memory", storage(memory.total), f"{storage(memory.pool_bytes)} of it the pool"),
@@ -86,17 +87,17 @@ def _rows(served: Served, entries: "Sequence[CUDAGraphEntry]") -> list[Section]:
         return []
     total = sum(rows.values())
     captured = sorted({entry.size for entry in entries})
-    size_rows = [
-        charts.SizeRow("captured", "--graph", captured),
-        charts.SizeRow("to capture", "--reference", served.sizes),
+    sets = [
+        charts.CaptureSizes("captured", "--graph", captured),
+        charts.CaptureSizes("to capture", "--reference", served.sizes),
     ]
     sizes, calls = np.array(list(rows), np.int64), np.array(list(rows.values()), np.float64)
     top = max(*served.sizes, 1)
     above = float(calls[sizes > top].sum()) / total
-    lead = "How often calls of each number of rows came, over the sizes that have a graph now."
+    lead = "How many calls had each number of rows, and the sizes that have a graph now."
     if above:
-        lead += f" {percent(above)} of them had more than {count(top)} rows, above the largest size, and are not drawn."
-    figure = charts.traffic([charts.Traffic("calls", "--graph-soft", sizes, calls / total)], size_rows, top, "rows")
+        lead += f" {percent(above)} of the calls had more than {count(top)} rows, the largest size, and are not drawn."
+    figure = charts.traffic([charts.Traffic("calls", "--graph-soft", sizes, calls / total)], sets, top, "rows")
     table = Table(
         ("rows", "calls", "share"),
         [(str(size), count(number), percent(number / total, 2)) for size, number in rows.items()],
@@ -112,15 +113,13 @@ def _reasons(stats: CUDAGraphStats) -> Section:
     missed = sum(number for _, number in reasons)
     on_the_way = sum(number for reason, number in reasons if reason.leads_to_graph)
     lead = (
-        f"{count(missed)} calls ran without a graph; {count(on_the_way)} of them on the way to one, such as a first "
-        "sighting, a capture or a comparison."
+        f"{count(missed)} calls ran without a graph. {count(on_the_way)} of them were on the way to one: the first "
+        "call of a size, a capture or a comparison."
     )
     rows = [(reason.value, count(number), percent(number / max(stats.calls, 1), 2), reason.text)
             for reason, number in reasons]  # fmt: skip
     marked = frozenset(index for index, (reason, _) in enumerate(reasons) if not reason.leads_to_graph)
-    return Section(
-        "Calls that no graph served", lead, [Table(("reason", "calls", "of all", "what it says"), rows, marked)]
-    )
+    return Section("Calls that no graph served", lead, [Table(("reason", "calls", "of all", "meaning"), rows, marked)])
 
 
 def _graphs(entries: "Sequence[CUDAGraphEntry]") -> Section:
@@ -133,7 +132,7 @@ def _graphs(entries: "Sequence[CUDAGraphEntry]") -> Section:
         for entry in entries
     ]  # fmt: skip
     columns = ("size", "mode", "state", "replays", "of all", "capture", "bytes of its own")
-    lead = f"{count(total)} replays of the graphs that are there now, checks included."
+    lead = f"{count(total)} replays of the graphs that exist now, checks included."
     return Section("Graphs", lead, [Table(columns, rows)])
 
 
@@ -149,7 +148,7 @@ def _memory(memory: "MemoryReport") -> Section:
     chart = [Chart("Memory by part", charts.shares(["held"], bars))] if bars else []
     table = Table(("part", "held"), [*((name, storage(amount)) for name, _, amount in parts),
                                      ("total", storage(memory.total))], frozenset({len(parts)}))  # fmt: skip
-    lead = "What is held now, each byte once: graphs share the pool, the static inputs and the ring."
+    lead = "The memory held now. Graphs share the pool, the static inputs and the output ring; each byte counts once."
     return Section("Memory", lead, [*chart, table])
 
 
@@ -157,7 +156,7 @@ def _breaks(breaks: "Sequence[BreakFigures]") -> list[Section]:
     if not breaks:
         return []
     rows = [(one.name, one.where, count(one.runs), milliseconds(one.time_ms), percent(one.share)) for one in breaks]
-    lead = "Parts that run eagerly between the graphs of one call, and what they take of the replays that have them."
+    lead = "The parts that run eagerly between the graphs of a call, and their share of the time of those replays."
     return [Section("Breaks", lead, [Table(("break", "where", "runs", "time", "of the replays"), rows)])]
 
 
@@ -171,5 +170,5 @@ def _evictions(stats: CUDAGraphStats) -> list[Section]:
         for one in latest
     ]  # fmt: skip
     given_back = storage(stats.evicted_bytes)
-    lead = f"{count(stats.evictions)} graphs were evicted, which gave back {given_back}; the latest first."
-    return [Section("Evictions", lead, [Table(("size", "reason", "tag", "replays", "capture", "given back"), rows)])]
+    lead = f"{count(stats.evictions)} graphs were evicted, which freed {given_back}. The latest come first."
+    return [Section("Evictions", lead, [Table(("size", "reason", "tag", "replays", "capture", "freed"), rows)])]

@@ -1,4 +1,4 @@
-"""The charts, as figures of plotly in plain data; colours are custom properties of ``page.css``."""
+"""The charts, as plotly figures in plain data. Their colours are custom properties of ``page.css``."""
 
 import html
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ import numpy as np
 from ..plan.traffic import Floats, Ints
 from .units import percent, size_range
 
-__all__ = ["Bars", "Line", "Points", "SizeRow", "Traffic", "frontier", "padding", "shares", "traffic"]
+__all__ = ["Bars", "CaptureSizes", "Line", "Points", "Traffic", "frontier", "padding", "shares", "traffic"]
 
 _MOST_POINTS = 16_384
-_MOST_RULES = 128  # more of them would be a wall
+_MOST_RULES = 128  # more lines than this would hide the chart
 
-_BESIDE = ("top center", "middle right")  # so that the names of neighbours do not cover each other
+_BESIDE = ("top center", "middle right")  # alternating, so that the names of neighbours do not overlap
 _BELOW = ("bottom center",)
 
 Figure = dict[str, Any]
 
 
 class Traffic(NamedTuple):
-    """Traffic of one kind: its share of all calls by size."""
+    """Traffic of one kind: the share of all calls for each size."""
 
     name: str
     color: str
@@ -30,8 +30,8 @@ class Traffic(NamedTuple):
     shares: Floats
 
 
-class SizeRow(NamedTuple):
-    """Captured sizes."""
+class CaptureSizes(NamedTuple):
+    """The capture sizes of one set of graphs."""
 
     name: str
     color: str
@@ -39,7 +39,7 @@ class SizeRow(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A value by size, 1, 2, 3, ...; NaN where there is none."""
+    """A value for each size 1, 2, 3, ...; NaN where there is none."""
 
     name: str
     color: str
@@ -47,7 +47,7 @@ class Line(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Step times in milliseconds by number of graphs; named points carry their names."""
+    """Step times in milliseconds by number of graphs. ``labels`` are the names of the points."""
 
     name: str
     color: str
@@ -57,18 +57,21 @@ class Points(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """One part of several bars: its share of each."""
+    """One part of several bars: its share of each bar."""
 
     name: str
     color: str
     shares: Sequence[float]
 
 
-def traffic(parts: Sequence[Traffic], size_rows: Sequence[SizeRow], top: int, unit: str) -> Figure:
-    """The distribution of sizes up to ``top``, the first row of sizes drawn through it, and all rows below."""
+def traffic(parts: Sequence[Traffic], captured: Sequence[CaptureSizes], top: int, unit: str) -> Figure:
+    """The distribution of sizes up to ``top``, with a row for each set of capture sizes below it.
+
+    Lines through the distribution show the first set.
+    """
     data = [_distribution(part, top, unit) for part in parts]
-    data += [_row(size_row, unit) for size_row in size_rows]
-    rows = len(size_rows)
+    data += [_row(one, unit) for one in captured]
+    rows = len(captured)
     height = 310 + 26 * rows
     split = 26 * rows / (height - 100)
     layout = _layout(height, f"size of the batch, in {unit}", "share of all, %")
@@ -78,13 +81,13 @@ def traffic(parts: Sequence[Traffic], size_rows: Sequence[SizeRow], top: int, un
         "domain": [0, split], "type": "category", "range": [rows - 0.5, -0.5], "showgrid": False, "zeroline": False,
         "fixedrange": True, "automargin": True, "tickfont": {"color": "--text"},
     }  # fmt: skip
-    if len(size_rows[0].sizes) <= _MOST_RULES:
-        layout["shapes"] = [_rule(size) for size in size_rows[0].sizes]
+    if len(captured[0].sizes) <= _MOST_RULES:
+        layout["shapes"] = [_rule(size) for size in captured[0].sizes]
     return {"data": data, "layout": layout}
 
 
 def _distribution(part: Traffic, top: int, unit: str) -> Figure:
-    """Steps from one size to the next, between a zero on either side."""
+    """A stepped line over the sizes, with a zero at both ends."""
     width = -(-top // _MOST_POINTS)
     first = np.arange(1, top + 1, width)
     within = part.sizes <= top
@@ -99,19 +102,19 @@ def _distribution(part: Traffic, top: int, unit: str) -> Figure:
     }  # fmt: skip
 
 
-def _row(size_row: SizeRow, unit: str) -> Figure:
-    name = _text(size_row.name)
+def _row(captured: CaptureSizes, unit: str) -> Figure:
+    name = _text(captured.name)
     return {
-        "type": "scatter", "mode": "markers", "name": name,
-        "x": list(size_row.sizes), "y": [name] * len(size_row.sizes),
+        "type": "scatter", "mode": "markers", "name": name, "x": list(captured.sizes),
+        "y": [name] * len(captured.sizes),
         "yaxis": "y2", "showlegend": False,
-        "marker": {"symbol": "line-ns", "size": 13, "line": {"width": 1.5, "color": size_row.color}},
+        "marker": {"symbol": "line-ns", "size": 13, "line": {"width": 1.5, "color": captured.color}},
         "hovertemplate": f"%{{x}} {unit}<extra>{name}</extra>",
     }  # fmt: skip
 
 
 def _octaves(top: int) -> Figure:
-    """A logarithmic axis of sizes, on which the same padding, as a share, is the same distance everywhere."""
+    """A logarithmic axis of sizes: the same relative padding is the same distance everywhere."""
     return {
         "type": "log", "tickvals": [2**octave for octave in range(top.bit_length())],
         "range": [-0.12, float(np.log10(top)) + 0.03],
@@ -119,7 +122,7 @@ def _octaves(top: int) -> Figure:
 
 
 def padding(lines: Sequence[Line], unit: str) -> Figure:
-    """By how much of its own rows a batch of each size is padded, for each of several sets of graphs."""
+    """The padding of a batch of each size, as a share of its rows, for several sets of graphs."""
     data = [
         {
             "type": "scatter", "mode": "lines", "name": _text(line.name),
@@ -136,7 +139,7 @@ def padding(lines: Sequence[Line], unit: str) -> Figure:
 
 
 def frontier(curve: Points, others: Sequence[Points], least_ms: float, above_ms: float) -> Figure:
-    """Step time against the number of graphs; the view is from ``least_ms``, the least there is, to ``above_ms``."""
+    """Step time against the number of graphs. The axis goes from ``least_ms``, the best possible, to ``above_ms``."""
     data = [_marks(curve, "lines+markers"), *(_marks(points, "markers+text") for points in others)]
     most = max(chain.from_iterable(points.graphs for points in (curve, *others)))
     layout = _layout(360, "graphs", "mean step time, ms")
@@ -155,7 +158,7 @@ def frontier(curve: Points, others: Sequence[Points], least_ms: float, above_ms:
 
 
 def shares(names: Sequence[str], parts: Sequence[Bars]) -> Figure:
-    """One bar for each name, of parts that come to the whole."""
+    """One bar for each name. The parts of a bar add up to the whole."""
     data = [
         {
             "type": "bar", "orientation": "h", "name": _text(part.name), "y": [_text(name) for name in names],
@@ -176,7 +179,7 @@ def shares(names: Sequence[str], parts: Sequence[Bars]) -> Figure:
 
 
 def _text(text: str) -> str:
-    """``text`` for plotly, which knows a little HTML."""
+    """``text`` escaped for plotly, which interprets some HTML."""
     return html.escape(text, quote=False)
 
 
@@ -217,7 +220,7 @@ def _layout(height: int, x: str, y: str, *, is_stacked: bool = False) -> Figure:
         "margin": {"l": 8, "r": 26, "t": 8, "b": 8},
         "paper_bgcolor": "#0000",
         "plot_bgcolor": "#0000",
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "--muted"},
+        "font": {"group": "system-ui, sans-serif", "size": 13, "color": "--muted"},
         "hoverlabel": {"bgcolor": "--hover", "bordercolor": "--line", "font": {"color": "--text"}},
         "legend": legend,
         "barmode": "stack" if is_stacked else "group",

@@ -1,7 +1,7 @@
-"""``Report``: a page that needs nothing but itself, put together from plain data.
+"""``Report``: a self-contained page, made from plain data.
 
-Only this module writes HTML, so that everything that comes from users is escaped in one place. What a chart shows
-stands in tables and sentences as well, since a page may be read without scripts, or aloud.
+Only this module writes HTML, so everything that comes from users is escaped in one place. Tables and sentences repeat
+what a chart shows, because a page may be read without scripts, or by a screen reader.
 """
 
 import json
@@ -18,18 +18,18 @@ from ..plan.storage import write_text
 
 __all__ = ["Chart", "Note", "Part", "Report", "Section", "Table", "Tile", "make_report"]
 
-_NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}]\S*( \S+){0,3}$")  # with its unit, and where
+_NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}]\S*( \S+){0,3}$")  # a number with its unit, and where it occurs
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """A report as one HTML document that loads nothing from anywhere. Immutable."""
+    """A report as one HTML document that loads no other file. Immutable."""
 
     title: str
     html: str = field(compare=False)
 
     def save(self, path: str | Path) -> None:
-        """Write the page to ``path``, replacing a file there in one step; ``ConfigError`` if it cannot be written."""
+        """Write the page to ``path`` and replace an old file in one step. Raises ``ConfigError`` if that fails."""
         try:
             write_text(path, self.html)
         except OSError as error:
@@ -43,7 +43,7 @@ class Report:
 
 
 class Tile(NamedTuple):
-    """One figure that matters."""
+    """One important figure."""
 
     label: str
     value: str
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of text under ``columns``; ``marked`` rows stand out. With a ``summary`` it is folded away behind that."""
+    """Rows of text under ``columns``. ``marked`` rows are highlighted. A ``summary`` folds the table away behind it."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -60,9 +60,9 @@ class Table(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A figure of plotly as plain data, and what it is for those who cannot see it.
+    """A plotly figure as plain data, with a ``label`` for readers who cannot see it.
 
-    A text that begins with ``--`` stands for the custom property of that name in ``page.css``: colours of the theme.
+    A text that begins with ``--`` names a custom property in ``page.css``: a colour of the theme.
     """
 
     label: str
@@ -70,7 +70,7 @@ class Chart(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A box with a heading and a sentence; a ``warning`` or not."""
+    """A box with a heading and a sentence. It may be a ``warning``."""
 
     heading: str
     text: str
@@ -81,7 +81,7 @@ Part: TypeAlias = Table | Chart | Note
 
 
 class Section(NamedTuple):
-    """A part of the page under a heading; ``lead`` says what there is to see."""
+    """A part of the page under a heading. ``lead`` explains what it shows."""
 
     title: str
     lead: str
@@ -91,7 +91,7 @@ class Section(NamedTuple):
 def make_report(
     title: str, headline: str, facts: Iterable[str], tiles: Sequence[Tile], sections: Iterable[Section]
 ) -> Report:
-    """The page with these parts. Raises ``ConfigError`` if plotly, which draws the charts, is not installed."""
+    """The page with these parts. plotly draws the charts; without it this raises ``ConfigError``."""
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
@@ -126,7 +126,7 @@ def _section(section: Section) -> str:
 
 def _part(part: Part) -> str:
     if isinstance(part, Chart):
-        # In a script, "<" could end it; in JSON it may be written as a code.
+        # A "<" could end the script element. JSON allows to write it as an escape.
         figure = json.dumps(part.figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
         return (
             f'<div class="chart" role="img" aria-label="{escape(part.label)}"></div>'

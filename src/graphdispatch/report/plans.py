@@ -1,4 +1,4 @@
-"""The report on a plan: what it is worth on a workload, beside the engines' sizes, and what is wrong with it."""
+"""The report on a plan: its value on a workload, compared with the engines' capture sizes, and its faults."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -20,11 +20,11 @@ _COLORS = {CUDAGraphMode.FULL: "--graph", CUDAGraphMode.PIECEWISE: "--other"}
 
 
 class Finding(Protocol):
-    """What is wrong with a plan, such as a ``LintFinding``."""
+    """A fault of a plan, such as a ``LintFinding``."""
 
     @property
     def code(self) -> str:
-        """What kind of fault it is."""
+        """The kind of fault."""
 
     @property
     def message(self) -> str:
@@ -40,20 +40,23 @@ def plan_report(
     *,
     split: float = 0.5,
 ) -> Report:
-    """What ``plan`` is worth on ``workload`` with ``cost`` (default: ``CostModel.default()``), as a page to look at.
+    """The value of ``plan`` on ``workload`` with ``cost`` (default: ``CostModel.default()``), as a page to look at.
 
-    ``comparison`` are plans and the engines' sizes, planned on the first ``split`` of ordered steps and judged on the
-    rest, as ``compare`` makes them; the frontier of graphs against step time is judged on the same steps. ``lint``
-    are the findings about the plan. Raises ``ConfigError`` if plotly is not installed.
+    ``comparison`` is what ``compare`` makes: baselines, which are the capture sizes of engines, and plans beside them.
+    Plans are made from the first ``split`` of the ordered steps, and all are judged on the rest. The chart of step time
+    by number of graphs is judged on the same steps. ``lint`` holds the findings about the plan. Raises ``ConfigError``
+    if plotly is not installed.
     """
     cost = cost or CostModel.default()
     result = plan.evaluate(workload, cost)
-    named = {row.name: row.plan for row in comparison if not row.planned}
-    top = max([*plan.sizes, *(size for each in named.values() for size in each.sizes)], default=workload.largest)
+    baselines = {row.name: row.plan for row in comparison if not row.planned}
+    top = max(
+        [*plan.sizes, *(size for baseline in baselines.values() for size in baseline.sizes)], default=workload.largest
+    )
     sections = [
-        _traffic(plan, workload, named, top),
-        _shares(plan, workload, named),
-        *([_padding(plan, result, named, top)] if plan.graphs else []),
+        _traffic(plan, workload, baselines, top),
+        _shares(plan, workload, baselines),
+        *([_padding(plan, result, baselines, top)] if plan.graphs else []),
         *([_frontier(plan, workload, cost, comparison, split)] if result.hit_rate else []),
         *([_comparison(workload, comparison)] if comparison else []),
         _lint(lint),
@@ -78,7 +81,7 @@ def _facts(plan: Plan, workload: Workload, cost: CostModel) -> Iterable[str]:
     yield f"{percent(float(workload.decode.sum()) / workload.total)} uniform decode"
     yield f"mode {plan.mode.name}"
     if cost.source == "default":
-        yield "costs: not measured; defaults for an 8B model on one large GPU, true to a factor of two"
+        yield "costs: not measured; defaults for an 8B model on one large GPU, correct within a factor of two"
     else:
         yield f"costs: {cost.source}"
     if plan.proof is not None:
@@ -101,18 +104,18 @@ def _tiles(result: Evaluation) -> list[Tile]:
     ]
 
 
-def _traffic(plan: Plan, workload: Workload, named: dict[str, Plan], top: int) -> Section:
+def _traffic(plan: Plan, workload: Workload, baselines: dict[str, Plan], top: int) -> Section:
     kinds = (("uniform decode", "--graph-soft", workload.decode), ("mixed", "--other-soft", workload.mixed))
     parts = [
         charts.Traffic(name, color, workload.sizes, weights / workload.total)
         for name, color, weights in kinds
         if weights.any()
     ]
-    rows = [charts.SizeRow(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
-    rows += [charts.SizeRow(name, "--reference", each.sizes) for name, each in named.items()]
+    rows = [charts.CaptureSizes(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
+    rows += [charts.CaptureSizes(name, "--reference", baseline.sizes) for name, baseline in baselines.items()]
     above = float(workload.counts[workload.sizes > top].sum()) / workload.total
-    lead = "How often steps of each size come, over the sizes that the plan captures"
-    lead += " and the engines' sizes." if named else "."
+    lead = "How often steps of each size come, and the sizes that the plan captures"
+    lead += " and those of the baselines." if baselines else "."
     if above:
         lead += f" {percent(above)} of the steps are larger than {count(top)} and not drawn; they run eagerly."
     lines = [(row.name, str(len(row.sizes)), _shortened(row.sizes)) for row in rows]
@@ -128,7 +131,7 @@ def _traffic(plan: Plan, workload: Workload, named: dict[str, Plan], top: int) -
 
 
 def _kinds(plan: Plan) -> dict[CUDAGraphMode, str]:
-    """The runtime modes of a plan's graphs, FULL first, and what the charts call them; one without graphs is FULL."""
+    """The runtime modes of a plan's graphs, FULL first, with their names in charts. A plan without graphs has FULL."""
     kinds = sorted({graph.mode for graph in plan.graphs} or {CUDAGraphMode.FULL}, reverse=True)
     return {kind: "plan" if len(kinds) == 1 else f"plan, {kind.name}" for kind in kinds}
 
@@ -138,12 +141,12 @@ def _shortened(sizes: Sequence[int]) -> str:
     return " ".join(words if len(words) <= 512 else [*words[:256], "...", *words[-256:]])
 
 
-def _shares(plan: Plan, workload: Workload, named: dict[str, Plan]) -> Section:
-    found = {name: shares_of(made, workload) for name, made in {"plan": plan, **named}.items()}
+def _shares(plan: Plan, workload: Workload, baselines: dict[str, Plan]) -> Section:
+    found = {name: shares_of(made, workload) for name, made in {"plan": plan, **baselines}.items()}
     ways = (
         ("graph of this size", "--graph"),
         ("graph, padded", "--graph-soft"),
-        ("eager: faster so", "--eager-soft"),
+        ("eager: faster than padding", "--eager-soft"),
         ("eager: above the largest graph", "--eager"),
         ("eager: no graphs for this kind", "--reference"),
     )
@@ -166,16 +169,16 @@ def _shares(plan: Plan, workload: Workload, named: dict[str, Plan]) -> Section:
     )
 
 
-def _padding(plan: Plan, result: Evaluation, named: dict[str, Plan], top: int) -> Section:
+def _padding(plan: Plan, result: Evaluation, baselines: dict[str, Plan], top: int) -> Section:
     lines = []
-    for name, each in list(named.items())[:1]:
-        kind = max(graph.mode for graph in each.graphs)
-        lines.append(charts.Line(name, "--reference", padding_of(each, kind, top)))
+    for name, baseline in list(baselines.items())[:1]:
+        kind = max(graph.mode for graph in baseline.graphs)
+        lines.append(charts.Line(name, "--reference", padding_of(baseline, kind, top)))
     lines += [charts.Line(name, _COLORS[kind], padding_of(plan, kind, top)) for kind, name in _kinds(plan).items()]
     lead = (
-        f"By how much a batch of each size is padded, seen or not: at most {percent(result.worst_padding, 0)} of its "
-        f"tokens, at {count(result.worst_size)}. Weighed by the traffic it is {percent(result.padding, 2)}. A line "
-        "breaks where batches run eagerly."
+        f"The padding of each size, whether or not it is in the traffic: at most {percent(result.worst_padding, 0)} of "
+        f"the batch's tokens, at {count(result.worst_size)}. Weighted by the traffic it is "
+        f"{percent(result.padding, 2)}. A line breaks where batches run eagerly."
     )
     return Section("Padding by size", lead, [Chart("Padding by size of the batch", charts.padding(lines, "tokens"))])
 
@@ -191,21 +194,21 @@ def _frontier(
     counts = sorted(numbers | {number for number in half_octaves if number <= min(2 * max(numbers), top)})
     plans = [plan_capture_sizes(seen, cost, max_graphs=number, max_size=top, mode=plan.mode) for number in counts]
     points = {len(made.graphs): made.evaluate(judged, cost) for made in plans}
-    named = [row for row in comparison if not row.planned and row.plan.graphs]
+    baselines = [row for row in comparison if not row.planned and row.plan.graphs]
     chosen = plan.evaluate(judged, cost)
-    named.sort(key=lambda row: len(row.plan.graphs))
+    baselines.sort(key=lambda row: len(row.plan.graphs))
     others = [
-        charts.Points("engines' sizes", "--reference", [len(row.plan.graphs) for row in named],
-                      [row.result.step_ms for row in named], [row.name for row in named]),
+        charts.Points("baselines", "--reference", [len(row.plan.graphs) for row in baselines],
+                      [row.result.step_ms for row in baselines], [row.name for row in baselines]),
         charts.Points("this plan", "--eager", [len(plan.graphs)], [chosen.step_ms], ["this plan"]),
     ]  # fmt: skip
     least = least_step_ms(plan.mode, judged, cost, top)
-    worst = max([chosen.step_ms, *(row.result.step_ms for row in named)])
+    worst = max([chosen.step_ms, *(row.result.step_ms for row in baselines)])
     curve = charts.Points("best plans", "--graph", list(points), [result.step_ms for result in points.values()])
     lead = (
         "The best plan for each number of graphs, with no other budget or condition"
         + (f", planned on the first {percent(split, 0)} of the steps and judged on the rest." if is_split else ".")
-        + " Where the curve is flat, more graphs buy nothing. This plan saw all steps."
+        + " Where the curve is flat, more graphs gain nothing. This plan was made from all steps."
     )
     table = Table(
         ("graphs", "mean step", "above a graph for every size", "memory", "captures"),
@@ -214,7 +217,7 @@ def _frontier(
         summary="As a table",
     )  # fmt: skip
     figure = charts.frontier(curve, others, least, worst)
-    return Section("What another graph is worth", lead, [Chart("Step time by number of graphs", figure), table])
+    return Section("What another graph gains", lead, [Chart("Step time by number of graphs", figure), table])
 
 
 def _comparison(workload: Workload, comparison: Sequence[Comparison]) -> Section:
@@ -227,23 +230,23 @@ def _comparison(workload: Workload, comparison: Sequence[Comparison]) -> Section
             percent(result.padding, 2), f"{percent(result.worst_padding, 0)} at {count(result.worst_size)}",
             storage(result.memory), milliseconds(result.capture_ms),
         ))  # fmt: skip
-    lead = "Judged on the steps that they were planned for, since the order of the steps is not known."
+    lead = "Judged on the steps that the plans were made from, since the order of the steps is not known."
     if workload.steps is not None:
-        lead = "Planned on the first part of the steps and judged on the rest, which no plan has seen."
-    pairs = [(made, taken) for made in comparison if made.planned for taken in comparison if not taken.planned]
-    if pairs:
-        made, taken = pairs[0]
+        lead = "Planned on the first part of the steps, and judged on the rest, which no plan has seen."
+    planned = next((row for row in comparison if row.planned), None)
+    baseline = next((row for row in comparison if not row.planned), None)
+    if planned is not None and baseline is not None:
         lead += (
-            f" With the plan's {count(made.result.graphs)} graphs a step takes {_difference(made, taken)} with the "
-            f"{count(taken.result.graphs)} of {taken.name}."
+            f" With the plan's {count(planned.result.graphs)} graphs a step takes {_difference(planned, baseline)} "
+            f"with the {count(baseline.result.graphs)} of {baseline.name}."
         )
     columns = ("", "graphs", "mean step", "served", "padding", "worst padding", "memory", "captures")
     marked = frozenset(index for index, row in enumerate(comparison) if row.planned)
-    return Section("Beside the engines' capture sizes", lead, [Table(columns, rows, marked)])
+    return Section("Compared with the engines' capture sizes", lead, [Table(columns, rows, marked)])
 
 
-def _difference(made: Comparison, taken: Comparison) -> str:
-    saved = 1 - made.result.step_ms / taken.result.step_ms
+def _difference(planned: Comparison, baseline: Comparison) -> str:
+    saved = 1 - planned.result.step_ms / baseline.result.step_ms
     if abs(saved) < 5e-5:
         return "as much time as"
     return f"{percent(abs(saved), 2)} {'less' if saved > 0 else 'more'} time than"
@@ -251,7 +254,9 @@ def _difference(made: Comparison, taken: Comparison) -> str:
 
 def _lint(findings: Sequence[Finding]) -> Section:
     if not findings:
-        return Section("Lint", "", [Note("Nothing found", "No graph is out of reach, and no batch falls off a cliff.")])
+        return Section(
+            "Lint", "", [Note("Nothing found", "Every graph can be reached, and no batch falls off a cliff.")]
+        )
     notes = [Note(str(finding.code).replace("_", " ").capitalize(), finding.message, True) for finding in findings]
     return Section("Lint", f"{len(findings)} finding{'s' * (len(findings) > 1)} about the plan.", notes)
 
@@ -274,6 +279,6 @@ def _graphs(plan: Plan, workload: Workload, cost: CostModel) -> Section:
     columns = ("graph", "mode", "serves", "of all steps", "padding", "at most", "step", "eagerly", "memory of its own")
     return Section(
         "The graphs",
-        "Each graph with the steps of this traffic that it serves, and how far they and any others are padded.",
+        "Each graph with the steps of this traffic that it serves, their padding, and the most that any step gets.",
         [Table(columns, rows, summary=f"{len(rows)} graphs")],
     )

@@ -1,4 +1,4 @@
-"""How a plan serves batches of each size: by which graph, and with how much padding."""
+"""How a plan serves batches of each size: which graph, and how much padding."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,20 +15,22 @@ __all__ = ["Shares", "graph_of", "graph_shares", "least_step_ms", "padding_of", 
 
 
 class Shares(NamedTuple):
-    """How the steps of a workload run, in shares of all: by a graph of their size, padded, or eagerly for a reason."""
+    """How the steps of a workload run, as shares of all steps."""
 
     exact: float
+    """A graph of exactly the step's size."""
     padded: float
+    """A larger graph, with padding."""
     faster: float
-    """Eagerly, since that is faster or a graph was left out below a larger one."""
+    """Eagerly, because that is faster, or because the plan has no graph there although it has a larger one."""
     above: float
-    """Eagerly, above the largest graph of their kind."""
+    """Eagerly, because the step is above the largest graph of its kind."""
     no_graphs: float
-    """Eagerly, of a kind that has no graphs."""
+    """Eagerly, because its kind has no graphs."""
 
 
 def graph_of(plan: Plan, kind: CUDAGraphMode, sizes: Ints) -> Ints:
-    """The size of the graph that serves batches of each of ``sizes``; 0 where they run eagerly."""
+    """For each of ``sizes``, the size of the graph that serves such a batch; 0 if it runs eagerly."""
     graphs = [graph for graph in plan.graphs if graph.mode is kind]
     ends, first = (
         np.array([*(graph[at] for graph in graphs), beyond], np.int64)
@@ -39,7 +41,7 @@ def graph_of(plan: Plan, kind: CUDAGraphMode, sizes: Ints) -> Ints:
 
 
 def padding_of(plan: Plan, kind: CUDAGraphMode, top: int) -> Floats:
-    """The padding of batches of 1 to ``top`` tokens, as a share of their tokens; NaN where they run eagerly."""
+    """The padding of batches of 1 to ``top`` tokens, as a share of their tokens; NaN if they run eagerly."""
     sizes = np.arange(1, top + 1)
     graphs = graph_of(plan, kind, sizes)
     return np.where(graphs > 0, graphs / sizes - 1.0, np.nan)
@@ -63,7 +65,7 @@ def shares_of(plan: Plan, workload: Workload) -> Shares:
 
 
 def graph_shares(plan: Plan, workload: Workload) -> Mapping[tuple[CUDAGraphMode, int], tuple[float, float]]:
-    """By mode and size of each graph: its share of the steps, and the padding as a share of their tokens."""
+    """For each graph's mode and size: its share of the steps, and the padding as a share of those steps' tokens."""
     found = {}
     for kind, weights in routines_of(plan.mode, workload).items():
         graphs = graph_of(plan, kind, workload.sizes)
@@ -76,7 +78,7 @@ def graph_shares(plan: Plan, workload: Workload) -> Mapping[tuple[CUDAGraphMode,
 
 
 def least_step_ms(mode: CUDAGraphMode, workload: Workload, cost: CostModel, top: int) -> float:
-    """The mean step time with a graph for every size up to ``top``, each used where it is faster than eager."""
+    """The mean step time with a graph for every size up to ``top``; a step takes its graph or eager, as is faster."""
     time = 0.0
     for kind, weights in routines_of(mode, workload).items():
         step_ms = cost.eager_ms.at(workload.sizes)

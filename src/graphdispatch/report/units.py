@@ -1,4 +1,4 @@
-"""Amounts as people read them."""
+"""Amounts in the form in which people read them."""
 
 __all__ = ["count", "milliseconds", "percent", "size_range", "storage"]
 
@@ -25,7 +25,7 @@ def storage(amount: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number of things, its thousands apart; weights that are no whole numbers to four digits."""
+    """A number of things, with separated thousands. A weight that is not a whole number gets four digits."""
     return f"{number:,.0f}" if number == int(number) else f"{number:,.4g}"
 
 

@@ -1,4 +1,4 @@
-"""For people who test their own dispatchers: a scripted graph, and fault injection."""
+"""A scripted graph with fault injection, for people who test their own dispatchers."""
 
 from .mock import MockCUDAGraph
 

@@ -1,4 +1,4 @@
-"""A graph that does what a test tells it, for testing dispatchers and their handling of faults without a device."""
+"""A graph that does what a test tells it, to test dispatchers and their handling of faults without a device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ __all__ = ["MockCUDAGraph"]
 class MockCUDAGraph:
     """A scripted graph: counts captures and replays, runs ``on_replay``, and fails on request.
 
-    ``outputs`` is what a replay leaves for the dispatcher to hand out. ``fail_capture`` is raised by ``capture_end``
-    (as the cause of a ``CaptureError``), ``fail_replay_at`` makes the replay of that number (from 1) raise
-    ``ReplayError``. It checks the protocol as a real graph does: no replay before a capture or after a reset.
+    ``outputs`` is what the dispatcher returns after a replay. With ``fail_capture``, ``capture_end`` raises a
+    ``CaptureError`` with this error as its cause. With ``fail_replay_at``, the replay of that number (from 1) raises
+    ``ReplayError``. Like a real graph, it refuses a replay before a capture or after a reset.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class MockCUDAGraph:
 
     @property
     def is_captured(self) -> bool:
-        """Whether it may be replayed."""
+        """Whether the graph can be replayed."""
         return self._state == "captured"
 
     def capture_begin(self) -> None:
-        """Start the capture; raises ``CaptureError`` if one is under way or was made already."""
+        """Start the capture. Raises ``CaptureError`` if a capture has already begun or ended."""
         if self._state != "empty":
             raise CaptureError(f"this graph is {self._state} already; make a new one for a new capture")
         self._state = "capturing"
 
     def capture_end(self) -> None:
-        """End the capture; raises ``CaptureError`` if none is under way, or as scripted."""
+        """End the capture. Raises ``CaptureError`` if none has begun, or as scripted."""
         if self._state != "capturing":
             raise CaptureError("capture_end without capture_begin")
         if self._fail_capture is not None:
@@ -54,7 +54,7 @@ class MockCUDAGraph:
         self.captures += 1
 
     def replay(self) -> None:
-        """Run ``on_replay``; raises ``ReplayError`` if nothing is captured, or as scripted."""
+        """Run ``on_replay``. Raises ``ReplayError`` if nothing is captured, or as scripted."""
         if self._state != "captured":
             raise ReplayError("replay without a capture")
         self.replays += 1

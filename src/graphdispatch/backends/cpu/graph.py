@@ -13,7 +13,7 @@ from ...errors import ReplayError
 from ..base import Graph, Pool
 from ..operators import OperatorKind, tensors_in
 from .kernels import in_place_method
-from .planner import place, prune
+from .planner import lay_out, prune
 from .recorder import Instruction, Recording, Slot, TensorRef
 from .streams import CPUStream, InlineStream, StreamState
 
@@ -157,7 +157,7 @@ class _Binder:
         constant = {slot for i in once for slot in i.reads | i.writes}
         for slot in (constant | literals) - set(self._storages):
             self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8).untyped_storage()
-        layout = place(each, set(self._storages), shared)
+        layout = lay_out(each, set(self._storages), shared)
         self.arena = pool.take_arena(layout.nbytes) if layout.nbytes else None
         if self.arena is not None:
             self._storages |= dict.fromkeys(layout.offsets, self.arena.untyped_storage())

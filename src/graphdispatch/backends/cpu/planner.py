@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..operators import OperatorKind
 from .recorder import Instruction, Literal, Slot
 
-__all__ = ["Layout", "place", "prune"]
+__all__ = ["Layout", "lay_out", "prune"]
 
 _ALIGNMENT = 64  # bytes, as in torch's CPU allocator, so that kernels take the same vector path as in eager
 
@@ -57,7 +57,7 @@ def _has_effect(instruction: Instruction) -> bool:
     return instruction.kind is OperatorKind.WRITE and (instruction.writes_outside or not instruction.writes)
 
 
-def place(program: list[Instruction], private: set[Slot], outputs: set[Slot]) -> Layout:
+def lay_out(program: list[Instruction], private: set[Slot], outputs: set[Slot]) -> Layout:
     """Place each slot of ``program`` that is not ``private``, so that slots alive at the same time never overlap.
 
     ``outputs`` stay alive to the end, even those that no instruction touches.

@@ -105,11 +105,11 @@ class CUDAPool(Pool):
             self.handle()
 
     def hold_graph(self) -> None:
-        """Count a graph that was captured into the pool. Call it with ``CAPTURE_LOCK`` held."""
+        """Note that a graph was captured into the pool. Call it with ``CAPTURE_LOCK`` held."""
         self._graphs += 1
 
     def release_graph(self) -> None:
-        """Uncount a released graph; release the memory with the last one. Call it with ``CAPTURE_LOCK`` held."""
+        """Note that a graph was released; free the memory with the last one. Call it with ``CAPTURE_LOCK`` held."""
         self._graphs -= 1
         if not self._graphs:
             self._let_go()
