@@ -102,7 +102,9 @@ class _Scheduler:
         self.query_len = query_len
         self._sizes = {key.num_tokens for group in table.keys.values() for key in group}
 
-    def decode(self, variant: Hashable, query_len: int, excluded: Collection[CUDAGraphMode] = ()) -> Iterator[_DecidedRange]:
+    def decode(
+        self, variant: Hashable, query_len: int, excluded: Collection[CUDAGraphMode] = ()
+    ) -> Iterator[_DecidedRange]:
         """The decisions for uniform decode."""
         most = min(self.max_num_reqs, self.max_num_tokens // query_len)
         for low, reqs in self._steps((size // query_len for size in self._sizes), most):

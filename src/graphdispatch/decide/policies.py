@@ -32,7 +32,7 @@ class DispatchPolicy(ABC):
 
     @abstractmethod
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
-        """The mode for ``key`` among those that could serve it now; ``EAGER`` always can."""
+        """The mode for ``key`` among those that can serve it now; ``EAGER`` always can."""
 
 
 class DefaultDispatchPolicy(DispatchPolicy):

@@ -143,7 +143,7 @@ class AutoPlan:
             raise ConfigError(f"max_graphs must be an integer >= 1, got {max_graphs!r}")
         self._traffic = LiveTraffic(half_life_steps, profile.traffic if profile is not None else None)
         self.horizon_steps = 5 * half_life_steps if horizon_steps is None else horizon_steps
-        """Within so many steps a capture must save its time."""
+        """The number of steps within which a capture must save its time."""
         if isinstance(self.horizon_steps, bool) or not 0 < self.horizon_steps < float("inf"):
             raise ConfigError(f"horizon_steps must be a finite number above 0, got {horizon_steps!r}")
         self._base = cost or (profile.cost if profile is not None else CostModel.default())
@@ -162,9 +162,9 @@ class AutoPlan:
             weakref.finalize(self, atexit.unregister, save).atexit = False
 
     def idle(self) -> IdleReport:
-        """Do at most one re-plan or one capture, if there is any to do, and say what was done.
+        """Do one re-plan or one capture, if there is one to do, and say what was done.
 
-        Without anything to do it takes about a microsecond. Raises what ``step.capture_size`` raises.
+        If there is nothing to do, it takes about a microsecond. Raises what ``step.capture_size`` raises.
         """
         with self._lock:
             if self._pauses is not None and not self._pauses.captures_allowed():
@@ -184,14 +184,14 @@ class AutoPlan:
 
     @property
     def cost(self) -> CostModel:
-        """The costs that decide: those given, with what the graphs of ``step`` really took."""
+        """The costs that decide: those given, and in their place what the graphs of ``step`` really took."""
         graphs = self.step.entries
         return measured_cost(
             self._base, [GraphFigures(g.size, g.capture_time_ms, g.nbytes, g.avg_replay_time_ms) for g in graphs]
         )
 
     def profile(self) -> Profile:
-        """What was learnt so far. Raises ``ConfigError`` before the first step that was counted."""
+        """The traffic, sizes and costs so far. Raises ``ConfigError`` before the first step was counted."""
         with self._lock:
             self._update()
             if not self._traffic.weights:
