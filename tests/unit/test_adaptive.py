@@ -291,6 +291,14 @@ def test_a_size_that_was_not_measured_is_estimated_by_the_nearest() -> None:
     assert own.error < near.error < far.error
 
 
+def test_latencies_that_never_vary_do_no_harm() -> None:
+    """Three thousand equal latencies leave no spread, and a change after them is still noticed."""
+    policy = AdaptiveDispatchPolicy(2)
+    feed(policy, GRAPH, 8, 1.0, 3000)
+    feed(policy, GRAPH, 8, 5.0, 8)
+    assert policy.estimates(DispatchKey(8, 1))[GRAPH].mean == pytest.approx(5.0, rel=0.1)
+
+
 @pytest.mark.parametrize("history_size", [1, 2])
 def test_a_short_history_follows_the_latest(history_size: int) -> None:
     """With room for one or two latencies, the mean is that of the latest."""

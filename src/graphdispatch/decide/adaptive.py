@@ -88,6 +88,8 @@ class _Cost:
 
         True if it is the first, or the one by which a change is detected: then only the latest few count.
         """
+        if not self.count:
+            self.latest.clear()
         self.latest.append((now, latency))
         if not self.count:
             self.mean, self.count = latency, 1
@@ -96,7 +98,7 @@ class _Cost:
         deviation = min(max((latency / self.mean - 1) / spread, -_CLIP), _CLIP)
         self._above = max(0.0, self._above + deviation - _SLACK)
         self._below = max(0.0, self._below - deviation - _SLACK)
-        if self._above > _ALARM or self._below > _ALARM:
+        if max(self._above, self._below) > _ALARM:
             self.mean = sum(value for _, value in self.latest) / len(self.latest)
             self.count = min(len(self.latest), window)
             self._above = self._below = 0.0
@@ -144,8 +146,8 @@ class _Bucket:
     def rank(self, found: dict[DispatchMode, Estimate]) -> None:
         """Change the order where the estimates clearly contradict it.
 
-        Without latencies of its own a bucket has no order worth keeping: the better guess decides. A kind of graph
-        without an estimate stands beside the one that has one; without any, graphs come before eager.
+        Before its first latency a bucket simply takes the order of the estimates. A kind of graph without an estimate
+        follows the best kind that has one. If none has one, graphs come before eager.
         """
         confidence = _CONFIDENCE if self.records else 0.0
         known: list[DispatchMode] = []
@@ -162,13 +164,13 @@ class _Bucket:
 
 
 class AdaptiveDispatchPolicy(DispatchPolicy):
-    """Learns the fastest mode by kind and size of batch from measured latencies; until it knows better, prefers graphs.
+    """Learns the fastest mode by kind and size of batch from measured latencies; prefers graphs until it knows better.
 
-    Feed it with ``record``. Latencies may come late and out of order. A graph costs what its capture size costs, an
-    eager step what its own tokens cost, so a batch of 260 may run eagerly where the graph of 512 is slower. A size that
-    was never measured is judged by the nearest measured one. The preferred mode changes only on a difference that is
-    larger than its error. A mode that is not known to be slower is tried now and then; so is a slower one, in case it
-    has changed. All trials together cost at most the share ``exploration`` of the time recorded so far.
+    Feed it with ``record``. Latencies may come late and out of order. A graph costs what its capture size costs, and an
+    eager step what its own tokens cost, so a batch of 260 may run eagerly if the graph of 512 is slower. A size that
+    was not measured is judged by the sizes near by. The preferred mode changes only if the difference is larger than
+    its error. Now and then another mode is tried, since it may be faster or become so. All trials together cost at most
+    about the share ``exploration`` of the time recorded so far.
 
     For each kind, size and mode about the latest ``history_size`` latencies count; after a change, only those since.
     ``sizes`` are the capture sizes; None says that keys are padded already. Outside of ``min_tokens_for_graph`` to
