@@ -86,10 +86,10 @@ class Graphs:
         self.capacity = capacity
         self.last_use: dict[int, int] = {}
 
-    def capture(self, size: int, step: int, worth: Callable[[int], float]) -> None:
-        """Make a graph of ``size``, and room for it by dropping the least worth."""
+    def capture(self, size: int, step: int, score: Callable[[int], float]) -> None:
+        """Make a graph of ``size``, and room for it by dropping the one with the lowest score."""
         while len(self.last_use) >= self.capacity:
-            del self.last_use[min(self.last_use, key=worth)]
+            del self.last_use[min(self.last_use, key=score)]
         self.last_use[size] = step
 
 
@@ -104,7 +104,7 @@ def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str)
 
     for now, (step, size) in enumerate(zip(steps, padded, strict=True)):
 
-        def worth(other: int, now: int = now) -> float:
+        def score(other: int, now: int = now) -> float:
             return -future.next_use(other, now) if way == "oracle" else graphs.last_use[other]
 
         prewarmer_key = DispatchKey(step.tokens, 1)
@@ -118,7 +118,7 @@ def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str)
             if not is_missing:
                 graphs.last_use[size] = now
             elif seen[size] > 1:
-                graphs.capture(size, now, worth)
+                graphs.capture(size, now, score)
         clock.ms = max(clock.ms, step.end)
         prewarmer.step_ended()
         following = steps[now + 1].start if now + 1 < len(steps) else clock.ms
@@ -130,7 +130,7 @@ def simulate(steps: list[Step], sizes: tuple[int, ...], capacity: int, way: str)
             if way == "oracle" and may:
                 may = future.plan(now, graphs.last_use, capacity)
             if may:
-                graphs.capture(may[0], now, worth)
+                graphs.capture(may[0], now, score)
                 clock.ms += CAPTURE_MS
                 prewarmer.record_capture(CAPTURE_MS)
                 counts["delayed"] += clock.ms > following

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.decide.pauses import Pauses
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.autoplan import AutoPlan, IdleAction
@@ -117,6 +119,41 @@ def test_a_size_that_cannot_be_captured_leaves_the_sizes_as_they_are(model: torc
         serve(step, model, 5, calls)
         settle(auto)
     assert 5 in step.sizes
+
+
+def test_a_size_that_keeps_failing_waits_twice_as_long_each_time(model: torch.nn.Module) -> None:
+    """After the second failure it is left alone for two half-lives."""
+    step = make(model)
+    auto = AutoPlan(step, SLOPED, half_life_steps=40)
+    step.prewarm(torch.randn(4, 8))
+    tried = []
+    for served in range(0, 200, 10):
+        serve(step, model, 5, 10)
+        step.sleep()
+        if IdleAction.ABANDONED in settle(auto):
+            tried.append(served + 10)
+        step.wake()
+    waits = [later - earlier for earlier, later in pairwise(tried)]
+    assert waits[:2] == [40, 80]
+
+
+def test_pauses_say_when_to_plan_and_to_capture(model: torch.nn.Module) -> None:
+    """Nothing is done in a burst or beyond the budget, and what captures took is counted."""
+    now = [0.0]
+    pauses = Pauses(capture_ms=50.0, allowance_ms=100.0, budget=0.0, clock=lambda: now[0])
+    step = make(model)
+    step.prewarm(torch.randn(4, 8))
+    auto = AutoPlan(step, SLOPED, half_life_steps=80, pauses=pauses)
+    serve(step, model, 5, 30)
+    pauses.step_started()
+    pauses.step_ended()
+    assert "no pause" in auto.idle().detail
+    now[0] += 0.06
+    assert auto.idle().action is IdleAction.PLANNED
+    assert auto.idle().action is IdleAction.CAPTURED
+    assert pauses.capture_ms < 50.0
+    pauses.record_capture(100.0)
+    assert auto.idle().action is IdleAction.NOTHING
 
 
 def test_a_callable_that_serves_already_is_taken_up(model: torch.nn.Module) -> None:

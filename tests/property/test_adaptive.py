@@ -1,12 +1,9 @@
 """What holds for the adaptive policy whatever it is told."""
 
-import json
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.decide.estimates import bucket_of
+from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy, bucket_of
 from graphdispatch.descriptors import DispatchKey
 from graphdispatch.modes import DispatchMode
 
@@ -15,7 +12,9 @@ MODES = (DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.EAGER)
 keys = st.builds(DispatchKey, st.integers(1, 10_000), st.integers(1, 4), st.just(0), st.booleans())
 latencies = st.floats(0, 1e6, allow_nan=False)
 histories = st.lists(st.tuples(keys, st.sampled_from(MODES), latencies), max_size=80)
-size_sets = st.none() | st.sets(st.integers(1, 1000), min_size=1, max_size=8).map(lambda sizes: tuple(sorted(sizes)))
+capture_sizes = st.none() | st.sets(st.integers(1, 1000), min_size=1, max_size=8).map(
+    lambda sizes: tuple(sorted(sizes))
+)
 
 
 def taught(history: list[tuple[DispatchKey, DispatchMode, float]], policy: AdaptiveDispatchPolicy) -> None:
@@ -25,7 +24,7 @@ def taught(history: list[tuple[DispatchKey, DispatchMode, float]], policy: Adapt
         policy.record(key, mode, latency)
 
 
-@given(histories, size_sets, keys, st.sets(st.sampled_from(MODES)))
+@given(histories, capture_sizes, keys, st.sets(st.sampled_from(MODES)))
 def test_it_selects_only_what_is_available(
     history: list[tuple[DispatchKey, DispatchMode, float]],
     sizes: tuple[int, ...] | None,
@@ -39,30 +38,18 @@ def test_it_selects_only_what_is_available(
         assert policy.select_mode(step, available) in available | {DispatchMode.EAGER}
 
 
-@given(histories, size_sets, st.integers(3, 12))
-def test_memory_is_bounded(
+@given(histories, capture_sizes, st.integers(1, 12))
+def test_memory_depends_on_the_sizes_alone(
     history: list[tuple[DispatchKey, DispatchMode, float]], sizes: tuple[int, ...] | None, history_size: int
 ) -> None:
-    """At most ``history_size`` estimates, places and ready decisions are kept."""
+    """There is one cost for each kind, size and mode, and each weighs at most ``history_size`` latencies."""
     policy = AdaptiveDispatchPolicy(history_size, sizes=sizes, exploration=1.0)
     taught(history, policy)
-    state = policy.to_dict()
-    assert sum(len(curve["cells"]) for curve in state["curves"]) <= history_size
-    assert len(state["places"]) <= history_size
-    assert len(policy._table) <= history_size
-    assert len(policy._probes) <= 4
-
-
-@given(histories, size_sets)
-def test_state_survives_json(
-    history: list[tuple[DispatchKey, DispatchMode, float]], sizes: tuple[int, ...] | None
-) -> None:
-    """A policy made from another's state, through JSON, has that state and those estimates."""
-    policy = AdaptiveDispatchPolicy(sizes=sizes)
-    taught(history, policy)
-    again = AdaptiveDispatchPolicy.from_dict(json.loads(json.dumps(policy.to_dict())))
-    assert again.to_dict() == policy.to_dict()
-    assert [again.estimates(key) for key, _, _ in history] == [policy.estimates(key) for key, _, _ in history]
+    buckets = {bucket_of(tokens) for tokens in range(1, 8193)}
+    for costs in policy._costs.values():
+        assert set(costs) <= buckets | set(sizes or ())
+        assert all(cost.count <= history_size for cost in costs.values())
+    assert len(policy._trials) <= len(policy._buckets)
 
 
 @given(histories, st.integers(1, 50), st.integers(0, 5000))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from graphdispatch.decide.pauses import Pauses
 from graphdispatch.decide.prediction import Prewarmer, SizePredictor
 from graphdispatch.descriptors import DispatchKey
 from graphdispatch.errors import ConfigError
@@ -192,6 +193,21 @@ def test_a_full_cache_is_left_alone_unless_the_gain_is_clear(clock: Clock, make:
     assert prewarmer.plan((8, 16), capacity=2) == []
 
 
+def test_a_capture_that_raises_has_cost_its_time(clock: Clock) -> None:
+    """The time counts in the budget, and the error passes through."""
+
+    class Broken:
+        def capture_size(self, size: int) -> bool:
+            clock.wait_ms(400)
+            raise ValueError("broken")
+
+    pauses = Pauses(clock=clock)
+    with pytest.raises(ValueError, match="broken"):
+        pauses.capture(Broken(), 8)
+    assert pauses.spent_ms == pytest.approx(400.0)
+    assert "captures took 400 ms, the next is expected to take 175 ms" in repr(pauses)
+
+
 def test_an_end_without_a_start_is_refused(make: Callable[..., Prewarmer]) -> None:
     """Ends that outnumber starts would hide a running step."""
     with pytest.raises(ConfigError, match=r"step_ended\(\) must follow step_started\(\)"):
@@ -216,7 +232,7 @@ def test_bad_options_are_refused(make: Callable[..., Prewarmer], options: dict[s
 
 @pytest.mark.parametrize(
     ("sizes", "memory", "match"),
-    [((4, 2), 10, "sizes must be strictly"), (range(1, 2000), 10, "give fewer"), ((4,), 0, "memory must be")],
+    [((4, 2), 10, "sizes must be strictly"), (range(1, 2000), 10, "use fewer"), ((4,), 0, "memory must be")],
 )
 def test_bad_predictors_are_refused(sizes: Any, memory: int, match: str) -> None:
     """Sizes out of order, too many of them, and no memory are ``ConfigError``s."""

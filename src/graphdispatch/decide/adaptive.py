@@ -1,58 +1,183 @@
-"""``AdaptiveDispatchPolicy``: learns from measured step times which mode serves which size best, and keeps learning."""
+"""``AdaptiveDispatchPolicy``: learns from measured latencies which mode serves which size best."""
 
-import json
-import random
-import reprlib
 import threading
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
-from itertools import product
-from math import inf
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from collections import deque
+from collections.abc import Collection, Sequence
+from math import exp, hypot, inf, log, sqrt
+from operator import itemgetter
+from typing import ClassVar, NamedTuple
 
 from ..descriptors import DispatchKey
 from ..errors import ConfigError
 from ..modes import DispatchMode
-from ..sizes import check_sizes
-from .adaptive_state import GRAPHS, MODES, Place, Standing, parse_state
-from .estimates import CostCurve, Estimate, bucket_of
+from ..sizes import check_count, check_sizes
+from .memo import Memo
 from .policies import DispatchPolicy
 
-__all__ = ["AdaptiveDispatchPolicy"]
+__all__ = ["AdaptiveDispatchPolicy", "Estimate", "bucket_of"]
 
-_EAGER, _FULL = DispatchMode.EAGER, DispatchMode.CUDAGRAPH
-_KINDS = tuple(product((False, True), MODES))
-"""Prefill or not, and mode: each has a cost curve."""
+_EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
+_DEFAULT_ORDER = (_FULL, _PIECEWISE, _EAGER)
 
-_UNKNOWN_COST = 2.0  # what a mode without any record may cost, as a multiple of the best: only the budget needs it
-_PROBE_GAP = 8  # records of a place between two probes there, in the mean
-_PROBES_AT_ONCE = 4
-_CHECKS = 0.5  # the part of the budget up to which modes known to be slower are looked at again
-_LOST_AFTER = 256  # records after which a trial that has not come back is given up
-_REFRESH = 1024  # records after which choices for sizes that have none are guessed anew
-_FORGET = 8  # where there is too much to remember, room is made for one part in so many at once
+# Spreads and errors are relative to the mean, since timing noise grows with what is timed.
+_PRIOR_SPREAD = 0.2  # assumed before anything was measured,
+_PRIOR_WEIGHT = 3  # as if that many latencies had shown it
+_LEAST_SPREAD = 0.01
+_CLIP = 4.0  # a latency counts as at most this many spreads from the mean, so that one stall changes little
+# Changes are detected by CUSUM.
+_SLACK = 1.0  # deviations of fewer spreads than this are noise,
+_ALARM = 12.0  # and a sum of the rest above this is a change,
+_LATEST = 4  # after which only so many latencies count
+# An estimate is less sure the older it is and the further away the size that it was measured at.
+_AGE_ERROR2 = 0.08**2 / 1000  # by which the squared error grows with each record of any kind,
+_OTHER_SIZE_ERROR = 0.05  # the error of an estimate from another size,
+_DISTANCE_ERROR = 0.3  # and what it grows by for each factor of e between the sizes
+_REACH = log(2.1)  # sizes further apart say nothing about each other
+_CONFIDENCE = 1.0  # standard errors by which a mode must be faster to take another's position,
+_LEAST_GAIN = 0.01  # and the share of the cost that it must save at least
+_REVIEW_EVERY = 8  # latencies of a bucket
+_UNKNOWN_COST = 2.0  # the assumed cost of a mode that was never measured, as a multiple of the best
+_CHECKS = 0.5  # the part of the budget that may be spent on modes known to be slower
+_LOST_AFTER = 256  # records after which a trial without a latency is given up
 _LEAST_MS = 1e-6
-_SECOND_SIGHTING = 2
+_MOST_KEPT = 65536  # numbers of tokens with a ready answer
+
+
+class Estimate(NamedTuple):
+    """A mean cost in milliseconds, and its standard error as a share of the mean."""
+
+    mean: float
+    error: float
+
+    def beats(self, other: "Estimate", confidence: float) -> bool:
+        """Whether this cost is lower than ``other`` by more than ``confidence`` standard errors of their ratio."""
+        return log(other.mean / self.mean) > max(_LEAST_GAIN, confidence * hypot(self.error, other.error))
+
+    @property
+    def lowest(self) -> float:
+        """The lowest mean that two standard errors allow."""
+        return self.mean * (1 - 2 * self.error)
+
+
+def bucket_of(tokens: int) -> int:
+    """The largest number of tokens that shares measurements with ``tokens``: eight buckets for each power of two.
+
+    A bucket ends at a multiple of its width, as kernels' tiles do, so that 256 and 257 tokens never share one.
+    """
+    tokens = max(tokens, 1)
+    shift = max(0, (tokens - 1).bit_length() - 4)
+    return ((tokens - 1 >> shift) + 1) << shift
+
+
+class _Cost:
+    """What one mode costs at one size: the mean of its latencies, their spread, and when the latest came."""
+
+    __slots__ = ("_above", "_below", "count", "latest", "mean", "size", "spread2")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.mean = 0.0
+        self.spread2 = _PRIOR_SPREAD**2
+        self.count = 0
+        self.latest: deque[tuple[int, float]] = deque(maxlen=_LATEST)
+        self._above = self._below = 0.0
+
+    def add(self, latency: float, now: int, window: int) -> bool:
+        """Take in one latency, the record number ``now``; about the latest ``window`` of them count.
+
+        True if it is the first, or the one by which a change is detected: then only the latest few count.
+        """
+        if not self.count:
+            self.latest.clear()
+        self.latest.append((now, latency))
+        if not self.count:
+            self.mean, self.count = latency, 1
+            return True
+        spread = max(_LEAST_SPREAD, sqrt(self.spread2))
+        deviation = min(max((latency / self.mean - 1) / spread, -_CLIP), _CLIP)
+        self._above = max(0.0, self._above + deviation - _SLACK)
+        self._below = max(0.0, self._below - deviation - _SLACK)
+        if max(self._above, self._below) > _ALARM:
+            self.mean = sum(value for _, value in self.latest) / len(self.latest)
+            self.count = min(len(self.latest), window)
+            self._above = self._below = 0.0
+            return True
+        change = deviation * spread
+        self.count = min(self.count + 1, window)
+        self.mean = max(_LEAST_MS, self.mean * (1 + change / self.count))
+        self.spread2 += (change * change - self.spread2) / (self.count + _PRIOR_WEIGHT)
+        return False
+
+    def is_near(self, other: "_Cost") -> bool:
+        """Whether the sizes are so close that one cost says something about the other."""
+        return self is other or abs(log(self.size / other.size)) <= _REACH
+
+    def at(self, size: int, now: int, spread2: float) -> Estimate:
+        """The cost at ``size``, as if it grew with the root of the size; ``spread2`` is the least that is assumed."""
+        error2 = max(self.spread2, spread2) / self.count + (now - self.latest[-1][0]) * _AGE_ERROR2
+        if size == self.size:
+            return Estimate(self.mean, sqrt(error2))
+        apart = log(size / self.size)
+        return Estimate(
+            self.mean * exp(0.5 * apart), sqrt(error2 + (_OTHER_SIZE_ERROR + _DISTANCE_ERROR * abs(apart)) ** 2)
+        )
+
+
+class _Bucket:
+    """Batches that share one decision: the same kind, the same graph, about the same number of tokens.
+
+    ``order`` is replaced whole, so that readers need no lock.
+    """
+
+    __slots__ = ("available", "costs", "is_prefill", "lost_at", "order", "price_ms", "records", "tokens", "trial")
+
+    def __init__(self, tokens: int, is_prefill: bool, costs: dict[DispatchMode, _Cost]) -> None:
+        self.tokens = tokens
+        self.is_prefill = is_prefill
+        self.costs = costs
+        self.order: Sequence[DispatchMode] = _DEFAULT_ORDER
+        self.available: Collection[DispatchMode] = _DEFAULT_ORDER
+        self.records = 0
+        self.trial: DispatchMode | None = None
+        self.price_ms = 0.0
+        self.lost_at = 0
+
+    def rank(self, found: dict[DispatchMode, Estimate]) -> None:
+        """Change the order where the estimates clearly contradict it.
+
+        Before its first latency a bucket simply takes the order of the estimates. A kind of graph without an estimate
+        follows the best kind that has one. If none has one, graphs come before eager.
+        """
+        confidence = _CONFIDENCE if self.records else 0.0
+        known: list[DispatchMode] = []
+        for mode in self.order:
+            if mode in found:
+                index = len(known)
+                while index and found[mode].beats(found[known[index - 1]], confidence):
+                    index -= 1
+                known.insert(index, mode)
+        graphs = [mode for mode in known if mode is not _EAGER]
+        index = known.index(graphs[0]) + 1 if graphs else 0
+        unknown = [mode for mode in (_FULL, _PIECEWISE) if mode not in found]
+        self.order = (*known[:index], *unknown, *known[index:], *(() if _EAGER in found else (_EAGER,)))
 
 
 class AdaptiveDispatchPolicy(DispatchPolicy):
-    """Learns the fastest mode by kind and size of batch from measured times; until it knows better, prefers graphs.
+    """Learns the fastest mode by kind and size of batch from measured latencies; prefers graphs until it knows better.
 
-    Feed it with ``record``: device time, polled whenever it is there; late and out of order does no harm. A graph costs
-    what its padded size costs, an eager step what its own tokens cost, so a batch of 260 may run eagerly where the
-    graph of 512 is slower. Unmeasured sizes are judged by their measured neighbours. An order of preference changes
-    only on a difference that is larger than its error; a mode that is not known to be slower is tried now and then,
-    as is one whose measurements have become old. All trials together cost at most the share ``exploration`` of the time
-    recorded so far.
+    Feed it with ``record``. Latencies may come late and out of order. A graph costs what its capture size costs, and an
+    eager step what its own tokens cost, so a batch of 260 may run eagerly if the graph of 512 is slower. A size that
+    was not measured is judged by the sizes near by. The preferred mode changes only if the difference is larger than
+    its error. Now and then another mode is tried, since it may be faster or become so. All trials together cost at most
+    about the share ``exploration`` of the time recorded so far.
 
-    ``sizes`` are the capture sizes; None says that keys arrive padded, so that a graph's size is its key's. Beyond
-    ``min_tokens_for_graph`` and ``max_tokens_for_graph`` no graph is used. At most ``history_size`` estimates and as
-    many places are kept, an eighth of them, idle longest, goes first; of a long history an estimate weighs about
-    ``window`` records. ``rng`` spreads the trials over the steps; by default it is seeded, so that equal histories
-    give equal decisions.
+    For each kind, size and mode about the latest ``history_size`` latencies count; after a change, only those since.
+    ``sizes`` are the capture sizes; None says that keys are padded already. Outside of ``min_tokens_for_graph`` to
+    ``max_tokens_for_graph`` no graph is used and nothing is learnt. Equal histories give equal decisions.
 
-    Thread-safe: records take a lock; ``select_mode`` takes none and looks into a table that is swapped on a change.
+    Memory grows with the number of sizes, not with time. Thread-safe: ``record`` takes a lock, a decision takes one
+    only for a number of tokens that it has not seen before.
     """
 
     learns: ClassVar[bool] = True
@@ -65,57 +190,53 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         min_tokens_for_graph: int = 1,
         max_tokens_for_graph: int = 8192,
         exploration: float = 0.01,
-        window: int = 100,
-        rng: random.Random | None = None,
     ) -> None:
-        for name, value, least in (
-            ("history_size", history_size, len(MODES)),
-            ("min_tokens_for_graph", min_tokens_for_graph, 1),
-            ("max_tokens_for_graph", max_tokens_for_graph, min_tokens_for_graph),
-            ("window", window, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
+        check_count("history_size", history_size)
+        check_count("min_tokens_for_graph", min_tokens_for_graph)
+        check_count("max_tokens_for_graph", max_tokens_for_graph)
+        if max_tokens_for_graph < min_tokens_for_graph:
+            raise ConfigError(
+                f"max_tokens_for_graph must be at least min_tokens_for_graph={min_tokens_for_graph}, "
+                f"got {max_tokens_for_graph}"
+            )
         if not 0 <= exploration <= 1:
             raise ConfigError(f"exploration must be a share of the time, from 0 to 1, got {exploration!r}")
         self.history_size = history_size
         self.sizes = None if sizes is None else check_sizes(sizes, "sizes")
         self.exploration = exploration
-        self.window = window
         self._limits = (min_tokens_for_graph, max_tokens_for_graph)
-        self._rng = rng or random.Random(0)
         self._lock = threading.Lock()
-        self._curves = {kind: CostCurve(window) for kind in _KINDS}
-        self._standings: dict[Place, Standing] = {}
-        self._table: dict[tuple[int, bool], Standing] = {}
-        self._probes: dict[Standing, DispatchMode] = {}
-        self._offered: Collection[DispatchMode] = MODES
-        self._version = 0
-        self._kept = history_size - history_size // _FORGET
+        self._costs: dict[tuple[bool, DispatchMode], dict[int, _Cost]] = {
+            (is_prefill, mode): {} for is_prefill in (False, True) for mode in _DEFAULT_ORDER
+        }
+        self._buckets: dict[tuple[bool, int, int], _Bucket] = {}
+        self._outside = _Bucket(0, False, {})
+        self._outside.order = (_EAGER,)
+        self._bucket_of = Memo[tuple[int, bool], _Bucket](self._find_bucket, _MOST_KEPT)
+        self._trials: dict[_Bucket, DispatchMode] = {}
         self._records = 0
         self._spent_ms = self._explored_ms = 0.0
-        self._capture_ms: float | None = None
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Whether there is a graph and it is preferred to eager for ``key``."""
-        standing = self._table.get((key.num_tokens, key.is_prefill)) or self._look_up(key)
-        before = standing.order[: standing.order.index(_EAGER)]
-        if not graph_available or not before:
+        """Whether there is a graph, and it is preferred to eager for ``key`` or due for a trial.
+
+        True also before anything is known, and where ``select_mode`` may answer ``EAGER`` to try it.
+        """
+        if not graph_available:
             return False
-        # A kind of graph that never ran says nothing, unless no other did.
-        known = [mode for mode, curve in zip(GRAPHS, standing.curves, strict=False) if curve.buckets]
-        return not known or any(mode in before for mode in known)
+        bucket = self._bucket_of[key.num_tokens, key.is_prefill]
+        return bucket.order[0] is not _EAGER or bucket in self._trials
 
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
         """The preferred one of ``available_modes`` for ``key``, or now and then one on trial; else ``EAGER``."""
-        self._offered = available_modes
-        standing = self._table.get((key.num_tokens, key.is_prefill)) or self._look_up(key)
-        if self._probes:
+        bucket = self._bucket_of[key.num_tokens, key.is_prefill]
+        bucket.available = available_modes
+        if self._trials:
             # Popping is atomic, so that of several threads one gets the trial.
-            probe = self._probes.pop(standing, None)
-            if probe is not None and probe in available_modes:
-                return probe
-        for mode in standing.order:
+            trial = self._trials.pop(bucket, None)
+            if trial is not None and trial in available_modes:
+                return trial
+        for mode in bucket.order:
             if mode in available_modes:
                 return mode
         return _EAGER
@@ -123,63 +244,41 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
         """Learn that ``key`` ran in ``mode`` for ``latency`` milliseconds.
 
-        Records count in the order in which they arrive. Most only add to sums: an order of preference is reviewed after
-        1, 2, 4, at most 16 further records of its place, and at once where costs near by have changed. Raises
-        ``ConfigError`` for values that no step can have.
+        Most latencies only change a mean: the preference is reviewed after the first few, after every eighth, and at
+        once where a cost has changed. Raises ``ConfigError`` for values that no step can have.
         """
-        if mode not in MODES:
+        if mode not in _DEFAULT_ORDER:
             raise ConfigError(f"mode must be EAGER, CUDAGRAPH or PIECEWISE, got {mode!r}; record what really ran")
         if not 0 <= latency < inf:
             raise ConfigError(f"latency must be a finite number of milliseconds >= 0, got {latency!r}")
-        tokens = key.num_tokens
+        bucket = self._bucket_of[key.num_tokens, key.is_prefill]
         with self._lock:
-            self._records = now = self._records + 1
+            self._records += 1
             self._spent_ms += latency
-            standing = self._table.get((tokens, key.is_prefill)) or self._look_up(key)
-            standing.stamp = now
-            _, size, bucket = standing.place
-            if mode is not _EAGER:
-                tokens = bucket = size
-            curve = standing.curves[MODES.index(mode)]
-            news = curve.add(bucket, tokens or 1, latency if latency > _LEAST_MS else _LEAST_MS, now)
-            if news or standing.sightings >= standing.due or standing.probing is mode:
-                self._review(standing, key.num_tokens, mode, latency, news)
-            standing.sightings += 1
-            if now % _REFRESH == 0:
-                self._table = {}
-
-    def record_capture(self, key: DispatchKey, latency: float) -> None:
-        """Learn that capturing a graph for ``key`` took ``latency`` milliseconds; see ``should_capture``."""
-        if not 0 <= latency < inf:
-            raise ConfigError(f"latency must be a finite number of milliseconds >= 0, got {latency!r}")
-        with self._lock:
-            known = self._capture_ms
-            self._capture_ms = latency if known is None else known + 0.25 * (latency - known)
-
-    def should_capture(self, key: DispatchKey) -> bool:
-        """Whether a graph for ``key`` would pay for its capture.
-
-        Batches of its size are expected to come as often again as they came so far. Until captures, graphs and eager
-        steps were measured, the second sighting decides.
-        """
-        place = self._place(key)
-        low, high = self._limits
-        if not low <= key.num_tokens <= high:
-            return False
-        with self._lock:
-            alike = [standing for other, standing in self._standings.items() if other[:2] == place[:2]]
-            sightings = sum(standing.sightings for standing in alike)
-        found = self.estimates(key)
-        eager, graph = found.get(_EAGER), found.get(_FULL)
-        if eager is None or graph is None:
-            return sightings >= _SECOND_SIGHTING
-        if graph.mean >= eager.mean:
-            return False
-        return sightings >= _SECOND_SIGHTING and sightings * (eager.mean - graph.mean) >= (self._capture_ms or 0.0)
+            if bucket is self._outside:
+                return
+            cost = bucket.costs[mode]
+            is_first = not cost.count
+            is_news = cost.add(max(latency, _LEAST_MS), self._records, self.history_size)
+            if is_news:
+                if not is_first:
+                    self._forget(mode, cost.latest[0][0])
+                # Other buckets may depend on this cost: the next batch of each has it ranked again.
+                self._bucket_of.clear()
+            is_trial = bucket.trial is mode
+            if is_trial:
+                self._settle(bucket, mode, latency)
+            if is_news or is_trial or bucket.records < _REVIEW_EVERY or bucket.records % _REVIEW_EVERY == 0:
+                found = self._estimates(bucket)
+                bucket.rank(found)
+                self._grant(bucket, found)
+            bucket.records += 1
 
     def estimates(self, key: DispatchKey) -> dict[DispatchMode, Estimate]:
-        """What ``key`` is thought to cost in each mode that has been measured at any size."""
-        return self._look_up(key).estimates(key.num_tokens, self._records)
+        """What ``key`` is thought to cost in each mode that was measured at its size or at one near by."""
+        bucket = self._bucket_of[key.num_tokens, key.is_prefill]
+        with self._lock:
+            return self._estimates(bucket)
 
     @property
     def min_tokens_for_graph(self) -> int:
@@ -191,198 +290,80 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         """The largest measured number of tokens that prefers a graph, the upper limit if the largest does; 0: none."""
         return self._thresholds()[1]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Settings and everything learnt, as plain data that JSON can hold; trials under way are left out."""
-        with self._lock:
-            return {
-                "version": 1,
-                "history_size": self.history_size,
-                "sizes": None if self.sizes is None else list(self.sizes),
-                "limits": list(self._limits),
-                "exploration": self.exploration,
-                "window": self.window,
-                "records": self._records,
-                "spent_ms": self._spent_ms,
-                "explored_ms": self._explored_ms,
-                "capture_ms": self._capture_ms,
-                "curves": [
-                    {"mode": mode.value, "prefill": prefill, "cells": [list(cell) for cell in curve.to_list()]}
-                    for (prefill, mode), curve in self._curves.items()
-                ],
-                "places": [
-                    place._asdict() | {"order": [mode.value for mode in standing.order], "seen": standing.sightings}
-                    for place, standing in sorted(self._standings.items(), key=lambda item: item[1].stamp)
-                ],
-            }
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any], *, rng: random.Random | None = None) -> Self:
-        """The policy that ``to_dict`` described. Raises ``ConfigError`` that names what is wrong with ``state``."""
-        try:
-            return cls._from_json(json.dumps(state), rng)
-        except (TypeError, RecursionError) as error:
-            raise ConfigError(f"state must be what to_dict() gives, got {reprlib.repr(state)}: {error}") from error
-
-    def save(self, path: str | Path) -> None:
-        """Write the state to ``path`` as JSON, replacing a file there in one step."""
-        path = Path(path)
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(self.to_dict()), encoding="utf-8")
-        partial.replace(path)
-
-    @classmethod
-    def load(cls, path: str | Path, *, rng: random.Random | None = None) -> Self:
-        """The policy that was saved to ``path``. Raises ``ConfigError`` for a file that holds none, or ``OSError``."""
-        try:
-            return cls._from_json(Path(path).read_bytes(), rng)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-
     def __repr__(self) -> str:
         low, high = self._thresholds()
-        return (
-            f"<AdaptiveDispatchPolicy {self._records} records, {sum(map(len, self._curves.values()))} of "
-            f"{self.history_size} estimates, graphs for {f'{low} to {high} tokens' if high else 'no size'}>"
-        )
+        graphs = f"{low} to {high} tokens" if high else "no size"
+        return f"<AdaptiveDispatchPolicy {self._records} records, graphs for {graphs}>"
 
-    @classmethod
-    def _from_json(cls, text: str | bytes, rng: random.Random | None) -> Self:
-        state = parse_state(text)
-        low, high = state.limits
-        policy = cls(
-            state.history_size,
-            sizes=state.sizes,
-            min_tokens_for_graph=low,
-            max_tokens_for_graph=high,
-            exploration=state.exploration,
-            window=state.window,
-            rng=rng,
-        )
-        policy._records = state.records
-        policy._spent_ms, policy._explored_ms = state.spent_ms, state.explored_ms
-        policy._capture_ms = state.capture_ms
-        for curve in state.curves:
-            policy._curves[curve.prefill, DispatchMode(curve.mode)] = CostCurve(state.window, curve.cells)
-        for saved in state.places:
-            place = Place(saved.prefill, saved.graph_size, saved.bucket)
-            order = tuple(map(DispatchMode, saved.order))
-            policy._standings[place] = Standing(place, policy._curves_of(place), order, saved.seen)
-        return policy
-
-    def _place(self, key: DispatchKey) -> Place:
-        tokens = max(1, key.num_tokens)
-        graph = bucket = bucket_of(tokens)
-        if self.sizes is None:
-            graph = tokens
-        elif tokens <= self.sizes[-1]:
-            graph = self.sizes[bisect_left(self.sizes, tokens)]
-        return Place(bool(key.is_prefill), graph, bucket)
-
-    def _curves_of(self, place: Place) -> tuple[CostCurve, ...]:
-        return tuple(self._curves[place.prefill, mode] for mode in MODES)
-
-    def _look_up(self, key: DispatchKey) -> Standing:
-        """What is remembered of ``key``'s place, or a guess at it; ready for the next time in the table of the moment.
-
-        A place is ranked anew, and reviewed at its next record, if there was news since it last was. The table is
-        taken before the places are looked at, and who changes the places then swaps the table: a guess that has been
-        overtaken ends up in a table that nobody reads any more.
-        """
-        if len(self._table) >= self.history_size:
-            self._table = {}
-        table, place = self._table, self._place(key)
+    def _find_bucket(self, asked: tuple[int, bool]) -> _Bucket:
+        tokens, is_prefill = asked[0], bool(asked[1])
         low, high = self._limits
-        if low <= key.num_tokens <= high:
-            standing = self._standings.get(place) or Standing(place, self._curves_of(place))
-            if standing.version != self._version:
-                standing.version = self._version
-                standing.order = standing.ranked(standing.estimates(key.num_tokens, self._records))
-                standing.due = 0
-        else:
-            standing = Standing(place, self._curves_of(place), (_EAGER, *GRAPHS))
-            standing.due = inf
-        table[key.num_tokens, key.is_prefill] = standing
-        return standing
+        if not low <= tokens <= high:
+            return self._outside
+        graph = end = bucket_of(tokens)
+        if self.sizes is not None and tokens <= self.sizes[-1]:
+            graph = self.sizes[bisect_left(self.sizes, tokens)]
+        with self._lock:
+            bucket = self._buckets.get((is_prefill, graph, end))
+            if bucket is None:
+                sizes = {_FULL: graph, _PIECEWISE: graph, _EAGER: end}
+                costs = {m: self._costs[is_prefill, m].setdefault(size, _Cost(size)) for m, size in sizes.items()}
+                bucket = self._buckets[is_prefill, graph, end] = _Bucket(min(end, high), is_prefill, costs)
+            bucket.rank(self._estimates(bucket))
+            return bucket
 
-    def _review(self, standing: Standing, tokens: int, mode: DispatchMode, latency: float, news: bool) -> None:
-        """Rank the modes anew after a record of ``latency`` milliseconds in ``mode``, and grant a trial.
+    def _estimates(self, bucket: _Bucket) -> dict[DispatchMode, Estimate]:
+        """The surest estimate for each mode, of those at the bucket's own size and at the sizes near by."""
+        # Noise is mostly the machine's: a mode that was seldom measured is assumed to spread like the others.
+        spread2 = max((cost.spread2 for cost in bucket.costs.values() if cost.count), default=0.0)
+        found = {}
+        for mode, own in bucket.costs.items():
+            costs = self._costs[bucket.is_prefill, mode].values()
+            known = [cost.at(own.size, self._records, spread2) for cost in costs if cost.count and cost.is_near(own)]
+            if known:
+                found[mode] = min(known, key=itemgetter(1))
+        return found
 
-        ``news`` says that the record was the first of its estimate, or that its cost has drifted.
-        """
-        if news:
-            self._forget()
-        if standing.due == inf:
+    def _forget(self, mode: DispatchMode, since: int) -> None:
+        """Forget what ``mode`` cost at sizes without a latency after record ``since``, when it changed at one size."""
+        for is_prefill in (False, True):
+            for cost in self._costs[is_prefill, mode].values():
+                if cost.count and cost.latest[-1][0] < since:
+                    cost.count = 0
+
+    def _settle(self, bucket: _Bucket, mode: DispatchMode, latency: float) -> None:
+        """Replace the expected price of a trial by what it really cost more than the preferred mode."""
+        bucket.trial = None
+        best = next((bucket.costs[m] for m in bucket.order if m in bucket.available and m is not mode), None)
+        extra = latency - best.mean if best is not None and best.count else 0.0
+        self._explored_ms = max(0.0, self._explored_ms - bucket.price_ms + extra)
+
+    def _grant(self, bucket: _Bucket, found: dict[DispatchMode, Estimate]) -> None:
+        """Have the most promising other mode tried by the next batch of ``bucket``, if the budget allows it."""
+        available = bucket.available
+        order = [mode for mode in bucket.order if mode in available]
+        is_waiting = bucket.trial is not None and self._records < bucket.lost_at
+        if is_waiting or len(order) < 2 or order[0] not in found or not self.exploration:
             return
-        found = standing.estimates(tokens, self._records)
-        if standing.probing is mode:
-            self._settle(standing, mode, latency, found)
-        order = standing.ranked(found)
-        news = news or order != standing.order
-        if news or not standing.sightings:
-            self._remember(standing, order)
-        standing.reviewed(news)
-        self._grant(standing, found)
-
-    def _remember(self, standing: Standing, order: tuple[DispatchMode, ...]) -> None:
-        """Keep ``standing`` with a new order, and let all other places know that there was news."""
-        standing.order = order
-        self._standings[standing.place] = standing
-        if len(self._standings) > self.history_size:
-            idle = sorted(self._standings.values(), key=lambda standing: standing.stamp)
-            self._standings = {kept.place: kept for kept in idle[-self._kept :]}
-        self._version += 1
-        standing.version = self._version
-        self._table = {}
-
-    def _forget(self) -> None:
-        """Drop the idlest estimates, if there are too many."""
-        if sum(map(len, self._curves.values())) > self.history_size:
-            stamps = sorted(stamp for curve in self._curves.values() for stamp in curve.stamps)
-            for curve in self._curves.values():
-                curve.forget(stamps[-self._kept - 1])
-
-    def _settle(
-        self, standing: Standing, mode: DispatchMode, latency: float, found: Mapping[DispatchMode, Estimate]
-    ) -> None:
-        """Charge a trial that has come back with what it cost more than the preferred mode."""
-        standing.probing = None
-        preferred = next((m for m in standing.order if m in self._offered), mode)
-        if preferred in found and preferred is not mode:
-            self._explored_ms = max(0.0, self._explored_ms + latency - found[preferred].mean)
-
-    def _grant(self, standing: Standing, found: Mapping[DispatchMode, Estimate]) -> None:
-        """Have the most promising other mode tried at a place next time, if the budget allows it."""
-        waiting = standing.probing is not None and self._records < standing.next_probe + _LOST_AFTER
-        offered = self._offered
-        order = [mode for mode in standing.order if mode in offered]
-        if waiting or self._records < standing.next_probe or len(order) < 2 or order[0] not in found:
-            return
+        if bucket.trial is not None:
+            self._explored_ms = max(0.0, self._explored_ms - bucket.price_ms)
         best = found[order[0]]
         unknown = Estimate(_UNKNOWN_COST * best.mean, 1.0)
-        mode, tried = min(
-            ((mode, found.get(mode, unknown)) for mode in order[1:]), key=lambda choice: choice[1].hopeful
-        )
-        share = self.exploration if tried.hopeful < best.mean else self.exploration * _CHECKS
-        if self._explored_ms + max(0.0, tried.mean - best.mean) <= share * self._spent_ms:
-            for old in list(self._probes)[: 1 - _PROBES_AT_ONCE]:
-                self._probes.pop(old, None)
-            self._probes[standing] = mode
-            standing.probing = mode
-            standing.next_probe = self._records + self._rng.randint(1, 2 * _PROBE_GAP)
+        mode = min(order[1:], key=lambda mode: found.get(mode, unknown).lowest)
+        tried = found.get(mode, unknown)
+        share = self.exploration * (1.0 if tried.lowest < best.mean else _CHECKS)
+        price = max(0.0, tried.mean - best.mean)
+        if self._explored_ms + price <= share * self._spent_ms:
+            self._explored_ms += price
+            bucket.trial, bucket.price_ms, bucket.lost_at = mode, price, self._records + _LOST_AFTER
+            self._trials[bucket] = mode
 
     def _thresholds(self) -> tuple[int, int]:
         low, high = self._limits
         with self._lock:
-            keys = sorted(
-                DispatchKey(tokens, 1, 0, prefill)
-                for (prefill, _), curve in self._curves.items()
-                for tokens in curve.buckets
-                if low <= tokens <= high
-            )
-        if not keys:
-            return low, high
-        graphs = [key.num_tokens for key in keys if self.should_use_graph(key, True)]
+            measured = sorted((b.tokens, b.order[0] is not _EAGER) for b in self._buckets.values() if b.records)
+        graphs = [tokens for tokens, prefers_graph in measured if prefers_graph]
         if not graphs:
-            return low, 0
-        first = low if graphs[0] == keys[0].num_tokens else graphs[0]
-        return first, high if graphs[-1] == keys[-1].num_tokens else graphs[-1]
+            return low, 0 if measured else high
+        first = low if graphs[0] == measured[0][0] else graphs[0]
+        return first, high if graphs[-1] == measured[-1][0] else graphs[-1]

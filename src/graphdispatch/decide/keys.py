@@ -1,4 +1,4 @@
-"""``CudagraphKeyDispatcher``: which graph serves a batch, by vLLM's keys and by what came after them."""
+"""``CudagraphKeyDispatcher``: which graph serves a batch, by vLLM's key sets and by the rules of its later versions."""
 
 import threading
 import warnings
@@ -21,13 +21,15 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 class CudagraphKeyDispatcher:
     """Decides which mode and which graph serve a batch; the keys are the only source of truth for valid graphs.
 
-    ``capture_sizes`` are numbers of tokens in any order, ``"auto"``, or a name (``"vllm"``); each gets a key for
-    every one of ``variants``. A batch has at most ``max_num_reqs`` requests and ``max_num_tokens`` tokens; if that is
-    known, the keys are linted when they are initialised. ``query_lens`` are uniform query lengths besides the
-    initialised one; naming any (the initialised one too) stages the uniform sizes at multiples of the query length.
-    ``compile_sizes`` are those that the model was compiled for one by one: up to the largest captured size each must be
-    captured itself, since padding would take a batch past the code made for it. ``piecewise`` says that the model is
-    split around what no graph can hold. ``cost`` can prefer another graph, or eager, to the better mode.
+    ``capture_sizes`` are numbers of tokens in any order, ``"auto"``, or the name of an engine's sizes (see
+    ``get_cudagraph_sizes``). Each size gets a key for each of ``variants``. A batch has at most ``max_num_reqs``
+    requests and ``max_num_tokens`` tokens; if the latter is given, the keys are linted when they are initialised.
+
+    ``query_lens`` are uniform query lengths besides the one that the keys are initialised with. If any is given, be it
+    that one, uniform sizes are rounded up to multiples of their query length. ``compile_sizes`` are the sizes for which
+    the model was compiled specially. Up to the largest capture size, each of them must be a capture size too, since a
+    padded batch would miss its special code. ``piecewise`` says that the model is split around what no graph can hold.
+    ``cost`` can prefer a graph of another mode, or eager.
 
     It runs nothing and needs no torch. Thread-safe: a change builds a new table and swaps it whole, under a lock that
     no decision takes.
@@ -62,7 +64,7 @@ class CudagraphKeyDispatcher:
         if padded:
             raise ConfigError(
                 f"compile_sizes must be among the capture_sizes up to {self.capture_sizes[-1]}, got {padded}, which "
-                "would be padded away from the code compiled for them; capture them too, or drop them"
+                "would be padded to a size without their compiled code; capture them too, or drop them"
             )
         self.piecewise = piecewise
         self._cost = cost
@@ -71,12 +73,12 @@ class CudagraphKeyDispatcher:
 
     @property
     def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
-        """The keys by runtime mode, PIECEWISE and FULL, as they are now; a later change leaves this answer alone."""
+        """The keys by runtime mode, PIECEWISE and FULL, as they are now; a later change does not change this answer."""
         return self._table.keys
 
     @property
     def keys_initialized(self) -> bool:
-        """Whether ``initialize_cudagraph_keys`` was called; until then no graph is dispatched to."""
+        """Whether ``initialize_cudagraph_keys`` was called; until then no graph serves."""
         return self._table.mode is not None
 
     @property
@@ -85,10 +87,10 @@ class CudagraphKeyDispatcher:
         return self._table
 
     def add_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
-        """Add the key of one more graph. Builds a new table; many keys are added cheaper by initialising.
+        """Add the key of one more graph. Each call builds a new table: to add many keys, initialise them.
 
-        A uniform key that names its requests serves the query length that these imply. Raises ``ConfigError`` for a
-        mode other than PIECEWISE and FULL.
+        A uniform key that names its requests serves the query length that follows from them. Raises ``ConfigError`` for
+        a mode other than PIECEWISE and FULL.
         """
         _check_runtime_mode(runtime_mode)
         if not isinstance(batch_descriptor, BatchDescriptor) or batch_descriptor.num_tokens < 1:
@@ -98,7 +100,7 @@ class CudagraphKeyDispatcher:
             self._swap({**keys, runtime_mode: keys[runtime_mode] | {batch_descriptor}})
 
     def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
-        """Forget a key, as its graph is gone; one that is not there is ignored. Builds a new table."""
+        """Remove the key of a graph that is gone; a key that is not there is ignored. Builds a new table."""
         _check_runtime_mode(runtime_mode)
         with self._lock:
             keys = self._table.keys
@@ -107,10 +109,10 @@ class CudagraphKeyDispatcher:
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
         """Add the keys of all graphs of a configured mode; keys that are there already stay.
 
-        Mixed batches get a key for each size and variant. Where uniform decode has graphs of its own, they are for the
-        sizes from the query length to what ``max_num_reqs`` requests schedule, as in vLLM 0.11.1; with ``query_lens``
-        they are rounded up to multiples of each query length instead, and name their requests. Warns of what the lint
-        finds. Raises ``ConfigError`` if the mode needs a split model and ``piecewise`` is False.
+        Mixed batches get a key for each size and variant. If uniform decode has graphs of its own, their sizes go from
+        the query length to the most tokens of ``max_num_reqs`` requests, as in vLLM 0.11.1. With ``query_lens`` these
+        sizes are rounded up to multiples of each query length, and the keys name their requests. Each finding of the
+        lint is a warning. Raises ``ConfigError`` if the mode needs a split model and ``piecewise`` is False.
         """
         if not isinstance(cudagraph_mode, CUDAGraphMode):
             raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {cudagraph_mode!r}")
@@ -122,7 +124,7 @@ class CudagraphKeyDispatcher:
             )
         added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
         with self._lock:
-            keys = {graph: old | added.get(graph, set()) for graph, old in self._table.keys.items()}
+            keys = {runtime: old | added.get(runtime, set()) for runtime, old in self._table.keys.items()}
             self._table = self._build(keys, cudagraph_mode, uniform_decode_query_len)
             table = self._table
         if self.max_num_tokens is not None:
@@ -135,9 +137,9 @@ class CudagraphKeyDispatcher:
     ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
         """The runtime mode and key for a batch that the caller has padded, by the rules of vLLM 0.11.1.
 
-        The exact full graph, else the full graph for any batch, else the piecewise one, else ``(NONE, None)``; cascade
-        attention skips full graphs. A new key comes back where a uniform batch goes to a more general graph. Keys that
-        name no requests serve every number of them.
+        That is the exact full graph, else the full graph for any batch, else the piecewise one, else ``(NONE, None)``.
+        Cascade attention skips full graphs. If a more general graph serves a uniform batch, the key of that graph comes
+        back. Keys that name no requests serve every number of them.
         """
         table = self._table
         return (table.piecewise_answers if use_cascade_attn else table.answers)[batch_descriptor]
@@ -155,13 +157,13 @@ class CudagraphKeyDispatcher:
         """The decision for a batch as it is, before padding: mode, key, padded size and the reason.
 
         ``query_len`` is the number of tokens that *every* request of a uniform decode batch schedules, None for a mixed
-        batch; a batch that its counts show not to be uniform counts as mixed. Without ``num_reqs`` the batch may have
-        as many requests as tokens (or ``max_num_reqs``). An integer ``variant`` is rounded up to a captured one, any
-        other must be captured itself. ``allowed_modes`` less ``excluded_modes`` are the runtime modes to choose from.
+        batch. If the counts contradict it, the batch counts as mixed. Without ``num_reqs`` the batch may have as many
+        requests as tokens, up to ``max_num_reqs``. An integer ``variant`` is rounded up to a captured one; any other
+        must be captured itself. ``allowed_modes`` less ``excluded_modes`` are the runtime modes to choose from.
 
-        A batch that was decided before is one lookup, hit or miss. Raises ``ConfigError``
-        for a negative ``num_tokens`` or if no mode is left, and ``FallbackError`` if no graph serves the batch and NONE
-        is not allowed.
+        For a batch that was decided before this is one lookup, hit or miss. Raises ``ConfigError`` for a negative
+        ``num_tokens`` or if no mode is left, and ``FallbackError`` if no graph serves the batch and NONE is not
+        allowed.
         """
         return self._table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
 
@@ -171,15 +173,15 @@ class CudagraphKeyDispatcher:
         if table.mode is None:
             return []
         return [
-            (graph, sorted(keys, key=_capture_order, reverse=True))
-            for graph in (PIECEWISE, FULL)
-            if (keys := table.keys[graph])
+            (mode, sorted(keys, key=_capture_order, reverse=True))
+            for mode in (PIECEWISE, FULL)
+            if (keys := table.keys[mode])
         ]
 
     def __repr__(self) -> str:
         table = self._table
         mode = "not initialised" if table.mode is None else table.mode.name
-        counts = ", ".join(f"{len(keys)} {graph.name}" for graph, keys in table.keys.items())
+        counts = ", ".join(f"{len(keys)} {runtime.name}" for runtime, keys in table.keys.items())
         return f"<CudagraphKeyDispatcher {mode}, {counts} keys>"
 
     def _keys_of(self, mode: CUDAGraphMode, query_len: int) -> dict[CUDAGraphMode, set[BatchDescriptor]]:
@@ -201,7 +203,7 @@ class CudagraphKeyDispatcher:
             most = self.max_num_reqs
             if self.max_num_tokens is not None:
                 most = min(most, self.max_num_tokens // length)
-            # The size above the scheduler's limit is lowered to it, so that the largest batches have a graph.
+            # A size above the scheduler's limit is lowered to the limit, so that the largest batches have a graph.
             requests = {min(-(-size // length), most) for size in self.capture_sizes} - {0}
             keys |= {BatchDescriptor(reqs * length, reqs, True) for reqs in requests}
         return keys

@@ -1,4 +1,4 @@
-"""Lints a plan of graphs before it serves: graphs that no batch reaches, batches that no graph serves, cliffs."""
+"""Lints a plan of graphs before it serves: graphs that serve no batch, batches without a graph, cliffs."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class LintCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """One finding: a sentence with the remedy, and the sizes concerned, in tokens and increasing."""
+    """One finding: a sentence with the remedy, and the numbers of tokens concerned, in increasing order."""
 
     code: LintCode
     message: str
@@ -41,7 +41,7 @@ class LintFinding:
 
 
 class HasTable(Protocol):
-    """Anything that decides by a table of keys, such as ``CudagraphKeyDispatcher``."""
+    """What decides by a table of keys, such as ``CudagraphKeyDispatcher``."""
 
     @property
     def table(self) -> KeyTable:
@@ -52,9 +52,10 @@ def lint(plan: KeyTable | HasTable, *, max_num_tokens: int, max_num_reqs: int, q
     """What is wrong with the graphs of ``plan`` for a scheduler with these limits; empty if nothing is.
 
     The scheduler sends mixed batches of up to ``max_num_tokens`` tokens, and uniform decode batches of up to
-    ``max_num_reqs`` requests with ``query_len`` tokens each, or a query length that has graphs of its own. The plan is
-    asked about each captured size and variant, with a cost model about every batch. That large *mixed* batches
-    run eagerly is no finding, since engines choose that; that a decode batch does is. A plan without graphs has none.
+    ``max_num_reqs`` requests. Each of these has ``query_len`` tokens, or a query length that has graphs of its own. The
+    lint asks for a decision at each captured size and variant, and with a cost model at each number of tokens. A decode
+    batch that runs eagerly is a finding. A large *mixed* batch that does is none, since engines choose that. A plan
+    without graphs has no findings.
     """
     for name, value in (("max_num_tokens", max_num_tokens), ("max_num_reqs", max_num_reqs), ("query_len", query_len)):
         if value < 1:
@@ -78,21 +79,21 @@ def lint(plan: KeyTable | HasTable, *, max_num_tokens: int, max_num_reqs: int, q
     ]
 
 
-_BROKEN = "are no multiple of the query length, so that no batch can be padded to them; stage the sizes with query_lens"
+_BROKEN = "are no multiple of the query length, so that no batch can be padded to them; name the query_lens instead"
 _REPEATED = "serve the same batches as another key; keep one key of each"
-_SHADOWED = "serve only calls that exclude FULL; drop them unless such calls come"
-_UNREACHED = "serve no batch that can come, and hold memory for nothing; drop them, or raise the scheduler's limits"
+_SHADOWED = "serve only calls that exclude FULL; drop them unless there are such calls"
+_UNREACHED = "serve no batch that the scheduler sends; drop them to free memory, or raise the scheduler's limits"
 
 
-class _Like(NamedTuple):
-    """Batches of these numbers of tokens that are decided alike, and the decision for the largest of them."""
+class _DecidedRange(NamedTuple):
+    """Batches of these numbers of tokens, which all get the same mode, and the decision for the largest of them."""
 
     decision: Decision
     sizes: range
 
 
 class _Scheduler:
-    """All batches that can come, and what the table decides for them."""
+    """All batches that the scheduler can send, and what the table decides for them."""
 
     def __init__(self, table: KeyTable, max_num_tokens: int, max_num_reqs: int, query_len: int) -> None:
         self.table = table
@@ -101,27 +102,29 @@ class _Scheduler:
         self.query_len = query_len
         self._sizes = {key.num_tokens for group in table.keys.values() for key in group}
 
-    def decode(self, variant: Hashable, query_len: int, excluded: Collection[CUDAGraphMode] = ()) -> Iterator[_Like]:
-        """What is decided for uniform decode."""
+    def decode(
+        self, variant: Hashable, query_len: int, excluded: Collection[CUDAGraphMode] = ()
+    ) -> Iterator[_DecidedRange]:
+        """The decisions for uniform decode."""
         most = min(self.max_num_reqs, self.max_num_tokens // query_len)
         for low, reqs in self._steps((size // query_len for size in self._sizes), most):
             sizes = range(low * query_len, reqs * query_len + 1, query_len)
-            yield _Like(
+            yield _DecidedRange(
                 self.table.decide(
                     reqs * query_len, reqs, query_len=query_len, variant=variant, excluded_modes=excluded
                 ),
                 sizes,
             )
 
-    def mixed(self, variant: Hashable, excluded: Collection[CUDAGraphMode] = ()) -> Iterator[_Like]:
-        """What is decided for mixed batches, for every number of requests that matters."""
+    def mixed(self, variant: Hashable, excluded: Collection[CUDAGraphMode] = ()) -> Iterator[_DecidedRange]:
+        """The decisions for mixed batches, with every number of requests that can make a difference."""
         for low, tokens in self._steps(self._sizes, self.max_num_tokens):
             for reqs in {min(limit, tokens, self.max_num_reqs) for limit in (*self.table.limits, self.max_num_reqs)}:
                 decision = self.table.decide(tokens, reqs, variant=variant, excluded_modes=excluded)
-                yield _Like(decision, range(low, tokens + 1))
+                yield _DecidedRange(decision, range(low, tokens + 1))
 
     def reached(self, excluded: Collection[CUDAGraphMode]) -> set[_Key]:
-        """The graphs that some batch is served by, where the calls exclude these modes."""
+        """The graphs that serve at least one batch when the calls exclude these modes."""
         found: set[_Key] = set()
         for variant in self.table.variants:
             batches = [self.mixed(variant, excluded)]
@@ -134,7 +137,7 @@ class _Scheduler:
         return found
 
     def _steps(self, sizes: Iterable[int], most: int) -> Iterator[tuple[int, int]]:
-        """The counts from 1 to ``most`` in runs, first and last, between which no graph or request limit ends."""
+        """The counts from 1 to ``most`` as ranges (first, last), within which no size and no request limit lies."""
         ends = range(1, most + 1) if self.table.has_cost else {*sizes, *self.table.limits, self.max_num_reqs, most}
         first = 1
         for end in sorted(end for end in ends if 1 <= end <= most):
@@ -180,30 +183,30 @@ def _uncovered(scheduler: _Scheduler) -> list[LintFinding]:
     return findings
 
 
-def _holes(decode: list[_Like], mixed: list[_Like]) -> Iterator[tuple[LintCode, str, tuple[int, ...]]]:
-    """Batches without a graph, though larger ones of their kind have one; all decode batches, if none has one."""
+def _holes(decode: list[_DecidedRange], mixed: list[_DecidedRange]) -> Iterator[tuple[LintCode, str, tuple[int, ...]]]:
+    """Batches without a graph, though larger ones have one; also all decode batches, if none of them has one."""
     for kind, batches in (("decode", decode), ("mixed", mixed)):
         largest = max((found.rows for found, _ in batches if found.mode is not NONE), default=0)
         if not largest and kind == "decode":
             largest = max((found.rows for found, _ in batches), default=0)
-        unserved = [like for found, like in batches if found.rows <= largest and _is_unserved(found)]
+        unserved = [covered for found, covered in batches if found.rows <= largest and _is_unserved(found)]
         sizes = tuple(sorted(set(chain.from_iterable(unserved))))
         if sizes:
             text = f"no graph serves {kind} batches of {_ranges(sizes)} tokens; capture a graph that does"
             yield LintCode.UNSERVED_SIZES, text, sizes
 
 
-def _cliff(decode: list[_Like]) -> Iterator[tuple[LintCode, str, tuple[int, ...]]]:
-    """The step down beyond the largest graph of the best mode, which a loaded scheduler does not come back from."""
+def _cliff(decode: list[_DecidedRange]) -> Iterator[tuple[LintCode, str, tuple[int, ...]]]:
+    """Decode batches above the largest graph of the best mode, which a loaded scheduler keeps sending."""
     best = max((found.mode for found, _ in decode), default=NONE)
     largest = max((found.rows for found, _ in decode if found.mode is best), default=0)
     beyond = [
-        (found, like)
-        for found, like in decode
+        (found, covered)
+        for found, covered in decode
         if found.rows > largest and (found.mode is not NONE or _is_unserved(found))
     ]
     if best is not NONE and beyond:
-        sizes = tuple(chain.from_iterable(like for _, like in beyond))
+        sizes = tuple(chain.from_iterable(covered for _, covered in beyond))
         instead = {"eagerly" if found.mode is NONE else f"in {found.mode.name} graphs" for found, _ in beyond}
         text = (
             f"the largest {best.name} graph for decode serves {largest} tokens, and the scheduler sends up to "
@@ -214,12 +217,12 @@ def _cliff(decode: list[_Like]) -> Iterator[tuple[LintCode, str, tuple[int, ...]
 
 
 def _is_unserved(decision: Decision) -> bool:
-    # A cost model that prefers eager is a choice and no gap.
+    # If the cost model prefers eager, nothing is missing.
     return decision.mode is NONE and decision.reason is not Reason.POLICY
 
 
 def _ranges(sizes: tuple[int, ...]) -> str:
-    """``1-3, 8`` for 1, 2, 3, 8; the middle of a long list is left out."""
+    """The text ``1-3, 8`` for 1, 2, 3, 8. It leaves out the middle of a long list."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and size == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""``Memo``: the answers of a pure function, each made when it is first asked for."""
+"""``Memo``: a dictionary that computes a missing value and keeps it."""
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -10,10 +10,10 @@ V = TypeVar("V")
 
 
 class Memo(dict[K, V], Generic[K, V]):
-    """``memo[question]`` is ``answer(question)``, kept for the next time; at ``most`` answers all are made anew.
+    """``memo[question]`` is ``answer(question)``, computed once. When ``most`` answers are kept, all are dropped.
 
-    A kept answer costs one lookup. Thread-safe: threads that ask at once may make an answer twice, and get equal ones.
-    What ``answer`` raises passes through, and nothing is kept.
+    A kept answer costs one lookup. Thread-safe: two threads that ask the same at once may both compute the answer. What
+    ``answer`` raises passes through, and nothing is kept.
     """
 
     __slots__ = ("_answer", "_most")

@@ -15,15 +15,16 @@ __all__ = ["DefaultDispatchPolicy", "DispatchPolicy"]
 class DispatchPolicy(ABC):
     """Decides for one key. Called on every dispatch, possibly from several threads at once.
 
-    A dispatcher asks ``should_use_graph`` and then ``select_mode``; of a policy that learns it asks ``select_mode``
-    alone, since that one may also try a mode that it does not prefer.
+    A dispatcher asks ``should_use_graph``, and then ``select_mode``. If the first answer is no, the step runs eagerly
+    and the second question is not asked. A policy that learns says yes also where a graph is due for a trial, and may
+    answer ``EAGER`` to the second question, to try that.
     """
 
     learns: ClassVar[bool] = False
-    """Whether a dispatcher shall measure its steps and ``record`` them."""
+    """Whether a dispatcher measures its steps and tells ``record`` what they took."""
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:  # noqa: B027 (most do not learn)
-        """Learn that a step of ``key`` took ``latency`` milliseconds of device time in ``mode``; it may come late."""
+        """Learn that a step of ``key`` took ``latency`` milliseconds of device time in ``mode``; may be called late."""
 
     @abstractmethod
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
@@ -31,7 +32,7 @@ class DispatchPolicy(ABC):
 
     @abstractmethod
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
-        """The mode for ``key`` among those that could serve it now; ``EAGER`` always can."""
+        """The mode for ``key`` among those that can serve it now; ``EAGER`` always can."""
 
 
 class DefaultDispatchPolicy(DispatchPolicy):

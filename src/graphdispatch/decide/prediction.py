@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from ..descriptors import DispatchKey
 from ..errors import ConfigError
-from ..sizes import check_sizes
+from ..sizes import check_count, check_sizes
+from .pauses import CapturesSizes, Pauses
 
-__all__ = ["CapturesSizes", "Prewarmer", "SizePredictor"]
+__all__ = ["Prewarmer", "SizePredictor"]
 
 _Probabilities = NDArray[np.float64]
 
@@ -22,33 +23,30 @@ _RESCALE_AT = 1e6
 # How much a size's own history counts against the habits of all sizes: as many observations as these outweigh it.
 _HABIT_WEIGHT = 4.0
 _UNSEEN = 1e-3
-_GAP_SHARE = 0.05
-_LEAST_GAP_MS = 1.0
-_COST_SHARE = 0.25
-_REPLACES_FROM = 0.5
+_REPLACES_FROM = 0.5  # the probability from which a size may take the place of a graph
 
 
 class SizePredictor:
-    """Forecasts padded sizes from the sequence of keys so far, by three habits that fade with age.
+    """Forecasts padded sizes from the sequence of keys so far. It combines three habits, and older steps count less.
 
-    What followed this size before (a Markov chain of order one); by how many places among the sizes it moved, wherever
-    they were (so that a growing batch points at sizes that were never seen); and how often each size came at all. The
-    less is known of what follows a size, the more the latter two decide.
+    The first is what followed this size before (a Markov chain of order one). The second is by how many capture sizes
+    batches grew or shrank, whatever their size: by it a growing batch points at sizes that were never seen. The third
+    is how often each size came. The less is known of what follows a size, the more the second and third decide.
 
-    ``sizes`` are the capture sizes; a batch above the largest is followed but never forecast, since no graph serves it.
-    The last ``memory`` observations decide. Memory is 8 bytes times the square of the number of sizes. Thread-safe.
+    ``sizes`` are the capture sizes. A batch above the largest is observed but never forecast, since no graph serves it.
+    About the last ``memory`` observations count. It takes 8 bytes times the square of the number of sizes. Thread-safe.
     """
 
     def __init__(self, sizes: Sequence[int], memory: int = 2000) -> None:
         self.sizes = check_sizes(sizes, "sizes")
         if len(self.sizes) > _MOST_SIZES:
-            raise ConfigError(f"sizes must hold at most {_MOST_SIZES} sizes, got {len(self.sizes)}; give fewer")
-        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
-            raise ConfigError(f"memory must be an integer >= 1, got {memory!r}")
+            raise ConfigError(f"sizes must hold at most {_MOST_SIZES} sizes, got {len(self.sizes)}; use fewer")
+        check_count("memory", memory)
         count = len(self.sizes) + 1
         self._lock = threading.Lock()
         self._last: int | None = None
-        # Counts grow by an ever larger unit instead of fading one by one: an observation costs the same for any sizes.
+        # Each observation counts a little more than the one before, instead of making all older counts smaller: so its
+        # cost does not depend on the number of sizes.
         self._unit = 1.0
         self._growth = 1 + 1 / memory
         self._follows = np.zeros((count, count))
@@ -79,12 +77,11 @@ class SizePredictor:
         """The ``k`` likeliest sizes, each with the probability that it comes within the next ``horizon`` steps.
 
         Sorted by falling probability; empty before the first observation. With ``horizon=1`` the probabilities of all
-        sizes and of batches above the largest sum to one; over several steps they are an upper estimate, which takes
-        the steps for independent.
+        sizes and of batches above the largest sum to one. Over several steps they are an upper estimate, which assumes
+        that the steps are independent.
         """
-        for name, value in (("k", k), ("horizon", horizon)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        check_count("k", k)
+        check_count("horizon", horizon)
         with self._lock:
             if self._last is None:
                 return []
@@ -100,11 +97,11 @@ class SizePredictor:
         return [(self.sizes[index], float(chances[index])) for index in best]
 
     def _moves(self) -> _Probabilities:
-        """The probability of each size after each: rows of the chain, filled up with the habits of all sizes."""
+        """The probability of each size after each: what followed it, mixed with the habits of all sizes."""
         count = len(self._often)
         often = self._often / self._unit + _UNSEEN / count
         often /= often.sum()
-        # Row i holds the jumps that lead from size i to every other; those beyond the sizes are lost.
+        # Row i holds the jumps that lead from size i to every other; jumps beyond the sizes are left out.
         start = np.arange(count - 1, -1, -1)[:, None] + np.arange(count)
         jumps = (self._jumps / self._unit)[start]
         jumps += often * max(1.0, float(self._jumps.sum()) / self._unit) * 0.1
@@ -114,26 +111,19 @@ class SizePredictor:
         return moves
 
 
-class CapturesSizes(Protocol):
-    """What can be told to capture a size, and says which it has: ``graphed`` callables can."""
+class _HasCaptured(CapturesSizes, Protocol):
+    """What also says which sizes it has."""
 
     @property
     def captured_sizes(self) -> Collection[int]:
         """The sizes that have a graph now."""
 
-    def capture_size(self, size: int) -> bool:
-        """Capture one size now; whether there is a graph of it then."""
-
 
 class Prewarmer:
     """Plans which sizes to capture in a pause, before batches need them, and has them captured one at a time.
 
-    A pause counts from the end of the last step, once it has lasted as long as a capture will take and four times as
-    long as steps are usually apart: what has lasted tends to last, and at worst the wait is doubled. So nothing is
-    planned in a burst, nor while a step runs.
-    Captures take at most the share ``budget`` of all time since the start, after ``allowance_ms`` for a start.
-    ``capture_ms`` is what a capture is assumed to cost until ``record_capture`` has seen one. A size is worth it from a
-    probability of ``least`` to be needed within ``horizon`` steps. ``clock`` gives seconds. Thread-safe.
+    ``pauses``, made of ``budget``, ``allowance_ms``, ``capture_ms`` and ``clock``, says when there is time for that.
+    A size is worth a capture from a probability of ``least`` to be needed within ``horizon`` steps. Thread-safe.
     """
 
     def __init__(
@@ -147,66 +137,36 @@ class Prewarmer:
         horizon: int = 64,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value, most in (("budget", budget, 1.0), ("least", least, 1.0)):
-            if not 0 <= value <= most:
-                raise ConfigError(f"{name} must be a share from 0 to 1, got {value!r}")
-        for name, value in (("allowance_ms", allowance_ms), ("capture_ms", capture_ms)):
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} must be a finite number of milliseconds >= 0, got {value!r}")
-        if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
-            raise ConfigError(f"horizon must be an integer >= 1, got {horizon!r}")
+        if not 0 <= least <= 1:
+            raise ConfigError(f"least must be a share from 0 to 1, got {least!r}")
+        check_count("horizon", horizon)
         self.predictor = predictor
-        self.capture_ms = capture_ms
-        """What a capture is expected to cost, in milliseconds."""
-        self.spent_ms = 0.0
-        """What captures have cost so far, in milliseconds."""
-        self._budget = budget
-        self._allowance_ms = allowance_ms
+        self.pauses = Pauses(budget=budget, allowance_ms=allowance_ms, capture_ms=capture_ms, clock=clock)
+        """When captures may run, and what they cost; an ``AutoPlan`` may share it."""
         self._least = least
         self._horizon = horizon
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._start = clock()
-        self._running = 0
-        self._last_end: float | None = None
-        self._gap_ms = 0.0
 
     def step_started(self, key: DispatchKey) -> None:
         """Say that a step for ``key`` starts; the predictor observes it."""
         self.predictor.observe(key)
-        now = self._clock()
-        with self._lock:
-            if not self._running and self._last_end is not None:
-                gap = max(0.0, 1000 * (now - self._last_end))
-                # A pause is not how steps are usually apart, so that it counts for little.
-                self._gap_ms += _GAP_SHARE * (min(gap, 2 * self._gap_ms + _LEAST_GAP_MS) - self._gap_ms)
-            self._running += 1
+        self.pauses.step_started()
 
     def step_ended(self) -> None:
         """Say that a step has ended, by an error too. Raises ``ConfigError`` if none was running."""
-        now = self._clock()
-        with self._lock:
-            if not self._running:
-                raise ConfigError("step_ended() must follow step_started(), got one call too many")
-            self._running -= 1
-            self._last_end = now
+        self.pauses.step_ended()
 
     def record_capture(self, latency: float) -> None:
         """Say that a capture took ``latency`` milliseconds, planned here or not."""
-        if not 0 <= latency < float("inf"):
-            raise ConfigError(f"latency must be a finite number of milliseconds >= 0, got {latency!r}")
-        with self._lock:
-            self.capture_ms += _COST_SHARE * (latency - self.capture_ms)
-            self.spent_ms += latency
+        self.pauses.record_capture(latency)
 
     def plan(self, ready: Collection[int], capacity: int | None = None) -> list[int]:
         """The sizes to capture now, most urgent first; empty in a burst, without budget, or with nothing to expect.
 
-        ``ready`` are the sizes that have graphs, ``capacity`` is how many can be kept: beyond that, a size is planned
-        only if it is likely, and twice as likely as the least likely graph, which should go for it. Capture one, call
-        ``record_capture``, and ask again: the pause may be over.
+        ``ready`` are the sizes that have graphs, ``capacity`` is how many can be kept. Beyond that, a size is planned
+        only if it is likely, and twice as likely as the least likely graph, which should make room for it. Capture one,
+        call ``record_capture``, and ask again: the pause may be over.
         """
-        count = self._affordable()
+        count = self.pauses.captures_allowed()
         if not count:
             return []
         chances = dict(self.predictor.forecast(len(self.predictor.sizes), self._horizon))
@@ -221,28 +181,13 @@ class Prewarmer:
             ]
         return wanted[:count]
 
-    def capture_one(self, target: CapturesSizes, capacity: int | None = None) -> int | None:
+    def capture_one(self, target: _HasCaptured, capacity: int | None = None) -> int | None:
         """In a pause, have ``target`` capture the size that ``plan`` finds most urgent; returns it, or None.
 
-        Call it whenever nothing is to be served: outside of pauses, and without budget, it does nothing. A size that
+        Call it whenever there is nothing to serve: outside of pauses, and without budget, it does nothing. A size that
         cannot be captured costs its time, and the next one is tried while the budget lasts.
         """
         for size in self.plan(target.captured_sizes, capacity):
-            begun = self._clock()
-            is_captured = target.capture_size(size)
-            self.record_capture(1000 * max(0.0, self._clock() - begun))
-            if is_captured:
+            if self.pauses.capture(target, size):
                 return size
         return None
-
-    def _affordable(self) -> int:
-        """How many captures the pause and the budget allow now."""
-        now = self._clock()
-        with self._lock:
-            if self._running or self._last_end is None:
-                return 0
-            pause = 1000 * (now - self._last_end)
-            if pause < max(self.capture_ms, 4 * self._gap_ms):
-                return 0
-            left = self._allowance_ms + 1000 * self._budget * (now - self._start) - self.spent_ms
-            return max(0, int(left // max(self.capture_ms, 1e-3)))

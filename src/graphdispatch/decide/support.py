@@ -1,4 +1,4 @@
-"""What the attention of a model can do inside a full graph, and what that leaves of a configured mode."""
+"""Which batches a model's attention supports in full graphs, and which mode that allows."""
 
 import warnings
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ __all__ = ["AttentionSupport", "resolve_cudagraph_mode"]
 
 
 class AttentionSupport(IntEnum):
-    """Which batches an attention backend can serve inside a full graph; a larger value can do more (vLLM's levels)."""
+    """Which batches an attention backend can serve in a full graph, by vLLM's levels; a larger value can do more."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -28,14 +28,16 @@ def resolve_cudagraph_mode(
 ) -> CUDAGraphMode:
     """The mode that all attention backends of a model can serve: ``cudagraph_mode``, or a lower one with a warning.
 
-    ``supports`` maps the name of every attention backend in the model to its level; the least one decides, and without
-    any the mode stays. ``piecewise`` says that the model is split around attention, so that it can run in piecewise
-    graphs. The rules are vLLM's: ``FULL`` needs ``ALWAYS`` and becomes ``FULL_AND_PIECEWISE`` or ``FULL_DECODE_ONLY``;
-    full graphs of uniform decode need ``UNIFORM_BATCH`` for a query length above 1, else more than ``NEVER``, and
-    become ``PIECEWISE`` or ``NONE``.
+    ``supports`` maps the name of every attention backend in the model to its level. The lowest level decides; without
+    any, the mode stays. ``piecewise`` says that the model is split around attention, so that it can run in piecewise
+    graphs. The rules are vLLM's:
 
-    Each step down is a ``UserWarning`` that says what was lost. Raises ``ConfigError`` for ``FULL`` where a backend
-    supports no full graph at all, and for a mode that needs piecewise graphs of a model that is not split.
+    - ``FULL`` needs ``ALWAYS``, and otherwise becomes ``FULL_AND_PIECEWISE``, or ``FULL_DECODE_ONLY`` without a split.
+    - Full graphs of uniform decode need ``UNIFORM_BATCH`` for a query length above 1, and any level but ``NEVER`` for
+      1. Otherwise the mode becomes ``PIECEWISE``, or ``NONE`` without a split.
+
+    Each step down is a ``UserWarning`` that says what is lost. Raises ``ConfigError`` for ``FULL`` if a backend
+    supports no full graph at all, and for a mode with piecewise graphs if the model is not split.
     """
     if uniform_decode_query_len < 1:
         raise ConfigError(f"uniform_decode_query_len must be >= 1, got {uniform_decode_query_len}")

@@ -1,12 +1,12 @@
-"""The immutable table behind the dispatchers: which graph serves which batch, and why none does.
+"""The immutable table behind the dispatchers: which graph serves a batch, or why none does.
 
-Graphs are preferred in this order: FULL before PIECEWISE, then the nearest size, the nearest variant, a uniform graph
-before a general one, and the one captured for fewer requests.
+The table prefers FULL to PIECEWISE, then the nearest size, then the nearest variant, then a uniform graph to a general
+one, then the graph that was captured for fewer requests.
 
 Note [decisions on demand]
-    A table of a thousand sizes and eight variants has some hundred thousand decisions, of which traffic asks for a few
-    hundred. Each is made when it is first asked for (a search by bisection) and kept, so that a table costs no more
-    than one pass over its keys, and every later question, hit or miss, is a lookup.
+    A table of a thousand sizes and eight variants has some hundred thousand decisions, and traffic asks for a few
+    hundred of them. Each is made by bisection when it is first asked for, and kept. So making a table costs one pass
+    over its keys, and every later question, hit or miss, is a lookup.
 """
 
 import sys
@@ -21,18 +21,18 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .decision import Decision
 from .memo import Memo
-from .preference import Group, Ladder, group_keys, order_variants, query_len_of, request_limit
+from .preference import KeyKind, KeyList, keys_by_kind, order_variants, query_len_of, request_limit
 
 __all__ = ["RUNTIME_MODES", "CostModel", "KeyTable"]
 
 CostModel = Callable[[CUDAGraphMode, int, int], float]
-"""``cost(mode, padded, real)``: what a step of ``real`` tokens costs, padded; asked with mode NONE for eager."""
+"""``cost(mode, padded, real)``: what a step of ``real`` tokens costs when padded; eager is mode NONE, not padded."""
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 """The modes that one batch can run in."""
 
-_MOST_KEPT = 65536  # decisions, and answers of each kind, so that odd traffic cannot fill the memory
+_MOST_KEPT = 65536  # decisions, and answers of each sort, so that odd traffic cannot fill the memory
 
 _Answer = tuple[CUDAGraphMode, BatchDescriptor | None]
 _Batch = tuple[int | None, Hashable, frozenset[CUDAGraphMode], int | None, int]
@@ -41,9 +41,9 @@ _Batch = tuple[int | None, Hashable, frozenset[CUDAGraphMode], int | None, int]
 class KeyTable:
     """Every decision that a set of keys allows. Immutable, so that any number of threads may ask it.
 
-    ``mode`` is the configured mode and ``query_len`` the uniform query length, both None while the keys are not
-    initialised: then nothing is served. No batch has more than ``max_num_reqs`` requests. ``cost`` is asked about a
-    batch when it is first seen, and its answer kept. See Note [decisions on demand].
+    ``mode`` is the configured mode and ``query_len`` the uniform query length. Both are None until the keys are
+    initialised, and until then no graph serves. No batch has more than ``max_num_reqs`` requests. ``cost`` is asked
+    once about each batch. See Note [decisions on demand].
     """
 
     def __init__(
@@ -60,16 +60,15 @@ class KeyTable:
         )
         """All keys, by runtime mode."""
         self.mode, self.query_len, self.max_num_reqs, self._cost = mode, query_len, max_num_reqs, cost
-        self._groups = group_keys(self.keys, query_len) if mode is not None else {}
-        self.variants, self._counts = order_variants(variant for _, _, variant in self._groups)
-        self.query_lens = tuple(sorted({length for _, length, _ in self._groups if length is not None}))
+        self._kinds = keys_by_kind(self.keys, query_len) if mode is not None else {}
+        self.variants, self._counts = order_variants(variant for _, _, variant in self._kinds)
+        self.query_lens = tuple(sorted({length for _, length, _ in self._kinds if length is not None}))
         """The uniform query lengths that have graphs of their own."""
-        served = [key for group in self._groups.values() for key in group]
-        self.limits = frozenset(map(request_limit, served))
+        self.limits = frozenset(request_limit(key) for found in self._kinds.values() for key in found)
         """The request limits of all graphs, with ``sys.maxsize`` for none."""
         self.free = min(self.limits, default=sys.maxsize)
-        """The number of requests up to which no request limit of any graph binds."""
-        self._ladders = Memo[Group, Ladder](lambda group: Ladder(self._groups.get(group, ())), _MOST_KEPT)
+        """The number of requests that every graph has room for."""
+        self._key_lists = Memo[KeyKind, KeyList](lambda kind: KeyList(self._kinds[kind]), _MOST_KEPT)
         self._decisions = Memo[_Batch, Decision](self._decide, _MOST_KEPT)
         self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)), _MOST_KEPT)
         """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
@@ -78,7 +77,7 @@ class KeyTable:
 
     @property
     def has_cost(self) -> bool:
-        """Whether a cost model may decide differently for each number of tokens."""
+        """Whether there is a cost model, which may decide differently for each number of tokens."""
         return self._cost is not None
 
     def decide(
@@ -96,14 +95,14 @@ class KeyTable:
         if allowed_modes is None:
             allowed_modes = RUNTIME_MODES
         if excluded_modes or allowed_modes.__class__ is not frozenset:
-            # New sets, so that the caller's own stay as they are.
+            # New sets: the caller's own must not change.
             allowed_modes = frozenset(allowed_modes) - frozenset(excluded_modes)
         if (num_reqs or num_tokens) <= self.free:
             num_reqs = 0
         return self._decisions[query_len, variant, allowed_modes, num_reqs, num_tokens]
 
     def _decide(self, batch: _Batch) -> Decision:
-        """A decision as it is made first."""
+        """Make a decision, for the first time that it is asked for."""
         query_len, variant, allowed, num_reqs, num_tokens = batch
         _check_batch(num_tokens, query_len, allowed)
         if query_len is not None and num_tokens % query_len:
@@ -129,19 +128,21 @@ class KeyTable:
         """The best key of each mode with room for a batch, FULL first."""
         found = {}
         for graph in (FULL, PIECEWISE) if num_tokens else ():
-            keys = [ladder.find(num_tokens, num_reqs) for ladder in self._ladders_for(graph, query_len, variant)]
-            best = min((key for key in keys if key is not None), key=lambda key: key.num_tokens, default=None)
+            lists = self._lists_for(graph, query_len, variant)
+            keys = [key for each in lists if (key := each.find(num_tokens, num_reqs)) is not None]
+            best = min(keys, key=lambda key: key.num_tokens, default=None)
             if best is not None:
                 found[graph] = best
         return found
 
-    def _ladders_for(self, graph: CUDAGraphMode, query_len: int | None, variant: Hashable) -> list[Ladder]:
-        """The ladders of one mode that a batch may use: the nearest variant first, uniform graphs before general."""
-        kinds = (query_len, None) if query_len in self.query_lens else (None,)
-        return [self._ladders[graph, kind, captured] for captured in self._serving(variant) for kind in kinds]
+    def _lists_for(self, graph: CUDAGraphMode, query_len: int | None, variant: Hashable) -> list[KeyList]:
+        """The key lists of one mode that a batch may use: the nearest variant first, uniform graphs before general."""
+        lengths = (query_len, None) if query_len in self.query_lens else (None,)
+        kinds = ((graph, length, captured) for captured in self._serving(variant) for length in lengths)
+        return [self._key_lists[kind] for kind in kinds if kind in self._kinds]
 
     def _serving(self, variant: Hashable) -> tuple[Hashable, ...]:
-        """The captured variants whose graphs serve this one, the nearest first."""
+        """The captured variants whose graphs may serve this one, the nearest first."""
         if isinstance(variant, int):
             return self._counts[bisect_left(self._counts, variant) :]
         return (variant,) if variant in self.variants else ()
@@ -149,7 +150,7 @@ class KeyTable:
     def _choose(
         self, found: Mapping[CUDAGraphMode, BatchDescriptor], allowed: frozenset[CUDAGraphMode], num_tokens: int
     ) -> Decision | None:
-        """The best of the graphs found: the better mode, or the cheapest where there is a cost model."""
+        """The best of the graphs found: the first, or the cheapest if there is a cost model. None if none was found."""
         best = next(iter(found), None)
         if best is None:
             return None
@@ -165,16 +166,16 @@ class KeyTable:
     def _miss(
         self, query_len: int | None, variant: Hashable, allowed: frozenset[CUDAGraphMode], num_tokens: int
     ) -> Decision:
-        """Why no graph serves a batch; with fewer requests, another mode or fewer tokens one might."""
-        ladders = [ladder for graph in (FULL, PIECEWISE) for ladder in self._ladders_for(graph, query_len, variant)]
-        largest = max((ladder.largest for ladder in ladders), default=0)
+        """The eager decision for a batch that no graph serves, with the reason."""
+        lists = [each for graph in (FULL, PIECEWISE) for each in self._lists_for(graph, query_len, variant)]
+        largest = max((each.largest for each in lists), default=0)
         roomy = self._find(query_len, variant, num_tokens, 0)
         reason, detail = Reason.NOT_CAPTURED, ""
         if not num_tokens:
             reason = Reason.NO_ROWS
         elif self.mode is None:
             reason = Reason.NOT_INITIALIZED
-        elif not self._groups:
+        elif not self._kinds:
             reason = Reason.DISABLED if self.mode is NONE else Reason.NOT_CAPTURED
         elif not self._serving(variant):
             reason = Reason.VARIANT_NOT_CAPTURED
@@ -192,7 +193,7 @@ class KeyTable:
         return Decision.eager(reason, num_tokens, detail)
 
     def _answer(self, modes: Collection[CUDAGraphMode], asked: BatchDescriptor) -> _Answer:
-        """vLLM 0.11.1's rules for a batch that the caller has padded, as they are applied first."""
+        """What vLLM 0.11.1's rules give for a batch that the caller has padded."""
         if not isinstance(asked, BatchDescriptor):
             raise ConfigError(f"batch_descriptor must be a BatchDescriptor, got {asked!r}")
         num_tokens, num_reqs, uniform, variant = asked

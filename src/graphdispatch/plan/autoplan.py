@@ -10,7 +10,10 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ..decide.pauses import Pauses
 from ..errors import ConfigError
+from ..memory.backoff import Backoff, Quarantine
+from ..reasons import Reason
 from ..stats import CUDAGraphStats
 from .cost import CostModel
 from .online import GraphFigures, LiveTraffic, graphs_of, measured_cost, replan
@@ -20,13 +23,14 @@ from .profile import Profile
 __all__ = ["AutoPlan", "IdleAction", "IdleReport"]
 
 _PLANS_PER_HALF_LIFE = 4
+_BACKOFF_FACTOR = 2
 
 
 class IdleAction(StrEnum):
     """What a call of ``AutoPlan.idle`` did."""
 
     NOTHING = "nothing"
-    """Too few steps since the latest plan."""
+    """There was nothing to do (too few steps since the latest plan), or no time for it now (see ``Pauses``)."""
     KEPT = "kept"
     """Planned, and stayed with the sizes in use."""
     PLANNED = "planned"
@@ -34,7 +38,7 @@ class IdleAction(StrEnum):
     CAPTURED = "captured"
     """Captured one of them."""
     ABANDONED = "abandoned"
-    """Gave the captures up: one failed, or somebody else changed the sizes in use, which stay as they are."""
+    """Gave up the new sizes: a capture failed, or somebody else changed the sizes in use. These stay as they are."""
 
 
 class IdleReport(NamedTuple):
@@ -81,23 +85,26 @@ class _Resizable(Protocol):
 class AutoPlan:
     """Re-plans the sizes of ``step``, a ``Graphed``, by what it really serves: call ``idle()`` in pauses.
 
-    The traffic is read from the counters that a hit keeps anyway, so that serving takes no longer; a step weighs half
-    as much after every ``half_life_steps``. Four times in a half-life the sizes are planned anew: at most
-    ``max_graphs`` (default: as many as ``step`` has), up to its largest size now. A size is worth it if it is expected
-    to save the time of its capture within ``horizon_steps`` steps (default: five half-lives).
+    It reads the traffic from the counters that a hit keeps anyway, so that serving takes no longer. A step weighs half
+    as much after every ``half_life_steps``. Four times in a half-life it plans the sizes anew: at most ``max_graphs``
+    (default: as many as ``step`` has), up to the largest size in use. A size is worth a capture if it is expected to
+    save that time within ``horizon_steps`` steps (default: five half-lives). A size whose capture failed is not planned
+    for a half-life, and twice as long after each further failure.
 
-    The new sizes are captured in one pause after another while the old ones serve; then they come into use all at once,
-    and graphs of other sizes are released. Until then both are held, for which the callable's limits should leave room.
-    Where they do not, the new sizes come into use with the first of them, and the others run eagerly until captured.
+    It captures the new sizes in one pause after another while the old ones serve. Then all of them come into use at
+    once, and the graphs of other sizes are released. Until then the callable holds both, and its limits should leave
+    room for that. If they do not, all new sizes come into use with the first, and the others run eagerly until they are
+    captured.
 
-    ``cost`` says what steps take by size (default: that of ``profile``, else ``CostModel.default()``, which is about a
-    large model on a large GPU: give measured costs for any other). What captures take is measured on the graphs of
-    ``step``. ``profile``, from an earlier process, is the traffic to begin with. ``save_at_exit`` is a file to
-    which the profile is saved when the process ends, if steps were served; that keeps nothing alive.
+    ``cost`` says what steps take by size. The default is that of ``profile``, else ``CostModel.default()``, which fits
+    a large model on a large GPU; give measured costs for any other. What captures take is measured on the graphs of
+    ``step``. ``profile``, from an earlier process, is the traffic to begin with. ``save_at_exit`` is a file: the
+    profile is saved there when the process ends, if steps were served. That keeps nothing alive. With ``pauses``,
+    ``idle`` plans and captures only when those say that there is time; without, whenever it is called.
 
-    Make it before serving: it has ``step`` keep an example of each signature, by which sizes are captured. Thread-safe;
-    ``idle`` may run on a thread of its own, and holds calls up only while it captures and changes the sizes. Raises
-    ``ConfigError`` for arguments that cannot be.
+    Make it before serving: it has ``step`` keep an example of each signature, and captures sizes by these.
+    Thread-safe: ``idle`` may run on a thread of its own, and delays calls only while it captures and changes the sizes.
+    Raises ``ConfigError`` for arguments that cannot be.
     """
 
     def __init__(
@@ -110,6 +117,7 @@ class AutoPlan:
         horizon_steps: float | None = None,
         profile: Profile | None = None,
         save_at_exit: str | Path | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
         if not hasattr(step, "keep_examples"):
             raise ConfigError(f"step must be a callable with sizes, such as graphed() makes, got {step!r}")
@@ -135,7 +143,7 @@ class AutoPlan:
             raise ConfigError(f"max_graphs must be an integer >= 1, got {max_graphs!r}")
         self._traffic = LiveTraffic(half_life_steps, profile.traffic if profile is not None else None)
         self.horizon_steps = 5 * half_life_steps if horizon_steps is None else horizon_steps
-        """Within so many steps a capture must save its time."""
+        """The number of steps within which a capture must save its time."""
         if isinstance(self.horizon_steps, bool) or not 0 < self.horizon_steps < float("inf"):
             raise ConfigError(f"horizon_steps must be a finite number above 0, got {horizon_steps!r}")
         self._base = cost or (profile.cost if profile is not None else CostModel.default())
@@ -145,7 +153,8 @@ class AutoPlan:
         self._before: tuple[int, ...] = ()
         self._after: tuple[int, ...] = ()
         self._todo: list[int] = []
-        self._retry_at: dict[int, float] = {}
+        self._pauses = pauses
+        self._failed = Quarantine[int](Backoff(half_life_steps, _BACKOFF_FACTOR))
         step.keep_examples()
         if save_at_exit is not None:
             save = partial(_save, weakref.ref(self), save_at_exit)
@@ -153,11 +162,13 @@ class AutoPlan:
             weakref.finalize(self, atexit.unregister, save).atexit = False
 
     def idle(self) -> IdleReport:
-        """Do at most one re-plan or one capture, if there is any to do, and say what was done.
+        """Do one re-plan or one capture, if there is one to do, and say what was done.
 
-        Without anything to do it takes about a microsecond. Raises what ``step.capture_size`` raises.
+        If there is nothing to do, it takes about a microsecond. Raises what ``step.capture_size`` raises.
         """
         with self._lock:
+            if self._pauses is not None and not self._pauses.captures_allowed():
+                return IdleReport(IdleAction.NOTHING, "this is no pause, or captures have used up their share of time")
             if self._todo:
                 return self._capture()
             calls = self.step.stats.calls
@@ -173,14 +184,14 @@ class AutoPlan:
 
     @property
     def cost(self) -> CostModel:
-        """The costs that decide: those given, with what the graphs of ``step`` really took."""
+        """The costs that decide: those given, and in their place what the graphs of ``step`` really took."""
         graphs = self.step.entries
         return measured_cost(
             self._base, [GraphFigures(g.size, g.capture_time_ms, g.nbytes, g.avg_replay_time_ms) for g in graphs]
         )
 
     def profile(self) -> Profile:
-        """What was learnt so far. Raises ``ConfigError`` before the first step that was counted."""
+        """The traffic, sizes and costs so far. Raises ``ConfigError`` before the first step was counted."""
         with self._lock:
             self._update()
             if not self._traffic.weights:
@@ -200,7 +211,6 @@ class AutoPlan:
 
     def _replan(self) -> IdleReport:
         self._update()
-        self._retry_at = {size: at for size, at in self._retry_at.items() if at > self._steps}
         self._before = self.step.sizes
         verdict = replan(
             self._traffic.weights,
@@ -209,7 +219,7 @@ class AutoPlan:
             self.cost,
             max_graphs=self.max_graphs,
             horizon_steps=self.horizon_steps,
-            without=self._retry_at,
+            without=[size for size in range(1, self._before[-1] + 1) if self._failed.blocked(size, self._steps)],
         )
         if verdict.sizes is None:
             return IdleReport(IdleAction.KEPT, verdict.reason)
@@ -221,10 +231,12 @@ class AutoPlan:
         if self.step.sizes not in (self._before, self._after):
             return IdleReport(IdleAction.ABANDONED, "the sizes in use were changed")
         held = len(self.step.entries)
-        self._retry_at[size] = self._steps + self._traffic.half_life_steps
-        if not self.step.capture_size(size):
+        # A capture that raises has failed too.
+        self._failed.fail(size, self._steps, Reason.CAPTURE_FAILED, "")
+        is_captured = self._pauses.capture(self.step, size) if self._pauses else self.step.capture_size(size)
+        if not is_captured:
             return IdleReport(IdleAction.ABANDONED, f"{size} rows could not be captured now", size)
-        del self._retry_at[size]
+        self._failed.forgive(size)
         self._todo = rest
         is_full = len(self.step.entries) <= held
         swapped = (is_full or not rest) and self.step.sizes != self._after and self._swap()

@@ -1,4 +1,4 @@
-"""The dispatcher of a plan: exactly its graphs, and eager where the plan says that eager is faster."""
+"""The dispatcher of a plan: it has exactly the plan's graphs, and runs eagerly what the plan wants eager."""
 
 import reprlib
 
@@ -14,8 +14,8 @@ __all__ = ["planned_dispatcher"]
 def planned_dispatcher(plan: Plan, *, max_num_reqs: int = 1) -> CudagraphKeyDispatcher:
     """A dispatcher whose keys are the graphs of ``plan``, for a scheduler of ``max_num_reqs`` requests.
 
-    Uniform decode has one token for each request. A batch below a graph's ``min_batch`` runs eagerly, unless a graph of
-    another mode is planned for it. Raises ``ConfigError`` for a plan without graphs.
+    Each request of uniform decode schedules one token. A batch below a graph's ``min_batch`` runs eagerly, unless the plan
+    has a graph of another mode for it. Raises ``ConfigError`` for a plan without graphs.
     """
     if not isinstance(plan, Plan):
         raise ConfigError(
@@ -24,7 +24,7 @@ def planned_dispatcher(plan: Plan, *, max_num_reqs: int = 1) -> CudagraphKeyDisp
     if not plan.graphs:
         raise ConfigError("plan must have graphs, got none; every step runs eagerly")
     dispatcher = CudagraphKeyDispatcher(
-        capture_sizes=plan.sizes, max_num_reqs=max(max_num_reqs, plan.sizes[-1]), cost=_preference(plan)
+        capture_sizes=plan.sizes, max_num_reqs=max(max_num_reqs, plan.sizes[-1]), cost=_cost_of(plan)
     )
     dispatcher.initialize_cudagraph_keys(plan.mode)
     for mode, keys in dispatcher.cudagraph_keys.items():
@@ -35,14 +35,14 @@ def planned_dispatcher(plan: Plan, *, max_num_reqs: int = 1) -> CudagraphKeyDisp
     return dispatcher
 
 
-def _preference(plan: Plan) -> CostModel | None:
-    """A cost by which batches below ``min_batch`` run eagerly; None if there are none."""
+def _cost_of(plan: Plan) -> CostModel | None:
+    """A cost model by which a batch below its graph's ``min_batch`` runs eagerly; None if no batch is."""
     min_batch = {(graph.mode, graph.size): graph.min_batch for graph in plan.graphs}
-    above = {graph.mode: 0 for graph in plan.graphs}
+    size_before = {graph.mode: 0 for graph in plan.graphs}
     has_gaps = False
     for graph in plan.graphs:
-        has_gaps |= graph.min_batch > above[graph.mode] + 1
-        above[graph.mode] = graph.size
+        has_gaps |= graph.min_batch > size_before[graph.mode] + 1
+        size_before[graph.mode] = graph.size
 
     def cost(mode: CUDAGraphMode, padded: int, real: int) -> float:
         if mode is CUDAGraphMode.NONE:

@@ -1,7 +1,7 @@
-"""Re-planning while serving: what comes, what graphs cost here, and whether other sizes would pay for their captures.
+"""Re-planning while serving: recent traffic, measured costs, and whether other sizes would pay for their captures.
 
-Decides only, over plain data. A callable that graphs serve runs every batch up to its largest size by the graph of the
-next size; so eager times do not matter here, and what a size is worth is the padding that it saves.
+These are pure decisions over plain data. The graph of the next larger size serves every batch up to the largest size.
+So eager times do not matter here: a size is worth the padding that it saves.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -23,9 +23,9 @@ _LEAST_WEIGHT = 1e-6
 
 
 class LiveTraffic:
-    """How often each size came, older steps weighing less: half as much for every ``half_life_steps``.
+    """How often each size came. A step weighs half as much after every ``half_life_steps``.
 
-    Fed with counters that only grow, so that counting costs nothing more. ``start`` is the weight of steps by size to
+    It reads counters that a callable keeps anyway, and that only grow. ``start`` is the weight of steps by size to
     begin with. Not thread-safe.
     """
 
@@ -38,9 +38,9 @@ class LiveTraffic:
         self._counted: dict[int, int] = {}
 
     def update(self, counts: Mapping[int, int]) -> int:
-        """Take in the counters as they are now, ``counts[n]`` steps of ``n`` rows in all; how many are new.
+        """Take in the counters as they are now, ``counts[n]`` steps of ``n`` rows in all; returns how many are new.
 
-        Where one fell, all were set back, and what they hold is new.
+        If one fell, they were reset, and everything in them is new.
         """
         before = self._counted
         if any(counts.get(size, 0) < count for size, count in before.items()):
@@ -70,9 +70,9 @@ def graphs_of(cost: CostModel) -> tuple[CUDAGraphMode, GraphCosts]:
 
 
 def measured_cost(base: CostModel, figures: Iterable[GraphFigures]) -> CostModel:
-    """``base`` with what graphs really took in its place: captures and bytes, and replays if two sizes were measured.
+    """``base`` with measured values in place of its own: captures and bytes, and replays if two sizes were measured.
 
-    Where there are several graphs of a size, a capture of the size costs what all of them took.
+    If a size has several graphs, capturing it costs the sum of what they took.
     """
     capture_ms: dict[int, float] = {}
     graph_bytes: dict[int, float] = {}
@@ -92,7 +92,7 @@ def measured_cost(base: CostModel, figures: Iterable[GraphFigures]) -> CostModel
 
 
 class Verdict(NamedTuple):
-    """What re-planning came to: the sizes to use from now on, or None to stay with those in use; and why.
+    """The result of re-planning: the sizes to use from now on, or None to keep those in use; and why.
 
     ``saving_ms`` is the expected saving of a step, in milliseconds; ``captures`` are the sizes that must get a graph,
     the most used first.
@@ -117,11 +117,12 @@ def replan(
 ) -> Verdict:
     """Whether at most ``max_graphs`` other sizes than ``sizes`` would save more than capturing them costs.
 
-    ``traffic`` is the weight of steps by size, and ``ready`` are the sizes that have graphs, which cost nothing more.
-    Any other must save the time of its capture within ``horizon_steps`` steps. The best are found exactly among the
-    sizes in use, those ready, and those of a fresh plan, so that a size is replaced only where that pays by itself.
-    The largest of ``sizes`` always stays, so that as many steps are served as before; sizes ``without`` are neither
-    captured nor taken up anew. ``prior`` says what is expected beyond the traffic.
+    ``traffic`` is the weight of steps by size. ``ready`` are the sizes that have graphs and cost nothing more. Any
+    other size must save the time of its capture within ``horizon_steps`` steps. The result is exactly the best choice
+    among the sizes in use, the ready ones and those of a fresh plan, so that a size is replaced only if that pays by
+    itself.
+    The largest of ``sizes`` always stays, so that as many steps are served as before. Sizes in ``without`` are neither
+    captured nor added. ``prior`` says what is expected beyond the traffic.
     """
     top = sizes[-1]
     served = {size: weight for size, weight in traffic.items() if size <= top and weight > 0}
@@ -152,9 +153,9 @@ def replan(
 
 
 def _cheapest(candidates: Ints, expected: Floats, graph_ms: Floats, prices: Floats, max_graphs: int) -> tuple[int, ...]:
-    """At most ``max_graphs`` of ``candidates``, the last among them, with the least step time and prices together.
+    """At most ``max_graphs`` of ``candidates``, with the last of them, that have the least sum of step time and prices.
 
-    The shortest path from 0 to the last candidate, for each number of graphs.
+    This is the shortest path from 0 to the last candidate, over all numbers of graphs.
     """
     ends = np.concatenate([[0], candidates])
     weight = np.concatenate([[0.0], np.cumsum(expected)])[ends]
@@ -175,6 +176,6 @@ def _cheapest(candidates: Ints, expected: Floats, graph_ms: Floats, prices: Floa
 
 
 def _mean_ms(sizes: tuple[int, ...], expected: Floats, step_ms: Curve) -> float:
-    """The expected time of a step where the graphs of ``sizes`` serve all."""
+    """The expected time of a step if the graphs of ``sizes`` serve all of them."""
     nearest = np.searchsorted(sizes, np.arange(1, sizes[-1] + 1))
     return float(expected @ step_ms.at(sizes)[nearest])
