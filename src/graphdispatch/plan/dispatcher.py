@@ -14,8 +14,8 @@ __all__ = ["planned_dispatcher"]
 def planned_dispatcher(plan: Plan, *, max_num_reqs: int = 1) -> CudagraphKeyDispatcher:
     """A dispatcher whose keys are the graphs of ``plan``, for a scheduler of ``max_num_reqs`` requests.
 
-    Each request of uniform decode schedules one token. A batch below a graph's ``min_batch`` runs eagerly, unless the plan
-    has a graph of another mode for it. Raises ``ConfigError`` for a plan without graphs.
+    Each request of uniform decode schedules one token. A batch below a graph's ``min_batch`` runs eagerly, unless the
+    plan has a graph of another mode for it. Raises ``ConfigError`` for a plan without graphs.
     """
     if not isinstance(plan, Plan):
         raise ConfigError(
