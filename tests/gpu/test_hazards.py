@@ -229,7 +229,7 @@ def test_a_side_stream_that_is_joined_is_part_of_the_graph(cuda: CUDABackend) ->
         assert served.last_decision.reason.is_graph
 
 
-def test_lanes_overlap(cuda: CUDABackend) -> None:
+def test_workers_overlap(cuda: CUDABackend) -> None:
     """A short step on one worker is done while a long one on another is still running."""
 
     def model(x: Tensor, cycles: int) -> Tensor:
