@@ -135,7 +135,7 @@ class CudagraphDispatcher:
         finally:
             mode = _DISPATCH_MODES[decision.mode]
             self.stats.record(mode, decision.reason, spent)
-            if found is not None and found.is_gone:
+            if mode is DispatchMode.EAGER and found is not None and found.is_gone:
                 worker.drop(found)
         if self._meter is not None:
             self._meter.stop(timer, key, mode)

@@ -6,7 +6,6 @@ It matches the call, asks the guards, and executes a plan that was made before. 
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,7 +82,10 @@ class HitPath(ABC):
                     and (not entry.writes_outside or plan.clash(leaves) is None)
                 ):
                     try:
-                        result = self.run_timed(hit, leaves) if self.times_replays else plan.run(leaves, self.stats)
+                        if self.times_replays:
+                            result = entry.serve_timed(leaves, plan.rows, self.stats)
+                        else:
+                            result = plan.run(leaves, self.stats)
                     except ReplayError as error:
                         group.hits.pop(plan.rows, None)
                         if error.had_effects:
@@ -92,10 +94,6 @@ class HitPath(ABC):
                         self.local.decision = decision
                         return result
         return self.step(route, args, kwargs)
-
-    def run_timed(self, hit: Hit, leaves: Sequence[Any]) -> Any:
-        """A replay whose device time counts in ``avg_replay_time_ms``."""
-        return hit.entry.serve_timed(leaves, hit.plan.rows, self.stats)
 
     @abstractmethod
     def step(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
