@@ -113,7 +113,8 @@ def test_dynamic_says_where_the_batch_is(registry: CUDAGraphRegistry) -> None:
     def fn(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return x * scale[:, None]
 
-    entry = registry.capture(4, 1, fn, {"x": (3, 4), "scale": (3,)}, dynamic={"x": 1}, size=4)
+    example = {"x": torch.randn(3, 2), "scale": torch.randn(3)}
+    entry = registry.capture(2, 1, fn, inputs=example, dynamic={"x": 1}, size=4)
     x, scale = torch.randn(3, 2), torch.randn(3)
     assert torch.equal(entry.replay({"x": x, "scale": scale}), fn(x, scale))
 
@@ -241,15 +242,20 @@ def test_the_count_is_limited() -> None:
 
 def test_the_bytes_are_limited() -> None:
     """Graphs over the budget go; one that is over it by itself is refused, and says what it holds."""
-    held = CUDAGraphRegistry().capture(4, 1, double, {"x": (4, 3)}).inputs.nbytes
-    registry = CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=4 * held))
+    sizes = {"capture_sizes": (4,), "max_batch_size": 4}
+    alone = CUDAGraphRegistry(CUDAGraphConfig(**sizes))
+    alone.capture(4, 1, double, {"x": (4, 3)})
+    held = alone.memory_bytes
+    registry = CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=3 * held, **sizes))
     first = registry.capture(4, 1, double, {"x": (4, 3)})
-    second = registry.capture(4, 2, double, {"x": (4, 3)})
-    registry.capture(4, 3, double, {"x": (4, 3)})
-    assert registry.memory_bytes <= 4 * held
+    second = registry.capture(4, 2, double, {"x": (4, 3, 1)})
+    registry.capture(4, 3, double, {"x": (4, 3, 1, 1)})
+    registry.capture(4, 4, double, {"x": (4, 3, 1, 1, 1)})
+    assert registry.memory_bytes <= 3 * held
     assert first.state is EntryState.EVICTED
-    with pytest.raises(CaptureError, match=f"holds .* bytes, for which there is no room in memory_budget_bytes={held}"):
-        CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=held)).capture(4, 1, double, {"x": (4, 3)})
+    budget = held - 1
+    with pytest.raises(CaptureError, match=f"holds {held} bytes, for which there is no room in .*={budget}"):
+        CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=budget, **sizes)).capture(4, 1, double, {"x": (4, 3)})
     assert second.key != first.key
 
 

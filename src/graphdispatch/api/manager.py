@@ -160,8 +160,8 @@ class CUDAGraphManager:
         """
         check_callable("execute_fn", execute_fn)
         check_input_shapes(inputs, input_shapes)
-        one = self.registry.find(execute_fn)
         reason = self._eager_reason(batch_size, seq_len)
+        one = self.registry.find(execute_fn)
         if reason is not None:
             result = one.server.run_eagerly(Decision.eager(reason, batch_size), (), dict(inputs))
         else:
@@ -203,14 +203,15 @@ class CUDAGraphManager:
         return f"<CUDAGraphManager {self._mode.name}: {self.registry.num_graphs} graphs, {self.stats!r}>"
 
     def _eager_reason(self, batch_size: int, seq_len: int) -> Reason | None:
-        """Why this batch cannot be served whatever is captured, or None."""
+        """Why this batch cannot be served whatever is captured, or None. Raises ``ConfigError`` for no integers."""
+        is_within = self._sizes.should_use_cudagraph(batch_size, seq_len)
         if not self.is_enabled:
             return Reason.DISABLED
         if self._is_asleep:
             return Reason.ASLEEP
         if batch_size < 1:
             return Reason.NO_ROWS
-        if not self._sizes.should_use_cudagraph(batch_size, seq_len):
+        if not is_within:
             return Reason.ABOVE_LARGEST_SIZE if batch_size > self._sizes.resolve().largest else Reason.NOT_CAPTURED
         if not self.get_mode_for_batch(batch_size, seq_len).has_graphs():
             return Reason.MODE_MISMATCH
