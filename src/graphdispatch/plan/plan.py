@@ -36,7 +36,7 @@ class Proof:
     """What a planned set of graphs was chosen for.
 
     ``expected_ms`` is the mean step time of the expected traffic, and ``bound_ms`` is proved: no set within the budgets
-    is faster. ``regret`` is the guard that was kept (None: none), see ``Prior``. ``largest`` is the end of the range.
+    is faster. ``regret`` is the guard that was kept (see ``Prior``; None: no guard), ``largest`` the end of the range.
     """
 
     expected_ms: float

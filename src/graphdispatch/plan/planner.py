@@ -48,14 +48,14 @@ def plan_capture_sizes(
     in bytes and ``capture_time`` in seconds limit all graphs of all modes together; without any of them there may be as
     many graphs as vLLM has sizes. No graph is above ``max_size`` tokens (default: the largest size of the workload).
     Each mode gets the sizes ``must_include``; all are multiples of ``multiple_of``. ``max_padding`` limits what any
-    batch up to the largest graph is padded by, as a share of its tokens. ``prior`` is the share of steps that may be of
-    any size, or all that is expected beyond the workload; 0 plans for exactly the workload. ``mode`` FULL or PIECEWISE
-    plans one set of graphs for all batches; the composite modes plan FULL graphs for uniform decode alone.
+    batch up to the largest graph is padded by, as a share of its tokens. ``prior`` is the share of steps that may have
+    any size, or a whole ``Prior``; 0 plans for exactly the workload. ``mode`` FULL or PIECEWISE plans one set of graphs
+    for all batches; the composite modes plan FULL graphs for uniform decode alone.
 
-    Where each graph costs the same memory and time, the plan is an exact optimum (of the sets that the prior's guard
-    allows, if it has one), in time about proportional to the range. Else, and for ``max_padding`` with two sets of
-    graphs, ``Plan.proof`` carries the proved bound. Raises ``ConfigError`` for bad or contradictory arguments, and
-    for budgets that no graph fits.
+    If each graph costs the same memory and time, the plan is an exact optimum among the sets that the prior's guard
+    allows, and planning takes time about in proportion to the range. If graphs cost different memory or time, or for
+    ``max_padding`` with two sets of graphs, a better plan may exist; ``Plan.proof`` bounds how much better. Raises
+    ``ConfigError`` for bad or contradictory arguments, and for budgets that no graph fits.
     """
     _check_types(workload, cost, must_include)
     cost, prior, mode = cost or CostModel.default(), Prior.of(prior), parse_mode(mode)
@@ -218,7 +218,7 @@ def _problem(
 def _guarded(
     problems: list[ModeProblem], budgets: Budgets, regret: float | None
 ) -> tuple[list[ModeProblem], float | None]:
-    """With the guard against unseen traffic, at the least regret that leaves the budgets something to spare."""
+    """The problems with the guard against unseen traffic, at the least regret that leaves some of each budget."""
     wanted = regret
     while wanted is not None and regret is not None and regret <= _LOOSEST:
         guarded = [_guard(problem, budgets, regret) for problem in problems]
@@ -230,7 +230,7 @@ def _guarded(
 
 
 def _guard(problem: ModeProblem, budgets: Budgets, regret: float) -> ModeProblem:
-    """With graphs as near to each other as ``regret`` asks, up to the largest one that is faster than eager."""
+    """The problem with graphs as close together as ``regret`` asks, up to the largest that is faster than eager."""
     affordable = int(np.searchsorted(problem.pool_bytes, budgets.memory / 2, "right"))
     winning = [j for j in range(1, affordable + 1) if problem.splits[j] < problem.ends[j]]
     if not winning:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
-from .tables import Field, Table, decode_text, open_table, parse_cell
+from .tables import Field, TraceFile, decode_text, open_trace, parse_cell
 from .traffic import LARGEST_STEP, Floats, Requests, Steps, booleans, floats, integers
 
 __all__ = ["read_requests", "read_trace"]
@@ -45,10 +45,10 @@ def read_trace(path: str | Path) -> Steps | tuple[Mapping[int, float], Mapping[i
     data = _read(path)
     if _LOG_HEADER.search(data):
         return _parse_log(path, decode_text(path, data))
-    table = open_table(path, data)
-    kind = next((field for field in _KINDS if field.name in table.names), None)
-    wanted = [_TOKENS, *([kind] if kind else []), *([_REQS] if _REQS.name in table.names else [])]
-    found = dict(zip((field.name for field in wanted), table.integers(*wanted), strict=True))
+    trace = open_trace(path, data)
+    kind = next((field for field in _KINDS if field.name in trace.names), None)
+    wanted = [_TOKENS, *([kind] if kind else []), *([_REQS] if _REQS.name in trace.names else [])]
+    found = dict(zip((field.name for field in wanted), trace.integers(*wanted), strict=True))
     tokens = integers("num_tokens", found["num_tokens"])
     reqs = integers("num_reqs", found["num_reqs"]) if "num_reqs" in found else None
     kinds = found[kind.name] if kind else np.ones(len(tokens), bool) if reqs is None else tokens == reqs
@@ -62,13 +62,13 @@ def read_requests(path: str | Path) -> Requests:
     ``timestamp`` (milliseconds), ``input_length`` and ``output_length``; or, as in Azure's, ``TIMESTAMP`` (a date),
     ``ContextTokens`` and ``GeneratedTokens``.
     """
-    table = open_table(path, _read(path))
+    trace = open_trace(path, _read(path))
     prompts, outputs = (
-        Field(next((name for name in names if name in table.names), names[0]), 1, _LONGEST_REQUEST)
+        Field(next((name for name in names if name in trace.names), names[0]), 1, _LONGEST_REQUEST)
         for names in (_PROMPTS, _OUTPUTS)
     )
-    prompt, output = table.integers(prompts, outputs)
-    arrival = _arrivals(path, table)
+    prompt, output = trace.integers(prompts, outputs)
+    arrival = _arrivals(path, trace)
     order = np.argsort(arrival, kind="stable")
     return Requests(
         floats("arrival_ms", arrival[order] - arrival[order[0]]),
@@ -77,13 +77,13 @@ def read_requests(path: str | Path) -> Requests:
     )
 
 
-def _arrivals(path: str | Path, table: Table) -> Floats:
+def _arrivals(path: str | Path, trace: TraceFile) -> Floats:
     """Arrivals in milliseconds, as they stand in the file."""
-    name = next((name for name in _ARRIVALS if name in table.names), None)
+    name = next((name for name in _ARRIVALS if name in trace.names), None)
     if name is None:
         raise ConfigError(f"{path} lacks a column of arrivals; expected one of {', '.join(_ARRIVALS)}")
     unit, arrivals = _ARRIVALS[name], []
-    for where, (value,) in table.rows(name):
+    for where, (value,) in trace.rows(name):
         # A date of a trace has one time zone at most, which makes no difference to its arrivals.
         text = str(value).removesuffix("Z").removesuffix("+00:00")
         try:

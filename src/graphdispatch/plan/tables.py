@@ -1,4 +1,4 @@
-"""Tables in files, CSV, JSON lines or Parquet: their columns by name, and the place of every fault."""
+"""Traces in files, CSV, JSON lines or Parquet: their columns by name, and the place of every fault."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ConfigError
 from .traffic import Ints
 
-__all__ = ["Field", "Table", "decode_text", "open_table", "parse_cell"]
+__all__ = ["Field", "TraceFile", "decode_text", "open_trace", "parse_cell"]
 
 _FLAGS = {"false": False, "true": True, "False": False, "True": True}
 _MOST_DIGITS = 18
@@ -39,7 +39,7 @@ class Field(NamedTuple):
         raise ConfigError(f"{where}, column {self.name}: expected {expected}, got {str(value)[:40]!r}")
 
 
-class Table:
+class TraceFile:
     """The rows of one file, which are read anew each time. Every fault is a ``ConfigError`` that says where it is."""
 
     def __init__(self, path: str | Path, names: Sequence[str], records: Records) -> None:
@@ -89,16 +89,16 @@ def decode_text(path: str | Path, data: bytes) -> str:
         raise ConfigError(f"{path} is neither text nor Parquet: {error}") from error
 
 
-def open_table(path: str | Path, data: bytes) -> Table:
-    """The table in ``data``, the content of the file ``path``. Parquet needs pyarrow."""
+def open_trace(path: str | Path, data: bytes) -> TraceFile:
+    """The rows in ``data``, the content of the file ``path``. Parquet needs pyarrow."""
     if data.startswith(b"PAR1"):
         return _open_parquet(path, data)
     text = decode_text(path, data)
     if text.lstrip().startswith("{"):
         _, first = next(_json_records(path, text))
-        return Table(path, list(first), lambda: _json_records(path, text))
+        return TraceFile(path, list(first), lambda: _json_records(path, text))
     names = [name.strip() for name in next(_csv_cells(path, text), ("", []))[1]]
-    return Table(path, names, lambda: _csv_records(path, text, names))
+    return TraceFile(path, names, lambda: _csv_records(path, text, names))
 
 
 def _csv_cells(path: str | Path, text: str) -> Iterator[tuple[str, list[str]]]:
@@ -132,7 +132,7 @@ def _json_records(path: str | Path, text: str) -> Iterator[tuple[str, dict[str, 
         yield f"line {number}", record
 
 
-def _open_parquet(path: str | Path, data: bytes) -> Table:
+def _open_parquet(path: str | Path, data: bytes) -> TraceFile:
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError as error:
@@ -146,4 +146,4 @@ def _open_parquet(path: str | Path, data: bytes) -> Table:
         rows: Iterable[dict[str, Any]] = (row for batch in table.to_batches() for row in batch.to_pylist())
         return ((f"row {number}", row) for number, row in enumerate(rows))
 
-    return Table(path, table.column_names, records)
+    return TraceFile(path, table.column_names, records)
