@@ -53,6 +53,10 @@ def _same_cost(problems: Sequence[ModeProblem], limit: int, budgets: Budgets) ->
     """
     stops_short = problems[0].may_stop_short
     limits, cuts = _pairs(problems, limit, budgets)
+    if any(cut.max() < problem.last for problem, cut in zip(problems, cuts, strict=True)):
+        return None
+    if len(limits) == 1 and not stops_short:
+        return _by_price([problem.upto(int(cut[0])) for problem, cut in zip(problems, cuts, strict=True)], limit)
     best, price, lower = None, 0.0, np.full(len(limits), -math.inf)
     while True:
         bound = -price * limits
