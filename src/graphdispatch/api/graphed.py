@@ -105,7 +105,7 @@ def graphed(
     settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
     settings["options"] = _options(options, outputs)
-    if isinstance(sizes, str | PathLike):
+    if isinstance(sizes, PathLike) or (isinstance(sizes, str) and "." in sizes):
         from ..plan.saved import read_sizes  # here, since serving must not load planning
 
         sizes = cast(SizePlan, read_sizes(sizes))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..backends import Backend, Pool, available_backends, get_backend
+from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules
 from ..call.signature import ForeignSignature, Refusal, Signature, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
@@ -106,9 +106,10 @@ class GraphSet:
         if tensor is None:
             return no_tensors(call.leaves, leaves)
         if self.backend is None:
-            if tensor.device.type not in available_backends():
-                return Refusal(Reason.DEVICE_UNSUPPORTED, f"no backend serves {tensor.device}")
-            self.backend = get_backend("auto", tensor.device)
+            try:
+                self.backend = get_backend("auto", tensor.device)
+            except BackendError as error:
+                return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
             self.pool = self.backend.make_pool()
         rules = route.rules or ArgumentRules({}, {}, frozenset(spec.names), self.options.validate_addresses)
         rules.check_names(self.fn, call)
