@@ -107,7 +107,7 @@ class Server(HitPath):
             choice = self.choose(route, args, kwargs)
             self.count(choice)
             if choice.group is not None:
-                self.graphs.check_room(choice.group, choice.rows)
+                self.graphs.handout.check_room(choice.group.rule, choice.rows, route.table.largest)
                 done, answer = self.perform(choice)
                 if done:
                     return answer
@@ -381,7 +381,7 @@ class Server(HitPath):
         self.stats.record_miss(decision.reason, decision.rows)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from result.error
-        return self.graphs.hand_out(result.take_answer())
+        return self.graphs.handout.give(result.take_answer())
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
@@ -390,6 +390,6 @@ class Server(HitPath):
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
         try:
-            return self.graphs.hand_out(self.fn(*args, **kwargs))
+            return self.graphs.handout.give(self.fn(*args, **kwargs))
         finally:
             self.local.decision = decision  # the callable may have called this object, too
