@@ -108,6 +108,7 @@ class CUDAGraphRegistry:
                     f"no graph for batch_size={batch_size}, seq_len={seq_len}: {found.detail}", found.reason
                 )
             group, leaves, _ = found
+            one.server.graphs.warm_up(group, group.resized(leaves, size), size)
             result = one.server.graphs.capture(group, leaves, batch_size, size, keep_effects=False)
         if result.entry is None:
             raise CaptureError(

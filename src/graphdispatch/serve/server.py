@@ -340,7 +340,8 @@ class Server(HitPath):
         """Keep an example of each signature from now on; called with the lock held."""
         self.keeps_examples = True
         for group in self.graphs.groups.values():
-            group.hits.clear()  # the next call takes the slow path, which keeps the example
+            group.wants_example = not group.example
+            group.hits.clear()
 
     def clear(self, *routes: Route) -> None:
         """Release all graphs, and forget the spellings and signatures of ``routes``; called with the lock held."""
