@@ -118,18 +118,20 @@ def test_the_mode_is_settable_by_name_and_value() -> None:
 
 def test_all_modes_are_served() -> None:
     """In FULL_AND_PIECEWISE decode batches go to full graphs and others to graphs in pieces."""
-    manager = make(mode="FULL_AND_PIECEWISE", max_batch_size=8)
-    broken = eager_break(lambda x: x + float(x.sum() * 0))
+    manager = make(mode="FULL_AND_PIECEWISE")
+    host = eager_break(lambda x: x + float(x.sum() * 0))
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return double(broken(x) if len(x) and manager.get_mode_for_batch(4, seq_len) is PIECEWISE else x)
+    def prefill(x: torch.Tensor) -> torch.Tensor:
+        return host(x) * 2
 
-    for seq_len in (1, 7):
-        for _ in range(4):
-            x = torch.randn(4, 3)
-            with torch.no_grad():
-                assert torch.equal(manager.execute_or_capture(4, seq_len, step, {"x": x}), x * 2)
-    assert [manager.registry.get(4, length).mode for length in (1, 7)] == [FULL, PIECEWISE]
+    run(manager, double, 4, times=4)
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        with torch.no_grad():
+            assert torch.equal(manager.execute_or_capture(4, 7, prefill, {"x": x}), x * 2)
+    entries = [manager.registry.get(4, length) for length in (1, 7)]
+    assert [entry is not None and entry.mode for entry in entries] == [FULL, PIECEWISE]
+    assert manager.stats.hits == 4
 
 
 def test_a_mode_may_replace_disabled() -> None:

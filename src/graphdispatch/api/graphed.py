@@ -105,22 +105,35 @@ def graphed(
     settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
     settings["options"] = _options(options, outputs)
-    if isinstance(sizes, PathLike) or (isinstance(sizes, str) and "." in sizes):
-        from ..plan.saved import read_sizes  # here, since serving must not load planning
-
-        sizes = cast(SizePlan, read_sizes(sizes))
-    config = roomy_config(sizes, max_size, max_cached_graphs, settings)
+    config = roomy_config(_loaded(sizes), max_size, max_cached_graphs, settings)
     rules = make_rules(fn, dynamic, {} if pad is None else pad, static)
-    server = Server(
+    return Graphed(_server(fn, config, budget, out), config, rules, _checked_kind(uniform_decode, config))
+
+
+def _loaded(sizes: Any) -> Any:
+    """``sizes``, or the plan or profile that was saved to a path."""
+    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and "." in sizes):
+        return sizes
+    from ..plan.saved import read_sizes  # here, since serving must not load planning
+
+    return read_sizes(sizes)
+
+
+def _server(fn: Callable[..., Any], config: CUDAGraphConfig, budget: MemoryBudget | None, out: Any) -> Server:
+    if budget is not None and not isinstance(budget, MemoryBudget):
+        raise ConfigError(
+            f"budget must be a MemoryBudget or None, got {budget!r}; memory_budget_bytes= takes a number of bytes, "
+            "and a MemoryBudget bounds several callables together"
+        )
+    return Server(
         fn,
         config.options,
-        make_cache(config, _checked_budget(budget)),
-        backend=get_backend(backend) if backend != "auto" else None,
+        make_cache(config, budget),
+        backend=get_backend(config.backend) if config.backend != "auto" else None,
         out=out,
-        strict=strict,
+        strict=config.strict,
         max_groups=config.max_signatures,
     )
-    return Graphed(server, config, rules, _checked_kind(uniform_decode, config))
 
 
 def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
@@ -136,15 +149,6 @@ def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraph
     if chosen.outputs != CUDAGraphOptions().outputs:
         raise ConfigError(f"outputs={outputs!r} contradicts options.outputs={chosen.outputs!r}; give one of them")
     return chosen.replace(outputs=outputs)
-
-
-def _checked_budget(budget: MemoryBudget | None) -> MemoryBudget | None:
-    if budget is not None and not isinstance(budget, MemoryBudget):
-        raise ConfigError(
-            f"budget must be a MemoryBudget or None, got {budget!r}; memory_budget_bytes= takes a number of bytes, "
-            "and a MemoryBudget bounds several callables together"
-        )
-    return budget
 
 
 def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphConfig) -> Callable[..., bool] | None:

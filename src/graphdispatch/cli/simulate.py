@@ -84,16 +84,13 @@ def simulate(
         raise ConfigError("--eviction goes with --on-demand; graphs that are captured ahead are never evicted")
     workload, costs = read_workload(traces, requests, max_num_seqs, max_num_batched_tokens), read_cost(cost)
     served = read_plan(plan, sizes or ("vllm" if plan is None else None), mode, _largest(plan, max_size, workload))
+    most_bytes = round(memory) if memory is not None else None
     result = run(
         workload,
         costs,
         planned_dispatcher(served, max_num_reqs=workload.largest),
         policy=AdaptiveDispatchPolicy(sizes=served.sizes) if policy is Policy.ADAPTIVE else None,
-        cache=GraphCache(
-            max_graphs or len(served.graphs),
-            round(memory) if memory is not None else None,
-            eviction=eviction or "frecency",
-        ),
+        cache=GraphCache(max_graphs or len(served.graphs), most_bytes, eviction=eviction or "frecency"),
         admission=Admission(_SECOND_SIGHTING) if on_demand else None,
     )
     console = Console()

@@ -139,6 +139,8 @@ class GraphGroup:
     rule: OutputRule | None = None
     example: list[Any] = field(default_factory=list)
     """The values of a call of two rows; empty if none is kept."""
+    wants_example: bool = False
+    """Whether the next call must take the slow path, which keeps an example."""
     buffers: OutputBuffers | None = None
     """Where copies of outputs go, if they go to preallocated memory."""
     hits: Hits = field(init=False)
@@ -172,7 +174,7 @@ class GraphGroup:
 
     def make_hit(self, rows: int) -> Hit | None:
         """The hit of calls of ``rows`` rows, if a verified graph may serve them; needs no lock."""
-        if rows < 0:
+        if rows < 0 or self.wants_example:
             return None
         decision = self.decide(rows)
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
@@ -233,6 +235,7 @@ class GraphGroup:
 
     def keep_example(self, values: Sequence[Any]) -> None:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""
+        self.wants_example = False
         if not self.example:
             self.example = self.resized(values, 2)
 

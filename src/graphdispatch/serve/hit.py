@@ -4,6 +4,7 @@ It matches the call, asks the guards, and executes a plan that was made before. 
 ``HitPath.serve``, with ``Signature.match``, ``StateGuard.holds`` and ``ReplayPlan.run``; what they read is plain data.
 """
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .group import GraphGroup, Route
 
 __all__ = ["Hit", "HitPath", "Hits"]
+
+_log = logging.getLogger("graphdispatch")
 
 
 class Hit(NamedTuple):
@@ -61,6 +64,10 @@ class HitPath(ABC):
     local: threading.local
     times_replays = False
     """Whether entries collect the device time of their replays (``avg_replay_time_ms``)."""
+    logs_replays = False
+    """Whether each replay is logged at DEBUG level."""
+    observes = False
+    """Whether a replay is timed or logged."""
 
     def serve(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
@@ -83,7 +90,11 @@ class HitPath(ABC):
                     and (not entry.writes_outside or plan.clash(leaves) is None)
                 ):
                     try:
-                        result = self.run_timed(hit, leaves) if self.times_replays else plan.run(leaves, self.stats)
+                        result = (
+                            self.observed(hit.entry, plan.rows, leaves)
+                            if self.observes
+                            else plan.run(leaves, self.stats)
+                        )
                     except ReplayError as error:
                         group.hits.pop(plan.rows, None)
                         if error.had_effects:
@@ -93,9 +104,11 @@ class HitPath(ABC):
                         return result
         return self.step(route, args, kwargs)
 
-    def run_timed(self, hit: Hit, leaves: Sequence[Any]) -> Any:
-        """A replay whose device time counts in ``avg_replay_time_ms``."""
-        return hit.entry.serve_timed(leaves, hit.plan.rows, self.stats)
+    def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
+        """A replay that is timed or logged."""
+        if self.logs_replays:
+            _log.debug("replaying %r for %d rows", entry, rows)
+        return (entry.serve_timed if self.times_replays else entry.serve)(leaves, rows, self.stats)
 
     @abstractmethod
     def step(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
