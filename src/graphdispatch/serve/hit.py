@@ -8,53 +8,19 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from ..decide.decision import Decision
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
-from ..memory.replay import ReplayPlan
-from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats
+from .group import Route
 
-if TYPE_CHECKING:
-    from .group import GraphGroup, Route
-
-__all__ = ["Hit", "HitPath", "Hits"]
+__all__ = ["HitPath"]
 
 _log = logging.getLogger("graphdispatch")
-
-
-class Hit(NamedTuple):
-    """What a hit needs, made once for a number of rows."""
-
-    entry: CUDAGraphEntry
-    plan: ReplayPlan
-    decision: Decision
-    guard: StateGuard | None
-    """What must be as it was at the capture; None if nobody guards it."""
-
-
-class Hits(dict[int, Hit | None]):
-    """The hits of a group by number of rows; ``hits[rows]`` is None where no verified graph serves so many.
-
-    A hit is made when it is first asked for, by any thread, without a lock.
-    """
-
-    __slots__ = ("_group",)
-
-    def __init__(self, group: "GraphGroup") -> None:
-        super().__init__()
-        self._group = group
-
-    def __missing__(self, rows: int) -> Hit | None:
-        hit = self._group.make_hit(rows)
-        if hit is not None:
-            self[rows] = hit
-        return hit
 
 
 class HitPath(ABC):
@@ -69,7 +35,7 @@ class HitPath(ABC):
     observes = False
     """Whether a replay is timed or logged."""
 
-    def serve(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         if torch.is_grad_enabled():
             return self.serve_with_gradients_on(route, args, kwargs)
@@ -111,9 +77,9 @@ class HitPath(ABC):
         return (entry.serve_timed if self.times_replays else entry.serve)(leaves, rows, self.stats)
 
     @abstractmethod
-    def step(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet)."""
 
     @abstractmethod
-    def serve_with_gradients_on(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve_with_gradients_on(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call for which gradients are on: eagerly if anything needs one."""
