@@ -162,7 +162,7 @@ BOUNDS = {
     # Besides the hit (9): the graphs of the key are looked up, the policy is asked, and the call is counted by mode.
     "dispatcher": Bound(settled_dispatcher, calls=15),
     # Besides the hit (9): the batch is checked and placed by the configuration (26), and the device is timed (22).
-    "manager": Bound(settled_manager, calls=57, depth=6),
+    "manager": Bound(settled_manager, calls=58, depth=7),
 }
 
 

@@ -160,11 +160,12 @@ class CUDAGraphManager:
         """
         check_callable("execute_fn", execute_fn)
         check_input_shapes(inputs, input_shapes)
-        one = self.registry.find(execute_fn)
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        if self._is_asleep or not mode.has_graphs():
-            decision = Decision.eager(self._eager_reason(batch_size, seq_len), batch_size)
-            result = one.server.run_eagerly(decision, (), dict(inputs))
+        may_serve = mode.has_graphs() and not self._is_asleep
+        reason = None if may_serve else self._eager_reason(batch_size, seq_len)
+        one = self.registry.find(execute_fn)
+        if reason is not None:
+            result = one.server.run_eagerly(Decision.eager(reason, batch_size), (), dict(inputs))
         else:
             size = self._sizes.get_padded_batch_size(batch_size)
             dims = batch_dims(inputs, batch_size, dynamic)
@@ -204,13 +205,14 @@ class CUDAGraphManager:
         return f"<CUDAGraphManager {self._mode.name}: {self.registry.num_graphs} graphs, {self.stats!r}>"
 
     def _eager_reason(self, batch_size: int, seq_len: int) -> Reason:
-        """Why no graph may serve this batch, whatever is captured."""
+        """Why no graph may serve this batch, whatever is captured. Raises ``ConfigError`` for no integers."""
+        is_within = self._sizes.should_use_cudagraph(batch_size, seq_len)
         if not self.is_enabled:
             return Reason.DISABLED
         if self._is_asleep:
             return Reason.ASLEEP
         if batch_size < 1:
             return Reason.NO_ROWS
-        if not self._sizes.should_use_cudagraph(batch_size, seq_len):
+        if not is_within:
             return Reason.ABOVE_LARGEST_SIZE if batch_size > self._sizes.resolve().largest else Reason.NOT_CAPTURED
         return Reason.MODE_MISMATCH

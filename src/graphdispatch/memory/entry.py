@@ -217,10 +217,10 @@ class CUDAGraphEntry:
         clash = self.plan(rows).clash(values)
         if clash is not None:
             raise GuardError(f"{clash}; pass copies")
-        if self.signature is not None and self.signature.match(values) < 0:
+        if self.signature is not None and not self.signature.fits(values):
             raise GuardError(
-                "the call differs from the captured one: in inference mode, autocast, the address of a static tensor, "
-                "or the memory layout of an input; capture again for such calls"
+                "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "
+                "the memory layout of an input; capture again for such calls"
             )
         return values, rows
 
