@@ -1,6 +1,6 @@
 """The graphs of a ``CudagraphDispatcher``, and what they decide for every key: one immutable thing, swapped whole."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 
-__all__ = ["GRAPH_MODES", "Choice", "Registered", "RegisteredGraphs", "Slot"]
+__all__ = ["GRAPH_MODES", "Choice", "Registered", "RegisteredGraphs", "Slot", "pads"]
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
 """The modes that a graph can be registered in, the better first, and the runtime mode of each."""
@@ -25,9 +25,13 @@ Slot = tuple[DispatchKey, DispatchMode]
 _MOST_KEPT = 16384  # choices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Registered:
-    """A graph as it was registered, its entry, and the route by which the server serves it."""
+    """A graph as it was registered, its entry, and the route by which the server serves it.
+
+    Registering a graph again makes another one, with a route of its own: what is done to the older one, by a call that
+    chose it before, does not touch the newer one.
+    """
 
     key: DispatchKey
     mode: DispatchMode
@@ -38,12 +42,32 @@ class Registered:
     @property
     def pads(self) -> bool:
         """Whether it fills up smaller batches itself; any other graph serves exactly its key."""
-        return any(spec.dim is not None for spec in self.entry.inputs.specs)
+        return pads(self.entry)
+
+    @property
+    def slot(self) -> Slot:
+        """What it is registered for."""
+        return self.key, self.mode
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the worker captured it; else somebody else did, and only they release it."""
+        return self.route.entry is None
+
+    @property
+    def place(self) -> Hashable:
+        """Its key in the worker's cache."""
+        return self.entry.key if self.is_captured else self.route.key
 
     @property
     def is_gone(self) -> bool:
         """Whether the graph was released, or failed when it was last replayed or compared."""
         return self.entry.state in (EntryState.EVICTED, EntryState.FAILED)
+
+
+def pads(entry: CUDAGraphEntry) -> bool:
+    """Whether an entry has inputs with a batch dimension, whose missing rows it fills up."""
+    return any(spec.dim is not None for spec in entry.inputs.specs)
 
 
 class Choice(NamedTuple):

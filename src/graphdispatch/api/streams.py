@@ -11,12 +11,12 @@ from ..config import CUDAGraphOptions
 from ..decide.decision import Decision
 from ..decide.policies import DispatchPolicy
 from ..descriptors import DispatchKey
-from ..errors import BackendError, ConfigError, ReplayError
+from ..errors import BackendError, ConfigError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
 from ..modes import DispatchMode
 from ..reasons import Reason
-from .dispatcher import CudagraphDispatcher
+from .dispatcher import Chosen, CudagraphDispatcher
 from .registered import Registered
 from .workers import StreamResult, StreamWorker, first_registered
 
@@ -36,6 +36,8 @@ class StreamDispatcher(CudagraphDispatcher):
     library) is refused with ``ConfigError``, and ``shared_writes="allow"`` declares that steps under way at once write
     to different rows of it. ``max_cached_graphs`` holds for each worker. Thread-safe.
     """
+
+    workers: Sequence[StreamWorker]
 
     def __init__(
         self,
@@ -66,16 +68,11 @@ class StreamDispatcher(CudagraphDispatcher):
         self._last_turns = [0] * num_streams
         self._lock = threading.Lock()
 
-    def _make_workers(self) -> tuple[StreamWorker, ...]:
+    def _make_workers(self) -> Sequence[StreamWorker]:
         return tuple(
             StreamWorker(index, self.backend, self.eager_runner, self.max_cached_graphs, self.options)
             for index in range(self._num_streams)
         )
-
-    @property
-    def workers(self) -> tuple[StreamWorker, ...]:
-        """The workers, one for each stream."""
-        return cast(tuple[StreamWorker, ...], self._workers)
 
     def register_graph(
         self,
@@ -97,7 +94,8 @@ class StreamDispatcher(CudagraphDispatcher):
             chosen = self._worker(worker) if worker is not None else self._emptiest(key)
             if isinstance(graph, CUDAGraphEntry):
                 self._check_apart(graph, chosen)
-            chosen.register(key, graph, input_ptrs, outputs, mode, idempotent)
+            leaving = chosen.publish(chosen.wrap(key, graph, input_ptrs, outputs, mode, idempotent))
+        chosen.let_go(leaving)
 
     def capture(
         self,
@@ -123,12 +121,14 @@ class StreamDispatcher(CudagraphDispatcher):
             with self._lock:
                 for worker, found in made:
                     self._check_apart(found.entry, worker, made)
-                for worker, found in made:
-                    worker.keep(found)
+                leaving = [worker.publish(found) for worker, found in made]
         except BaseException:
             for worker, found in made:
                 worker.drop(found)
+                worker.tidy()  # a capture makes room before it can fail
             raise
+        for (worker, _), gone in zip(made, leaving, strict=True):
+            worker.let_go(gone)
 
     def has_graph(self, key: DispatchKey, worker: int | None = None) -> bool:
         """Whether a graph of any mode is registered for ``key`` on ``worker`` (default: on any)."""
@@ -153,36 +153,36 @@ class StreamDispatcher(CudagraphDispatcher):
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
         """Start one call on a worker; a call without a graph runs here and now. Never raises what the call raises."""
         start = perf_counter_ns()
-        worker, found, decision = self._choose(key, args, kwargs)
+        chosen = self._choose(key, args, kwargs)
         spent = perf_counter_ns() - start
-        if found is None:
-            done = StreamResult(self.backend)
-            done.fill(lambda: self._run(worker, key, None, decision, spent, args, kwargs))
-            return done
-        return self._launch(worker, lambda: self._run(worker, key, found, decision, spent, args, kwargs), args, kwargs)
+        if chosen.found is not None:
+            launched = self._launch(chosen, lambda: self._run(key, chosen, spent, args, kwargs), args, kwargs)
+            if launched is not None:
+                return launched
+            chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
+        done = StreamResult(self.backend)
+        done.fill(lambda: self._run(key, chosen, spent, args, kwargs))
+        return done
 
     def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
         """How ``dispatch`` would run this call, on which worker, and why, as one line. Nothing is run or counted."""
         worker, found, decision = self._choose(key, args, kwargs)
-        return decision.explain() if found is None else f"{decision.explain()}, on worker {worker.index}"
+        return (
+            decision.explain()
+            if found is None
+            else f"{decision.explain()}, on worker {cast(StreamWorker, worker).index}"
+        )
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it: whether one did, the outputs, and the reason. Never runs the runner.
-
-        ``VERIFIED_NOW`` asks for ``dispatch``, which compares the graph with eager. Raises ``ReplayError`` if the graph
-        cannot be replayed.
-        """
-        worker, found, decision = self._choose(key, args, kwargs)
-        if found is None or decision.reason is Reason.VERIFIED_NOW:
-            return False, None, decision.reason
-        served = self._attempt
-        try:
-            return cast(
-                tuple[bool, Any, Reason],
-                self._launch(worker, lambda: served(worker, key, found, args, kwargs), args, kwargs).result(),
-            )
-        except BackendError as error:
-            raise ReplayError(f"worker {worker.index} takes no work: {error}") from error
+        """Serve a call by a graph and count it; see ``CudagraphDispatcher.attempt``."""
+        chosen = self._choose(key, args, kwargs)
+        if chosen.found is None or chosen.decision.reason is Reason.VERIFIED_NOW:
+            return False, None, chosen.decision.reason
+        launched = self._launch(chosen, lambda: self._attempt(key, chosen, args, kwargs), args, kwargs)
+        if launched is None:
+            return False, None, Reason.NOT_CAPTURED
+        served, result, reason = launched.result()
+        return served, result, reason
 
     def synchronize(self) -> None:
         """Block until all workers have finished what they were given."""
@@ -191,9 +191,8 @@ class StreamDispatcher(CudagraphDispatcher):
 
     def close(self) -> None:
         """Finish all steps, release the workers' graphs and streams; later calls run eagerly. Idempotent."""
-        with self._lock:
-            for worker in self.workers:
-                worker.close()
+        for worker in self.workers:  # without a lock: a step that is under way may register a graph
+            worker.close()
 
     def __repr__(self) -> str:
         return f"<StreamDispatcher {len(self.workers)} workers, {self.num_graphs} graphs, {self.stats!r}>"
@@ -234,33 +233,38 @@ class StreamDispatcher(CudagraphDispatcher):
                     "under way at once write to different rows"
                 )
 
-    def _choose(
-        self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[StreamWorker, Registered | None, Decision]:
+    def _choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
         """The best worker that can take the call, its graph, and the decision; no graph and why if none can."""
-        answer: tuple[StreamWorker, Decision] | None = None
+        answer: Chosen | None = None
         for worker in self._in_order():
             found, decision = worker.choose(key, self.policy)
             if found is not None:
                 decision = worker.server.preview(found.route, args, kwargs)
                 if decision.reason.is_graph or decision.reason is Reason.VERIFIED_NOW:
-                    return worker, found, decision
+                    return Chosen(worker, found, decision)
                 if found.is_gone:
                     worker.drop(found)
             elif decision.reason is Reason.POLICY:
-                return worker, None, decision
+                return Chosen(worker, None, decision)
             if answer is None or decision.reason is not Reason.NOT_CAPTURED:
-                answer = worker, decision
+                answer = Chosen(worker, None, decision._replace(rows=decision.rows or key.num_tokens))
         assert answer is not None
-        return answer[0], None, answer[1]
+        return answer
 
     def _launch(
-        self, worker: StreamWorker, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StreamResult:
+        self, chosen: Chosen, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StreamResult | None:
+        """Give a step to its worker; None if that was closed since it was chosen."""
+        worker = cast(StreamWorker, chosen.worker)
         self._last_turns[worker.index] = next(self._turns)
         if getattr(self._own, "worker", None) is None:
             self._own.worker = worker.index
-        return worker.launch(run, (args, kwargs))
+        try:
+            return worker.launch(run, (args, kwargs))
+        except BackendError:
+            if worker.is_closed:
+                return None
+            raise
 
     def _in_order(self) -> list[StreamWorker]:
         """The workers, the one to be preferred first; of equally busy ones, that which waits longest for a step."""

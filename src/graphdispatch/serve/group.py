@@ -139,6 +139,8 @@ class GraphGroup:
     rule: OutputRule | None = None
     example: list[Any] = field(default_factory=list)
     """The values of a call of two rows; empty if none is kept."""
+    lacks_example: bool = False
+    """Whether the next call must keep one; until then no call is a hit."""
     buffers: OutputBuffers | None = None
     """Where copies of outputs go, if they go to preallocated memory."""
     hits: Hits = field(init=False)
@@ -172,7 +174,7 @@ class GraphGroup:
 
     def make_hit(self, rows: int) -> Hit | None:
         """The hit of calls of ``rows`` rows, if a verified graph may serve them; needs no lock."""
-        if rows < 0:
+        if rows < 0 or self.lacks_example:
             return None
         decision = self.decide(rows)
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
@@ -235,6 +237,7 @@ class GraphGroup:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""
         if not self.example:
             self.example = self.resized(values, 2)
+        self.lacks_example = False
 
     def differs(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
         """Whether a batch is another one than that with which the entry was captured (yes, if that was not kept)."""
