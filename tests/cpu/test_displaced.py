@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.api.composite import CompositeDispatcher
 from graphdispatch.api.dispatcher import CudagraphDispatcher
 from graphdispatch.api.registry import CUDAGraphRegistry
 from graphdispatch.api.streams import StreamDispatcher
@@ -223,3 +224,43 @@ def test_a_call_counts_in_the_mode_its_graph_was_registered_in() -> None:
     dispatcher.register_graph(KEY, entry(), mode=DispatchMode.PIECEWISE)
     serve(dispatcher, times=3)
     assert (dispatcher.stats.piecewise, dispatcher.stats.graph) == (2, 0)
+
+
+def chain(first: CudagraphDispatcher) -> CompositeDispatcher:
+    """A composite that goes on to a scripted graph for ``KEY``."""
+    second = CudagraphDispatcher(double)
+    second.register_graph(KEY, scripted("second"))
+    composite = CompositeDispatcher()
+    composite.add_dispatcher("first", first)
+    composite.add_dispatcher("second", second)
+    return composite
+
+
+def test_a_graph_that_its_owner_released_is_no_failure() -> None:
+    """The call goes on to the next member, and the first one is not quarantined."""
+    first, gone = CudagraphDispatcher(double), entry()
+    first.register_graph(KEY, gone)
+    composite = chain(first)
+    gone.release()
+    assert composite.dispatch(KEY, torch.ones(4, 3)) == "second"
+    assert composite.members[0].failures == 0
+    assert composite.skips["first"] == {Reason.NOT_CAPTURED: 1}
+    assert not first.has_graph(KEY)
+
+
+def test_a_graph_released_under_a_waiting_call_is_no_failure() -> None:
+    """Nor is it one if its owner releases it between the decision and the replay."""
+    first, gone = CudagraphDispatcher(double), entry()
+    first.register_graph(KEY, gone)
+    serve(first, times=3)
+    composite, answers = chain(first), list[Any]()
+    call = threading.Thread(target=lambda: answers.append(composite.dispatch(KEY, torch.ones(4, 3))), daemon=True)
+    lock = first.workers[0].server.lock
+    with gone.pool.lock:
+        call.start()
+        while lock.acquire(blocking=False):  # until the call holds it and waits for the pool
+            lock.release()
+        gone.release()
+    call.join(TIMEOUT_S)
+    assert answers == ["second"]
+    assert composite.members[0].failures == 0

@@ -183,6 +183,22 @@ def test_a_key_without_a_graph_runs_eagerly(workers: StreamDispatcher) -> None:
     assert workers.stats.reasons == {Reason.NOT_CAPTURED: 1}
 
 
+def test_eager_calls_run_on_workers_if_the_caller_says_so() -> None:
+    """Two of them overlap then, and each is counted once; a call that is being captured stays where it is."""
+    HOOKS.clear()
+    dispatcher = StreamDispatcher(model, 2, eager="worker", backend=get_backend("cpu"))
+    HOOKS["both"] = threading.Barrier(2)
+    queued = [dispatcher.submit(KEY, batch(value)) for value in (1.0, 5.0)]
+    assert [one.result()[0, 0].item() for one in queued] == [4.0, 12.0]
+    assert {one.worker for one in queued} == {0, 1}
+    HOOKS.clear()
+    with dispatcher.backend.watched():
+        assert dispatcher.submit(KEY, batch(1.0)).worker is None
+    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 3}
+    dispatcher.close()
+    assert torch.equal(dispatcher.dispatch(KEY, batch(1.0)), batch(4.0))
+
+
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 3), torch.zeros(2, 3, dtype=torch.float64)])
 def test_other_arguments_run_eagerly(workers: StreamDispatcher, wrong: torch.Tensor) -> None:
     """An argument that would be broadcast or cast into the graph's buffer is not served by it."""

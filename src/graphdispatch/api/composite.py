@@ -84,8 +84,9 @@ class CompositeDispatcher:
 
     A member whose graph cannot be replayed is skipped, with the reason counted in ``skips``, and quarantined: its
     graphs are not tried for ``backoff_s``, twice as long after each further failure, at most ``max_backoff_s``.
-    Only a ``ReplayError`` that says that nothing has happened moves a call on to the next member; any other error
-    passes through unchanged.
+    Only a ``ReplayError`` that says that nothing has happened moves a call on to the next member. Any other error ends
+    the call and passes through unchanged, that of a runner too: what it wrote until then is not undone, so that another
+    runner would do a part of the step twice. A graph that its owner released is no failure.
 
     ``stats`` sums up all members, ``memory_bytes`` counts the memory of all their graphs once each, and
     ``memory_budget_bytes`` bounds it: when ``register_graph`` or ``enforce_budget`` finds more, graphs are evicted by

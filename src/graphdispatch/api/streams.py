@@ -30,7 +30,8 @@ class StreamDispatcher(CudagraphDispatcher):
     outputs. Calls overlap if they come from several streams or threads, or were all submitted before the first
     ``result``. Each call goes to the worker with the least unfinished steps among those that have a graph for its key;
     with ``selection="sticky"``, to the worker that the calling thread got first, where that one has a graph.
-    Without a graph the call runs eagerly on the caller's own stream.
+    Without a graph the call runs eagerly on the caller's own stream: a runner may write state of its own, and would do
+    so on two streams at once. ``eager="worker"`` declares that it does not, and runs such calls on the workers too.
 
     Graphs of two workers must not share memory that one of them writes: what can be seen of that (entries of this
     library) is refused with ``ConfigError``, and ``shared_writes="allow"`` declares that steps under way at once write
@@ -48,6 +49,7 @@ class StreamDispatcher(CudagraphDispatcher):
         max_cached_graphs: int = 64,
         selection: Literal["least_busy", "sticky"] = "least_busy",
         shared_writes: Literal["refuse", "allow"] = "refuse",
+        eager: Literal["caller", "worker"] = "caller",
         backend: Backend | None = None,
         options: CUDAGraphOptions | None = None,
     ) -> None:
@@ -57,12 +59,15 @@ class StreamDispatcher(CudagraphDispatcher):
             raise ConfigError(f"selection must be 'least_busy' or 'sticky', got {selection!r}")
         if shared_writes not in ("refuse", "allow"):
             raise ConfigError(f"shared_writes must be 'refuse' or 'allow', got {shared_writes!r}")
+        if eager not in ("caller", "worker"):
+            raise ConfigError(f"eager must be 'caller' or 'worker', got {eager!r}")
         self.backend = backend or get_backend("auto")
         self.options = CUDAGraphOptions.or_default(options, "options")
         self._num_streams = num_streams
         super().__init__(eager_runner, policy, max_cached_graphs)
         self._selection = selection
         self._allows_shared_writes = shared_writes == "allow"
+        self._eager_moves = eager == "worker"
         self._own = threading.local()
         self._turns = count(1)
         self._last_turns = [0] * num_streams
@@ -151,11 +156,12 @@ class StreamDispatcher(CudagraphDispatcher):
         return self.submit(key, *args, **kwargs).result()
 
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
-        """Start one call on a worker; a call without a graph runs here and now. Never raises what the call raises."""
+        """Start one call on a worker; one without a graph runs here and now, unless the dispatcher was made with
+        ``eager="worker"``. Never raises what the call raises."""
         start = perf_counter_ns()
         chosen = self._choose(key, args, kwargs)
         spent = perf_counter_ns() - start
-        if chosen.found is not None:
+        if chosen.found is not None or (self._eager_moves and not self.backend.is_watched()):
             launched = self._launch(chosen, lambda: self._run(key, chosen, spent, args, kwargs), args, kwargs)
             if launched is not None:
                 return launched

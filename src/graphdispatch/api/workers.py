@@ -188,6 +188,8 @@ class Worker:
 
     def drop(self, *dropped: Registered) -> None:
         """Forget graphs, not others that have taken their places; release those that were captured here."""
+        if not dropped:
+            return
         with self._lock:
             kept = {slot: one for slot, one in self.graphs.items() if one not in dropped}
             self._graphs = RegisteredGraphs(kept, self.modes)
