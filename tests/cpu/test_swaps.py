@@ -298,3 +298,7 @@ def test_every_call_under_changes_gets_eagers_answer() -> None:
     assert changes > len(entries)
     assert dispatcher.stats.graph > 0
     assert dispatcher.num_graphs <= 2
+    worker = dispatcher.workers[0]
+    served = {id(found.route) for found in worker.graphs.values()}
+    assert {id(group.route) for group in worker.server.graphs.groups.values()} <= served
+    assert {id(found.entry) for found in worker.graphs.values()} == set(map(id, worker.cache))

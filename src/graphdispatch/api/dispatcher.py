@@ -156,9 +156,9 @@ class CudagraphDispatcher:
             self._count(chosen, server.decision or _raised_in_graph(error, key), spent)
             raise
         decision = server.local.decision
-        is_sound = decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone)
         mode = self._count(chosen, decision, spent)
-        if meter is not None and is_sound:  # a comparison, or a replay that failed first, takes longer than either way
+        # A comparison, or a replay that failed first, takes longer than either way of running the step.
+        if meter is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
             meter.stop(timer, key, mode)
         return result
 

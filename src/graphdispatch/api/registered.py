@@ -16,13 +16,13 @@ from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 
-__all__ = ["GRAPH_MODES", "Choice", "Registered", "RegisteredGraphs", "Slot", "pads"]
+__all__ = ["GRAPH_MODES", "Candidates", "Registered", "RegisteredGraphs", "Slot", "pads"]
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
 """The modes that a graph can be registered in, the better first, and the runtime mode of each."""
 
 Slot = tuple[DispatchKey, DispatchMode]
-_MOST_KEPT = 16384  # choices
+_MOST_KEPT = 16384  # keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def pads(entry: CUDAGraphEntry) -> bool:
     return any(spec.dim is not None for spec in entry.inputs.specs)
 
 
-class Choice(NamedTuple):
+class Candidates(NamedTuple):
     """What may serve a key: by mode, the better first, the graph and its decision; and why eager does, without one."""
 
     graphs: Mapping[DispatchMode, tuple[Registered, Decision]]
@@ -79,7 +79,7 @@ class Choice(NamedTuple):
 
 
 class RegisteredGraphs:
-    """Registered graphs and the enabled modes; ``choices[key]`` is what they decide for a key. Immutable.
+    """Registered graphs and the enabled modes; ``candidates[key]`` is what they decide for a key. Immutable.
 
     The keys of graphs are those of two ``KeyTable``, for decode and for prefill, which never serve each other. A decode
     key whose tokens are a multiple of its requests is uniform decode. A graph that pads serves smaller batches with
@@ -90,7 +90,7 @@ class RegisteredGraphs:
     def __init__(self, graphs: Mapping[Slot, Registered], modes: frozenset[DispatchMode]) -> None:
         self.graphs = MappingProxyType(dict(graphs))
         self.modes = modes
-        self.choices = Memo[DispatchKey, Choice](self._choose, _MOST_KEPT)
+        self.candidates = Memo[DispatchKey, Candidates](self._find, _MOST_KEPT)
         """For each key what may serve it; the first question about a key asks the tables, later ones are one lookup."""
         self._by_descriptor = {_place(found): found for found in self.graphs.values()}
         self._tables = {is_prefill: self._table(is_prefill) for is_prefill in (False, True)}
@@ -102,13 +102,13 @@ class RegisteredGraphs:
                 keys[mode].append(descriptor)
         return KeyTable(keys, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
-    def _choose(self, key: DispatchKey) -> Choice:
+    def _find(self, key: DispatchKey) -> Candidates:
         if not isinstance(key, DispatchKey):
             raise ConfigError(f"key must be a DispatchKey, got {key!r}; create_dispatch_key() makes one")
         found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, mode)) is not None}
         enabled = {mode: best for mode, best in found.items() if mode in self.modes}
         eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._why_none(key)
-        return Choice(enabled, (*enabled, DispatchMode.EAGER), eager)
+        return Candidates(enabled, (*enabled, DispatchMode.EAGER), eager)
 
     def _best(self, key: DispatchKey, mode: DispatchMode) -> tuple[Registered, Decision] | None:
         for variant in (key, key.max_seq_len or None):

@@ -178,13 +178,13 @@ class Worker:
     def choose(self, key: DispatchKey, policy: DispatchPolicy) -> tuple[Registered | None, Decision]:
         """The graph that shall serve a key and its decision, or None and why eager does. Takes no lock."""
         graphs = self._graphs
-        choice = graphs.choices[key]
-        if not choice.graphs:
-            return None, choice.eager
+        candidates = graphs.candidates[key]
+        if not candidates.graphs:
+            return None, candidates.eager
         if not policy.should_use_graph(key, True):
             return None, Decision.eager(Reason.POLICY, key.num_tokens)
-        mode = policy.select_mode(key, choice.modes) if DispatchMode.HYBRID in graphs.modes else choice.modes[0]
-        return choice.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
+        mode = policy.select_mode(key, candidates.modes) if DispatchMode.HYBRID in graphs.modes else candidates.modes[0]
+        return candidates.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
 
     def drop(self, *dropped: Registered) -> None:
         """Forget graphs, not others that have taken their places; release those that were captured here."""
