@@ -49,11 +49,9 @@ class CudagraphDispatcher:
     ) -> None:
         if not callable(eager_runner):
             raise ConfigError(f"eager_runner must be callable, got {eager_runner!r}")
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {policy!r}")
         check_count("max_cached_graphs", max_cached_graphs)
         self.eager_runner = eager_runner
-        self.policy = policy or DefaultDispatchPolicy()
+        self.policy = DefaultDispatchPolicy() if policy is None else policy
         self.max_cached_graphs = max_cached_graphs
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
@@ -70,6 +68,8 @@ class CudagraphDispatcher:
 
     @policy.setter
     def policy(self, policy: DispatchPolicy) -> None:
+        if not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy, got {policy!r}")
         self._policy = policy
         self._meter = LatencyMeter(policy) if policy.learns else None
 
