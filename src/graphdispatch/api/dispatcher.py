@@ -51,7 +51,7 @@ class CudagraphDispatcher:
             raise ConfigError(f"eager_runner must be callable, got {eager_runner!r}")
         check_count("max_cached_graphs", max_cached_graphs)
         self.eager_runner = eager_runner
-        self.policy = DefaultDispatchPolicy() if policy is None else policy
+        self.policy = policy
         self.max_cached_graphs = max_cached_graphs
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
@@ -67,11 +67,11 @@ class CudagraphDispatcher:
         return self._policy
 
     @policy.setter
-    def policy(self, policy: DispatchPolicy) -> None:
-        if not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy, got {policy!r}")
-        self._policy = policy
-        self._meter = LatencyMeter(policy) if policy.learns else None
+    def policy(self, policy: DispatchPolicy | None) -> None:
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {policy!r}")
+        self._policy = policy or DefaultDispatchPolicy()
+        self._meter = LatencyMeter(self._policy) if self._policy.learns else None
 
     def register_graph(
         self,
