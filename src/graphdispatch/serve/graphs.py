@@ -260,10 +260,12 @@ class GraphSet:
                         group.drop(victim.entry.size)
                 victim.release()
             if victims:
-                read = {entry.inputs for group in self.groups.values() for entry in group.entries.values()}
-                for unread in {group.inputs for group in self.groups.values()} - read:
+                # The static inputs of a graph that somebody else captured are not ours to free.
+                owned = [group for group in self.groups.values() if group.route.entry is None]
+                read = {entry.inputs for group in owned for entry in group.entries.values()}
+                for unread in {group.inputs for group in owned} - read:
                     unread.free()
-                for group in self.groups.values():
+                for group in owned:
                     if not group.entries:
                         group.buffers = self.handout.make_buffers(group.inputs.capacity)
 

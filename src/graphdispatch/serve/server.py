@@ -351,17 +351,21 @@ class Server(HitPath):
         self.graphs.clear()
 
     def drop(self, route: Route) -> None:
-        """Forget a route with its groups; called with the lock held. The graph of a route that was given one stays."""
+        """Forget a route with its groups, and serve no call by it any more; called with the lock held. The graph of a
+        route that was given one stays."""
         for group in route.groups:
             self.graphs.groups.pop(group.key, None)
+        route.table = SizeTable((), (), route.table.mode)
         route.spellings.clear()
 
-    def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """How such a call would be served now, in one line; nothing is run or counted."""
+    def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
+        """How such a call, of ``rows`` rows if nothing else tells, would be served now; nothing is run or counted."""
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
-            return Decision.eager(Reason.NEEDS_GRADIENTS).explain()
+            return Decision.eager(Reason.NEEDS_GRADIENTS, rows).explain()
         with torch.no_grad(), self.lock:
-            return self.choose(route, args, kwargs).explain()
+            choice = self.choose(route, args, kwargs)
+        decision = choice.decision
+        return choice._replace(decision=decision._replace(rows=decision.rows or rows)).explain()
 
     def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         """How such a call would be served now; nothing is run or counted, but what is stale is released."""
