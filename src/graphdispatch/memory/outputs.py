@@ -190,7 +190,8 @@ class Outputs:
 
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
-        return self._cuts.get(rows) or self._cut(rows)
+        cut = self._cuts.get(rows)
+        return cut if cut is not None else self._cut(rows)
 
     def _cut(self, rows: int) -> list[torch.Tensor]:
         cut = []
