@@ -132,20 +132,18 @@ def test_a_learning_policy_learns_the_simulated_times() -> None:
     assert result.steps[NONE] > 0.8 * 2000
 
 
-@pytest.mark.parametrize("room", [4, 2])
+@pytest.mark.parametrize("room", [3, 2])
 def test_it_counts_what_graphed_counts(room: int) -> None:
-    """The same batches through ``graphed`` on the CPU backend give the same hits, misses, reasons, rows and
-    evictions."""
-    sizes = np.repeat(np.random.default_rng(3).choice([1, 2, 4, 8, 9], 60), 4).tolist()
+    """The same batches through ``graphed`` on the CPU backend, padded ones among them, give the same hits, misses,
+    reasons, rows and evictions."""
+    sizes = np.repeat(np.random.default_rng(3).integers(1, 10, 100), 4).tolist()
     step = graphed(
-        lambda x: x * 2, dynamic={"x": 0}, sizes=(1, 2, 4, 8), max_size=8, max_cached_graphs=room, eviction="lru"
+        lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4, 8), max_size=8, max_cached_graphs=room, eviction="lru"
     )
     for number, size in enumerate(sizes):
-        step(torch.full((size, 2), float(number)))
+        step(torch.arange(number, number + 2.0 * size).reshape(size, 2))
     cache = GraphCache(room, eviction="lru")
-    result = simulate(
-        Workload.from_steps(sizes), COST, dispatcher(FULL, (1, 2, 4, 8)), cache=cache, admission=Admission(2)
-    )
+    result = simulate(Workload.from_steps(sizes), COST, dispatcher(FULL), cache=cache, admission=Admission(2))
     names = ("hits", "misses", "captures", "verifications", "evictions", "real_rows", "padded_rows", "reasons", "rows")
     assert {name: getattr(result.stats, name) for name in names} == {name: getattr(step.stats, name) for name in names}
     simulated, real = (
@@ -153,7 +151,7 @@ def test_it_counts_what_graphed_counts(room: int) -> None:
         for stats in (result.stats, step.stats)
     )
     assert simulated == real
-    assert bool(real) is (room < 4)
+    assert bool(real) is (room < 3)
 
 
 def test_it_is_deterministic() -> None:

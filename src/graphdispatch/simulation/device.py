@@ -35,7 +35,7 @@ class SimulatedDevice:
         self.now += self._eager_ms[tokens]
 
     def capture(self, request: CaptureRequest) -> CaptureResult:
-        """A graph whose padding counts as proven. The step itself runs only if the request keeps its effects.
+        """A graph, whose padding agrees with eager. The step itself runs only if the request keeps its effects.
 
         Raises ``ConfigError`` for a mode that the cost model does not know.
         """
@@ -54,7 +54,7 @@ class SimulatedDevice:
             outputs=self._outputs,
             capture_time_ms=capture_ms,
         )
-        entry.note_comparison(1, ())
+        entry.note_comparison(request.rows, ())
         self.pool.graphs.add(entry.graph)
         if request.keep_effects:
             request.call(request.values)
@@ -65,6 +65,7 @@ class SimulatedDevice:
         if request.keep_effects:
             request.call(request.values)
             entry.graph.replay()
+        entry.note_comparison(request.rows, ())
         entry.state = EntryState.VERIFIED
         return CaptureResult(None, entry, Reason.VERIFIED_NOW)
 

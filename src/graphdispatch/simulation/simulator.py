@@ -100,9 +100,9 @@ def simulate(
 
     ``dispatcher`` names the graphs that there may be, by a plan or capture sizes. Without ``admission`` as many of
     them as ``cache`` has room for are captured before the first step, the largest first, as engines do; with it, each
-    when it is admitted, and it is compared with eager at its next batch. ``cache`` (default: room for all) evicts by
-    its own rules; it must be new, and its statistics are those of the result. ``policy`` (default: a graph wherever
-    there is one) chooses among the graphs there are and eager, and learns the simulated times, if it learns.
+    when it is admitted, and it is compared with eager at its next batch and at each smaller one than all before.
+    ``cache`` (default: room for all) evicts by its own rules; it must be new, and the result has its statistics.
+    ``policy`` (default: a graph wherever there is one) chooses among the graphs there are and eager, and may learn.
 
     A uniform decode step whose requests are not known has one token for each. Deterministic, if the policy is. Raises
     ``ConfigError`` for a workload without ordered steps, or a cost model that does not know a mode.
@@ -167,7 +167,7 @@ class _Simulation:
         for key in keys:
             if not self._cache.is_full:
                 size = key[1].num_tokens
-                capture_checked(self.server, self._groups[key], (size,), size, size)
+                capture_checked(self.server, self._groups[key], (size,), 1, size)
                 self.peak_bytes = max(self.peak_bytes, self._cache.nbytes)
 
     def step(self, tokens: int, is_decode: int, reqs: int | None) -> CUDAGraphMode:
