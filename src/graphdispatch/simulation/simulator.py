@@ -100,7 +100,7 @@ def simulate(
 
     ``dispatcher`` names the graphs that there may be, by a plan or capture sizes. Without ``admission`` as many of
     them as ``cache`` has room for are captured before the first step, the largest first, as engines do; with it, each
-    when it is admitted, and it is compared with eager at its next batch and at each smaller one than all before.
+    when it is admitted, and compared with eager at its next batch and at each that is smaller than all before.
     ``cache`` (default: room for all) evicts by its own rules; it must be new, and the result has its statistics.
     ``policy`` (default: a graph wherever there is one) chooses among the graphs there are and eager, and may learn.
 
@@ -151,7 +151,7 @@ class _Simulation:
         self._captures = True
         self.server = Server(
             device.run,
-            CUDAGraphOptions(guard_weights=False),  # there are none
+            CUDAGraphOptions(guard_weights=False),  # there are no weights
             cache,
             backend=get_backend("cpu"),
             pool=device.pool,
