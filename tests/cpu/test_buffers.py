@@ -148,8 +148,8 @@ def test_outputs_go_to_the_callers_tensors() -> None:
 def test_eager_steps_go_there_too() -> None:
     """What an eager step returned is copied, and the same views come back."""
     graphs, _ = graphs_with({"y": torch.zeros(CAPACITY, 2), "z": torch.zeros(())})
-    got = graphs.hand_out(graphs.fn(torch.ones(5, 2)))
-    assert got["y"].data_ptr() == graphs.out["y"].data_ptr()
+    got = graphs.handout.give(graphs.fn(torch.ones(5, 2)))
+    assert got["y"].data_ptr() == graphs.handout.out["y"].data_ptr()
     assert (got["y"].tolist(), got["z"].item()) == ([[2.0, 2.0]] * 5, 10.0)
 
 

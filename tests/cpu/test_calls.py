@@ -128,12 +128,14 @@ def test_a_wrong_call_is_the_callables_to_refuse() -> None:
         again(three, 1, 2, z=3)
 
 
-def test_a_form_fits_its_own_spelling() -> None:
-    """Another number of positions or other keywords are another spelling."""
-    made = CallSpec(three, 1, ("b", "c"))
-    assert made.fits((1,), {"b": 2, "c": 3})
-    assert not made.fits((1,), {"c": 2, "b": 3})
-    assert not made.fits((1, 2), {"c": 3})
+def test_a_call_of_known_arguments_may_be_spelt_in_any_way() -> None:
+    """Their names say which is which; a call with others, or too few, is no call of them."""
+    spec = CallSpec.by_names(("a", "b", "c"), 1, ("c", "b"))
+    assert spec is not None
+    assert spec.values((1,), {"c": 3, "b": 2}) == [1, 2, 3]
+    assert CallSpec.by_names(("a", "b", "c"), 3, ()).order is None  # type: ignore[union-attr]
+    assert CallSpec.by_names(("a", "b", "c"), 2, ("b",)) is None
+    assert CallSpec.by_names(("a", "b"), 3, ()) is None
 
 
 def test_a_compiled_module_has_the_parameters_of_its_own() -> None:

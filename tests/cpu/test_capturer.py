@@ -1,7 +1,7 @@
 """The capturer by itself: one request in, eager's answer and an entry or a reason out."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,8 @@ import torch
 
 from graphdispatch.backends import get_backend
 from graphdispatch.call.breaks import eager_break
+from graphdispatch.call.signature import ForeignSignature
+from graphdispatch.call.spec import CallSpec, FlatCall
 from graphdispatch.capture.capturer import capture_entry, verify_entry, warm_up
 from graphdispatch.capture.piecewise import break_figures
 from graphdispatch.capture.request import CaptureRequest
@@ -29,13 +31,9 @@ def _inference() -> Iterator[None]:
 def request(fn: Callable[[], Any], **changes: Any) -> CaptureRequest:
     """A request for a callable without arguments."""
 
-    def call(values: Sequence[Any]) -> Any:
-        assert not values
-        return fn()
-
     backend = get_backend("cpu")
     return CaptureRequest(
-        call=call,
+        call=FlatCall(fn, CallSpec(fn, 0, ()), ()),
         values=[],
         rows=1,
         size=1,
@@ -43,6 +41,7 @@ def request(fn: Callable[[], Any], **changes: Any) -> CaptureRequest:
         mode=CUDAGraphMode.FULL,
         key="step",
         inputs=StaticInputs((), 1),
+        signature=ForeignSignature(None),
         pool=backend.make_pool(),
         backend=backend,
         options=CUDAGraphOptions(),

@@ -22,16 +22,40 @@ def capture(fn: Any, *, options: CUDAGraphOptions | None = None, **shapes: tuple
     return CUDAGraphRegistry(config).capture(4, 1, fn, shapes or {"x": (4, 3)})
 
 
+def padded(fn: Any) -> CUDAGraphEntry:
+    """A graph of ``fn`` for four rows, of which the example fills one: its padding was compared with eager."""
+    return CUDAGraphRegistry().capture(1, 1, fn, inputs={"x": torch.ones(1, 3)}, size=4)
+
+
 @pytest.fixture
 def entry() -> CUDAGraphEntry:
-    """A graph that doubles four rows of three."""
-    return capture(lambda x: x * 2)
+    """A graph that doubles up to four rows of three."""
+    return padded(lambda x: x * 2)
 
 
 def test_a_batch_is_cut_to_its_rows(entry: CUDAGraphEntry) -> None:
     """Fewer rows than the graph has are padded, and the answer has as many."""
     x = torch.randn(3, 3)
     assert torch.equal(entry.replay({"x": x}), x * 2)
+
+
+def test_padding_that_nobody_compared_is_refused() -> None:
+    """Without eager at hand nothing shows that the rows are independent; a full batch is served."""
+    entry = capture(lambda x: x - x.mean(0))
+    with pytest.raises(ReplayError, match="3 rows in a graph of 4: the batch needs padding"):
+        entry.replay({"x": torch.randn(3, 3)})
+    x = torch.randn(4, 3)
+    assert torch.equal(entry.replay({"x": x}), x - x.mean(0))
+
+
+def test_a_comparison_that_is_due_is_not_skipped() -> None:
+    """With ``verify_every`` an entry that stands alone stops, since it has nothing to be compared with."""
+    entry = capture(lambda x: x * 2, options=CUDAGraphOptions(verify_every=2))
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        assert torch.equal(entry.replay({"x": x}), x * 2)
+    with pytest.raises(ReplayError, match="must be compared with eager now"):
+        entry.replay({"x": x})
 
 
 def test_the_caller_owns_the_answer(entry: CUDAGraphEntry) -> None:
@@ -99,7 +123,7 @@ def test_rows_of_all_inputs_agree() -> None:
 
 def test_written_inputs_are_copied_back() -> None:
     """The real rows of the caller's tensor are written, and no others."""
-    entry = capture(lambda x: x.add_(1))
+    entry = padded(lambda x: x.add_(1))
     memory = torch.zeros(4, 3)
     entry.replay({"x": memory[:2]})
     assert memory[:, 0].tolist() == [1.0, 1.0, 0.0, 0.0]

@@ -94,7 +94,7 @@ def test_an_estimate_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.get_rng_state(), rng)
     assert (graphs.memory_bytes, len(graphs.cache), graphs.stats.captures) == (0, 0, 0)
     assert [pool is graphs.pool for pool in closed] == [False]
-    assert (group.entries, group.failures, group.rule, group.sightings.total()) == ({}, {}, None, 0)
+    assert (group.entries, len(group.failures), group.rule, group.misses.total()) == ({}, 0, None, 0)
 
 
 def test_what_cannot_be_captured_has_no_estimate() -> None:

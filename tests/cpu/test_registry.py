@@ -113,7 +113,8 @@ def test_dynamic_says_where_the_batch_is(registry: CUDAGraphRegistry) -> None:
     def fn(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return x * scale[:, None]
 
-    entry = registry.capture(4, 1, fn, {"x": (3, 4), "scale": (3,)}, dynamic={"x": 1}, size=4)
+    example = {"x": torch.randn(3, 2), "scale": torch.randn(3)}
+    entry = registry.capture(2, 1, fn, inputs=example, dynamic={"x": 1}, size=4)
     x, scale = torch.randn(3, 2), torch.randn(3)
     assert torch.equal(entry.replay({"x": x, "scale": scale}), fn(x, scale))
 
@@ -241,15 +242,21 @@ def test_the_count_is_limited() -> None:
 
 def test_the_bytes_are_limited() -> None:
     """Graphs over the budget go; one that is over it by itself is refused, and says what it holds."""
-    held = CUDAGraphRegistry().capture(4, 1, double, {"x": (4, 3)}).inputs.nbytes
-    registry = CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=4 * held))
+    sizes = {"capture_sizes": (4,), "max_batch_size": 4}
+    alone = CUDAGraphRegistry(CUDAGraphConfig(**sizes))
+    one = alone.capture(4, 1, double, {"x": (4, 3)}).inputs.nbytes
+    held = alone.memory_bytes
+    limit = held + 2 * one
+    registry = CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=limit, **sizes))
     first = registry.capture(4, 1, double, {"x": (4, 3)})
-    second = registry.capture(4, 2, double, {"x": (4, 3)})
-    registry.capture(4, 3, double, {"x": (4, 3)})
-    assert registry.memory_bytes <= 4 * held
+    second = registry.capture(4, 2, double, {"x": (4, 3, 1)})
+    registry.capture(4, 3, double, {"x": (4, 3, 1, 1)})
+    registry.capture(4, 4, double, {"x": (4, 3, 1, 1, 1)})
+    assert registry.memory_bytes <= limit
     assert first.state is EntryState.EVICTED
-    with pytest.raises(CaptureError, match=f"holds .* bytes, for which there is no room in memory_budget_bytes={held}"):
-        CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=held)).capture(4, 1, double, {"x": (4, 3)})
+    budget = held - 1
+    with pytest.raises(CaptureError, match=f"holds {held} bytes, for which there is no room in .*={budget}"):
+        CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=budget, **sizes)).capture(4, 1, double, {"x": (4, 3)})
     assert second.key != first.key
 
 
@@ -265,3 +272,23 @@ def test_an_entry_refuses_too_many_rows(registry: CUDAGraphRegistry) -> None:
     entry = registry.capture(4, 1, double, {"x": (4, 3)})
     with pytest.raises(GuardError, match="1 to 4 rows for this graph, got 5"):
         entry.replay({"x": torch.ones(5, 3)})
+
+
+def test_what_the_first_run_alone_makes_stays(registry: CUDAGraphRegistry) -> None:
+    """A table that a module makes when it is first called is made by the warm-up, and does not stop the capture."""
+
+    class Lazy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.table is None:
+                self.table = torch.full((3,), 2.0)
+            return x * self.table
+
+    model = Lazy()
+    entry = registry.capture(4, 1, model, {"x": (4, 3)})
+    x = torch.randn(4, 3)
+    assert model.table is not None
+    assert torch.equal(entry.replay({"x": x}), x * 2)

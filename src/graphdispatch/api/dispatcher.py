@@ -21,12 +21,6 @@ from .workers import Worker, first_registered
 
 __all__ = ["CudagraphDispatcher"]
 
-_DISPATCH_MODES = {
-    CUDAGraphMode.NONE: DispatchMode.EAGER,
-    CUDAGraphMode.FULL: DispatchMode.CUDAGRAPH,
-    CUDAGraphMode.PIECEWISE: DispatchMode.PIECEWISE,
-}
-
 
 class CudagraphDispatcher:
     """Runs a key by a registered graph where the policy and the enabled modes allow it, and eagerly elsewhere.
@@ -133,10 +127,12 @@ class CudagraphDispatcher:
             decision = server.local.decision
             raise
         finally:
-            mode = _DISPATCH_MODES[decision.mode]
-            self.stats.record(mode, decision.reason, spent)
-            if found is not None and found.is_gone:
+            mode = DispatchMode.EAGER
+            if found is not None and decision.mode is not CUDAGraphMode.NONE:
+                mode = found.mode
+            elif found is not None and found.is_gone:
                 worker.drop(found)
+            self.stats.record(mode, decision.reason, spent)
         if self._meter is not None:
             self._meter.stop(timer, key, mode)
         return result

@@ -22,14 +22,14 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.estimate import MemoryEstimate
 from ..serve.group import Route
-from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
 from ..serve.server import Server
-from ..stats import EvictionReason
+from .lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from ..report import Report
+    from ..serve.estimate import MemoryEstimate
+    from ..serve.prewarm import PrewarmReport
 
 __all__ = ["Graphed", "graphed"]
 
@@ -105,22 +105,35 @@ def graphed(
     settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
     settings["options"] = _options(options, outputs)
-    if isinstance(sizes, str | PathLike):
-        from ..plan.saved import read_sizes  # here, since serving must not load planning
-
-        sizes = cast(SizePlan, read_sizes(sizes))
-    config = roomy_config(sizes, max_size, max_cached_graphs, settings)
+    config = roomy_config(_loaded(sizes), max_size, max_cached_graphs, settings)
     rules = make_rules(fn, dynamic, {} if pad is None else pad, static)
-    server = Server(
+    return Graphed(_server(fn, config, budget, out), config, rules, _checked_kind(uniform_decode, config))
+
+
+def _loaded(sizes: Any) -> Any:
+    """``sizes``, or the plan or profile that was saved to a path."""
+    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and "." in sizes):
+        return sizes
+    from ..plan.saved import read_sizes  # here, since serving must not load planning
+
+    return read_sizes(sizes)
+
+
+def _server(fn: Callable[..., Any], config: CUDAGraphConfig, budget: MemoryBudget | None, out: Any) -> Server:
+    if budget is not None and not isinstance(budget, MemoryBudget):
+        raise ConfigError(
+            f"budget must be a MemoryBudget or None, got {budget!r}; memory_budget_bytes= takes a number of bytes, "
+            "and a MemoryBudget bounds several callables together"
+        )
+    return Server(
         fn,
         config.options,
-        make_cache(config, _checked_budget(budget)),
-        backend=get_backend(backend) if backend != "auto" else None,
+        make_cache(config, budget),
+        backend=get_backend(config.backend) if config.backend != "auto" else None,
         out=out,
-        strict=strict,
+        strict=config.strict,
         max_groups=config.max_signatures,
     )
-    return Graphed(server, config, rules, _checked_kind(uniform_decode, config))
 
 
 def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
@@ -138,15 +151,6 @@ def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraph
     return chosen.replace(outputs=outputs)
 
 
-def _checked_budget(budget: MemoryBudget | None) -> MemoryBudget | None:
-    if budget is not None and not isinstance(budget, MemoryBudget):
-        raise ConfigError(
-            f"budget must be a MemoryBudget or None, got {budget!r}; memory_budget_bytes= takes a number of bytes, "
-            "and a MemoryBudget bounds several callables together"
-        )
-    return budget
-
-
 def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphConfig) -> Callable[..., bool] | None:
     """``uniform_decode``, if the mode of ``config`` asks for it. Raises ``ConfigError`` for what cannot be called."""
     if config.mode.separate_routine() and uniform_decode is None:
@@ -159,7 +163,7 @@ def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphC
     return uniform_decode if config.mode.separate_routine() else None
 
 
-class Graphed(Generic[P, R]):
+class Graphed(Lifecycle, Generic[P, R]):
     """A callable served by graphs; made by ``graphed()``. Attributes of the wrapped callable are reachable on it, but
     are set on the callable itself."""
 
@@ -210,7 +214,7 @@ class Graphed(Generic[P, R]):
         max_seconds: float | None = None,
         max_bytes: int | None = None,
         **kwargs: Any,
-    ) -> PrewarmReport:
+    ) -> "PrewarmReport":
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
@@ -222,16 +226,20 @@ class Graphed(Generic[P, R]):
         ``memory_budget_bytes``) are budgets of time and of memory held: capturing stops before it passes one, and the
         report says which sizes were left out. They are captured later, as they come.
         """
+        from ..serve.prewarm import CaptureBatch, Limits
+
         with torch.no_grad(), self._server.lock:
             batch = CaptureBatch(self._server, self._config, Limits(max_seconds, max_bytes), progress=progress)
             return batch.run(self._routes, args, kwargs, sizes)
 
-    def estimate_memory(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:
+    def estimate_memory(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> "MemoryEstimate":
         """What graphs of ``sizes`` (default: all) will hold, from an example call, before they are captured.
 
         The two largest are captured on trial and thrown away; the call leaves no effect. Raises ``ConfigError`` for an
         example or a size that cannot be, and ``CaptureError`` if there can be no graph.
         """
+        from ..serve.prewarm import estimate
+
         with torch.no_grad(), self._server.lock:
             return estimate(self._server, self._routes[0], args, kwargs, sizes)
 
@@ -275,27 +283,10 @@ class Graphed(Generic[P, R]):
         of it then; it leaves no effect, and an example that the callable refuses is left out. Raises ``ConfigError``
         for a size that is too large, ``FallbackError`` with ``strict``.
         """
+        from ..serve.prewarm import capture_size
+
         with torch.no_grad(), self._server.lock:
             return capture_size(self._server, self._routes, size)
-
-    def invalidate(self, tag: str = "") -> None:
-        """Release all graphs, since what they captured changed in a way that no guard sees; calls capture anew.
-
-        ``tag`` says what changed, and is kept with ``stats.last_evictions``.
-        """
-        with self._server.lock:
-            self._graphs.rearm(EvictionReason.INVALIDATED, tag)
-
-    def sleep(self, tag: str = "") -> None:
-        """Release graphs, pool and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or
-        replaced. Waits for calls that a graph serves now."""
-        with self._server.lock:
-            self._graphs.sleep(tag)
-
-    def wake(self) -> None:
-        """End ``sleep()``: sizes are captured again as they come. Harmless when awake."""
-        with self._server.lock:
-            self._graphs.wake()
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
@@ -310,6 +301,8 @@ class Graphed(Generic[P, R]):
     @property
     def captured_sizes(self) -> tuple[int, ...]:
         """The sizes that have a graph for every signature seen so far, increasing."""
+        from ..serve.prewarm import captured_sizes
+
         with self._server.lock:
             return captured_sizes(self._routes)
 
@@ -337,11 +330,6 @@ class Graphed(Generic[P, R]):
         from ..report import callable_report
 
         return callable_report(self)
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""
-        with self._server.lock:
-            self._graphs.cache.check_integrity()
 
     def unwrap(self) -> Callable[P, R]:
         """The wrapped callable."""

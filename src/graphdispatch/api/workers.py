@@ -119,6 +119,7 @@ class Worker:
             if isinstance(found, Refusal):
                 raise CaptureError(f"no graph for {key}: {found.detail}", found.reason)
             group, leaves, _ = found
+            server.graphs.warm_up(group, leaves, 1)
             result = server.graphs.capture(group, leaves, 1, 1, keep_effects=False)
             if result.entry is None:
                 server.drop(route)

@@ -176,6 +176,11 @@ class Signature:
             return self._match_rest(values, rows)
         return rows if rows != _FIXED else 1
 
+    def fits(self, values: Sequence[Any]) -> bool:
+        """Whether a call fits, be the thread in inference mode or not: a replay gives the same values in both."""
+        with torch.inference_mode(self._inference):
+            return self.match(values) >= 0
+
     def _match_rest(self, values: Sequence[Any], rows: int) -> int:
         for position, address in self._addresses:
             if values[position].data_ptr() != address:
@@ -208,6 +213,10 @@ class ForeignSignature(Signature):
         """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
         self.inputs = []
         self.rows = NO_MATCH
+
+    def fits(self, values: Sequence[Any]) -> bool:
+        """Whether the call's tensors lie where the graph reads."""
+        return self.match(values) >= 0
 
     def match(self, values: Sequence[Any]) -> int:
         """1 if the call's tensors lie where the graph reads, else ``NO_MATCH``."""

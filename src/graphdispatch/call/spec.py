@@ -77,7 +77,7 @@ class CallSpec:
     def by_names(cls, names: Sequence[str], positional: int, keywords: Sequence[str]) -> "CallSpec | None":
         """The spelling of a call that takes exactly these arguments, in this order; None for any other call."""
         spelled = [*names[:positional], *keywords]
-        if len(spelled) != len(names) or set(spelled) != set(names):
+        if positional + len(keywords) != len(names) or set(spelled) != set(names):
             return None
         spec = cls.__new__(cls)
         spec.positional, spec.keywords, spec.names = positional, tuple(keywords), tuple(names)

@@ -15,6 +15,7 @@ import logging
 from ..memory.entry import CUDAGraphEntry
 from ..modes import EntryState
 from ..reasons import Reason
+from ..state.guards import same_objects
 from .attempt import CaptureAttempt
 from .eager_run import run_eagerly, undo_run
 from .effects import EffectRecorder
@@ -69,21 +70,30 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
 
 
 def warm_up(request: CaptureRequest) -> None:
-    """Run the call once on the static inputs and put everything back; for warming all sizes before capturing any.
+    """Run the call on the static inputs and put everything back; for warming all sizes before capturing any.
 
-    An error of the callable is only logged here: ``capture_entry`` reports it.
+    Python state that the first run alone changes (a table that the callable makes when it is first called) stays. State
+    that every run changes is put back. An error of the callable is only logged here: ``capture_entry`` reports it.
     """
     with request.pool.lock, request.backend.watched():
         request.pool.order_after_last_use()
-        before = request.backend.rng_state()
-        effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
-        try:
-            values = request.static_values()
-            request.inputs.load(request.values, request.rows, request.size)
-            with effects:
-                request.call(values)
-        except Exception as error:
-            request.backend.raise_if_lost(error)
-            _log.debug("warming up %s failed: %s", request.key, error)
-        finally:
-            undo_run(request, effects, before)
+        snapshot = request.guard.snapshot()
+        if _changes_state(request) and _changes_state(request):
+            snapshot.restore()
+
+
+def _changes_state(request: CaptureRequest) -> bool:
+    """Run the call once and put back what it writes; whether it left other objects in Python's state."""
+    attributes, rng_before = request.guard.attributes(), request.backend.rng_state()
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+    try:
+        values = request.static_values()
+        request.inputs.load(request.values, request.rows, request.size)
+        with effects:
+            request.call(values)
+    except Exception as error:
+        request.backend.raise_if_lost(error)
+        _log.debug("warming up %s failed: %s", request.key, error)
+    finally:
+        undo_run(request, effects, rng_before)
+    return not same_objects(attributes, request.guard.attributes())

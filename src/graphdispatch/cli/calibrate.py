@@ -43,9 +43,10 @@ def calibrate(
         typer.Option(help="Rows to measure: 1,8,64. Default: powers of two up to the example's.", metavar="SIZES"),
     ] = None,
     mode: ModeOption = None,
-    repeats: Annotated[int, typer.Option(help="How often each step is measured.", min=5)] = 30,
+    repeats: Annotated[int, typer.Option(help="How many times each step is measured.", min=5)] = 30,
     output: Annotated[
-        Path | None, typer.Option(help="Write the cost model there, for --cost.", metavar="FILE", show_default=False)
+        Path | None,
+        typer.Option(help="Write the cost model to this file, for --cost.", metavar="FILE", show_default=False),
     ] = None,
 ) -> None:
     """Measure eager steps, replays, captures and memory of your model on this machine, as costs to plan with."""

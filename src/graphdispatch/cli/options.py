@@ -70,7 +70,7 @@ Traces = Annotated[
     list[Path] | None,
     typer.Argument(
         help="Steps as CSV, JSON lines or Parquet, a vLLM log with --cudagraph-metrics tables, any of them as .gz; or "
-        "a .json that Workload.save wrote. Several are taken one after the other. Default: a small generated trace.",
+        "a .json that Workload.save wrote. Several files follow one another. Default: a small generated trace.",
         metavar="TRACE",
         show_default=False,
     ),
@@ -118,10 +118,11 @@ CostFile = Annotated[
 SizesOption = Annotated[
     str | None,
     typer.Option(
-        "--sizes", help=f"Instead of a plan: sizes such as 1,2,4,8, or a name: {', '.join(NAMED_SIZES)}.",
+        "--sizes", help=f"Instead of a plan: capture sizes such as 1,2,4,8, or a name: {', '.join(NAMED_SIZES)}.",
         metavar="SIZES", show_default=False,
     ),
 ]  # fmt: skip
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the figures there, as JSON.", metavar="FILE", show_default=False)
+    Path | None,
+    typer.Option("--json", help="Write the figures to this file as JSON.", metavar="FILE", show_default=False),
 ]

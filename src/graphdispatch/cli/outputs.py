@@ -1,4 +1,4 @@
-"""Where the commands write: the terminal, and files, which are found out before the work and written whole."""
+"""Where the commands write: the terminal, and files. Files are checked before the work starts, and written whole."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def require_writable(**paths: Path | None) -> None:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Within the block ``path`` is written; a failure is one ``ConfigError``."""
+    """The block writes ``path``; a failure becomes one ``ConfigError``."""
     try:
         yield
     except OSError as error:

@@ -42,24 +42,26 @@ _COMPARED = "vllm,sglang,trtllm,pow2"
 _Count = Annotated[int | None, typer.Option(help="At most this many graphs.", min=1, show_default=False)]
 _Bytes = Annotated[
     float | None,
-    typer.Option(help="Bytes of all graphs and their pool: 2GiB.", parser=parse_bytes, metavar="SIZE"),
+    typer.Option(help="Limit for the bytes of all graphs and their pool: 2GiB.", parser=parse_bytes, metavar="SIZE"),
 ]
 _Seconds = Annotated[
-    float | None, typer.Option(help="Time of all captures: 30s.", parser=parse_seconds, metavar="TIME")
+    float | None, typer.Option(help="Limit for the time of all captures: 30s.", parser=parse_seconds, metavar="TIME")
 ]
 _Must = Annotated[str | None, typer.Option(help="Sizes that must be captured: 1,2,4.", metavar="SIZES")]
 _Multiple = Annotated[int, typer.Option(help="All sizes are multiples of this.", min=1)]
 _Share = Annotated[
     float | None,
-    typer.Option(help="No batch is padded by more of its tokens: 25%.", parser=parse_share, metavar="SHARE"),
+    typer.Option(help="Pad no batch by more than this share of its tokens: 25%.", parser=parse_share, metavar="SHARE"),
 ]
-_Compared = Annotated[str, typer.Option(help=f"Sizes to compare with: {', '.join(NAMED_SIZES)}.", metavar="NAMES")]
+_Compared = Annotated[
+    str, typer.Option(help=f"Capture sizes to compare with: {', '.join(NAMED_SIZES)}.", metavar="NAMES")
+]
 _Split = Annotated[
     float, typer.Option(help="For the comparison: plan on this share of the steps, judge on the rest.", min=0, max=1)
 ]
-_Output = Annotated[Path | None, typer.Option(help="Write the plan there.", metavar="FILE", show_default=False)]
+_Output = Annotated[Path | None, typer.Option(help="Write the plan to this file.", metavar="FILE", show_default=False)]
 _Html = Annotated[
-    Path | None, typer.Option(help="Write a report to look at there.", metavar="FILE", show_default=False)
+    Path | None, typer.Option(help="Write a report with charts to this file.", metavar="FILE", show_default=False)
 ]
 
 
@@ -85,7 +87,7 @@ def plan(
 ) -> None:
     """Choose the sizes to capture for recorded traffic, within all budgets at once.
 
-    Without a budget there may be as many graphs as vLLM has capture sizes.
+    Without a budget it plans as many graphs as vLLM captures.
     """
     require_writable(output=output, json=json_file, html=html)
     names = _names(compare)

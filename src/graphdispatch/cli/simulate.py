@@ -46,13 +46,19 @@ def simulate(
     sizes: SizesOption = None,
     max_size: MaxSize = None,
     mode: ModeOption = None,
-    policy: Annotated[Policy, typer.Option(help="Who chooses among the graphs there are and eager.")] = Policy.DEFAULT,
+    policy: Annotated[Policy, typer.Option(help="What chooses between the graphs and eager.")] = Policy.DEFAULT,
     on_demand: Annotated[
-        bool, typer.Option("--on-demand", help="Capture a size when it comes again, not all before the first step.")
+        bool,
+        typer.Option(
+            "--on-demand",
+            help="Capture a size when it comes for the second time, instead of all sizes before the first step.",
+        ),
     ] = False,
     eviction: Annotated[
         str | None,
-        typer.Option(help="With --on-demand: which graph goes, frecency (default), gdsf, lfu, lru.", metavar="NAME"),
+        typer.Option(
+            help="With --on-demand: the eviction policy, frecency (default), gdsf, lfu or lru.", metavar="NAME"
+        ),
     ] = None,
     max_graphs: Annotated[int | None, typer.Option(help="Room for this many graphs. Default: for all.", min=1)] = None,
     memory: Annotated[
@@ -65,7 +71,7 @@ def simulate(
 ) -> None:
     """Serve recorded traffic on a simulated device: hits, padding, times, captures, bytes, and why steps ran eagerly.
 
-    Without a plan and --sizes, vLLM's capture sizes.
+    Without --plan and --sizes the graphs have vLLM's capture sizes.
     """
     from ..decide.adaptive import AdaptiveDispatchPolicy
     from ..memory.admission import Admission
@@ -78,16 +84,13 @@ def simulate(
         raise ConfigError("--eviction goes with --on-demand; graphs that are captured ahead are never evicted")
     workload, costs = read_workload(traces, requests, max_num_seqs, max_num_batched_tokens), read_cost(cost)
     served = read_plan(plan, sizes or ("vllm" if plan is None else None), mode, _largest(plan, max_size, workload))
+    most_bytes = round(memory) if memory is not None else None
     result = run(
         workload,
         costs,
         planned_dispatcher(served, max_num_reqs=workload.largest),
         policy=AdaptiveDispatchPolicy(sizes=served.sizes) if policy is Policy.ADAPTIVE else None,
-        cache=GraphCache(
-            max_graphs or len(served.graphs),
-            round(memory) if memory is not None else None,
-            eviction=eviction or "frecency",
-        ),
+        cache=GraphCache(max_graphs or len(served.graphs), most_bytes, eviction=eviction or "frecency"),
         admission=Admission(_SECOND_SIGHTING) if on_demand else None,
     )
     console = Console()

@@ -144,12 +144,12 @@ class Outputs:
         self._mode = mode
         self._pool = pool
         clones = tuple(own and mode == "clone" for own in self._is_own)
-        self.clones = clones if mode == "clone" and buffers is None else None
+        self.clones = clones if mode in ("clone", "static") and buffers is None else None
         """Which tensors are copied for the caller; None where more than that is to be done (a handle, buffers)."""
-        is_one = clones == (True,) and spec.is_leaf() and isinstance(leaves[0], torch.Tensor)
+        is_one = spec.is_leaf() and isinstance(leaves[0], torch.Tensor)
         self._build = _builder(leaves, spec)
         self.build = None if is_one else self._build
-        """How the tensors become the callable's own structure; None for a single copied tensor."""
+        """How the tensors become the callable's own structure; None for a single tensor."""
         self._cuts: dict[int, list[torch.Tensor]] = {}
         self.buffers = buffers
         self._copies: dict[tuple[int, int], _Copy] = {}
@@ -191,7 +191,7 @@ class Outputs:
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
         cut = self._cuts.get(rows)
-        return cut if cut is not None else self._cut(rows)
+        return self._cut(rows) if cut is None else cut
 
     def _cut(self, rows: int) -> list[torch.Tensor]:
         cut = []

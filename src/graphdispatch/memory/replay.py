@@ -25,7 +25,9 @@ across threads."""
 class ReplayPlan:
     """Copy in, replay, hand out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
 
-    __slots__ = ("_build", "_clones", "_cut", "_entry", "_load", "_outputs", "_pool", "_size", "_watched", "rows")
+    __slots__ = (
+        "_build", "_clones", "_copies", "_cut", "_entry", "_load", "_outputs", "_pool", "_size", "_watched", "rows",
+    )  # fmt: skip
 
     def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
         self.rows = rows
@@ -36,6 +38,7 @@ class ReplayPlan:
         self._outputs = entry.outputs
         self._cut = entry.outputs.peek(rows)
         self._clones = entry.outputs.clones
+        self._copies = self._clones is not None and any(self._clones)
         self._build = entry.outputs.build
         self._watched = entry.inputs.positions if entry.writes_outside else ()
 
@@ -85,7 +88,9 @@ class ReplayPlan:
                 if self._clones is None:
                     result = self._outputs.take(self.rows)
                 elif self._build is None:
-                    result = self._cut[0].clone()
+                    result = self._cut[0].clone() if self._copies else self._cut[0]
+                elif not self._copies:
+                    result = self._build(self._cut)
                 else:
                     parts = zip(self._cut, self._clones, strict=True)
                     result = self._build([tensor.clone() if own else tensor for tensor, own in parts])

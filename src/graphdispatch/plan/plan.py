@@ -17,7 +17,7 @@ from .storage import read_document, write_document
 from .traffic import LARGEST_STEP, Floats
 from .workload import Workload
 
-__all__ = ["Evaluation", "Plan", "PlannedGraph", "Proof", "routines_of"]
+__all__ = ["Evaluation", "Plan", "PlannedGraph", "Proof", "weights_by_mode"]
 
 
 class PlannedGraph(NamedTuple):
@@ -36,7 +36,7 @@ class Proof:
     """What a planned set of graphs was chosen for.
 
     ``expected_ms`` is the mean step time of the expected traffic, and ``bound_ms`` is proved: no set within the budgets
-    is faster. ``regret`` is the guard that was kept (None: none), see ``Prior``. ``largest`` is the end of the range.
+    is faster. ``regret`` is the guard that was kept (see ``Prior``; None: no guard), ``largest`` the end of the range.
     """
 
     expected_ms: float
@@ -157,7 +157,7 @@ class Plan:
         cost = cost or CostModel.default()
         served = real = padded = time = eager = 0.0
         worst, worst_size, capture_ms, graph_bytes, pool_bytes = 0.0, 0, 0.0, 0.0, 0.0
-        for kind, weights in routines_of(self.mode, workload).items():
+        for kind, weights in weights_by_mode(self.mode, workload).items():
             eager_ms = cost.eager_ms.at(workload.sizes)
             eager += float(weights @ eager_ms)
             sizes, min_batch = (np.array([g[at] for g in self.graphs if g.mode is kind], np.int64) for at in (1, 2))
@@ -247,7 +247,7 @@ def _runtime(mode: CUDAGraphMode) -> tuple[CUDAGraphMode, ...]:
     return tuple(sorted({mode.decode_mode(), mode.mixed_mode()} - {CUDAGraphMode.NONE}))
 
 
-def routines_of(mode: CUDAGraphMode, workload: Workload) -> dict[CUDAGraphMode, Floats]:
+def weights_by_mode(mode: CUDAGraphMode, workload: Workload) -> dict[CUDAGraphMode, Floats]:
     """The weights by size of the batches that each runtime mode of ``mode`` serves, ``NONE`` among them."""
     weights: dict[CUDAGraphMode, Floats] = {}
     for kind, part in ((mode.decode_mode(), workload.decode), (mode.mixed_mode(), workload.mixed)):

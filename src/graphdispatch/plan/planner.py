@@ -12,11 +12,11 @@ from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
 from ..sizes import named_sizes
-from .budgets import Budgets, Spent, optimise
 from .cost import CostModel
-from .intervals import Found, Routine
-from .plan import Plan, PlannedGraph, Proof, routines_of
+from .optimum import optimise
+from .plan import Plan, PlannedGraph, Proof, weights_by_mode
 from .prior import Prior, reach
+from .problem import Budgets, ModeProblem, Solution, Spent
 from .traffic import LARGEST_STEP, Floats
 from .workload import Workload
 
@@ -48,14 +48,14 @@ def plan_capture_sizes(
     in bytes and ``capture_time`` in seconds limit all graphs of all modes together; without any of them there may be as
     many graphs as vLLM has sizes. No graph is above ``max_size`` tokens (default: the largest size of the workload).
     Each mode gets the sizes ``must_include``; all are multiples of ``multiple_of``. ``max_padding`` limits what any
-    batch up to the largest graph is padded by, as a share of its tokens. ``prior`` is the share of steps that may be of
-    any size, or all that is expected beyond the workload; 0 plans for exactly the workload. ``mode`` FULL or PIECEWISE
-    plans one set of graphs for all batches; the composite modes plan FULL graphs for uniform decode alone.
+    batch up to the largest graph is padded by, as a share of its tokens. ``prior`` is the share of steps that may have
+    any size, or a whole ``Prior``; 0 plans for exactly the workload. ``mode`` FULL or PIECEWISE plans one set of graphs
+    for all batches; the composite modes plan FULL graphs for uniform decode alone.
 
-    Where each graph costs the same memory and time, the plan is an exact optimum (of the sets that the prior's guard
-    allows, if it has one), in time about proportional to the range. Else, and for ``max_padding`` with two sets of
-    graphs, ``Plan.proof`` carries the proved bound. Raises ``ConfigError`` for bad or contradictory arguments, and
-    for budgets that no graph fits.
+    If each graph costs the same memory and time, the plan is an exact optimum among the sets that the prior's guard
+    allows, and planning takes time about in proportion to the range. If graphs cost different memory or time, or for
+    ``max_padding`` with two sets of graphs, a better plan may exist; ``Plan.proof`` bounds how much better. Raises
+    ``ConfigError`` for bad or contradictory arguments, and for budgets that no graph fits.
     """
     _check_types(workload, cost, must_include)
     cost, prior, mode = cost or CostModel.default(), Prior.of(prior), parse_mode(mode)
@@ -69,22 +69,21 @@ def plan_capture_sizes(
         math.inf if capture_time is None else 1e3 * _amount("capture_time", capture_time),
         math.inf if memory is None else _amount("memory", memory),
     )
-    routines, constant = _routines(workload, cost, prior, mode, grid)
-    _check_one_graph_fits(routines, budgets)
-    guarded, regret = _guarded(routines, budgets, prior.regret)
+    problems, constant = _problems(workload, cost, prior, mode, grid)
+    _check_one_graph_fits(problems, budgets)
+    guarded, regret = _guarded(problems, budgets, prior.regret)
     best = optimise(guarded, budgets)
     if best is None and regret is not None:
-        guarded, regret = routines, None
+        guarded, regret = problems, None
         best = optimise(guarded, budgets)
     if best is None:
         raise ConfigError(
             f"the budgets must pay for must_include={grid.must} with max_padding={max_padding}, and do not; raise "
             "max_graphs, memory or capture_time, or ask for less"
         )
-    found, bound = best
-    expected_ms, bound_ms = float(found.cost + constant), float(bound + constant)
+    expected_ms, bound_ms = best.cost + constant, best.bound + constant
     proof = Proof(expected_ms, bound_ms, cost.source, prior.share, prior.drift, regret, grid.top)
-    return Plan(mode, _graphs(guarded, found), proof)
+    return Plan(mode, _graphs(guarded, best), proof)
 
 
 class _Grid(NamedTuple):
@@ -151,30 +150,30 @@ def _amount(name: str, value: object) -> float:
     return float(value)
 
 
-def _routines(
+def _problems(
     workload: Workload, cost: CostModel, prior: Prior, mode: CUDAGraphMode, grid: _Grid
-) -> tuple[list[Routine], float]:
-    """A routine for each runtime mode that serves steps, and the expected time of the steps that run eagerly anyway."""
-    routines, constant = [], 0.0
-    for kind, weights in routines_of(mode, workload).items():
+) -> tuple[list[ModeProblem], float]:
+    """A problem for each runtime mode that serves steps, and the expected time of the steps that run eagerly anyway."""
+    problems, constant = [], 0.0
+    for kind, weights in weights_by_mode(mode, workload).items():
         seen = weights > 0
         if kind is CUDAGraphMode.NONE:
             constant += float(weights @ cost.eager_ms.at(workload.sizes)) / workload.total
         elif seen.any():
             end = grid.reach(int(workload.sizes[seen][-1])) if mode.separate_routine() else grid.top
             expected = float(weights.sum()) / workload.total * prior.expected(workload.sizes[seen], weights[seen], end)
-            routine, above = _routine(kind, expected, end, cost, grid, prior != Prior(0.0, 0.0, None))
-            routines.append(routine)
+            problem, above = _problem(kind, expected, end, cost, grid, prior != Prior(0.0, 0.0, None))
+            problems.append(problem)
             constant += above
-    if not any(len(routine.candidates) for routine in routines):
+    if not any(len(problem.candidates) for problem in problems):
         raise ConfigError(f"mode and max_size must leave steps to serve, and {mode.name} up to {grid.top} serves none")
-    return routines, constant
+    return problems, constant
 
 
-def _routine(
+def _problem(
     mode: CUDAGraphMode, expected: Floats, end: int, cost: CostModel, grid: _Grid, is_open: bool
-) -> tuple[Routine, float]:
-    """The routine of a mode up to ``end``, and the expected time of the steps above, which run eagerly.
+) -> tuple[ModeProblem, float]:
+    """The problem of a mode up to ``end``, and the expected time of the steps above, which run eagerly.
 
     ``expected`` are the shares of steps by size. Sizes that no expected step needs are candidates where the plan is
     ``is_open`` to unseen traffic, or where ``max_padding`` may ask for them.
@@ -200,7 +199,7 @@ def _routine(
         numbers = np.where(below > 0, np.searchsorted(candidates, below) + 1, 0)
         least[1:] = np.maximum(least[1:], numbers)
     least = np.maximum.accumulate(least)
-    routine = Routine(
+    problem = ModeProblem(
         mode=mode,
         sizes=batches,
         weights=expected[batches - 1],
@@ -213,49 +212,50 @@ def _routine(
         least=least,
         last=int(max(must, default=0)),
     )
-    return routine, rest
+    return problem, rest
 
 
-def _guarded(routines: list[Routine], budgets: Budgets, regret: float | None) -> tuple[list[Routine], float | None]:
-    """With the guard against unseen traffic, at the least regret that leaves the budgets something to spare."""
+def _guarded(
+    problems: list[ModeProblem], budgets: Budgets, regret: float | None
+) -> tuple[list[ModeProblem], float | None]:
+    """The problems with the guard against unseen traffic, at the least regret that leaves some of each budget."""
     wanted = regret
     while wanted is not None and regret is not None and regret <= _LOOSEST:
-        guarded = [_guard(routine, budgets, regret) for routine in routines]
+        guarded = [_guard(problem, budgets, regret) for problem in problems]
         share = _FOR_THE_GUARD if regret <= _TIGHT * wanted else _FOR_A_LOOSE_GUARD
-        if budgets.allow(Spent.by(guarded, [_fewest(routine) for routine in guarded]), share):
+        if budgets.allow(Spent.by(guarded, [_shortest(problem) for problem in guarded]), share):
             return guarded, regret
         regret *= 2
-    return routines, None
+    return problems, None
 
 
-def _guard(routine: Routine, budgets: Budgets, regret: float) -> Routine:
-    """With graphs as near to each other as ``regret`` asks, up to the largest one that is faster than eager."""
-    table = routine.table
-    affordable = int(np.searchsorted(routine.pool_bytes, budgets.memory / 2, "right"))
-    winning = [j for j in range(1, affordable + 1) if table.splits[j] < table.ends[j]]
+def _guard(problem: ModeProblem, budgets: Budgets, regret: float) -> ModeProblem:
+    """The problem with graphs as close together as ``regret`` asks, up to the largest that is faster than eager."""
+    affordable = int(np.searchsorted(problem.pool_bytes, budgets.memory / 2, "right"))
+    winning = [j for j in range(1, affordable + 1) if problem.splits[j] < problem.ends[j]]
     if not winning:
-        return routine
-    near = np.searchsorted(reach(routine.candidates, regret), routine.candidates)
+        return problem
+    near = np.searchsorted(reach(problem.candidates, regret), problem.candidates)
     near = np.minimum(near, np.arange(len(near)))  # a coarse grid may leave only the next candidate
-    least = np.maximum(routine.least, np.concatenate([[0], near]))
-    last = max(routine.last, winning[-1])
-    return replace(replace(routine, least=least).upto(last), last=last)
+    least = np.maximum(problem.least, np.concatenate([[0], near]))
+    last = max(problem.last, winning[-1])
+    return replace(replace(problem, least=least).upto(last), last=last)
 
 
-def _fewest(routine: Routine) -> tuple[int, ...]:
-    """The path of the fewest graphs that the routine allows."""
-    path, graph = [], routine.last
+def _shortest(problem: ModeProblem) -> tuple[int, ...]:
+    """The path of the fewest graphs that the problem allows."""
+    path, graph = [], problem.last
     while graph:
         path.append(graph)
-        graph = int(routine.least[graph])
+        graph = int(problem.least[graph])
     return tuple(reversed(path))
 
 
-def _check_one_graph_fits(routines: Sequence[Routine], budgets: Budgets) -> None:
+def _check_one_graph_fits(problems: Sequence[ModeProblem], budgets: Budgets) -> None:
     """Raise ``ConfigError`` that names the budget below the cost of every graph."""
     for name, budget, unit, each in (
-        ("capture_time", budgets.capture_ms, 1e-3, [r.capture_ms.min(initial=math.inf) for r in routines]),
-        ("memory", budgets.memory, 1.0, [(r.graph_bytes + r.pool_bytes).min(initial=math.inf) for r in routines]),
+        ("capture_time", budgets.capture_ms, 1e-3, [r.capture_ms.min(initial=math.inf) for r in problems]),
+        ("memory", budgets.memory, 1.0, [(r.graph_bytes + r.pool_bytes).min(initial=math.inf) for r in problems]),
     ):
         if budget < min(each):
             raise ConfigError(
@@ -263,17 +263,17 @@ def _check_one_graph_fits(routines: Sequence[Routine], budgets: Budgets) -> None
             )
 
 
-def _graphs(routines: Sequence[Routine], found: Found) -> tuple[PlannedGraph, ...]:
+def _graphs(problems: Sequence[ModeProblem], solution: Solution) -> tuple[PlannedGraph, ...]:
     graphs = []
-    for routine, path in zip(routines, found.paths, strict=True):
-        table, above = routine.table, 0
+    for problem, path in zip(problems, solution.paths, strict=True):
+        above = 0
         for graph in path:
-            size = int(routine.candidates[graph - 1])
-            min_batch = 1 + (int(routine.candidates[above - 1]) if above else 0)
-            if table.splits[graph] == table.ends[graph]:
+            size = int(problem.candidates[graph - 1])
+            min_batch = 1 + (int(problem.candidates[above - 1]) if above else 0)
+            if problem.splits[graph] == problem.ends[graph]:
                 min_batch = size + 1
-            elif table.splits[graph] > table.ends[above]:
-                min_batch = int(routine.sizes[table.splits[graph]])
-            graphs.append(PlannedGraph(routine.mode, size, min_batch))
+            elif problem.splits[graph] > problem.ends[above]:
+                min_batch = int(problem.sizes[problem.splits[graph]])
+            graphs.append(PlannedGraph(problem.mode, size, min_batch))
             above = graph
     return tuple(sorted(graphs))

@@ -16,15 +16,17 @@ _FACTORS = np.geomspace(0.5, 2.0, 21)
 
 @dataclass(frozen=True)
 class Prior:
-    """How far to trust a workload: a plan for exactly what was seen is fragile where traffic moves.
+    """How far to trust a workload: traffic moves, and a plan for exactly what was seen breaks then.
 
-    ``share`` of the steps is expected anywhere in the range, half of it as 1/size and half at the powers of two, where
-    the limits of engines lie at which an overloaded one runs. ``drift`` of the steps is expected at half to twice their
-    size, evenly over the logarithm, as when the load changes. ``regret`` is a guard: graphs lie so close that steps
-    spread evenly over the sizes between graphs are padded by at most about that share of their tokens more than by
-    vLLM's capture sizes, and there is one at each power of two from 64. Where that takes more than nine tenths of a
-    budget it is doubled, and beyond four times until it takes six tenths, so that something is left for what was
-    seen. None means no guard.
+    ``share`` of the steps may have any size in the range. Half of them are spread as 1/size; the other half lie on the
+    powers of two, where engines have their limits and an overloaded engine runs. ``drift`` of the steps may have half
+    to twice the size that was seen, spread evenly over the logarithm, as when the load changes.
+
+    ``regret`` is a guard for sizes that were not seen; None means no guard. Graphs lie so close together that steps
+    spread evenly over the sizes between two graphs are padded by at most about that share of their tokens more than by
+    vLLM's capture sizes. Each power of two from 64 has a graph. A guard that takes more than nine tenths of a budget is
+    doubled; from four times its value on, it is doubled until it takes six tenths. So something is left for what was
+    seen.
     """
 
     share: float = 0.02

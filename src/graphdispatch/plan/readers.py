@@ -4,6 +4,7 @@ Files are told apart by what they hold, not by their names; any may be compresse
 ``ConfigError`` that names the file, the line and the field.
 """
 
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ConfigError
-from .tables import Field, Table, decode_text, open_table
+from .tables import Field, TraceFile, decode_text, open_trace, parse_cell
 from .traffic import LARGEST_STEP, Floats, Requests, Steps, booleans, floats, integers
 
 __all__ = ["read_requests", "read_trace"]
@@ -44,10 +45,10 @@ def read_trace(path: str | Path) -> Steps | tuple[Mapping[int, float], Mapping[i
     data = _read(path)
     if _LOG_HEADER.search(data):
         return _parse_log(path, decode_text(path, data))
-    table = open_table(path, data)
-    kind = next((field for field in _KINDS if field.name in table.names), None)
-    wanted = [_TOKENS, *([kind] if kind else []), *([_REQS] if _REQS.name in table.names else [])]
-    found = dict(zip((field.name for field in wanted), table.integers(wanted), strict=True))
+    trace = open_trace(path, data)
+    kind = next((field for field in _KINDS if field.name in trace.names), None)
+    wanted = [_TOKENS, *([kind] if kind else []), *([_REQS] if _REQS.name in trace.names else [])]
+    found = dict(zip((field.name for field in wanted), trace.integers(*wanted), strict=True))
     tokens = integers("num_tokens", found["num_tokens"])
     reqs = integers("num_reqs", found["num_reqs"]) if "num_reqs" in found else None
     kinds = found[kind.name] if kind else np.ones(len(tokens), bool) if reqs is None else tokens == reqs
@@ -61,13 +62,13 @@ def read_requests(path: str | Path) -> Requests:
     ``timestamp`` (milliseconds), ``input_length`` and ``output_length``; or, as in Azure's, ``TIMESTAMP`` (a date),
     ``ContextTokens`` and ``GeneratedTokens``.
     """
-    table = open_table(path, _read(path))
+    trace = open_trace(path, _read(path))
     prompts, outputs = (
-        Field(next((name for name in names if name in table.names), names[0]), 1, _LONGEST_REQUEST)
+        Field(next((name for name in names if name in trace.names), names[0]), 1, _LONGEST_REQUEST)
         for names in (_PROMPTS, _OUTPUTS)
     )
-    prompt, output = table.integers([prompts, outputs])
-    arrival = _arrivals(path, table)
+    prompt, output = trace.integers(prompts, outputs)
+    arrival = _arrivals(path, trace)
     order = np.argsort(arrival, kind="stable")
     return Requests(
         floats("arrival_ms", arrival[order] - arrival[order[0]]),
@@ -76,30 +77,25 @@ def read_requests(path: str | Path) -> Requests:
     )
 
 
-def _arrivals(path: str | Path, table: Table) -> Floats:
+def _arrivals(path: str | Path, trace: TraceFile) -> Floats:
     """Arrivals in milliseconds, as they stand in the file."""
-    name = next((name for name in _ARRIVALS if name in table.names), None)
+    name = next((name for name in _ARRIVALS if name in trace.names), None)
     if name is None:
         raise ConfigError(f"{path} lacks a column of arrivals; expected one of {', '.join(_ARRIVALS)}")
-    texts = table.texts(name)
-    unit = _ARRIVALS[name]
-    for row, text in enumerate(texts):
+    unit, arrivals = _ARRIVALS[name], []
+    for where, (value,) in trace.rows(name):
+        # A date of a trace has one time zone at most, which makes no difference to its arrivals.
+        text = str(value).removesuffix("Z").removesuffix("+00:00")
         try:
-            value = np.datetime64(_without_zone(text), "ns") if not unit else np.float64(text)
+            arrival = float(text) * unit if unit else np.datetime64(text, "ns")
         except ValueError:
-            value = np.float64("nan")
-        if not np.isfinite(value):
+            arrival = math.nan
+        if not np.isfinite(arrival):
             expected = "a number" if unit else "a date such as 2023-11-16 18:17:03.97"
-            table.fail(row, name, f"expected {expected}, got {text[:40]!r}")
-    if unit:
-        return np.array(texts, np.float64) * unit
-    dates = np.array([_without_zone(text) for text in texts], "datetime64[ns]")
-    return np.asarray((dates - dates.min()) / np.timedelta64(1, "ms"), np.float64)
-
-
-def _without_zone(text: str) -> str:
-    # numpy's dates have no time zone; a trace has one at most, which makes no difference to its arrivals.
-    return text.removesuffix("Z").removesuffix("+00:00")
+            raise ConfigError(f"{where}, column {name}: expected {expected}, got {str(value)[:40]!r}")
+        arrivals.append(arrival)
+    found = np.array(arrivals)
+    return found if unit else (found - found.min()) / np.timedelta64(1, "ms")
 
 
 def _read(path: str | Path) -> bytes:
@@ -144,11 +140,8 @@ def _log_row(where: str, cells: tuple[str, ...]) -> tuple[int, int, str]:
     numbers = []
     for name, cell in zip(_LOG_COLUMNS, cells, strict=True):
         if name != "Runtime Mode":
-            least = 1 if name == "Count" else 0
-            number = Field(name, least, _LONGEST_REQUEST if name == "Count" else LARGEST_STEP).parse(cell)
-            if number is None:
-                raise ConfigError(f"{where}, column {name}: expected an integer from {least}, got {cell[:40]!r}")
-            numbers.append(number)
+            field = Field(name, 1, _LONGEST_REQUEST) if name == "Count" else Field(name, 0, LARGEST_STEP)
+            numbers.append(field.check(parse_cell(cell), where))
     size, padded, padding, count = numbers
     if size < 1 or padded - padding != size:
         raise ConfigError(f"{where}: expected Padded Tokens = Unpadded Tokens + Num Paddings, got {cells}")

@@ -21,12 +21,12 @@ __all__ = ["Steps", "Workload"]
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """The weight of steps by size. Immutable: its arrays are read-only, so that any number of threads may share it.
+    """The weight of steps by size. Immutable: its arrays are read-only, so threads may share it.
 
     ``sizes`` are numbers of tokens, int64, sorted, unique and at least 1; ``decode`` and ``mixed`` are float64 weights
-    of the same length, of uniform decode steps and of all others; no size has the weight 0. ``steps`` are the ordered
-    steps if they are known. Use one of the constructors below: they check and copy what they are given, and raise
-    ``ConfigError`` for traffic that cannot be.
+    of the same length, of uniform decode steps and of all others; no size has the weight 0. ``steps`` are the steps in
+    order, if the order is known. Use one of the constructors below: they check and copy their arguments, and raise
+    ``ConfigError`` for impossible traffic.
     """
 
     sizes: Ints

@@ -220,7 +220,7 @@ def _layout(height: int, x: str, y: str, *, is_stacked: bool = False) -> Figure:
         "margin": {"l": 8, "r": 26, "t": 8, "b": 8},
         "paper_bgcolor": "#0000",
         "plot_bgcolor": "#0000",
-        "font": {"group": "system-ui, sans-serif", "size": 13, "color": "--muted"},
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "--muted"},
         "hoverlabel": {"bgcolor": "--hover", "bordercolor": "--line", "font": {"color": "--text"}},
         "legend": legend,
         "barmode": "stack" if is_stacked else "group",

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..modes import CUDAGraphMode
 from ..plan.cost import CostModel
-from ..plan.plan import Plan, routines_of
+from ..plan.plan import Plan, weights_by_mode
 from ..plan.traffic import Floats, Ints
 from ..plan.workload import Workload
 
@@ -50,7 +50,7 @@ def padding_of(plan: Plan, kind: CUDAGraphMode, top: int) -> Floats:
 def shares_of(plan: Plan, workload: Workload) -> Shares:
     """How the steps of ``workload`` run under ``plan``."""
     found = np.zeros(len(Shares._fields))
-    for kind, weights in routines_of(plan.mode, workload).items():
+    for kind, weights in weights_by_mode(plan.mode, workload).items():
         graphs = graph_of(plan, kind, workload.sizes)
         largest = max(plan.sizes_of(kind), default=0)
         ways = (
@@ -67,7 +67,7 @@ def shares_of(plan: Plan, workload: Workload) -> Shares:
 def graph_shares(plan: Plan, workload: Workload) -> Mapping[tuple[CUDAGraphMode, int], tuple[float, float]]:
     """For each graph's mode and size: its share of the steps, and the padding as a share of those steps' tokens."""
     found = {}
-    for kind, weights in routines_of(plan.mode, workload).items():
+    for kind, weights in weights_by_mode(plan.mode, workload).items():
         graphs = graph_of(plan, kind, workload.sizes)
         for size in plan.sizes_of(kind):
             steps = weights * (graphs == size)
@@ -80,7 +80,7 @@ def graph_shares(plan: Plan, workload: Workload) -> Mapping[tuple[CUDAGraphMode,
 def least_step_ms(mode: CUDAGraphMode, workload: Workload, cost: CostModel, top: int) -> float:
     """The mean step time with a graph for every size up to ``top``; a step takes its graph or eager, as is faster."""
     time = 0.0
-    for kind, weights in routines_of(mode, workload).items():
+    for kind, weights in weights_by_mode(mode, workload).items():
         step_ms = cost.eager_ms.at(workload.sizes)
         if kind.has_graphs():
             faster = np.minimum(step_ms, cost.graphs(kind).step_ms.at(workload.sizes))

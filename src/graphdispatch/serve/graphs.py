@@ -1,5 +1,6 @@
 """The graphs of one callable: their pool, cache, guard and statistics, and the slow work that makes and ends them."""
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,24 +9,22 @@ from sys import maxsize
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from ..backends import Backend, Pool, available_backends, get_backend
-from ..call.rules import ArgumentRules
+from ..backends import Backend, Pool, get_backend
+from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
 from ..capture.autobreak import AutoBreaks
 from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
-from ..errors import BackendError, ConfigError, GraphDispatchError
+from ..errors import BackendError, GraphDispatchError
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.budget import Victim
-from ..memory.buffers import CallerBuffers, OutputBuffers, OutputRing, copy_into
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
+from ..memory.handout import Handout
 from ..memory.inputs import StaticInputs
-from ..memory.outputs import OutputView
 from ..memory.replay import next_use
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
@@ -34,6 +33,8 @@ from ..stats import EvictionReason
 from .group import GraphGroup, Route
 
 __all__ = ["Capturer", "GraphSet"]
+
+_log = logging.getLogger("graphdispatch")
 
 
 class Capturer(NamedTuple):
@@ -60,10 +61,7 @@ class GraphSet:
         out: Any = None,
         capturer: Capturer | None = None,
     ) -> None:
-        if out is not None and options.outputs != "clone":
-            raise ConfigError(f"out must come with outputs='clone', got outputs={options.outputs!r}")
-        self.out = CallerBuffers(out, 0).given if out is not None else None
-        """The caller's tensors into which all outputs are copied, if any; checked."""
+        self.handout = Handout(options, out)
         self.fn = fn
         self.options = options
         self.cache = cache
@@ -114,9 +112,10 @@ class GraphSet:
         if tensor is None:
             return no_tensors(call.leaves, leaves)
         if self.backend is None:
-            if tensor.device.type not in available_backends():
-                return Refusal(Reason.DEVICE_UNSUPPORTED, f"no backend serves {tensor.device}")
-            self.backend = get_backend("auto", tensor.device)
+            try:
+                self.backend = get_backend("auto", tensor.device)
+            except BackendError as error:
+                return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
             self.pool = self.backend.make_pool()
         rules = route.rules or ArgumentRules({}, {}, frozenset(call.names), self.options.validate_addresses)
         rules.check_names(self.fn, call)
@@ -141,7 +140,7 @@ class GraphSet:
     def trial(self, group: GraphGroup) -> tuple["GraphSet", GraphGroup]:
         """An empty set of the same callable and options, with a pool, a cache and statistics of its own, and
         ``group`` without its graphs in it: for captures that are thrown away."""
-        trial = GraphSet(self.fn, self.options, GraphCache(maxsize), backend=self.backend, out=self.out)
+        trial = GraphSet(self.fn, self.options, GraphCache(maxsize), backend=self.backend, out=self.handout.out)
         inputs = StaticInputs(group.signature.inputs, group.inputs.capacity)
         return trial, trial._add_group(group.key, group.route, group.call, group.signature, inputs)
 
@@ -149,14 +148,11 @@ class GraphSet:
         self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
     ) -> GraphGroup:
         failures = GraphGroup.new_failures(self.options.max_failures)
-        group = GraphGroup(key, route, call, signature, inputs, failures, buffers=self._make_buffers(inputs.capacity))
+        group = GraphGroup(
+            key, route, call, signature, inputs, failures, buffers=self.handout.make_buffers(inputs.capacity)
+        )
         self.groups[key] = group
         return group
-
-    def _make_buffers(self, capacity: int) -> OutputBuffers | None:
-        if self.out is not None:
-            return CallerBuffers(self.out, capacity)
-        return OutputRing(self.options.ring_length, capacity) if self.options.ring_length else None
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -210,6 +206,8 @@ class GraphSet:
     def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
         """Put a new entry into the cache, if there is room for it."""
         self.stats.record_capture(entry.capture_time_ms)
+        if self.options.debug_log_enable:
+            _log.debug("captured %r in %.1f ms for %s", entry, entry.capture_time_ms, callable_name(self.fn))
         self.cache.admission.forget(entry.key)
         entry.verify_every = self.options.verify_every
         entry.schedule_check()
@@ -271,7 +269,7 @@ class GraphSet:
                     unread.free()
                 for group in self.groups.values():
                     if not group.entries:
-                        group.buffers = self._make_buffers(group.inputs.capacity)
+                        group.buffers = self.handout.make_buffers(group.inputs.capacity)
 
     def refresh(self) -> None:
         """Release what is stale, before a graph is looked up.
@@ -330,30 +328,6 @@ class GraphSet:
         if self._owns_pool and self.pool is not None and self.backend is not None:
             self.pool.close()
             self.pool = self.backend.make_pool()
-
-    def hand_out(self, result: Any) -> Any:
-        """What an eager step returned, as the options and ``out`` want it. Needs no lock."""
-        if self.out is not None:
-            return copy_into(self.out, result)
-        return OutputView(result, None) if self.options.returns_handles else result
-
-    def check_room(self, group: GraphGroup, rows: int) -> None:
-        """Raise ``ConfigError`` if ``out`` has no room for a batch above the largest size, before the callable runs.
-
-        Before a capture has shown which dimensions follow the batch, it is taken to be the first one of each tensor
-        that has room for the largest size there.
-        """
-        largest = group.route.table.largest
-        if self.out is None or rows <= largest:
-            return
-        tensors = [leaf for leaf in tree_leaves(self.out) if isinstance(leaf, torch.Tensor)]
-        guessed = [((0, 1),) if tensor.dim() and tensor.shape[0] >= largest else () for tensor in tensors]
-        for tensor, dims in zip(tensors, group.rule.follows if group.rule is not None else guessed, strict=True):
-            if any(tensor.shape[dim] < rows * factor for dim, factor in dims):
-                raise ConfigError(
-                    f"out has no room for {rows} rows in a tensor of shape {tuple(tensor.shape)}; give a larger one, "
-                    "or smaller batches"
-                )
 
     def memory_report(self) -> MemoryReport:
         """The bytes held: the pool, static inputs, output rings, and what graphs hold for themselves. Needs no lock."""

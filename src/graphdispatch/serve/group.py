@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -19,11 +19,12 @@ from ..memory.buffers import OutputBuffers
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
+from ..memory.replay import ReplayPlan
 from ..modes import EntryState
 from ..reasons import Reason
-from .hit import Hit, Hits
+from ..state.guards import StateGuard
 
-__all__ = ["GraphGroup", "Route", "Routes", "Spelling"]
+__all__ = ["GraphGroup", "Hit", "Hits", "Route", "Routes", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
 R = TypeVar("R", bound="Route")
@@ -124,6 +125,35 @@ class Spelling:
         return None
 
 
+class Hit(NamedTuple):
+    """What a hit needs, made once for a number of rows."""
+
+    entry: CUDAGraphEntry
+    plan: ReplayPlan
+    decision: Decision
+    guard: StateGuard | None
+    """What must be as it was at the capture; None if nobody guards it."""
+
+
+class Hits(dict[int, Hit | None]):
+    """The hits of a group by number of rows; ``hits[rows]`` is None where no verified graph serves so many.
+
+    A hit is made when it is first asked for, by any thread, without a lock.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: "GraphGroup") -> None:
+        super().__init__()
+        self._group = group
+
+    def __missing__(self, rows: int) -> Hit | None:
+        hit = self._group.make_hit(rows)
+        if hit is not None:
+            self[rows] = hit
+        return hit
+
+
 @dataclass(eq=False)
 class GraphGroup:
     """The graphs of one signature, by size. Changed only with the server's lock held; ``hits`` is read without it."""
@@ -142,6 +172,8 @@ class GraphGroup:
     rule: OutputRule | None = None
     example: list[Any] = field(default_factory=list)
     """The values of a call of two rows; empty if none is kept."""
+    wants_example: bool = False
+    """Whether the next call must take the slow path, which keeps an example."""
     buffers: OutputBuffers | None = None
     """Where copies of outputs go, if they go to preallocated memory."""
     hits: Hits = field(init=False)
@@ -175,7 +207,7 @@ class GraphGroup:
 
     def make_hit(self, rows: int) -> Hit | None:
         """The hit of calls of ``rows`` rows, if a verified graph may serve them; needs no lock."""
-        if rows < 0:
+        if rows < 0 or self.wants_example:
             return None
         decision = self.decide(rows)
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
@@ -236,6 +268,7 @@ class GraphGroup:
 
     def keep_example(self, values: Sequence[Any]) -> None:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""
+        self.wants_example = False
         if not self.example:
             self.example = self.resized(values, 2)
 

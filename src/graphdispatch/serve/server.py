@@ -86,6 +86,8 @@ class Server(HitPath):
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
         self.times_replays = times_replays
+        self.logs_replays = options.debug_log_enable
+        self.observes = times_replays or options.debug_log_enable
         self._eager_captures = eager_captures
         self._random = random.Random(0)
         self._numbers = itertools.count()
@@ -107,7 +109,7 @@ class Server(HitPath):
             choice = self.choose(route, args, kwargs)
             self.count(choice)
             if choice.group is not None:
-                self.graphs.check_room(choice.group, choice.rows)
+                self.graphs.handout.check_room(choice.group.rule, choice.rows, route.table.largest)
                 done, answer = self.perform(choice)
                 if done:
                     return answer
@@ -215,8 +217,7 @@ class Server(HitPath):
         if entry is None or not reason.is_graph:
             return False, choice
         try:
-            serve = entry.serve_timed if self.times_replays else entry.serve
-            answer = serve(choice.leaves, choice.rows, self.stats)
+            answer = self.observed(entry, choice.rows, choice.leaves)
         except ReplayError as error:
             if error.had_effects:
                 raise
@@ -239,7 +240,7 @@ class Server(HitPath):
             choice = self.choose(route, args, kwargs)
             if choice.entry is None or not choice.decision.reason.is_graph:
                 return False, None, choice.decision
-            answer = choice.entry.serve(choice.leaves, choice.rows, self.stats)
+            answer = self.observed(choice.entry, choice.rows, choice.leaves)
         self.local.decision = choice.decision
         return True, answer, choice.decision
 
@@ -340,7 +341,8 @@ class Server(HitPath):
         """Keep an example of each signature from now on; called with the lock held."""
         self.keeps_examples = True
         for group in self.graphs.groups.values():
-            group.hits.clear()  # the next call takes the slow path, which keeps the example
+            group.wants_example = not group.example
+            group.hits.clear()
 
     def clear(self, *routes: Route) -> None:
         """Release all graphs, and forget the spellings and signatures of ``routes``; called with the lock held."""
@@ -381,7 +383,7 @@ class Server(HitPath):
         self.stats.record_miss(decision.reason, decision.rows)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from result.error
-        return self.graphs.hand_out(result.take_answer())
+        return self.graphs.handout.give(result.take_answer())
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
@@ -390,6 +392,6 @@ class Server(HitPath):
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
         try:
-            return self.graphs.hand_out(self.fn(*args, **kwargs))
+            return self.graphs.handout.give(self.fn(*args, **kwargs))
         finally:
             self.local.decision = decision  # the callable may have called this object, too
