@@ -100,6 +100,14 @@ class GraphSet:
         assert leaves is not None
         if route.entry is not None:
             return self._adopt(key, route, call, leaves)
+        signature = route.signature or self._learn_signature(route, call, leaves)
+        if isinstance(signature, Refusal):
+            return signature
+        capacity = route.capacity or route.table.largest if signature.has_rows else 1
+        return self._add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
+
+    def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
+        """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
         tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if tensor is None:
             return no_tensors(call.leaves, leaves)
@@ -109,14 +117,10 @@ class GraphSet:
             except BackendError as error:
                 return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
             self.pool = self.backend.make_pool()
-        rules = route.rules or ArgumentRules({}, {}, frozenset(spec.names), self.options.validate_addresses)
+        rules = route.rules or ArgumentRules({}, {}, frozenset(call.names), self.options.validate_addresses)
         rules.check_names(self.fn, call)
         why_not = refusal(call.leaves, leaves, rules, self.backend.device)
-        if why_not is not None:
-            return why_not
-        signature = Signature(call.leaves, leaves, rules, self.backend.device)
-        capacity = route.capacity or route.table.largest if signature.has_rows else 1
-        return self._add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
+        return why_not if why_not is not None else Signature(call.leaves, leaves, rules, self.backend.device)
 
     def _adopt(
         self, key: Hashable, route: Route, call: FlatCall, leaves: list[Any]
