@@ -12,7 +12,7 @@ from ..errors import ConfigError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
-from ..modes import DispatchMode, EntryState
+from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..sizes import check_count
 from ..stats import DispatchStats
@@ -193,10 +193,12 @@ class CudagraphDispatcher:
     def _count(self, chosen: Chosen, decision: Decision, spent: int) -> DispatchMode:
         """Count a call that ran as ``decision`` says, and forget its graph if that is gone; the mode that it ran in."""
         worker, found, _ = chosen
-        mode = found.mode if found is not None and decision.mode.has_graphs() else DispatchMode.EAGER
-        self.stats.record(mode, decision.reason, spent)
-        if found is not None and found.is_gone:
+        mode = DispatchMode.EAGER
+        if found is not None and decision.mode is not CUDAGraphMode.NONE:
+            mode = found.mode
+        elif found is not None and found.is_gone:
             worker.drop(found)
+        self.stats.record(mode, decision.reason, spent)
         return mode
 
     def enable_mode(self, mode: DispatchMode) -> None:

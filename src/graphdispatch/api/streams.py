@@ -245,7 +245,7 @@ class StreamDispatcher(CudagraphDispatcher):
         for worker in self._in_order():
             found, decision = worker.choose(key, self.policy)
             if found is not None:
-                decision = worker.server.preview(found.route, args, kwargs)
+                decision = worker.server.preview(found.route, args, kwargs).decision
                 if decision.reason.is_graph or decision.reason is Reason.VERIFIED_NOW:
                     return Chosen(worker, found, decision)
                 if found.is_gone:
