@@ -159,8 +159,8 @@ BOUNDS = {
     "static wrapper": Bound(settled_static_wrapper),
     "decoder": Bound(partial(settled_decoder, SIZE)),
     "padded decoder": Bound(partial(settled_decoder, SIZE - 1)),
-    # Besides the hit (9): the graphs of the key are looked up, the policy is asked whether and which (it asks itself the
-    # first again), and the call is counted by mode.
+    # Besides the hit (9): the graphs of the key are looked up, the policy is asked whether and which, and the call is
+    # counted by mode.
     "dispatcher": Bound(settled_dispatcher, calls=17),
     # Besides the hit (9): the batch is checked and placed by the configuration (26), and the device is timed (22).
     "manager": Bound(settled_manager, calls=58, depth=7),
