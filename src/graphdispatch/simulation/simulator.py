@@ -37,7 +37,6 @@ from .device import SimulatedDevice, TokenCount
 __all__ = ["SimulationResult", "simulate"]
 
 _Key = tuple[CUDAGraphMode, BatchDescriptor]
-_ALLOWED = (None, (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE))
 _GRAPH_MODES = {CUDAGraphMode.FULL: DispatchMode.CUDAGRAPH, CUDAGraphMode.PIECEWISE: DispatchMode.PIECEWISE}
 _MOST_KINDS = 65536  # of steps, whose decisions are kept
 
@@ -147,6 +146,7 @@ class _Simulation:
         self.peak_bytes = 0
         self._decide = dispatcher.decide
         self._policy = policy
+        self._allowed = (None,) if policy is None else (None, (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE))
         self._cache = cache
         self._captures = True
         self.server = Server(
@@ -199,11 +199,11 @@ class _Simulation:
             policy.record(key, chosen, self.device.now - before)
 
     def _find_kind(self, step: tuple[int, int, int | None]) -> _Kind:
-        """What may serve a step: the graph that the dispatcher decides for, and a piecewise one besides a full one."""
+        """What may serve a step: the graph that the dispatcher decides for, and for a policy also a piecewise one."""
         tokens, is_decode, reqs = step
         query_len = (tokens // reqs if reqs else 1) if is_decode else None
         key = DispatchKey(tokens, reqs or (tokens if is_decode else 1), 0, not is_decode)
-        found = [self._decide(tokens, reqs, query_len=query_len, allowed_modes=allowed) for allowed in _ALLOWED]
+        found = [self._decide(tokens, reqs, query_len=query_len, allowed_modes=modes) for modes in self._allowed]
         groups = {_GRAPH_MODES[d.mode]: self._groups[d.mode, d.descriptor] for d in found if d.descriptor is not None}
         first = next(iter(groups.values()), None)
         if first is not None and not self._captures and first.hits[tokens] is None:
