@@ -26,12 +26,12 @@ class ArgumentRules(NamedTuple):
     check_addresses: bool = True
 
     def dim_of(self, leaf: Leaf, tensor: torch.Tensor) -> int | None:
-        """The batch dimension of a tensor, counted from the front; None if it has none.
+        """The batch dimension of a tensor, counted from the front; None if it has none, as a static tensor.
 
         Raises ``ConfigError`` if the user named a dimension that the tensor does not have.
         """
         given = self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument))
-        if given is None:
+        if given is None or self.is_static(leaf):
             return None
         if not -tensor.dim() <= given < tensor.dim():
             raise ConfigError(

@@ -37,9 +37,9 @@ class PiecewiseCapture:
 
     def __enter__(self) -> "PiecewiseCapture":
         self._capture = self.backend.begin_capture(self.pool)
-        self.watch.on_break = self.run_operator
+        self.watch.on_break = self.run_break
         self.watch.__enter__()  # type: ignore[no-untyped-call]
-        self._token = ACTIVE.set(self)
+        self._token = ACTIVE.set(self.run_break)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -73,10 +73,6 @@ class PiecewiseCapture:
     def graph(self) -> PiecewiseGraph:
         """What was captured."""
         return PiecewiseGraph(self.parts, self.watch.crossing, self.pool, self.clock)
-
-    def run_operator(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Break at one operator."""
-        return self.run_break(str(func), func, args, kwargs)
 
     def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""

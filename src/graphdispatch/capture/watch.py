@@ -4,7 +4,6 @@ Torch's dispatcher does not see some work (a compiled kernel, ctypes, numpy). Su
 made and that did not exist in the warm-up. A graph would read their first value for ever.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.operators import forbidden, is_composite, storage_key, tensors_in, user_line
-from ..call.breaks import BREAKS
+from ..call.breaks import BREAKS, BreakRunner
 from ..errors import CaptureError
 from ..reasons import Reason
 
@@ -34,7 +33,7 @@ class CaptureWatch(TorchDispatchMode):
         self._part_of: dict[int, int] = {}
         self.is_paused = False
         """True while a break runs: what it makes is noted, and nothing is refused."""
-        self.on_break: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.on_break: BreakRunner | None = None
         """Called instead of each operator at which a PIECEWISE capture breaks."""
         self.crossing: list[torch.Tensor] = []
         """Tensors that one part made and a later one used."""
@@ -49,7 +48,7 @@ class CaptureWatch(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if self.on_break is not None and not self.is_paused and _is_break(func):
-            return self.on_break(func, args, kwargs)
+            return self.on_break(str(func), func, args, kwargs)
         with torch._C.DisableTorchFunction():
             self.latest = str(func)
             if func is torch.ops.aten.lift_fresh.default:

@@ -34,7 +34,7 @@ def prune(
             needed |= instruction.reads
     kept.reverse()
     overwritten = {slot for i in kept if i.kind is OperatorKind.WRITE for slot in i.writes} | pinned
-    constant = {literal.slot for literal in literals} - overwritten
+    constant = {literal.ref.slot for literal in literals} - overwritten
     once: list[Instruction] = []
     each: list[Instruction] = []
     for instruction in kept:
