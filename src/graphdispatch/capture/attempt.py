@@ -1,6 +1,7 @@
 """What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -160,7 +161,7 @@ class CaptureAttempt:
             uses_rng=warm_run.uses_rng,
             signature=request.signature,
             call=request.call,
-            example=request.uncopied_values(),
+            example=request.values_with(repeat(None)),
             warm_batch=tuple(
                 value.detach().clone() if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL_BYTES else None
                 for value in request.values

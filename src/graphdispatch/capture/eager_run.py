@@ -50,16 +50,11 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     attributes = request.guard.attributes()
     snapshot = request.guard.snapshot() if not request.keep_effects else None
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
+    answer, has_run = None, False
     try:
         with effects:
             answer = request.call(request.values)
-    except BaseException as error:
-        if not request.keep_effects:
-            undo_run(request, effects, before, snapshot)
-            if effects.unsaved is not None and isinstance(error, Exception):
-                return failed_result(request, None, error, "saving what it overwrites")
-        raise
-    try:
+        has_run = True
         after = request.backend.rng_state()
         rebinds_state = not same_objects(attributes, request.guard.attributes())
         for region in effects.regions:
@@ -69,8 +64,10 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, snapshot)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and has_run:
             return failed_result(request, answer, error, "noting what the eager run did")
+        if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
+            return failed_result(request, None, error, "saving what it overwrites")
         raise
     if snapshot is not None and rebinds_state:
         snapshot.restore()

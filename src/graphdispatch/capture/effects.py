@@ -10,6 +10,7 @@ Note [exactly once]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,9 +102,7 @@ def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | No
 
     Compares where the regions lie, not what they hold. Reads a result back to the host.
     """
-    for region in regions:
-        if region.is_generator:
-            continue
+    for region in (region for region in regions if not region.is_generator):
         target = region.target
         near = [r for r in allowed if storage_key(r.target) == storage_key(target) and r.target.dtype is target.dtype]
         if any(not r.indices and _view_key(r.target) == _view_key(target) for r in near):
@@ -232,24 +231,12 @@ def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
     """
     name = func._schema.name
     if name in ("aten::index_put_", "aten::_index_put_impl_"):
-        target = args[0].detach()
-        indices = [None if i is None else i.clone() for i in args[1]]
-        return Region(
-            target,
-            lambda: torch.ops.aten.index.Tensor(target, indices),
-            lambda value: torch.ops.aten.index_put_.default(target, indices, value),
-            torch.ops.aten.index.Tensor(target, indices),
-            indices,
-        )
-    if name in ("aten::index_copy_", "aten::index_add_", "aten::index_fill_"):
-        target, dim, index = args[0].detach(), args[1], args[2].clone()
-        if target.dim() == 0:
-            return None
-        return Region(
-            target,
-            lambda: target.index_select(dim, index),
-            lambda value: target.index_copy_(dim, index, value),
-            target.index_select(dim, index),
-            [*[None] * (dim % target.dim()), index],
-        )
-    return None
+        given = args[1]
+    elif name in ("aten::index_copy_", "aten::index_add_", "aten::index_fill_") and args[0].dim():
+        given = [*[None] * (args[1] % args[0].dim()), args[2]]
+    else:
+        return None
+    target = args[0].detach()
+    indices = [None if i is None else i.clone() for i in given]
+    read = partial(torch.ops.aten.index.Tensor, target, indices)
+    return Region(target, read, partial(torch.ops.aten.index_put_.default, target, indices), read(), indices)

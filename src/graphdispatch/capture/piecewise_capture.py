@@ -21,7 +21,7 @@ __all__ = ["PiecewiseCapture"]
 
 @dataclass(eq=False)
 class PiecewiseCapture:
-    """Enter it around the callable, then read ``graph`` and ``outputs``. Hold the pool's lock."""
+    """Enter it, then ``watch``, around the callable; then read ``graph`` and ``outputs``. Hold the pool's lock."""
 
     backend: Backend
     pool: Pool
@@ -38,13 +38,11 @@ class PiecewiseCapture:
     def __enter__(self) -> "PiecewiseCapture":
         self._capture = self.backend.begin_capture(self.pool)
         self.watch.on_break = self.run_break
-        self.watch.__enter__()  # type: ignore[no-untyped-call]
         self._token = ACTIVE.set(self.run_break)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         ACTIVE.reset(self._token)
-        self.watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         is_complete = False
         try:
             if kind is None and self._failed is not None:

@@ -50,15 +50,19 @@ def _record_once(
     request: CaptureRequest, mode: CUDAGraphMode, existing: set[int], start_over: Callable[[str], None]
 ) -> Recording:
     start_over(f"capturing {request.size} rows")
-    values = request.static_values()
+    values, buffers = request.static_values(), request.buffer_storages()
     watch = CaptureWatch(existing | {storage_key(value) for value in values if isinstance(value, torch.Tensor)})
     try:
+        capture: Capture | PiecewiseCapture
         if mode is CUDAGraphMode.PIECEWISE:
-            with PiecewiseCapture(request.backend, request.pool, watch, request.clock) as piecewise:
-                is_own = _set_outputs(request, piecewise, watch, request.call(values))
-            return Recording(piecewise.graph, piecewise.outputs, is_own, mode)
-        with request.backend.begin_capture(request.pool) as capture, watch:
-            is_own = _set_outputs(request, capture, watch, request.call(values))
+            capture = PiecewiseCapture(request.backend, request.pool, watch, request.clock)
+        else:
+            capture = request.backend.begin_capture(request.pool)
+        with capture, watch:
+            output = request.call(values)
+            is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
+            capture.set_outputs(output, shared=request.options.shares_outputs)
+            del output  # so that only the capture holds the outputs
         return Recording(capture.graph, capture.outputs, is_own, mode)
     except CaptureError:
         raise
@@ -66,13 +70,3 @@ def _record_once(
         raise CaptureError(
             f"{type(error).__name__} after {watch.latest}: {error}", request.backend.classify_error(error)
         ) from error
-
-
-def _set_outputs(
-    request: CaptureRequest, capture: Capture | PiecewiseCapture, watch: CaptureWatch, output: Any
-) -> list[bool]:
-    """Hand the outputs to the capture, which then has the only reference to them; returns ``Recording.is_own``."""
-    buffers = request.buffer_storages()
-    is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
-    capture.set_outputs(output, shared=request.options.shares_outputs)
-    return is_own

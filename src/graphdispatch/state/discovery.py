@@ -211,7 +211,8 @@ class StateDiscovery:
 
     def _visit_module_code(self) -> None:
         """Visit what the ``forward`` of modules reads, and what the methods and functions that it calls read."""
-        bases = {base for module in self.modules for base in type(module).__mro__ if not _is_torch_class(base)}
+        bases = {base for kind in set(map(type, self.modules)) for base in kind.__mro__ if base is not object}
+        bases = {base for base in bases if base.__module__.partition(".")[0] != "torch"}
         for module in self.modules:
             self._follow_code(getattr_static(type(module), "forward", None))
         read = self._read
@@ -291,7 +292,3 @@ class StateDiscovery:
                 pending |= (read - found - names) & members.keys()
                 found |= read
         return found
-
-
-def _is_torch_class(base: type) -> bool:
-    return base is object or base.__module__.partition(".")[0] == "torch"

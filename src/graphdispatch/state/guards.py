@@ -147,17 +147,9 @@ class StateSnapshot:
     def restore(self) -> None:
         """Put back every attribute and entry that was rebound, added or removed."""
         for table, before in self._saved:
-            if same_objects(_flat(table), _flat(before)):
-                continue
-            table.clear()
-            if isinstance(table, (dict, set)):
-                table.update(before)
-            else:
-                table.extend(before)
-
-
-def _flat(table: Any) -> list[Any]:
-    return [*table, *table.values()] if isinstance(table, dict) else list(table)
+            if not same_objects(*(list(chain(*_parts(now))) for now in (table, before))):
+                table.clear()
+                (table.update if isinstance(table, (dict, set)) else table.extend)(before)
 
 
 class _Readers:
