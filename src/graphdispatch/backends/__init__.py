@@ -7,6 +7,8 @@ import torch
 
 from ..errors import BackendError
 from .base import Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream, Timer
+from .cpu import CPUBackend
+from .cuda import CUDABackend
 
 __all__ = [
     "Backend",
@@ -23,7 +25,7 @@ __all__ = [
 ]
 
 _LOCK = threading.Lock()
-_FACTORIES: dict[str, Callable[[], type[Backend]]] = {}
+_FACTORIES: dict[str, Callable[[], type[Backend]]] = {"cpu": lambda: CPUBackend, "cuda": lambda: CUDABackend}
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 
@@ -69,19 +71,3 @@ def get_backend(name: str = "auto", device: torch.device | None = None) -> Backe
             exact = torch.device(cls.device_type, index) if index is not None else torch.device(cls.device_type)
             _INSTANCES[name, index] = cls(exact)
         return _INSTANCES[name, index]
-
-
-def _cpu() -> type[Backend]:
-    from .cpu import CPUBackend
-
-    return CPUBackend
-
-
-def _cuda() -> type[Backend]:
-    from .cuda import CUDABackend
-
-    return CUDABackend
-
-
-register_backend("cpu", _cpu)
-register_backend("cuda", _cuda)

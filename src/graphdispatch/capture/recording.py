@@ -1,7 +1,14 @@
-"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks."""
+"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks.
 
-from collections.abc import Callable
-from contextlib import nullcontext
+Note [autocast inside a capture]
+    Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
+    reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
+    copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
+    is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +17,11 @@ from ..backends.base import Capture, Graph
 from ..backends.operators import storage_key, tensors_in
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
-from .casts import uncached_casts
 from .piecewise_capture import PiecewiseCapture
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
-__all__ = ["Recording", "record"]
+__all__ = ["Recording", "record", "uncached_casts"]
 
 
 class Recording(NamedTuple):
@@ -70,3 +76,16 @@ def _record_once(
         raise CaptureError(
             f"{type(error).__name__} after {watch.latest}: {error}", request.backend.classify_error(error)
         ) from error
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Within the block the calling thread casts weights anew each time. The cache is cleared before and after."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
