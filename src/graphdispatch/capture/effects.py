@@ -145,18 +145,19 @@ class EffectRecorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             kind = kind_of(func)
             for tensor in tensors_in(args, kwargs):
-                self._note_use(tensor)
+                if self._is_new(tensor):
+                    self.outside[storage_key(tensor)] = tensor.detach()
             if kind is OperatorKind.WRITE:
                 self._save_written(func, args, kwargs)
             if kind is OperatorKind.RANDOM or kwargs.get("generator") is not None:
                 self.uses_rng = True
                 self._save_generators(args, kwargs)
             result = func(*args, **kwargs)
-            for tensor in tensors_in(result):
-                self._note_result(tensor)
-            if func is torch.ops.aten.lift_fresh.default:
-                self._made[storage_key(args[0])] = StorageWeakRef(args[0].untyped_storage())
+            if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
                 self.outside.pop(storage_key(args[0]), None)
+            for tensor in tensors_in(result):
+                if self._is_new(tensor):
+                    self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
 
     def made_storages(self) -> set[int]:
@@ -168,17 +169,11 @@ class EffectRecorder(TorchDispatchMode):
         key = storage_key(tensor)
         return any(storage_key(region.target) == key for region in self.regions)
 
-    def _note_use(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided:
-            key = storage_key(tensor)
-            if key not in self._made and key not in self.outside:
-                self.outside[key] = tensor.detach()
-
-    def _note_result(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided:
-            key = storage_key(tensor)
-            if key not in self.outside and key not in self._made:
-                self._made[key] = StorageWeakRef(tensor.untyped_storage())
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
+        key = storage_key(tensor)
+        return key not in self._made and key not in self.outside
 
     def _save_written(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(func, args, kwargs):

@@ -120,8 +120,7 @@ class StateDiscovery:
     def _follow_variable(self, holder: Any, name: str, reader: Reader) -> None:
         """Note a variable, and visit the object that it holds."""
         self._note_variable(holder, name, reader)
-        if not isinstance(held := reader(), (type, types.ModuleType)):
-            self._visit(held)
+        self._visit(reader())
 
     def _note_variable(self, holder: Any, name: str, reader: Reader) -> None:
         """Note which object a variable holds, without visiting that object."""
@@ -182,12 +181,8 @@ class StateDiscovery:
                 self._follow_variable(holder, name, partial(table.get, name))
                 continue
             member = getattr_static(type(holder), name, _ABSENT)
-            if isinstance(member, (staticmethod, classmethod)):
-                self._visit(member.__func__)
-            elif isinstance(member, property):
-                self._visit(member.fget)
-            elif isinstance(member, types.FunctionType):
-                self._visit(member)
+            if isinstance(member, (staticmethod, classmethod, property, types.FunctionType)):
+                self._visit(member.fget if isinstance(member, property) else getattr(member, "__func__", member))
             elif isinstance(member, _VALUES):
                 self._follow_variable(holder, name, partial(getattr, holder, name, None))
         self._visit(getattr_static(type(holder), "__call__", None))

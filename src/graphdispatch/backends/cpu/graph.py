@@ -35,13 +35,13 @@ class CPUPool(Pool):
         self.streams = streams
         self._here = streams.here
         self._default = streams.default
-        self._arenas: list[weakref.ref[torch.Tensor]] = []
+        self._arenas: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._last_stream: InlineStream = streams.default
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arenas. Memory that belongs to one graph is in ``CPUGraph.nbytes``."""
-        return sum(arena.nbytes for arena in self._live_arenas())
+        return sum(arena.nbytes for arena in self._arenas.values())
 
     def nbytes_of(self, graphs: Sequence[Graph]) -> int:
         """Bytes of the arenas that these graphs keep alive."""
@@ -51,15 +51,12 @@ class CPUPool(Pool):
 
     def take_arena(self, nbytes: int) -> torch.Tensor:
         """An arena of at least ``nbytes`` bytes. The caller holds it as long as it uses it."""
-        fitting = [arena for arena in self._live_arenas() if arena.nbytes >= nbytes]
+        fitting = [arena for arena in self._arenas.values() if arena.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda arena: arena.nbytes)
         arena = torch.empty(nbytes, dtype=torch.uint8)
-        self._arenas = [ref for ref in self._arenas if ref() is not None] + [weakref.ref(arena)]
+        self._arenas[id(arena)] = arena
         return arena
-
-    def _live_arenas(self) -> list[torch.Tensor]:
-        return [arena for ref in self._arenas if (arena := ref()) is not None]
 
     def order_after_last_use(self) -> None:
         """Order the calling thread's current stream after the stream that last used the pool.

@@ -2,15 +2,10 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["with_callers_modes"]
 
@@ -34,17 +29,9 @@ def with_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
             if autocast:
                 modes.enter_context(torch.autocast("cpu", dtype=dtype))
             for watcher in watchers:
-                modes.enter_context(_entered(watcher))
+                # The mode's own __enter__ keeps what it must restore in the mode itself, where threads would mix it up.
+                _push_mode(watcher)
+                modes.callback(_pop_mode, getattr(watcher, "_mode_key", None))
             context.run(work)
 
     return call
-
-
-@contextlib.contextmanager
-def _entered(mode: TorchDispatchMode) -> Iterator[None]:
-    # The mode's own __enter__ keeps what it must restore in the mode itself, where two threads would mix it up.
-    _push_mode(mode)
-    try:
-        yield
-    finally:
-        _pop_mode(getattr(mode, "_mode_key", None))
