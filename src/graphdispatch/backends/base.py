@@ -27,17 +27,7 @@ import torch
 from ..errors import BackendError, DeviceLostError, ReplayError
 from ..reasons import Reason
 
-__all__ = [
-    "CAPTURE_LOCK",
-    "Backend",
-    "Capture",
-    "Event",
-    "Graph",
-    "MemoryFigures",
-    "Pool",
-    "Stream",
-    "Timer",
-]
+__all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "MemoryFigures", "Pool", "Stream", "Timer"]
 
 CAPTURE_LOCK = threading.RLock()
 

@@ -5,7 +5,6 @@ one lookup of a context variable. In a FULL capture it is part of the graph.
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import MethodType
@@ -16,7 +15,7 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["BREAKS", "BreakRunner", "OperatorBreaks", "eager_break", "is_break", "is_marked", "remove_eager_break"]
+__all__ = ["BREAKS", "BreakRunner", "eager_break", "is_break", "is_marked", "remove_eager_break"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -30,36 +29,11 @@ ACTIVE: ContextVar[BreakRunner | None] = ContextVar("piecewise_capture", default
 """Runs the breaks of this thread or task; None outside a PIECEWISE capture."""
 
 
-class OperatorBreaks:
-    """The operators that break every PIECEWISE capture of the process, by qualified name. Thread-safe."""
+BREAKS: set[str] = set()
+"""The operators that break every PIECEWISE capture of the process, by qualified name.
 
-    def __init__(self) -> None:
-        self._names: frozenset[str] = frozenset()
-        self._lock = threading.Lock()
-
-    def add(self, *names: str) -> None:
-        """Break at these operators from now on. Raises ``ConfigError`` for a name that torch does not know."""
-        for name in names:
-            namespace, _, rest = name.partition("::")
-            if not rest or not hasattr(getattr(torch.ops, namespace), rest.split(".")[0]):
-                raise ConfigError(f"operator {name!r} is unknown to torch; write 'namespace::name', as 'aten::nonzero'")
-        with self._lock:
-            self._names |= set(names)
-
-    def remove(self, *names: str) -> None:
-        """Stop breaking at these operators."""
-        with self._lock:
-            self._names -= set(names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def __repr__(self) -> str:
-        return f"<OperatorBreaks {sorted(self._names)}>"
-
-
-BREAKS = OperatorBreaks()
-"""The one set of the process, as torch has one set of operators; ``eager_break("aten::nonzero")`` adds to it."""
+There is one set, as torch has one set of operators; ``eager_break("aten::nonzero")`` adds to it.
+"""
 
 
 @overload
@@ -87,7 +61,11 @@ def eager_break(target: Any, *more: Any) -> Any:
     outer one. ``torch.compile`` traces through a mark. Raises ``ConfigError`` for anything else.
     """
     if isinstance(target, str):
-        BREAKS.add(target, *more)
+        for name in (target, *more):
+            namespace, _, rest = name.partition("::")
+            if not rest or not hasattr(getattr(torch.ops, namespace), rest.split(".")[0]):
+                raise ConfigError(f"operator {name!r} is unknown to torch; write 'namespace::name', as 'aten::nonzero'")
+        BREAKS.update((target, *more))
         return None
     if more:
         raise ConfigError("eager_break takes one function or module, or names of operators")
@@ -121,7 +99,7 @@ def remove_eager_break(*targets: Any) -> None:
     """
     for target in targets:
         if isinstance(target, str):
-            BREAKS.remove(target)
+            BREAKS.discard(target)
         elif isinstance(target, nn.Module) and is_marked(target):
             original = getattr(target.forward, _ORIGINAL)
             del target.forward

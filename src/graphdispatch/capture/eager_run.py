@@ -33,11 +33,6 @@ class EagerRun:
     rebinds_state: bool
     """Whether an attribute or variable of the callable is another object than before the run."""
 
-    @property
-    def left_rng_alone(self) -> bool:
-        """Whether the default random generator is in the same state as before the run."""
-        return torch.equal(self.rng_before, self.rng_after)
-
 
 def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes.
@@ -58,7 +53,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
         after = request.backend.rng_state()
         rebinds_state = not same_objects(attributes, request.guard.attributes())
         for region in effects.regions:
-            region.keep_after()
+            region.after = region.read().clone()
         outputs = [tensor.detach().clone() for tensor in tensors_in(answer)]
         written = {i: t.detach().clone() for i, t in enumerate(request.arguments()) if effects.writes_to(t)}
     except BaseException as error:

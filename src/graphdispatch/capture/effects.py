@@ -37,12 +37,9 @@ class Region:
     indices: Sequence[torch.Tensor | None] = ()
     """For each dimension of ``target``, in order, the indices that it takes; None, or none left, takes all."""
     after: torch.Tensor | None = None
+    """What it held after the run; None until a caller that may ``redo`` the run sets it."""
     is_generator: bool = False
     """Whether it is the state of a random generator that the call was given, rather than memory of a tensor."""
-
-    def keep_after(self) -> None:
-        """Remember what the region holds now, for ``redo``."""
-        self.after = self.read().clone()
 
     def element_offsets(self) -> torch.Tensor:
         """Where its elements lie in the storage: offsets in elements, in no particular order."""
@@ -71,7 +68,7 @@ def undo(regions: list[Region]) -> None:
 
 
 def redo(regions: list[Region]) -> None:
-    """Write again what all regions held when ``keep_after`` was called."""
+    """Write again what all regions held after the run that made them."""
     with torch.no_grad():
         for region in regions:
             if region.after is not None:

@@ -1,8 +1,8 @@
 """The CUDA backend of one device."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,8 +33,6 @@ class CUDABackend(Backend):
         if device.index is None:
             raise BackendError(f"device must have an index, got {device}; write 'cuda:0'")
         super().__init__(device)
-        self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None
 
     @classmethod
     def is_available(cls) -> bool:
@@ -51,7 +49,7 @@ class CUDABackend(Backend):
 
     def make_pool(self) -> Pool:
         """A new, empty pool; it takes no memory before the first capture."""
-        return CUDAPool(self.device, self._capture_stream)
+        return CUDAPool(self.device, lambda: self._capture_stream)
 
     def begin_capture(self, pool: Pool) -> Capture:
         """Start to record the calling thread's work into ``pool``, in ``thread_local`` mode.
@@ -140,8 +138,6 @@ class CUDABackend(Backend):
         result: torch.Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, alias)
         return result
 
+    @cached_property
     def _capture_stream(self) -> torch.cuda.Stream:
-        with self._lock:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self.device)
-            return self._stream
+        return torch.cuda.Stream(self.device)  # first asked for with CAPTURE_LOCK held
