@@ -6,23 +6,11 @@ from collections.abc import Callable
 import torch
 
 from ..errors import BackendError
-from .base import Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream, Timer
+from .base import Backend, Capture, Graph, Pool, Timer
 from .cpu import CPUBackend
 from .cuda import CUDABackend
 
-__all__ = [
-    "Backend",
-    "Capture",
-    "Event",
-    "Graph",
-    "MemoryFigures",
-    "Pool",
-    "Stream",
-    "Timer",
-    "available_backends",
-    "get_backend",
-    "register_backend",
-]
+__all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends", "get_backend", "register_backend"]
 
 _LOCK = threading.Lock()
 _FACTORIES: dict[str, Callable[[], type[Backend]]] = {"cpu": lambda: CPUBackend, "cuda": lambda: CUDABackend}

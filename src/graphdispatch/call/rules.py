@@ -15,9 +15,9 @@ __all__ = ["ArgumentRules", "callable_name", "make_rules"]
 class ArgumentRules(NamedTuple):
     """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
 
-    ``dynamic``: the batch dimension of each argument that has one. ``pad``: the pad rules. ``static``: tensors whose
-    address never changes, and objects that are the same on each call; they are not copied. ``check_addresses``: whether
-    each call compares the addresses of static tensors.
+    ``dynamic``: the batch dimension of each argument that has one. ``pad``: the pad rules other than zeros. ``static``:
+    tensors whose address never changes, and objects that are the same on each call; they are not copied.
+    ``check_addresses``: whether each call compares the addresses of static tensors.
     """
 
     dynamic: Mapping[str, int]
@@ -41,10 +41,6 @@ class ArgumentRules(NamedTuple):
                 else f"dynamic[{leaf.path!r}] = {given}, but the tensor has no dimensions; leave it out of dynamic="
             )
         return given % tensor.dim()
-
-    def pad_of(self, leaf: Leaf) -> Pad:
-        """The pad rule of a tensor; zeros unless the user gave another."""
-        return self.pad.get(leaf.path, self.pad.get(leaf.argument, Pad.zero()))
 
     def is_static(self, leaf: Leaf) -> bool:
         """Whether the user declared an argument static."""

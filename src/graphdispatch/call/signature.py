@@ -119,7 +119,7 @@ class Signature:
         order, dense = _memory_order(tensor)
         if dim is not None and self.rows == NO_MATCH:
             self.rows = tensor.shape[dim]
-        pad = rules.pad_of(leaf)
+        pad = rules.pad.get(leaf.path, rules.pad.get(leaf.argument, Pad.zero()))
         spec = InputSpec(leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense)
         self._forms[position] = spec
         self._checks.append(_TensorCheck(position, tensor.dtype, tensor.device, {}, tensor.is_contiguous()))

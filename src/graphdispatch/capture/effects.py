@@ -193,7 +193,8 @@ class EffectRecorder(TorchDispatchMode):
                 f"takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; raise the limit",
                 Reason.STATE_TOO_LARGE,
             )
-        self.regions.append(region or _whole_region(tensor))
+        target = tensor.detach()
+        self.regions.append(region or Region(target, lambda: target, target.copy_, target.clone()))
         self._saved += size
         if region is None:
             self._saved_views.add(view)
@@ -209,11 +210,6 @@ class EffectRecorder(TorchDispatchMode):
 
 def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _whole_region(tensor: torch.Tensor) -> Region:
-    target = tensor.detach()
-    return Region(target, lambda: target, target.copy_, target.clone())
 
 
 def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:

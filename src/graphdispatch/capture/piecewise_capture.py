@@ -31,7 +31,6 @@ class PiecewiseCapture:
     parts: list[Graph | EagerPart] = field(default_factory=list)
     _capture: Capture = field(init=False)
     _token: Token[BreakRunner | None] = field(init=False)
-    _in_break: bool = False
     _failed: str | None = None
     """The break that raised, if one did; nothing has been recorded since."""
 
@@ -74,7 +73,7 @@ class PiecewiseCapture:
 
     def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
-        if self._in_break or self._failed is not None:
+        if self.watch.is_paused or self._failed is not None:
             return fn(*args, **kwargs)
         self.watch.check_returned(args, kwargs)
         graph = self._capture.pause()
@@ -83,7 +82,7 @@ class PiecewiseCapture:
             graph.replay()  # so that the break sees values, rather than memory that nothing has written yet
         before = self.watch.storages()
         self.watch.next_part()
-        self._in_break = self.watch.is_paused = True
+        self.watch.is_paused = True
         try:
             leaves, spec = tree_flatten(fn(*args, **kwargs))
             leaves, made = self._checked_results(name, leaves, before)
@@ -91,7 +90,7 @@ class PiecewiseCapture:
             self._failed = name
             raise
         finally:
-            self._in_break = self.watch.is_paused = False
+            self.watch.is_paused = False
         self.watch.next_part(leaves)
         self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self.clock))
         self._capture.resume()
@@ -116,5 +115,5 @@ class PiecewiseCapture:
             results.append(leaf)
             made.append(is_made)
         returned = {storage_key(tensor) for tensor in tensors_in(results)}
-        self.watch.note_unreturned(self.watch.storages() - before - returned, name)
+        self.watch.unreturned |= dict.fromkeys(self.watch.storages() - before - returned, name)
         return results, made

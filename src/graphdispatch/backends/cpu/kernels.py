@@ -60,10 +60,10 @@ def choose_kernel(
     plain = Kernel(getattr(overload, "_op", overload), names)
     if not _agrees(plain, None, args, kwargs, results):
         return None
-    for binding in _bindings(func):
-        kernel = Kernel(binding, names, packed=True)
-        if _agrees(kernel, overload, args, kwargs, results):
-            return kernel
+    for home in (torch._C._VariableFunctions, torch._C._nn):
+        binding = getattr(home, func._schema.name.removeprefix("aten::"), None)
+        if binding is not None and _agrees(Kernel(binding, names, True), overload, args, kwargs, results):
+            return Kernel(binding, names, packed=True)
     return plain
 
 
@@ -101,13 +101,6 @@ def _out_overload(func: OpOverload) -> OpOverload | None:
         ]:
             return candidate
     return None
-
-
-@cache
-def _bindings(func: OpOverload) -> tuple[Callable[..., Any], ...]:
-    name = func._schema.name.removeprefix("aten::")
-    homes = (torch._C._VariableFunctions, torch._C._nn)
-    return tuple(getattr(home, name) for home in homes if hasattr(home, name))
 
 
 def in_place_method(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
