@@ -83,15 +83,14 @@ def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
     """
     try:
         put_back()
-    except Exception:
+    except BaseException as first:
         try:
             put_back()
         except Exception as error:
             backend.raise_if_lost(error)
             raise
-    except BaseException:
-        put_back()
-        raise
+        if not isinstance(first, Exception):
+            raise
 
 
 def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | None:

@@ -14,6 +14,7 @@ Note [inside a stream's own thread]
 """
 
 import contextlib
+import contextvars
 import itertools
 import threading
 import time
@@ -22,10 +23,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import Event, Stream
-from .inherit import with_callers_modes
 
 __all__ = ["CPUStream", "CPUStreams", "InlineStream"]
 
@@ -138,7 +141,7 @@ class CPUStream(InlineStream):
         if self.is_own_thread():
             super().submit(work)
         else:
-            self._enqueue(partial(self._run, with_callers_modes(work)))
+            self._enqueue(partial(self._run, _with_callers_modes(work)))
 
     def mark(self) -> _Mark:
         """A mark behind all work given so far."""
@@ -284,6 +287,33 @@ class _CPUEvent(Event):
 
     def elapsed_ms(self, end: Event) -> float:
         return (_timestamp(end, "end") - _timestamp(self, "start")) * 1e3
+
+
+def _with_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
+    """Wrap ``work`` so that another thread can call it as if it ran on this thread.
+
+    It runs under this thread's gradient mode, inference mode, CPU autocast, context variables and dispatch modes. A
+    mode that watches this thread's operators (what a call writes, what a break makes) thus sees those of ``work``.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu")
+    watchers = _get_current_dispatch_mode_stack()
+    context = contextvars.copy_context()
+
+    def call() -> None:
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(inference))
+            modes.enter_context(torch.set_grad_enabled(grad))
+            if autocast:
+                modes.enter_context(torch.autocast("cpu", dtype=dtype))
+            for watcher in watchers:
+                # The mode's own __enter__ keeps what it must restore in the mode itself, where threads would mix it up.
+                _push_mode(watcher)
+                modes.callback(_pop_mode, getattr(watcher, "_mode_key", None))
+            context.run(work)
+
+    return call
 
 
 def _serve(queue: "SimpleQueue[_Job | None]") -> None:

@@ -138,14 +138,13 @@ class CUDAPool(Pool):
         try:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            if self._mark is not None and self._mark_generation == self.generation:
-                return bool(self._mark.query())
-            self._mark, self._mark_generation = self._last.record_event(), self.generation
-            deadline = time.perf_counter() + _ANSWER_S
-            while not self._mark.query():
-                if time.perf_counter() > deadline:
-                    return False
-            return True
+            deadline = 0.0
+            if self._mark is None or self._mark_generation != self.generation:
+                self._mark, self._mark_generation = self._last.record_event(), self.generation
+                deadline = time.perf_counter() + _ANSWER_S
+            while not (is_reached := self._mark.query()) and time.perf_counter() < deadline:
+                pass
+            return bool(is_reached)
         except RuntimeError:  # the stream is being captured by someone else
             return False
 
