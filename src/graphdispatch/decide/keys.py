@@ -10,7 +10,6 @@ from ..errors import ConfigError
 from ..modes import CUDAGraphMode
 from ..sizes import check_sizes, get_cudagraph_sizes
 from .decision import Decision
-from .lint import lint
 from .table import CostModel, KeyTable
 
 __all__ = ["CudagraphKeyDispatcher"]
@@ -128,6 +127,8 @@ class CudagraphKeyDispatcher:
             self._table = self._build(keys, cudagraph_mode, uniform_decode_query_len)
             table = self._table
         if self.max_num_tokens is not None:
+            from ..plan.lint import lint  # here, since decisions must not load planning
+
             limits = {"max_num_tokens": self.max_num_tokens, "max_num_reqs": self.max_num_reqs}
             for finding in lint(table, query_len=uniform_decode_query_len, **limits):
                 warnings.warn(finding.message, UserWarning, stacklevel=2)
