@@ -18,6 +18,7 @@ from ..memory.admission import Admission
 from ..memory.budget import MemoryBudget
 from ..memory.eviction import Frecency, Probation
 from ..modes import CUDAGraphMode
+from ..reasons import Reason
 from ..serve.group import GraphGroup
 from ..sizes import check_count
 from .wrapper import CUDAGraphWrapper
@@ -105,6 +106,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
                 f"prewarm of {len(wanted)} shapes needs max_cached_graphs >= {len(wanted)}, got {most}; "
                 "raise it, or name fewer in shapes"
             )
+        if self._graphs.is_asleep:
+            raise ConfigError(f"prewarm cannot capture now: {Reason.ASLEEP.text}")
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
         with torch.no_grad(), self._server.lock, swept_collector(self.options.gc_disable):
             self._graphs.refresh()

@@ -26,7 +26,7 @@ from ..serve.estimate import MemoryEstimate
 from ..serve.group import Route
 from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
 from ..serve.server import Server
-from ..stats import EvictionReason
+from .lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from ..report import Report
@@ -163,7 +163,7 @@ def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphC
     return uniform_decode if config.mode.separate_routine() else None
 
 
-class Graphed(Generic[P, R]):
+class Graphed(Lifecycle, Generic[P, R]):
     """A callable served by graphs; made by ``graphed()``. Attributes of the wrapped callable are reachable on it, but
     are set on the callable itself."""
 
@@ -282,25 +282,6 @@ class Graphed(Generic[P, R]):
         with torch.no_grad(), self._server.lock:
             return capture_size(self._server, self._routes, size)
 
-    def invalidate(self, tag: str = "") -> None:
-        """Release all graphs, since what they captured changed in a way that no guard sees; calls capture anew.
-
-        ``tag`` says what changed, and is kept with ``stats.last_evictions``.
-        """
-        with self._server.lock:
-            self._graphs.rearm(EvictionReason.INVALIDATED, tag)
-
-    def sleep(self, tag: str = "") -> None:
-        """Release graphs, pool and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or
-        replaced. Waits for calls that a graph serves now."""
-        with self._server.lock:
-            self._graphs.sleep(tag)
-
-    def wake(self) -> None:
-        """End ``sleep()``: sizes are captured again as they come. Harmless when awake."""
-        with self._server.lock:
-            self._graphs.wake()
-
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
         with self._server.lock:
@@ -341,11 +322,6 @@ class Graphed(Generic[P, R]):
         from ..report import callable_report
 
         return callable_report(self)
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""
-        with self._server.lock:
-            self._graphs.cache.check_integrity()
 
     def unwrap(self) -> Callable[P, R]:
         """The wrapped callable."""

@@ -138,21 +138,21 @@ class CUDAGraphRegistry:
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
         ``stats.last_evictions``."""
-        self._rearm(EvictionReason.INVALIDATED, tag)
+        for one in self._callables:
+            with one.server.lock:
+                one.server.graphs.rearm(EvictionReason.INVALIDATED, tag)
 
     def sleep(self, tag: str = "") -> None:
         """Release all graphs, their buffers and the pool, until captures bring them back."""
-        self._backend.synchronize()
-        self._rearm(EvictionReason.ASLEEP, tag)
-        self._callables.clear()
+        self._forget_callables(tag)
         self._renew_pool()
 
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
-        self._callables.clear()
-        self._cache.admission.clear()
         for entry in self._cache.clear():
             entry.release()
+        self._forget_callables()
+        self._cache.admission.clear()
         self._renew_pool()
 
     @property
@@ -248,10 +248,13 @@ class CUDAGraphRegistry:
             entry.release()
         return bool(found)
 
-    def _rearm(self, reason: EvictionReason, tag: str) -> None:
-        for one in self._callables:
+    def _forget_callables(self, tag: str = "") -> None:
+        """Forget all callables; a call that still has one of their servers runs eagerly."""
+        with self._lock:
+            known, self._callables = self._callables, []
+        for one in known:
             with one.server.lock:
-                one.server.graphs.rearm(reason, tag)
+                one.server.graphs.sleep(tag)
 
     def _renew_pool(self) -> None:
         self._pool.close()

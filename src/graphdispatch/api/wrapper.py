@@ -21,12 +21,13 @@ from ..memory.eviction import EvictionPolicy
 from ..modes import CUDAGraphMode
 from ..serve.group import Route, Routes
 from ..serve.server import Server
-from ..stats import CUDAGraphStats, EvictionReason
+from ..stats import CUDAGraphStats
+from .lifecycle import Lifecycle
 
 __all__ = ["CUDAGraphWrapper"]
 
 
-class CUDAGraphWrapper:
+class CUDAGraphWrapper(Lifecycle):
     """Captures ``runnable`` the first time that a descriptor comes in ``runtime_mode``, and replays it from then on.
 
     Called with ``batch_descriptor=`` and ``cudagraph_runtime_mode=``, or inside a ``cudagraph_context``. In any other
@@ -131,27 +132,6 @@ class CUDAGraphWrapper:
         with self._server.lock:
             self._routes.clear()
             self._graphs.clear()
-
-    def invalidate(self, tag: str = "") -> None:
-        """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
-        ``get_stats().last_evictions``."""
-        with self._server.lock:
-            self._graphs.rearm(EvictionReason.INVALIDATED, tag)
-
-    def sleep(self, tag: str = "") -> None:
-        """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
-        The memory of a ``pool`` that was given is its owner's."""
-        with self._server.lock:
-            self._graphs.sleep(tag)
-
-    def wake(self) -> None:
-        """End ``sleep()``: graphs are captured again as their descriptors come."""
-        with self._server.lock:
-            self._graphs.wake()
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if the cache's accounting is off."""
-        self._graphs.cache.check_integrity()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "runnable":

@@ -1,5 +1,6 @@
 """The graphs of one callable: their pool, cache, guard and statistics, and the slow work that makes and ends them."""
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import Backend, Pool, available_backends, get_backend
-from ..call.rules import ArgumentRules
+from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
 from ..capture.autobreak import AutoBreaks
@@ -32,6 +33,8 @@ from ..stats import EvictionReason
 from .group import GraphGroup, Route
 
 __all__ = ["Capturer", "GraphSet"]
+
+_log = logging.getLogger("graphdispatch")
 
 
 class Capturer(NamedTuple):
@@ -198,6 +201,8 @@ class GraphSet:
     def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
         """Put a new entry into the cache, if there is room for it."""
         self.stats.record_capture(entry.capture_time_ms)
+        if self.options.debug_log_enable:
+            _log.debug("captured %r in %.1f ms for %s", entry, entry.capture_time_ms, callable_name(self.fn))
         self.cache.admission.forget(entry.key)
         entry.verify_every = self.options.verify_every
         entry.schedule_check()

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -19,11 +19,12 @@ from ..memory.buffers import OutputBuffers
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
+from ..memory.replay import ReplayPlan
 from ..modes import EntryState
 from ..reasons import Reason
-from .hit import Hit, Hits
+from ..state.guards import StateGuard
 
-__all__ = ["GraphGroup", "Route", "Routes", "Spelling"]
+__all__ = ["GraphGroup", "Hit", "Hits", "Route", "Routes", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
 R = TypeVar("R", bound="Route")
@@ -119,6 +120,35 @@ class Spelling:
             if leaves is not None and (rows := group.signature.match(leaves)) >= 0:
                 return group, leaves, rows
         return None
+
+
+class Hit(NamedTuple):
+    """What a hit needs, made once for a number of rows."""
+
+    entry: CUDAGraphEntry
+    plan: ReplayPlan
+    decision: Decision
+    guard: StateGuard | None
+    """What must be as it was at the capture; None if nobody guards it."""
+
+
+class Hits(dict[int, Hit | None]):
+    """The hits of a group by number of rows; ``hits[rows]`` is None where no verified graph serves so many.
+
+    A hit is made when it is first asked for, by any thread, without a lock.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: "GraphGroup") -> None:
+        super().__init__()
+        self._group = group
+
+    def __missing__(self, rows: int) -> Hit | None:
+        hit = self._group.make_hit(rows)
+        if hit is not None:
+            self[rows] = hit
+        return hit
 
 
 @dataclass(eq=False)

@@ -4,54 +4,23 @@ It matches the call, asks the guards, and executes a plan that was made before. 
 ``HitPath.serve``, with ``Signature.match``, ``StateGuard.holds`` and ``ReplayPlan.run``; what they read is plain data.
 """
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from ..decide.decision import Decision
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
-from ..memory.replay import ReplayPlan
-from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats
+from .group import Route
 
-if TYPE_CHECKING:
-    from .group import GraphGroup, Route
+__all__ = ["HitPath"]
 
-__all__ = ["Hit", "HitPath", "Hits"]
-
-
-class Hit(NamedTuple):
-    """What a hit needs, made once for a number of rows."""
-
-    entry: CUDAGraphEntry
-    plan: ReplayPlan
-    decision: Decision
-    guard: StateGuard | None
-    """What must be as it was at the capture; None if nobody guards it."""
-
-
-class Hits(dict[int, Hit | None]):
-    """The hits of a group by number of rows; ``hits[rows]`` is None where no verified graph serves so many.
-
-    A hit is made when it is first asked for, by any thread, without a lock.
-    """
-
-    __slots__ = ("_group",)
-
-    def __init__(self, group: "GraphGroup") -> None:
-        super().__init__()
-        self._group = group
-
-    def __missing__(self, rows: int) -> Hit | None:
-        hit = self._group.make_hit(rows)
-        if hit is not None:
-            self[rows] = hit
-        return hit
+_log = logging.getLogger("graphdispatch")
 
 
 class HitPath(ABC):
@@ -61,8 +30,12 @@ class HitPath(ABC):
     local: threading.local
     times_replays = False
     """Whether entries collect the device time of their replays (``avg_replay_time_ms``)."""
+    logs_replays = False
+    """Whether each replay is logged at DEBUG level."""
+    observes = False
+    """Whether a replay is timed or logged."""
 
-    def serve(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         if torch.is_grad_enabled():
             return self.serve_with_gradients_on(route, args, kwargs)
@@ -83,7 +56,11 @@ class HitPath(ABC):
                     and (not entry.writes_outside or plan.clash(leaves) is None)
                 ):
                     try:
-                        result = self.run_timed(hit, leaves) if self.times_replays else plan.run(leaves, self.stats)
+                        result = (
+                            self.observed(hit.entry, plan.rows, leaves)
+                            if self.observes
+                            else plan.run(leaves, self.stats)
+                        )
                     except ReplayError as error:
                         group.hits.pop(plan.rows, None)
                         if error.had_effects:
@@ -93,14 +70,16 @@ class HitPath(ABC):
                         return result
         return self.step(route, args, kwargs)
 
-    def run_timed(self, hit: Hit, leaves: Sequence[Any]) -> Any:
-        """A replay whose device time counts in ``avg_replay_time_ms``."""
-        return hit.entry.serve_timed(leaves, hit.plan.rows, self.stats)
+    def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
+        """A replay that is timed or logged."""
+        if self.logs_replays:
+            _log.debug("replaying %r for %d rows", entry, rows)
+        return (entry.serve_timed if self.times_replays else entry.serve)(leaves, rows, self.stats)
 
     @abstractmethod
-    def step(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet)."""
 
     @abstractmethod
-    def serve_with_gradients_on(self, route: "Route", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve_with_gradients_on(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call for which gradients are on: eagerly if anything needs one."""

@@ -86,6 +86,8 @@ class Server(HitPath):
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
         self.times_replays = times_replays
+        self.logs_replays = options.debug_log_enable
+        self.observes = times_replays or options.debug_log_enable
         self._eager_captures = eager_captures
         self._random = random.Random(0)
         self._numbers = itertools.count()
@@ -215,8 +217,7 @@ class Server(HitPath):
         if entry is None or not reason.is_graph:
             return False, choice
         try:
-            serve = entry.serve_timed if self.times_replays else entry.serve
-            answer = serve(choice.leaves, choice.rows, self.stats)
+            answer = self.observed(entry, choice.rows, choice.leaves)
         except ReplayError as error:
             if error.had_effects:
                 raise
@@ -239,7 +240,7 @@ class Server(HitPath):
             choice = self.choose(route, args, kwargs)
             if choice.entry is None or not choice.decision.reason.is_graph:
                 return False, None, choice.decision
-            answer = choice.entry.serve(choice.leaves, choice.rows, self.stats)
+            answer = self.observed(choice.entry, choice.rows, choice.leaves)
         self.local.decision = choice.decision
         return True, answer, choice.decision
 
