@@ -12,6 +12,7 @@ class Reason(StrEnum):
     text: str
 
     def __new__(cls, value: str, text: str) -> "Reason":
+        """The reason of this value."""
         self = str.__new__(cls, value)
         self._value_, self.text = value, text
         return self

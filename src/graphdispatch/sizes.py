@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 
-from .errors import ConfigError
+from .errors import ConfigError, check_count
 from .modes import CUDAGraphMode
 
 __all__ = [
@@ -174,10 +174,3 @@ def _reachable(sizes: tuple[int, ...], max_num_tokens: int) -> tuple[int, ...]:
             stacklevel=3,
         )
     return kept
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ``ConfigError`` that names the argument if ``value`` is no positive integer."""
-    # True and False are integers to isinstance, but never meant as a size.
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

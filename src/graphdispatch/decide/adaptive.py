@@ -9,9 +9,9 @@ from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 from ..descriptors import DispatchKey
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from ..modes import DispatchMode
-from ..sizes import check_count, check_sizes
+from ..sizes import check_sizes
 from .memo import Memo
 from .policies import DispatchPolicy
 

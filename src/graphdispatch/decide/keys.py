@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from itertools import product
 
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from ..modes import CUDAGraphMode
 from ..sizes import check_sizes, get_cudagraph_sizes
 from .decision import Decision
@@ -47,8 +47,8 @@ class CudagraphKeyDispatcher:
         cost: CostModel | None = None,
     ) -> None:
         most_tokens = max_num_tokens if max_num_tokens is not None else 2 * max_num_reqs
-        _check_positive("max_num_reqs", max_num_reqs)
-        _check_positive("max_num_tokens", most_tokens)
+        check_count("max_num_reqs", max_num_reqs)
+        check_count("max_num_tokens", most_tokens)
         if isinstance(capture_sizes, str):
             self.capture_sizes = get_cudagraph_sizes(capture_sizes, max_num_reqs, most_tokens, FULL)
         else:
@@ -58,7 +58,7 @@ class CudagraphKeyDispatcher:
         self.variants = tuple(dict.fromkeys(variants))
         self.query_lens = tuple(sorted(set(query_lens)))
         for query_len in self.query_lens:
-            _check_positive("query_lens", query_len)
+            check_count("query_lens", query_len)
         padded = [size for size in compile_sizes if size <= self.capture_sizes[-1] and size not in self.capture_sizes]
         if padded:
             raise ConfigError(
@@ -115,7 +115,7 @@ class CudagraphKeyDispatcher:
         """
         if not isinstance(cudagraph_mode, CUDAGraphMode):
             raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {cudagraph_mode!r}")
-        _check_positive("uniform_decode_query_len", uniform_decode_query_len)
+        check_count("uniform_decode_query_len", uniform_decode_query_len)
         if cudagraph_mode.has_piecewise_cudagraphs() and not self.piecewise:
             raise ConfigError(
                 f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {cudagraph_mode.name}; "
@@ -229,8 +229,3 @@ def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:
 def _check_runtime_mode(mode: CUDAGraphMode) -> None:
     if mode not in (PIECEWISE, FULL):
         raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {mode!r}")
-
-
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

@@ -5,9 +5,8 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from ..descriptors import DispatchKey
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from ..modes import DispatchMode
-from ..sizes import check_count
 
 __all__ = ["DefaultDispatchPolicy", "DispatchPolicy"]
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from ..errors import ConfigError
+from ..errors import check_count
 from ..reasons import Reason
 from .backoff import Backoff
 from .replay import next_use
@@ -43,9 +43,8 @@ class Admission:
     """
 
     def __init__(self, capture_after: int = 2, window: int = 4096, *, clock: Callable[[], int] = next_use) -> None:
-        for name, value in (("capture_after", capture_after), ("capture_window", window)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        check_count("capture_after", capture_after)
+        check_count("capture_window", window)
         self.capture_after = capture_after
         self.window = window
         self._backoff = Backoff(2 * capture_after, 2, capture_after << _MOST_DOUBLINGS)

@@ -19,7 +19,7 @@ from math import log2
 from statistics import median, median_low
 from weakref import WeakKeyDictionary, WeakSet
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from .entry import CUDAGraphEntry
 
 __all__ = ["GDSF", "LFU", "LRU", "EvictionPolicy", "Frecency", "Probation", "available_evictions", "make_eviction"]
@@ -180,8 +180,7 @@ class Probation(EvictionPolicy):
     """Entries with fewer than ``min_replays`` replays go first, least recently used ones ahead; then as ``policy``."""
 
     def __init__(self, min_replays: int, policy: EvictionPolicy) -> None:
-        if isinstance(min_replays, bool) or not isinstance(min_replays, int) or min_replays < 0:
-            raise ConfigError(f"min_replays_to_keep must be an integer >= 0, got {min_replays!r}")
+        check_count("min_replays_to_keep", min_replays, 0)
         self.min_replays = min_replays
         self.policy = policy
 

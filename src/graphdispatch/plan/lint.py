@@ -7,8 +7,7 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from ..decide.decision import Decision
-from ..decide.preference import query_len_of, request_limit
-from ..decide.table import KeyTable
+from ..decide.table import KeyTable, query_len_of, request_limit
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
