@@ -3,6 +3,7 @@
 import threading
 import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from functools import partial
 from itertools import product
 
 from ..descriptors import BatchDescriptor
@@ -66,9 +67,9 @@ class CudagraphKeyDispatcher:
                 "would be padded to a size without their compiled code; capture them too, or drop them"
             )
         self.piecewise = piecewise
-        self._cost = cost
+        self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
         self._lock = threading.Lock()
-        self._table = self._build({}, None, None)
+        self._table = self._build({})
 
     @property
     def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
@@ -124,8 +125,7 @@ class CudagraphKeyDispatcher:
         added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
         with self._lock:
             keys = {runtime: old | added.get(runtime, set()) for runtime, old in self._table.keys.items()}
-            self._table = self._build(keys, cudagraph_mode, uniform_decode_query_len)
-            table = self._table
+            self._table = table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
         if self.max_num_tokens is not None:
             from ..plan.lint import lint  # here, since decisions must not load planning
 
@@ -210,15 +210,7 @@ class CudagraphKeyDispatcher:
         return keys
 
     def _swap(self, keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]]) -> None:
-        self._table = self._build(keys, self._table.mode, self._table.query_len)
-
-    def _build(
-        self,
-        keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]],
-        mode: CUDAGraphMode | None,
-        query_len: int | None,
-    ) -> KeyTable:
-        return KeyTable(keys, mode=mode, query_len=query_len, max_num_reqs=self.max_num_reqs, cost=self._cost)
+        self._table = self._build(keys, mode=self._table.mode, query_len=self._table.query_len)
 
 
 def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:
