@@ -306,22 +306,20 @@ class CUDAGraphConfig(_Options):
         Computed once for equal settings.
         """
         if not self.mode.has_graphs():
-            return ResolvedConfig((), (), self)
+            return ResolvedConfig((), self)
         chosen, min_batches = self.capture_sizes, self.eager_below
         if mixed and self.mixed_capture_sizes is not None:
             chosen, min_batches = self.mixed_capture_sizes, self.mixed_eager_below
-        sizes, table = resolve_sizes(chosen, self.max_batch_size)
-        return ResolvedConfig(sizes, table, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
+        sizes = resolve_sizes(chosen, self.max_batch_size)
+        return ResolvedConfig(sizes, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
         """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens.
 
         Raises ``ConfigError`` for what is no integer.
         """
-        resolved, batch_size, seq_len = self.resolve(), _whole("batch_size", batch_size), _whole("seq_len", seq_len)
-        if not 1 <= batch_size <= resolved.largest or not 0 <= seq_len <= self.max_seq_len:
-            return False
-        return resolved.serves(batch_size)
+        size = self.resolve().size_of(_whole("batch_size", batch_size))
+        return 0 <= _whole("seq_len", seq_len) <= self.max_seq_len and size > 0
 
     def get_padded_batch_size(self, batch_size: int) -> int:
         """The number of rows with which a batch of ``batch_size`` rows runs.
@@ -330,9 +328,8 @@ class CUDAGraphConfig(_Options):
         batch of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``. Raises ``ConfigError``
         for what is no integer.
         """
-        resolved, batch_size = self.resolve(), _whole("batch_size", batch_size)
-        is_served = 1 <= batch_size <= resolved.largest and resolved.serves(batch_size)
-        return resolved.table[batch_size] if is_served else batch_size
+        batch_size = _whole("batch_size", batch_size)
+        return self.resolve().size_of(batch_size) or batch_size
 
 
 def _whole(name: str, value: int) -> int:
@@ -345,19 +342,21 @@ def _whole(name: str, value: int) -> int:
 class ResolvedConfig(NamedTuple):
     """A configuration with its sizes made concrete.
 
-    ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``table[n]`` is the smallest of them that holds
-    ``n`` rows, for ``n`` from 0 to ``largest``, and ``min_batches`` has the smallest batch that each of them serves.
+    ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``min_batches`` has the smallest batch that each of
+    them serves.
     """
 
     sizes: tuple[int, ...]
-    table: tuple[int, ...]
     config: CUDAGraphConfig
     min_batches: tuple[int, ...] = ()
 
-    def serves(self, rows: int) -> bool:
-        """Whether the graph of the next larger size serves a batch of 1 to ``largest`` rows."""
-        size = self.table[rows]
-        return rows == size or (self.config.pad_batches and rows >= self.min_batches[bisect_left(self.sizes, size)])
+    def size_of(self, rows: int) -> int:
+        """The size of the graph that serves a batch of ``rows`` rows; 0 if none does."""
+        index = bisect_left(self.sizes, rows)
+        if rows < 1 or index == len(self.sizes):
+            return 0
+        size = self.sizes[index]
+        return size if rows == size or (self.config.pad_batches and rows >= self.min_batches[index]) else 0
 
     @property
     def largest(self) -> int:
