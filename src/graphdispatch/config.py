@@ -64,10 +64,6 @@ def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
     return check_sizes(value)
 
 
-def _parse_mixed_sizes(value: object) -> str | tuple[int, ...] | None:
-    return None if value is None else _parse_capture_sizes(value)
-
-
 def _checked_outputs(value: str) -> str:
     length = value.removeprefix("ring:")
     is_ring = value != length and length.isascii() and length.isdecimal() and 1 <= int(length) <= _LONGEST_RING
@@ -141,13 +137,7 @@ class _Options(BaseModel):
 
 
 class CUDAGraphOptions(_Options):
-    """How one wrapper captures, checks and replays. Frozen, hashable, given by keyword.
-
-    ``outputs`` decides who owns what a replay returns: ``"clone"``, the caller; ``"view"``, the graph, behind a
-    handle that raises ``StaleOutputError`` once a later replay overwrote it; ``"ring:3"``, the library, behind a handle
-    that raises after three further calls; ``"static"``, the graph, unguarded.
-    With ``inputs="static"`` the caller's tensors *are* the graph's buffers: fill them in place before each call.
-    """
+    """How one wrapper captures, checks and replays. Frozen, hashable, given by keyword."""
 
     debug_log_enable: bool = False
     """Log each capture and each replay at DEBUG level."""
@@ -159,10 +149,12 @@ class CUDAGraphOptions(_Options):
     validate_addresses: bool = True
     """Compare the addresses of static inputs on each call."""
     inputs: Literal["copy", "static"] = "copy"
-    """Copy the arguments into buffers of the graph on each call, or use the caller's tensors as the buffers."""
+    """Copy the arguments into buffers of the graph on each call, or use the caller's tensors as the buffers: fill those
+    in place before each call."""
     outputs: Annotated[str, AfterValidator(_checked_outputs)] = "clone"
-    """What a replay returns: a copy; ``"view"``, a handle on graph memory that detects staleness; ``"ring:N"``, such a
-    handle on the next of N preallocated copies, good for N further calls; ``"static"``, the graph's own tensors."""
+    """What a replay returns: a copy that the caller owns; ``"view"``, a handle on graph memory, which raises
+    ``StaleOutputError`` once a later replay overwrote it; ``"ring:N"``, such a handle on the next of N preallocated
+    copies, good for N further calls; ``"static"``, the graph's own tensors, unguarded."""
     warmup_iterations: _Count = 1
     """Runs before a capture, so that lazy initialisation does not end up in the graph."""
     verify: bool = True
@@ -215,17 +207,19 @@ class CUDAGraphOptions(_Options):
 class CUDAGraphConfig(_Options):
     """Which batches are served by graphs, in which mode, and within which limits. Frozen, hashable, given by keyword.
 
-    ``mode`` takes a ``CUDAGraphMode``, its name in any case, or its value. ``capture_sizes`` is ``"auto"`` (vLLM's
-    sizes), a name of ``named_sizes``, or strictly increasing sizes; sizes count rows of the batch.
+    Sizes count rows of the batch.
     """
 
     mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
-    """How batches are served; ``NONE`` switches graphs off."""
+    """How batches are served, as a mode, its name in any case, or its value; ``NONE`` switches graphs off."""
     backend: str = "auto"
     """The name of a backend; ``"auto"`` follows the device of the arguments."""
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
-    """``"auto"``, a name (both end at ``max_batch_size``), a ``Plan``, or the sizes themselves."""
-    mixed_capture_sizes: Annotated[str | tuple[int, ...] | None, BeforeValidator(_parse_mixed_sizes)] = None
+    """``"auto"`` (vLLM's sizes) or a name of ``named_sizes``, which both end at ``max_batch_size``; a ``Plan``; or the
+    sizes themselves, strictly increasing."""
+    mixed_capture_sizes: Annotated[
+        str | tuple[int, ...] | None, BeforeValidator(lambda v: None if v is None else _parse_capture_sizes(v))
+    ] = None
     """The same for batches that are not uniform decode, in a mode that tells them apart; None: as ``capture_sizes``.
     A plan given as ``capture_sizes`` brings both."""
     eager_below: _MinBatches = None

@@ -59,7 +59,6 @@ def test_rules_of_a_nest() -> None:
         4,
     )
     assert rule == OutputRule((((0, 1),), (), ((0, 2),)))
-    assert not rule.is_fixed
 
 
 def _outputs(tree: Any, follows: Any, pool: Pool, mode: Any = "clone") -> Outputs:

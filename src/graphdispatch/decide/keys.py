@@ -69,22 +69,18 @@ class CudagraphKeyDispatcher:
         self.piecewise = piecewise
         self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
         self._lock = threading.Lock()
-        self._table = self._build({})
+        self.table = self._build({})
+        """The table of decisions as it is now."""
 
     @property
     def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
         """The keys by runtime mode, PIECEWISE and FULL, as they are now; a later change does not change this answer."""
-        return self._table.keys
+        return self.table.keys
 
     @property
     def keys_initialized(self) -> bool:
         """Whether ``initialize_cudagraph_keys`` was called; until then no graph serves."""
-        return self._table.mode is not None
-
-    @property
-    def table(self) -> KeyTable:
-        """The table of decisions as it is now."""
-        return self._table
+        return self.table.mode is not None
 
     def add_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
         """Add the key of one more graph. Each call builds a new table: to add many keys, initialise them.
@@ -96,14 +92,14 @@ class CudagraphKeyDispatcher:
         if not isinstance(batch_descriptor, BatchDescriptor) or batch_descriptor.num_tokens < 1:
             raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {batch_descriptor!r}")
         with self._lock:
-            keys = self._table.keys
+            keys = self.table.keys
             self._swap({**keys, runtime_mode: keys[runtime_mode] | {batch_descriptor}})
 
     def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
         """Remove the key of a graph that is gone; a key that is not there is ignored. Builds a new table."""
         _check_runtime_mode(runtime_mode)
         with self._lock:
-            keys = self._table.keys
+            keys = self.table.keys
             self._swap({**keys, runtime_mode: keys[runtime_mode] - {batch_descriptor}})
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
@@ -124,8 +120,8 @@ class CudagraphKeyDispatcher:
             )
         added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
         with self._lock:
-            keys = {runtime: old | added.get(runtime, set()) for runtime, old in self._table.keys.items()}
-            self._table = table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
+            keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
+            self.table = table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
         if self.max_num_tokens is not None:
             from ..plan.lint import lint  # here, since decisions must not load planning
 
@@ -142,7 +138,7 @@ class CudagraphKeyDispatcher:
         Cascade attention skips full graphs. If a more general graph serves a uniform batch, the key of that graph comes
         back. Keys that name no requests serve every number of them.
         """
-        table = self._table
+        table = self.table
         return (table.piecewise_answers if use_cascade_attn else table.answers)[batch_descriptor]
 
     def decide(
@@ -166,11 +162,11 @@ class CudagraphKeyDispatcher:
         ``num_tokens`` or if no mode is left, and ``FallbackError`` if no graph serves the batch and NONE is not
         allowed.
         """
-        return self._table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
+        return self.table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """What to capture, largest first: piecewise graphs, then full ones; empty until the keys are initialised."""
-        table = self._table
+        table = self.table
         if table.mode is None:
             return []
         return [
@@ -180,7 +176,7 @@ class CudagraphKeyDispatcher:
         ]
 
     def __repr__(self) -> str:
-        table = self._table
+        table = self.table
         mode = "not initialised" if table.mode is None else table.mode.name
         counts = ", ".join(f"{len(keys)} {runtime.name}" for runtime, keys in table.keys.items())
         return f"<CudagraphKeyDispatcher {mode}, {counts} keys>"
@@ -210,7 +206,7 @@ class CudagraphKeyDispatcher:
         return keys
 
     def _swap(self, keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]]) -> None:
-        self._table = self._build(keys, mode=self._table.mode, query_len=self._table.query_len)
+        self.table = self._build(keys, mode=self.table.mode, query_len=self.table.query_len)
 
 
 def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:

@@ -67,17 +67,6 @@ class Admission:
             return None
         return misses[0] if self._clock() - misses[0] <= self.window else None
 
-    def decide(self, key: Hashable, has_room: bool) -> Reason:
-        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing.
-
-        ``has_room``: whether the cache has room for one more graph without those used after ``since(key)``.
-        """
-        if self.still_to_wait(key):
-            return Reason.BACKING_OFF
-        if self.since(key) is None:
-            return Reason.FIRST_SIGHTING
-        return Reason.CAPTURED_NOW if has_room else Reason.CACHE_FULL
-
     def still_to_wait(self, key: Hashable) -> int:
         """How many more misses of ``key``, from now on, lead to no capture since it backs off. Changes nothing."""
         short = self._shortfalls.get(key)

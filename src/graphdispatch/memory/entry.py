@@ -1,7 +1,7 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,10 +106,6 @@ class CUDAGraphEntry:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
         were at the capture. Needs no lock."""
         return (self.guard is None or self.guard.holds()) and (self.workspaces is None or self.workspaces.holds())
-
-    def needs_gradients(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether a call on ``tensors`` may have to be differentiated, with gradients on. Needs no lock."""
-        return any(t.requires_grad for t in tensors) or (self.guard is not None and self.guard.trainable)
 
     def increment_replay(self) -> None:
         """Count one replay."""

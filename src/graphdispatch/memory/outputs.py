@@ -66,11 +66,6 @@ class OutputRule:
 
     follows: tuple[tuple[tuple[int, int], ...], ...]
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether no output follows the batch."""
-        return not any(self.follows)
-
 
 def learn_output_rule(first: Any, first_rows: int, second: Any, second_rows: int) -> OutputRule:
     """The rule that explains both shapes, from outputs of runs with two different numbers of rows.
