@@ -39,10 +39,7 @@ class Reason(StrEnum):
     MODE_MISMATCH = "mode_mismatch", "this call asks for a mode that these graphs do not serve"
     POLICY = "policy", "the dispatch policy chose eager"
     INSIDE_CAPTURE = "inside_capture", "another capture is recording this call, and records its operators one by one"
-    INSIDE_REPLAY = (
-        "inside_replay",
-        "a break made this call during the replay of a graph that shares memory with this one",
-    )
+    INSIDE_REPLAY = "inside_replay", "a break made this call during the replay of a graph that shares its memory"
     NOT_INITIALIZED = "not_initialized", "the graph keys are not initialised; call initialize_cudagraph_keys first"
     MODE_EXCLUDED = "mode_excluded", "a graph would serve the batch, but this call excludes the graph's mode"
     VARIANT_NOT_CAPTURED = "variant_not_captured", "no graph is captured for this variant or a larger one"
@@ -60,26 +57,14 @@ class Reason(StrEnum):
     TENSOR_SUBCLASS = "tensor_subclass", "an argument is a tensor subclass or not a strided tensor"
     DEVICES_DISAGREE = "devices_disagree", "the arguments are on different devices"
     DEVICE_UNSUPPORTED = "device_unsupported", "the arguments are on a device that the backend does not serve"
-    UNGUARDED_ARGUMENT = (
-        "unguarded_argument",
-        "an argument is an object whose change cannot be seen; name it in static=",
-    )
+    UNGUARDED_ARGUMENT = "unguarded_argument", "an object among the arguments cannot be compared; name it in static="
     ALIASED_ARGUMENTS = "aliased_arguments", "two arguments share memory, and the call writes to one of them"
     ADDRESS_CHANGED = "address_changed", "a static argument, a weight or a captured variable has moved in memory"
-    ARGUMENTS_CHANGED = (
-        "arguments_changed",
-        "the arguments do not match those that the graph of this key was captured with",
-    )
-    TOO_MANY_SIGNATURES = (
-        "too_many_signatures",
-        "max_signatures is reached: that many signatures have graphs or failed captures",
-    )
+    ARGUMENTS_CHANGED = "arguments_changed", "the arguments do not match those that this graph was captured with"
+    TOO_MANY_SIGNATURES = "too_many_signatures", "max_signatures kinds of calls have graphs or failed captures already"
 
     STATE_TOO_LARGE = "state_too_large", "the state that the call writes is too large to save; raise state_limit_bytes"
-    STATE_REBOUND = (
-        "state_rebound",
-        "the call rebinds a variable, a parameter or a dict entry instead of writing to it in place",
-    )
+    STATE_REBOUND = "state_rebound", "the call rebinds a variable, parameter or dict entry; it must write in place"
     PADDING_WRITES_STATE = (
         "padding_writes_state",
         "padding rows changed state that the real rows leave alone; give a pad rule that points at scratch "
@@ -91,15 +76,9 @@ class Reason(StrEnum):
         "graph from a smaller example whose rows differ (size=), or with verify=False",
     )
     OUTPUT_UNSUPPORTED = "output_unsupported", "an output is an object that a graph cannot return"
-    OUTPUT_ROWS_UNKNOWN = (
-        "output_rows_unknown",
-        "the rows of an output do not follow the batch, so its padding cannot be cut off",
-    )
+    OUTPUT_ROWS_UNKNOWN = "output_rows_unknown", "the rows of an output do not follow the batch, so it cannot be cut"
 
-    CALL_RAISED = (
-        "call_raised",
-        "the call itself raised while its graph was captured or compared; the caller got the exception",
-    )
+    CALL_RAISED = "call_raised", "the call itself raised during its capture or comparison; the caller got the error"
     CAPTURE_UNSAFE = "capture_unsafe", "the model does something that a graph cannot hold"
     CAPTURE_FAILED = "capture_failed", "the capture failed"
     OUT_OF_MEMORY = "out_of_memory", "the capture ran out of memory"

@@ -88,9 +88,9 @@ def test_a_ring_leaves_foreign_outputs_alone(pool: Pool) -> None:
 
 def test_a_hit_allocates_nothing(pool: Pool) -> None:
     """The second time around, the ring hands out the very tensors of the first time."""
-    outputs = Outputs(torch.zeros(4, 2), ROWS, [True], "ring:2", pool, OutputRing(2, CAPACITY))
-    first = [outputs.taker(3)().get() for _ in range(2)]
-    again = [outputs.taker(3)().get() for _ in range(2)]
+    take = Outputs(torch.zeros(4, 2), ROWS, [True], "ring:2", pool, OutputRing(2, CAPACITY)).taker(3)
+    first = [take().get() for _ in range(2)]
+    again = [take().get() for _ in range(2)]
     assert all(a is b for a, b in zip(first, again, strict=True))
 
 

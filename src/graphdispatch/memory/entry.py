@@ -66,7 +66,7 @@ class CUDAGraphEntry:
     verify_every: int | None = None
     """After how many replays a comparison is due again; None: never."""
     uses_rng: bool = False
-    """Whether it uses_rng from the device's default random generator."""
+    """Whether it draws from the device's default random generator."""
     knows_effects: bool = True
     """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
     writes_outside: bool = field(init=False)

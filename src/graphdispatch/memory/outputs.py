@@ -131,23 +131,15 @@ class Outputs:
         self._mode = mode
         self._pool = pool
         self._build = _builder(leaves, spec)
-        self._cuts: dict[int, list[torch.Tensor]] = {}
-        self._takers: dict[int, Callable[[], Any]] = {}
         if buffers is not None:
             parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
             buffers.prepare([_spec(*tensor, dims, own, buffers.capacity) for tensor, dims, own in parts], spec)
 
     def taker(self, rows: int) -> Callable[[], Any]:
-        """What hands out the outputs of the latest replay for ``rows`` real rows; made once. Call it with the pool's
-        lock held."""
-        taker = self._takers.get(rows)
-        if taker is None:
-            taker = self._takers[rows] = self._make_taker(self.peek(rows), self._build)
-        return taker
-
-    def _make_taker(self, cut: list[torch.Tensor], build: Callable[[list[torch.Tensor]], Any]) -> Callable[[], Any]:
+        """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
+        cut, build = self.peek(rows), self._build
         if self.buffers is not None:
-            return self._make_copier(cut, self.buffers)
+            return self._copier(cut, self.buffers)
         if self._mode == "view":
             return lambda: OutputView(build(cut), self._pool)
         if self._mode != "clone":
@@ -157,7 +149,7 @@ class Outputs:
         parts = list(zip(cut, self._is_own, strict=True))
         return lambda: build([tensor.clone() if own else tensor for tensor, own in parts])
 
-    def _make_copier(self, cut: list[torch.Tensor], buffers: OutputBuffers) -> Callable[[], Any]:
+    def _copier(self, cut: list[torch.Tensor], buffers: OutputBuffers) -> Callable[[], Any]:
         """Copies into the next set of buffers, and hands that out."""
         copies: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = []
         for buffer_set in buffers.sets:
@@ -178,12 +170,14 @@ class Outputs:
 
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
-        cut = self._cuts.get(rows)
-        if cut is None:
-            with torch.inference_mode(False), torch.no_grad():
-                tensors = zip(self._tensors, self.rule.follows, strict=True)
-                cut = self._cuts[rows] = [_cut(tensor, dims, rows) for (_, tensor), dims in tensors]
-        return cut
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = zip(self._tensors, self.rule.follows, strict=True)
+            return [_cut(tensor, dims, rows) for (_, tensor), dims in tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all output tensors, wherever they lie."""
+        return sum(tensor.nbytes for _, tensor in self._tensors)
 
 
 def _cut(tensor: torch.Tensor, dims: tuple[tuple[int, int], ...], rows: int) -> torch.Tensor:
