@@ -133,7 +133,7 @@ class Outputs:
         self._build = _builder(leaves, spec)
         if buffers is not None:
             parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
-            buffers.prepare([_spec(*tensor, dims, own, buffers.capacity) for tensor, dims, own in parts], spec)
+            buffers.prepare([OutputSpec(*tensor, dict(dims), own) for tensor, dims, own in parts], spec)
 
     def taker(self, rows: int) -> Callable[[], Any]:
         """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
@@ -184,12 +184,6 @@ def _cut(tensor: torch.Tensor, dims: tuple[tuple[int, int], ...], rows: int) -> 
     for dim, factor in dims:
         tensor = tensor.narrow(dim, 0, rows * factor)
     return tensor
-
-
-def _spec(place: int, tensor: torch.Tensor, dims: tuple[tuple[int, int], ...], own: bool, rows: int) -> OutputSpec:
-    factors = dict(dims)
-    shape = [rows * factors[dim] if dim in factors else extent for dim, extent in enumerate(tensor.shape)]
-    return OutputSpec(tensor, place, frozenset(factors), tuple(shape), own)
 
 
 def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
