@@ -42,7 +42,6 @@ _UNKNOWN_COST = 2.0  # the assumed cost of a mode that was never measured, as a 
 _CHECKS = 0.5  # the part of the budget that may be spent on modes known to be slower
 _LOST_AFTER = 256  # records after which a trial without a latency is given up
 _LEAST_MS = 1e-6
-_MOST_KEPT = 65536  # numbers of tokens with a ready answer
 
 
 class Estimate(NamedTuple):
@@ -206,7 +205,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         }
         self._buckets: dict[tuple[bool, int, int], _Bucket] = {}
         self._outside = _Bucket(0, False, {}, order=(_EAGER,))
-        self._bucket_of = Memo[tuple[int, bool], _Bucket](self._find_bucket, _MOST_KEPT)
+        self._bucket_of = Memo[tuple[int, bool], _Bucket](self._find_bucket)
         self._trials: dict[_Bucket, DispatchMode] = {}
         self._records = 0
         self._spent_ms = self._explored_ms = 0.0

@@ -34,8 +34,6 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 """The modes that one batch can run in."""
 
-_MOST_KEPT = 65536  # decisions, and answers of each sort, so that odd traffic cannot fill the memory
-
 _Answer = tuple[CUDAGraphMode, BatchDescriptor | None]
 _Batch = tuple[int | None, Hashable, frozenset[CUDAGraphMode], int | None, int]
 _Kind = tuple[CUDAGraphMode, int | None, Hashable]
@@ -91,11 +89,11 @@ class KeyTable:
         """The request limits of all graphs, with ``sys.maxsize`` for none."""
         self.free = min(self.limits, default=sys.maxsize)
         """The number of requests that every graph has room for."""
-        self._ordered = Memo[_Kind, list[BatchDescriptor]](self._order, _MOST_KEPT)
-        self._decisions = Memo[_Batch, Decision](self._decide, _MOST_KEPT)
-        self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)), _MOST_KEPT)
+        self._ordered = Memo[_Kind, list[BatchDescriptor]](self._order)
+        self._decisions = Memo[_Batch, Decision](self._decide)
+        self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)))
         """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
-        self.piecewise_answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (PIECEWISE,)), _MOST_KEPT)
+        self.piecewise_answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (PIECEWISE,)))
         """What a descriptor is dispatched to without full graphs."""
 
     def _keys_by_kind(self) -> dict[_Kind, list[BatchDescriptor]]:
