@@ -39,7 +39,10 @@ class Reason(StrEnum):
     MODE_MISMATCH = "mode_mismatch", "this call asks for a mode that these graphs do not serve"
     POLICY = "policy", "the dispatch policy chose eager"
     INSIDE_CAPTURE = "inside_capture", "another capture is recording this call, and records its operators one by one"
-    INSIDE_REPLAY = "inside_replay", "a break made this call during the replay of a graph that shares its memory"
+    INSIDE_REPLAY = (
+        "inside_replay",
+        "a break made this call during the replay of a graph that shares memory with this one",
+    )
     NOT_INITIALIZED = "not_initialized", "the graph keys are not initialised; call initialize_cudagraph_keys first"
     MODE_EXCLUDED = "mode_excluded", "a graph would serve the batch, but this call excludes the graph's mode"
     VARIANT_NOT_CAPTURED = "variant_not_captured", "no graph is captured for this variant or a larger one"
