@@ -15,7 +15,7 @@ from graphdispatch.api.dispatcher import CudagraphDispatcher
 from graphdispatch.decide.keys import CudagraphKeyDispatcher
 from graphdispatch.descriptors import BatchDescriptor, DispatchKey
 from graphdispatch.modes import CUDAGraphMode as Mode
-from graphdispatch.sizes import named_sizes, next_size_table
+from graphdispatch.sizes import named_sizes
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row, interleaved, row
@@ -85,7 +85,7 @@ class NewContract:
 
     def __init__(self) -> None:
         self.mode, self.largest = Mode.FULL_AND_PIECEWISE, SIZES[-1]
-        self.padded = next_size_table(SIZES)
+        self.padded = [SIZES[bisect_left(SIZES, tokens)] for tokens in range(SIZES[-1] + 1)]
         self.keys: dict[Mode, set[NewDescriptor]] = {PIECEWISE: set(), FULL: set()}
         self.keys_initialized = True
         for size in SIZES:

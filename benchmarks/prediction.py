@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from graphdispatch.decide.prediction import Prewarmer, SizePredictor
 from graphdispatch.demo.trace import generate_trace
 from graphdispatch.descriptors import DispatchKey
+from graphdispatch.plan.prediction import Prewarmer, SizePredictor
 from graphdispatch.sizes import named_sizes
 
 from .timing import Effort, Row

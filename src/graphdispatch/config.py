@@ -64,10 +64,6 @@ def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
     return check_sizes(value)
 
 
-def _parse_mixed_sizes(value: object) -> str | tuple[int, ...] | None:
-    return None if value is None else _parse_capture_sizes(value)
-
-
 def _checked_outputs(value: str) -> str:
     length = value.removeprefix("ring:")
     is_ring = value != length and length.isascii() and length.isdecimal() and 1 <= int(length) <= _LONGEST_RING
@@ -141,13 +137,7 @@ class _Options(BaseModel):
 
 
 class CUDAGraphOptions(_Options):
-    """How one wrapper captures, checks and replays. Frozen, hashable, given by keyword.
-
-    ``outputs`` decides who owns what a replay returns: ``"clone"``, the caller; ``"view"``, the graph, behind a
-    handle that raises ``StaleOutputError`` once a later replay overwrote it; ``"ring:3"``, the library, behind a handle
-    that raises after three further calls; ``"static"``, the graph, unguarded.
-    With ``inputs="static"`` the caller's tensors *are* the graph's buffers: fill them in place before each call.
-    """
+    """How one wrapper captures, checks and replays. Frozen, hashable, given by keyword."""
 
     debug_log_enable: bool = False
     """Log each capture and each replay at DEBUG level."""
@@ -159,10 +149,12 @@ class CUDAGraphOptions(_Options):
     validate_addresses: bool = True
     """Compare the addresses of static inputs on each call."""
     inputs: Literal["copy", "static"] = "copy"
-    """Copy the arguments into buffers of the graph on each call, or use the caller's tensors as the buffers."""
+    """Copy the arguments into buffers of the graph on each call, or use the caller's tensors as the buffers: fill those
+    in place before each call."""
     outputs: Annotated[str, AfterValidator(_checked_outputs)] = "clone"
-    """What a replay returns: a copy; ``"view"``, a handle on graph memory that detects staleness; ``"ring:N"``, such a
-    handle on the next of N preallocated copies, good for N further calls; ``"static"``, the graph's own tensors."""
+    """What a replay returns: a copy that the caller owns; ``"view"``, a handle on graph memory, which raises
+    ``StaleOutputError`` once a later replay overwrote it; ``"ring:N"``, such a handle on the next of N preallocated
+    copies, good for N further calls; ``"static"``, the graph's own tensors, unguarded."""
     warmup_iterations: _Count = 1
     """Runs before a capture, so that lazy initialisation does not end up in the graph."""
     verify: bool = True
@@ -215,17 +207,19 @@ class CUDAGraphOptions(_Options):
 class CUDAGraphConfig(_Options):
     """Which batches are served by graphs, in which mode, and within which limits. Frozen, hashable, given by keyword.
 
-    ``mode`` takes a ``CUDAGraphMode``, its name in any case, or its value. ``capture_sizes`` is ``"auto"`` (vLLM's
-    sizes), a name of ``named_sizes``, or strictly increasing sizes; sizes count rows of the batch.
+    Sizes count rows of the batch.
     """
 
     mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
-    """How batches are served; ``NONE`` switches graphs off."""
+    """How batches are served, as a mode, its name in any case, or its value; ``NONE`` switches graphs off."""
     backend: str = "auto"
     """The name of a backend; ``"auto"`` follows the device of the arguments."""
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
-    """``"auto"``, a name (both end at ``max_batch_size``), a ``Plan``, or the sizes themselves."""
-    mixed_capture_sizes: Annotated[str | tuple[int, ...] | None, BeforeValidator(_parse_mixed_sizes)] = None
+    """``"auto"`` (vLLM's sizes) or a name of ``named_sizes``, which both end at ``max_batch_size``; a ``Plan``; or the
+    sizes themselves, strictly increasing."""
+    mixed_capture_sizes: Annotated[
+        str | tuple[int, ...] | None, BeforeValidator(lambda v: None if v is None else _parse_capture_sizes(v))
+    ] = None
     """The same for batches that are not uniform decode, in a mode that tells them apart; None: as ``capture_sizes``.
     A plan given as ``capture_sizes`` brings both."""
     eager_below: _MinBatches = None
@@ -306,22 +300,20 @@ class CUDAGraphConfig(_Options):
         Computed once for equal settings.
         """
         if not self.mode.has_graphs():
-            return ResolvedConfig((), (), self)
+            return ResolvedConfig((), self)
         chosen, min_batches = self.capture_sizes, self.eager_below
         if mixed and self.mixed_capture_sizes is not None:
             chosen, min_batches = self.mixed_capture_sizes, self.mixed_eager_below
-        sizes, table = resolve_sizes(chosen, self.max_batch_size)
-        return ResolvedConfig(sizes, table, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
+        sizes = resolve_sizes(chosen, self.max_batch_size)
+        return ResolvedConfig(sizes, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
         """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens.
 
         Raises ``ConfigError`` for what is no integer.
         """
-        resolved, batch_size, seq_len = self.resolve(), _whole("batch_size", batch_size), _whole("seq_len", seq_len)
-        if not 1 <= batch_size <= resolved.largest or not 0 <= seq_len <= self.max_seq_len:
-            return False
-        return resolved.serves(batch_size)
+        size = self.resolve().size_of(_whole("batch_size", batch_size))
+        return 0 <= _whole("seq_len", seq_len) <= self.max_seq_len and size > 0
 
     def get_padded_batch_size(self, batch_size: int) -> int:
         """The number of rows with which a batch of ``batch_size`` rows runs.
@@ -330,9 +322,8 @@ class CUDAGraphConfig(_Options):
         batch of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``. Raises ``ConfigError``
         for what is no integer.
         """
-        resolved, batch_size = self.resolve(), _whole("batch_size", batch_size)
-        is_served = 1 <= batch_size <= resolved.largest and resolved.serves(batch_size)
-        return resolved.table[batch_size] if is_served else batch_size
+        batch_size = _whole("batch_size", batch_size)
+        return self.resolve().size_of(batch_size) or batch_size
 
 
 def _whole(name: str, value: int) -> int:
@@ -345,19 +336,21 @@ def _whole(name: str, value: int) -> int:
 class ResolvedConfig(NamedTuple):
     """A configuration with its sizes made concrete.
 
-    ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``table[n]`` is the smallest of them that holds
-    ``n`` rows, for ``n`` from 0 to ``largest``, and ``min_batches`` has the smallest batch that each of them serves.
+    ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``min_batches`` has the smallest batch that each of
+    them serves.
     """
 
     sizes: tuple[int, ...]
-    table: tuple[int, ...]
     config: CUDAGraphConfig
     min_batches: tuple[int, ...] = ()
 
-    def serves(self, rows: int) -> bool:
-        """Whether the graph of the next larger size serves a batch of 1 to ``largest`` rows."""
-        size = self.table[rows]
-        return rows == size or (self.config.pad_batches and rows >= self.min_batches[bisect_left(self.sizes, size)])
+    def size_of(self, rows: int) -> int:
+        """The size of the graph that serves a batch of ``rows`` rows; 0 if none does."""
+        index = bisect_left(self.sizes, rows)
+        if rows < 1 or index == len(self.sizes):
+            return 0
+        size = self.sizes[index]
+        return size if rows == size or (self.config.pad_batches and rows >= self.min_batches[index]) else 0
 
     @property
     def largest(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
-from .errors import ConfigError
+from .errors import ConfigError, check_count
 
 __all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "get_padded_key"]
 
@@ -52,13 +52,9 @@ class DispatchKey(NamedTuple):
 
 def create_dispatch_key(num_tokens: int, num_reqs: int, max_seq_len: int = 0, is_prefill: bool = False) -> DispatchKey:
     """A checked ``DispatchKey``. Raises ``ConfigError`` for a count that no batch can have."""
-    for name, value, least in (
-        ("num_tokens", num_tokens, 1),
-        ("num_reqs", num_reqs, 1),
-        ("max_seq_len", max_seq_len, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
+    check_count("num_tokens", num_tokens)
+    check_count("num_reqs", num_reqs)
+    check_count("max_seq_len", max_seq_len, 0)
     if num_reqs > num_tokens:
         raise ConfigError(
             f"num_reqs must be at most num_tokens={num_tokens}, got {num_reqs}; "
@@ -73,8 +69,7 @@ def get_padded_key(key: DispatchKey, pad_to: int = 8) -> DispatchKey:
     An unknown longest sequence (0) stays unknown. A decode key has one token for each request; it keeps
     ``num_reqs == num_tokens``, so the padded batch is still uniform decode.
     """
-    if isinstance(pad_to, bool) or not isinstance(pad_to, int) or pad_to < 1:
-        raise ConfigError(f"pad_to must be an integer >= 1, got {pad_to!r}")
+    check_count("pad_to", pad_to)
     tokens = -(-key.num_tokens // pad_to) * pad_to
     seq_len = -(-key.max_seq_len // pad_to) * pad_to
     reqs = tokens if not key.is_prefill and key.num_reqs == key.num_tokens else key.num_reqs

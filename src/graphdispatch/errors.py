@@ -81,3 +81,10 @@ class ConsensusError(GraphDispatchError, RuntimeError):
 
 class IntegrityError(GraphDispatchError, AssertionError):
     """A cache's own figures disagree with its content. This is a defect of this library."""
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise ``ConfigError`` that names the argument unless ``value`` is an integer of at least ``least``."""
+    # True and False are integers to isinstance, but never meant as a number.
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")

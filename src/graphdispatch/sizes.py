@@ -1,4 +1,4 @@
-"""Which batch sizes get a graph: the engines' capture sizes by name, explicit lists, and the table that looks them up.
+"""Which batch sizes get a graph: the engines' capture sizes by name, and explicit lists.
 
 A batch runs in the next larger captured size: more sizes mean more graphs and less padding. The rules
 below are the defaults of the engines they are named after; none of them imports anything of those engines.
@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 
-from .errors import ConfigError
+from .errors import ConfigError, check_count
 from .modes import CUDAGraphMode
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "check_sizes",
     "get_cudagraph_sizes",
     "named_sizes",
-    "next_size_table",
     "resolve_sizes",
 ]
 
@@ -131,17 +130,6 @@ def get_cudagraph_sizes(
     return tuple(sorted(exact.union(named_sizes("vllm" if capture_sizes == "auto" else capture_sizes, largest))))
 
 
-def next_size_table(sizes: Sequence[int]) -> tuple[int, ...]:
-    """A table ``t`` in which ``t[n]`` is the smallest size that holds ``n`` rows, for ``n`` from 0 to the largest.
-
-    ``t[0]`` is the smallest size; without sizes the table is empty. ``sizes`` must be strictly increasing.
-    """
-    table: list[int] = []
-    for size in sizes:
-        table.extend([size] * (size + 1 - len(table)))
-    return tuple(table)
-
-
 def are_min_batches(min_batches: Sequence[int], sizes: object) -> bool:
     """Whether ``min_batches`` can be the smallest batches that graphs of ``sizes`` serve."""
     if not isinstance(sizes, tuple) or len(min_batches) != len(sizes):
@@ -150,13 +138,12 @@ def are_min_batches(min_batches: Sequence[int], sizes: object) -> bool:
 
 
 @lru_cache(maxsize=64)
-def resolve_sizes(capture_sizes: str | tuple[int, ...], max_batch_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes that an option stands for, and their table. Computed once for equal options."""
-    sizes = capture_sizes
-    if isinstance(sizes, str):
-        name = "vllm" if sizes == "auto" else sizes
-        sizes = tuple(sorted({*named_sizes(name, max_batch_size), max_batch_size}))
-    return sizes, next_size_table(sizes)
+def resolve_sizes(capture_sizes: str | tuple[int, ...], max_batch_size: int) -> tuple[int, ...]:
+    """The sizes that an option stands for. Computed once for equal options."""
+    if not isinstance(capture_sizes, str):
+        return capture_sizes
+    name = "vllm" if capture_sizes == "auto" else capture_sizes
+    return tuple(sorted({*named_sizes(name, max_batch_size), max_batch_size}))
 
 
 def _reachable(sizes: tuple[int, ...], max_num_tokens: int) -> tuple[int, ...]:
@@ -174,10 +161,3 @@ def _reachable(sizes: tuple[int, ...], max_num_tokens: int) -> tuple[int, ...]:
             stacklevel=3,
         )
     return kept
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ``ConfigError`` that names the argument if ``value`` is no positive integer."""
-    # True and False are integers to isinstance, but never meant as a size.
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

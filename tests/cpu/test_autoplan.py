@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.decide.pauses import Pauses
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.autoplan import AutoPlan, IdleAction
 from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan.pauses import Pauses
 from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.profile import Profile
 from graphdispatch.reasons import Reason

@@ -65,7 +65,7 @@ def test_the_misses_need_not_fall_into_the_window() -> None:
     """Only the last ``capture_after`` of them, so that a rare key comes back in the end, and no need is endless."""
     admission = evicted(Admission(window=4), *[0] * 1000)
     for _ in range((2 << 12) - 2):
-        assert admission.decide("key", True) is Reason.BACKING_OFF
+        assert admission.still_to_wait("key")
         admission.count_miss("key")
         admission.count_miss("others")
         admission.count_miss("others")

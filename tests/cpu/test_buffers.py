@@ -43,12 +43,12 @@ def test_a_ring_takes_its_copies_in_turn(pool: Pool) -> None:
     """N results live at a time, each in memory of its own, and the oldest is overwritten next."""
     memory = torch.zeros(4, 2)
     outputs = Outputs(memory, ROWS, [True], "ring:2", pool, OutputRing(2, CAPACITY))
-    views = [outputs.take(3) for _ in (memory.fill_(1.0),)]
-    views += [outputs.take(2) for _ in (memory.fill_(2.0),)]
+    views = [outputs.taker(3)() for _ in (memory.fill_(1.0),)]
+    views += [outputs.taker(2)() for _ in (memory.fill_(2.0),)]
     assert [view.get().tolist() for view in views] == [[[1.0, 1.0]] * 3, [[2.0, 2.0]] * 2]
     addresses = [view.get().data_ptr() for view in views]
     memory.fill_(3.0)
-    third = outputs.take(4)
+    third = outputs.taker(4)()
     assert (views[0].is_stale, views[1].is_stale, third.is_stale) == (True, False, False)
     assert third.get().data_ptr() == addresses[0] != addresses[1]
     with pytest.raises(StaleOutputError, match="or a longer ring"):
@@ -60,9 +60,9 @@ def test_all_sizes_share_one_ring(pool: Pool) -> None:
     ring = OutputRing(3, CAPACITY)
     small, large = (Outputs(torch.full((n, 2), float(n)), ROWS, [True], "ring:3", pool, ring) for n in (2, 8))
     assert ring.nbytes == 3 * CAPACITY * 2 * 4
-    first, *others = small.take(1), large.take(8), large.take(7)
+    first, *others = small.taker(1)(), large.taker(8)(), large.taker(7)()
     assert torch.equal(first.get(), torch.full((1, 2), 2.0))
-    small.take(2)
+    small.taker(2)()
     assert (first.is_stale, *(view.is_stale for view in others)) == (True, False, False)
 
 
@@ -81,16 +81,16 @@ def test_a_ring_leaves_foreign_outputs_alone(pool: Pool) -> None:
     ring = OutputRing(2, CAPACITY)
     rule = OutputRule((((0, 1),), ()))
     outputs = Outputs((torch.ones(4), cache, "name"), rule, [True, False], "ring:2", pool, ring)
-    own, foreign, name = outputs.take(2).get()
+    own, foreign, name = outputs.taker(2)().get()
     assert (own.shape, foreign is cache, name) == ((2,), True, "name")
     assert ring.nbytes == 2 * CAPACITY * 4
 
 
 def test_a_hit_allocates_nothing(pool: Pool) -> None:
     """The second time around, the ring hands out the very tensors of the first time."""
-    outputs = Outputs(torch.zeros(4, 2), ROWS, [True], "ring:2", pool, OutputRing(2, CAPACITY))
-    first = [outputs.take(3).get() for _ in range(2)]
-    again = [outputs.take(3).get() for _ in range(2)]
+    take = Outputs(torch.zeros(4, 2), ROWS, [True], "ring:2", pool, OutputRing(2, CAPACITY)).taker(3)
+    first = [take().get() for _ in range(2)]
+    again = [take().get() for _ in range(2)]
     assert all(a is b for a, b in zip(first, again, strict=True))
 
 

@@ -1,12 +1,13 @@
 """What sizes will cost, before they are captured; capturing within a budget."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from graphdispatch import graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
 from graphdispatch.backends.cpu.graph import CPUPool
@@ -21,7 +22,7 @@ from graphdispatch.memory.accounting import EntryMemory, MemoryReport
 from graphdispatch.memory.cache import GraphCache
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
-from graphdispatch.serve.estimate import BudgetedCapture, MemoryEstimate, SizeEstimate, _extrapolate, estimate_memory
+from graphdispatch.serve.estimate import _extrapolate, estimate_memory
 from graphdispatch.serve.graphs import GraphSet
 from graphdispatch.serve.group import GraphGroup, Route
 from graphdispatch.sizes import named_sizes
@@ -132,79 +133,71 @@ def test_what_the_driver_does_once_is_not_expected_again() -> None:
     """A large first share of the driver raises the most that is possible, and not what is expected."""
     first, second = EntryMemory(8, "FULL", 0, 900, 8), EntryMemory(4, "FULL", 0, 30, 4)
     estimate = _extrapolate([8, 4, 2], [report(first, pool=1000), report(second, first, pool=1000)])
-    assert estimate.per_size[2] == SizeEstimate(30, 30, 900)
-    assert estimate.total == 100 + 1000 + 900 + 30 + 30
+    assert estimate.per_size == {8: 900, 4: 30, 2: 30}
+    assert estimate.total == estimate.low == 100 + 1000 + 900 + 30 + 30
+    assert estimate.high == 100 + 1000 + 900 + 30 + 900
 
 
 def test_a_growing_pool_is_expected_to_follow_the_rows() -> None:
     """What the second size adds to the pool, smaller ones add in proportion; at most as much, or nothing."""
     first, second = EntryMemory(8, "FULL", 80, 0, 8), EntryMemory(4, "FULL", 40, 0, 4)
     estimate = _extrapolate([8, 4, 2], [report(first, pool=1000), report(second, first, pool=1600)])
-    assert estimate.per_size == {8: (80, 80, 80), 4: (640, 640, 640), 2: (20 + 300, 20, 40 + 600)}
+    assert estimate.per_size == {8: 80, 4: 640, 2: 20 + 300}
+    measured = 100 + 1000 + 80 + 640
+    assert (estimate.low, estimate.high) == (measured + 20, measured + 40 + 600)
 
 
-def estimate_of(**per_size: int) -> MemoryEstimate:
-    """100 bytes of inputs, a pool of 1000, and what each size adds."""
-    added = {int(size[1:]): SizeEstimate(count, count, count) for size, count in per_size.items()}
-    return MemoryEstimate(100, 1000, added)
+def constants(x: torch.Tensor) -> torch.Tensor:
+    """A constant of each size's own, in proportion to it."""
+    return x * torch.arange(len(x) * 8.0).view(-1, 8)
 
 
-def taken(plan: BudgetedCapture, real: dict[int, int], held: list[int]) -> list[int]:
-    """The sizes that the plan lets through, each of which then holds what it really takes."""
-    done = []
-    for size, count in real.items():
-        if plan.next(size):
-            held.append(count)
-            done.append(size)
-    return done
+def surprise(x: torch.Tensor) -> torch.Tensor:
+    """For batches below the two largest sizes, a constant that their graphs do not have."""
+    return x + (0 * torch.arange(2.0**15)[:8] if len(x) <= 4 else 0)
 
 
-def test_capturing_stops_at_the_budget() -> None:
-    """Sizes are taken while they fit, and those that do not are named."""
-    held: list[int] = []
-    plan = BudgetedCapture(lambda: sum(held), 1260, estimate_of(s8=80, s4=60, s2=40, s1=10))
-    assert plan.expected_bytes == 1290
-    assert taken(plan, {8: 1180, 4: 60, 2: 40, 1: 10}, held) == [8, 4, 1]
-    assert plan.left_out == (2,)
-    assert sum(held) <= 1260
-    assert plan.expected_bytes == 1250
-    assert plan.taken == {8: 1180, 4: 60, 1: 10}
+def needs_large(x: torch.Tensor) -> torch.Tensor:
+    """No graph can hold it at the largest size."""
+    return surprise(x) if len(x) < 16 else x * x.sum().item()
 
 
-def test_captures_correct_what_is_expected() -> None:
-    """After a size that took twice what was expected, the next is no longer let through."""
-    held: list[int] = []
-    plan = BudgetedCapture(lambda: sum(held), 1360, estimate_of(s8=80, s4=60, s2=60))
-    assert taken(plan, {8: 1180, 4: 120}, held) == [8, 4]
-    assert plan.expected_bytes == 1300 + 120
-    assert not plan.next(2)
+def prewarmed(
+    fn: Callable[..., Any], sizes: Sequence[int], budget: int | None
+) -> tuple[tuple[int, ...], list[int], int]:
+    """The sizes that a prewarm captures within a budget, those that do not fit, and the bytes held."""
+    step = graphed(fn, dynamic={"x": 0}, sizes=sorted(sizes), backend="cpu")
+    done = step.prewarm(x=torch.randn(max(sizes), 8), max_bytes=budget)
+    left_out = [size for (_, size), why in done.left_out.items() if "would not fit" in why]
+    return done.captured[CUDAGraphMode.FULL], left_out, done.memory_bytes
+
+
+def test_capturing_stops_before_the_budget() -> None:
+    """What is held stays within the budget, most of which is used, and the sizes that did not fit are named."""
+    *_, budget = prewarmed(constants, SIZES, None)
+    budget = budget * 2 // 3
+    captured, left_out, held = prewarmed(constants, SIZES, budget)
+    assert sorted([*captured, *left_out], reverse=True) == SIZES
+    assert left_out
+    assert 0.8 * budget < held <= budget
 
 
 def test_a_largest_size_that_is_too_large_is_left_out() -> None:
     """A smaller one then brings a pool in proportion."""
-    held: list[int] = []
-    plan = BudgetedCapture(lambda: sum(held), 700, estimate_of(s8=80, s4=60, s2=60))
-    assert taken(plan, {8: 1180, 4: 660, 2: 60}, held) == [4]
-    assert plan.left_out == (8, 2)
+    captured, left_out, held = prewarmed(constants, [64, 2, 1], prewarmed(constants, [64], None)[2] - 1)
+    assert (captured, left_out) == ((2, 1), [64])
+    assert held
 
 
-def test_without_a_budget_all_is_captured() -> None:
-    """And without an estimate the captures so far tell what the next will take."""
-    assert BudgetedCapture(lambda: 10**12, None).next(4)
-    held: list[int] = []
-    plan = BudgetedCapture(lambda: sum(held), 1250)
-    assert taken(plan, {8: 1000, 4: 100, 2: 100, 1: 100}, held) == [8, 4, 2]
-    assert repr(plan) == "<BudgetedCapture 3 sizes taken, 1 left out, budget 1250>"
-
-
-def test_a_budget_holds_with_real_graphs() -> None:
-    """With the figures of a set, what is held stays within the budget, and something was left out."""
-    graphs, group, leaves = graphs_of(lambda x: x * torch.arange(len(x) * 8.0).view(-1, 8), x=torch.randn(128, 8))
-    estimate = estimate_memory(graphs, group, leaves, SIZES)
-    budget = estimate.total * 2 // 3
-    plan = BudgetedCapture(lambda: graphs.memory_bytes, budget, estimate)
-    for size in SIZES:
-        if plan.next(size):
-            capture(graphs, group, leaves, size)
-    assert 0 < len(plan.left_out) < len(SIZES)
-    assert 0.8 * budget < graphs.memory_bytes <= budget
+@pytest.mark.parametrize("fn", [surprise, needs_large])
+def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
+    """After a size that took far more than was expected, or without an estimate, the next one must have room for as
+    much."""
+    sizes = [16, 8, 4, 2, 1]
+    *_, enough = prewarmed(fn, sizes, None)
+    without_last = prewarmed(fn, sizes[:-1], None)[2]
+    assert enough - without_last > 2**15
+    captured, left_out, held = prewarmed(fn, sizes, (enough + without_last) // 2)
+    assert captured[-2:] == (4, 2)
+    assert left_out == [1]
+    assert held == without_last

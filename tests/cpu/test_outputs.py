@@ -59,7 +59,6 @@ def test_rules_of_a_nest() -> None:
         4,
     )
     assert rule == OutputRule((((0, 1),), (), ((0, 2),)))
-    assert not rule.is_fixed
 
 
 def _outputs(tree: Any, follows: Any, pool: Pool, mode: Any = "clone") -> Outputs:
@@ -69,7 +68,7 @@ def _outputs(tree: Any, follows: Any, pool: Pool, mode: Any = "clone") -> Output
 def test_take_cuts_to_the_real_rows(pool: Pool) -> None:
     """Every dimension that follows the batch is cut, by its factor."""
     tensor = torch.arange(32.0).reshape(4, 8)
-    taken = _outputs(tensor, (((0, 1), (1, 2)),), pool).take(3)
+    taken = _outputs(tensor, (((0, 1), (1, 2)),), pool).taker(3)()
     assert torch.equal(taken, tensor[:3, :6])
 
 
@@ -85,7 +84,7 @@ TREES: list[Any] = [
 def test_structure_is_the_callables(pool: Pool, tree: Any) -> None:
     """What is handed out has the types, keys and constants of what the callable returned."""
     count = sum(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(tree))
-    taken = _outputs(tree, (((0, 1),),) * count, pool).take(4)
+    taken = _outputs(tree, (((0, 1),),) * count, pool).taker(4)()
     assert type(taken) is type(tree)
     assert repr(taken) == repr(tree)
 
@@ -93,7 +92,7 @@ def test_structure_is_the_callables(pool: Pool, tree: Any) -> None:
 def test_clones_are_the_callers(pool: Pool) -> None:
     """A copy does not change when the graph's memory does."""
     tensor = torch.ones(4)
-    taken = _outputs(tensor, (((0, 1),),), pool).take(4)
+    taken = _outputs(tensor, (((0, 1),),), pool).taker(4)()
     tensor.zero_()
     assert torch.equal(taken, torch.ones(4))
 
@@ -101,7 +100,7 @@ def test_clones_are_the_callers(pool: Pool) -> None:
 def test_static_outputs_are_the_graphs(pool: Pool) -> None:
     """With ``"static"`` the graph's own memory is handed out."""
     tensor = torch.ones(4)
-    taken = _outputs(tensor, (((0, 1),),), pool, "static").take(3)
+    taken = _outputs(tensor, (((0, 1),),), pool, "static").taker(3)()
     assert taken.data_ptr() == tensor.data_ptr()
     assert taken.shape == (3,)
 
@@ -110,12 +109,12 @@ def test_foreign_outputs_are_not_cloned(pool: Pool) -> None:
     """A tensor that is not the graph's (a cache) is handed out itself."""
     cache = torch.ones(4)
     outputs = Outputs(cache, OutputRule(((),)), [False], "clone", pool)
-    assert outputs.take(2).data_ptr() == cache.data_ptr()
+    assert outputs.taker(2)().data_ptr() == cache.data_ptr()
 
 
 def test_view_is_stale_after_a_replay(pool: Pool) -> None:
     """A handle is good until the pool's next generation."""
-    view = _outputs(torch.ones(4), (((0, 1),),), pool, "view").take(2)
+    view = _outputs(torch.ones(4), (((0, 1),),), pool, "view").taker(2)()
     assert torch.equal(view.get(), torch.ones(2))
     pool.generation += 1
     with pytest.raises(StaleOutputError, match="read it before the next call, or use outputs='clone'"):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.decide.prediction import Prewarmer, SizePredictor
 from graphdispatch.descriptors import DispatchKey
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.plan import Plan, PlannedGraph
+from graphdispatch.plan.prediction import Prewarmer, SizePredictor
 from graphdispatch.plan.profile import Profile
 from graphdispatch.reasons import Reason
 

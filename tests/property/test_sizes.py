@@ -18,7 +18,7 @@ _SIZES = st.one_of(
 def _table(sizes: str | tuple[int, ...], largest: int, *, pads: bool = True) -> SizeTable:
     config = CUDAGraphConfig(capture_sizes=sizes, max_batch_size=largest)
     resolved = config.resolve()
-    return SizeTable(resolved.sizes, resolved.table, CUDAGraphMode.FULL, pad_batches=pads)
+    return SizeTable(resolved.sizes, CUDAGraphMode.FULL, pad_batches=pads)
 
 
 @given(sizes=_SIZES, largest=st.integers(300, 400))

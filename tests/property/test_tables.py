@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 
 from graphdispatch.decide.decision import Decision
 from graphdispatch.decide.keys import CudagraphKeyDispatcher
-from graphdispatch.decide.lint import lint
-from graphdispatch.decide.preference import query_len_of, request_limit
-from graphdispatch.decide.table import KeyTable
+from graphdispatch.decide.table import KeyTable, query_len_of, request_limit
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.modes import CUDAGraphMode as Mode
+from graphdispatch.plan.lint import lint
 from graphdispatch.reasons import Reason
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL

@@ -220,17 +220,17 @@ def test_explicit_sizes_are_kept() -> None:
     assert CUDAGraphConfig(capture_sizes=(2, 7)).resolve().sizes == (2, 7)
 
 
-def test_resolving_twice_shares_the_table() -> None:
-    """Equal settings share one table, and the configuration is not written to."""
+def test_resolving_twice_shares_the_sizes() -> None:
+    """Equal settings share their sizes, and the configuration is not written to."""
     first, second = CUDAGraphConfig(strict=True), CUDAGraphConfig()
-    assert first.resolve().table is second.resolve().table
+    assert first.resolve().sizes is second.resolve().sizes
     assert first.resolve().config is first
 
 
 def test_disabled_serves_nothing() -> None:
     """The disabled configuration has no sizes, serves no batch and pads none."""
     config = CUDAGraphConfig.disabled()
-    assert config.resolve()[:2] == ((), ())
+    assert config.resolve().sizes == ()
     assert not config.should_use_cudagraph(1, 1)
     assert config.get_padded_batch_size(3) == 3
 

@@ -8,7 +8,6 @@ from graphdispatch.decide.decision import Decision, SizeTable
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
-from graphdispatch.sizes import next_size_table
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
 sizes = st.lists(st.integers(1, 60), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))
@@ -16,7 +15,7 @@ sizes = st.lists(st.integers(1, 60), min_size=1, unique=True).map(lambda found: 
 
 def table(chosen: tuple[int, ...], *, pad_batches: bool = True) -> SizeTable:
     """A table of FULL graphs."""
-    return SizeTable(chosen, next_size_table(chosen), FULL, pad_batches=pad_batches)
+    return SizeTable(chosen, FULL, pad_batches=pad_batches)
 
 
 @given(sizes, st.integers(1, 70))

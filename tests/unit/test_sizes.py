@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.sizes import NAMED_SIZES, check_sizes, get_cudagraph_sizes, named_sizes, next_size_table
+from graphdispatch.sizes import NAMED_SIZES, check_sizes, get_cudagraph_sizes, named_sizes
 
 FULL = CUDAGraphMode.FULL
 size_lists = st.sets(st.integers(1, 600), min_size=1, max_size=20).map(lambda sizes: tuple(sorted(sizes)))
@@ -201,15 +201,3 @@ def test_engine_limits_must_be_positive(name: str) -> None:
     limits = {"max_num_reqs": 8, "max_num_tokens": 8, name: 0}
     with pytest.raises(ConfigError, match=rf"{name} must be an integer >= 1, got 0"):
         get_cudagraph_sizes("auto", mode=FULL, **limits)
-
-
-@given(size_lists)
-def test_table_finds_the_smallest_size_that_fits(sizes: tuple[int, ...]) -> None:
-    """The table agrees with a binary search at every number of rows, and ends at the largest size."""
-    table = next_size_table(sizes)
-    assert table == tuple(sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1))
-
-
-def test_table_of_no_sizes_is_empty() -> None:
-    """Where nothing is captured, nothing can be looked up."""
-    assert next_size_table(()) == ()

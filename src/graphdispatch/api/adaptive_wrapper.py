@@ -13,14 +13,13 @@ from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from ..memory.admission import Admission
 from ..memory.budget import MemoryBudget
 from ..memory.eviction import Frecency, Probation
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.group import GraphGroup
-from ..sizes import check_count
 from .wrapper import CUDAGraphWrapper
 
 __all__ = ["AdaptiveCUDAGraphWrapper"]

@@ -8,13 +8,12 @@ from ..decide.decision import Decision
 from ..decide.latency import LatencyMeter
 from ..decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from ..descriptors import DispatchKey
-from ..errors import ConfigError, ReplayError
+from ..errors import ConfigError, ReplayError, check_count
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
-from ..sizes import check_count
 from ..stats import DispatchStats
 from .registered import Registered
 from .workers import Worker, first_registered

@@ -13,7 +13,7 @@ from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..config import CUDAGraphConfig
 from ..decide.decision import SizeTable
-from ..errors import CaptureError, ConfigError
+from ..errors import CaptureError, ConfigError, check_count
 from ..memory.accounting import memory_report
 from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
@@ -21,7 +21,6 @@ from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..serve.group import GraphGroup, Route, Routes
 from ..serve.server import Server
-from ..sizes import check_count
 from ..state.guards import same_callable
 from ..stats import CUDAGraphStats, EvictionReason
 

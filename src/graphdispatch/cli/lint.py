@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..decide.lint import LintFinding
-from ..decide.lint import lint as find_faults
 from ..plan.dispatcher import planned_dispatcher
+from ..plan.lint import LintFinding
+from ..plan.lint import lint as find_faults
 from ..plan.plan import Plan
 from .inputs import read_plan
 from .options import JsonFile, MaxSize, ModeOption, SizesOption

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..decide.lint import LintFinding
 from ..errors import ConfigError
 from ..plan.compare import Comparison
 from ..plan.cost import CostModel
+from ..plan.lint import LintFinding
 from ..plan.plan import Plan
 from ..plan.planner import plan_capture_sizes
 from ..plan.workload import Workload

@@ -4,16 +4,17 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from math import exp, hypot, inf, log, sqrt
 from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 from ..descriptors import DispatchKey
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from ..modes import DispatchMode
-from ..sizes import check_count, check_sizes
+from ..sizes import check_sizes
 from .memo import Memo
-from .policies import DispatchPolicy
+from .policies import DispatchPolicy, check_limits
 
 __all__ = ["AdaptiveDispatchPolicy", "Estimate", "bucket_of"]
 
@@ -41,7 +42,6 @@ _UNKNOWN_COST = 2.0  # the assumed cost of a mode that was never measured, as a 
 _CHECKS = 0.5  # the part of the budget that may be spent on modes known to be slower
 _LOST_AFTER = 256  # records after which a trial without a latency is given up
 _LEAST_MS = 1e-6
-_MOST_KEPT = 65536  # numbers of tokens with a ready answer
 
 
 class Estimate(NamedTuple):
@@ -70,18 +70,17 @@ def bucket_of(tokens: int) -> int:
     return ((tokens - 1 >> shift) + 1) << shift
 
 
+@dataclass(slots=True)
 class _Cost:
     """What one mode costs at one size: the mean of its latencies, their spread, and when the latest came."""
 
-    __slots__ = ("_above", "_below", "count", "latest", "mean", "size", "spread2")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.mean = 0.0
-        self.spread2 = _PRIOR_SPREAD**2
-        self.count = 0
-        self.latest: deque[tuple[int, float]] = deque(maxlen=_LATEST)
-        self._above = self._below = 0.0
+    size: int
+    mean: float = 0.0
+    spread2: float = _PRIOR_SPREAD**2
+    count: int = 0
+    latest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_LATEST))
+    above: float = 0.0
+    below: float = 0.0
 
     def add(self, latency: float, now: int, window: int) -> bool:
         """Take in one latency, the record number ``now``; about the latest ``window`` of them count.
@@ -96,12 +95,12 @@ class _Cost:
             return True
         spread = max(_LEAST_SPREAD, sqrt(self.spread2))
         deviation = min(max((latency / self.mean - 1) / spread, -_CLIP), _CLIP)
-        self._above = max(0.0, self._above + deviation - _SLACK)
-        self._below = max(0.0, self._below - deviation - _SLACK)
-        if max(self._above, self._below) > _ALARM:
+        self.above = max(0.0, self.above + deviation - _SLACK)
+        self.below = max(0.0, self.below - deviation - _SLACK)
+        if max(self.above, self.below) > _ALARM:
             self.mean = sum(value for _, value in self.latest) / len(self.latest)
             self.count = min(len(self.latest), window)
-            self._above = self._below = 0.0
+            self.above = self.below = 0.0
             return True
         change = deviation * spread
         self.count = min(self.count + 1, window)
@@ -109,39 +108,40 @@ class _Cost:
         self.spread2 += (change * change - self.spread2) / (self.count + _PRIOR_WEIGHT)
         return False
 
-    def is_near(self, other: "_Cost") -> bool:
-        """Whether the sizes are so close that one cost says something about the other."""
-        return self is other or abs(log(self.size / other.size)) <= _REACH
-
-    def at(self, size: int, now: int, spread2: float) -> Estimate:
-        """The cost at ``size``, as if it grew with the root of the size; ``spread2`` is the least that is assumed."""
-        error2 = max(self.spread2, spread2) / self.count + (now - self.latest[-1][0]) * _AGE_ERROR2
-        if size == self.size:
-            return Estimate(self.mean, sqrt(error2))
+    def at(self, size: int, now: int, spread2: float) -> Estimate | None:
+        """The cost at ``size``, if that is near, as if it grew with the root of the size; ``spread2`` is the least
+        that is assumed."""
         apart = log(size / self.size)
-        return Estimate(
-            self.mean * exp(0.5 * apart), sqrt(error2 + (_OTHER_SIZE_ERROR + _DISTANCE_ERROR * abs(apart)) ** 2)
-        )
+        if not self.count or abs(apart) > _REACH:
+            return None
+        error2 = max(self.spread2, spread2) / self.count + (now - self.latest[-1][0]) * _AGE_ERROR2
+        if apart:
+            error2 += (_OTHER_SIZE_ERROR + _DISTANCE_ERROR * abs(apart)) ** 2
+        return Estimate(self.mean * exp(0.5 * apart), sqrt(error2))
 
 
+class _Trial(NamedTuple):
+    """A mode that is to be tried once: what that is expected to cost, and the record at which it counts as lost."""
+
+    mode: DispatchMode
+    price_ms: float
+    lost_at: int
+
+
+@dataclass(slots=True, eq=False)
 class _Bucket:
     """Batches that share one decision: the same kind, the same graph, about the same number of tokens.
 
     ``order`` is replaced whole, so that readers need no lock.
     """
 
-    __slots__ = ("available", "costs", "is_prefill", "lost_at", "order", "price_ms", "records", "tokens", "trial")
-
-    def __init__(self, tokens: int, is_prefill: bool, costs: dict[DispatchMode, _Cost]) -> None:
-        self.tokens = tokens
-        self.is_prefill = is_prefill
-        self.costs = costs
-        self.order: Sequence[DispatchMode] = _DEFAULT_ORDER
-        self.available: Collection[DispatchMode] = _DEFAULT_ORDER
-        self.records = 0
-        self.trial: DispatchMode | None = None
-        self.price_ms = 0.0
-        self.lost_at = 0
+    tokens: int
+    is_prefill: bool
+    costs: dict[DispatchMode, _Cost]
+    order: Sequence[DispatchMode] = _DEFAULT_ORDER
+    available: Collection[DispatchMode] = _DEFAULT_ORDER
+    records: int = 0
+    trial: _Trial | None = None
 
     def rank(self, found: dict[DispatchMode, Estimate]) -> None:
         """Change the order where the estimates clearly contradict it.
@@ -192,13 +192,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         exploration: float = 0.01,
     ) -> None:
         check_count("history_size", history_size)
-        check_count("min_tokens_for_graph", min_tokens_for_graph)
-        check_count("max_tokens_for_graph", max_tokens_for_graph)
-        if max_tokens_for_graph < min_tokens_for_graph:
-            raise ConfigError(
-                f"max_tokens_for_graph must be at least min_tokens_for_graph={min_tokens_for_graph}, "
-                f"got {max_tokens_for_graph}"
-            )
+        check_limits(min_tokens_for_graph, max_tokens_for_graph)
         if not 0 <= exploration <= 1:
             raise ConfigError(f"exploration must be a share of the time, from 0 to 1, got {exploration!r}")
         self.history_size = history_size
@@ -210,9 +204,8 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             (is_prefill, mode): {} for is_prefill in (False, True) for mode in _DEFAULT_ORDER
         }
         self._buckets: dict[tuple[bool, int, int], _Bucket] = {}
-        self._outside = _Bucket(0, False, {})
-        self._outside.order = (_EAGER,)
-        self._bucket_of = Memo[tuple[int, bool], _Bucket](self._find_bucket, _MOST_KEPT)
+        self._outside = _Bucket(0, False, {}, order=(_EAGER,))
+        self._bucket_of = Memo[tuple[int, bool], _Bucket](self._find_bucket)
         self._trials: dict[_Bucket, DispatchMode] = {}
         self._records = 0
         self._spent_ms = self._explored_ms = 0.0
@@ -258,16 +251,17 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             if bucket is self._outside:
                 return
             cost = bucket.costs[mode]
-            is_first = not cost.count
             is_news = cost.add(max(latency, _LEAST_MS), self._records, self.history_size)
             if is_news:
-                if not is_first:
+                if len(cost.latest) > 1:  # a change, and not the first latency
                     self._forget(mode, cost.latest[0][0])
                 # Other buckets may depend on this cost: the next batch of each has it ranked again.
                 self._bucket_of.clear()
-            is_trial = bucket.trial is mode
+            is_trial = bucket.trial is not None and bucket.trial.mode is mode
             if is_trial:
-                self._settle(bucket, mode, latency)
+                # What it really cost more than the preferred mode takes the place of what was expected.
+                best = next((bucket.costs[m] for m in bucket.order if m in bucket.available and m is not mode), None)
+                self._end_trial(bucket, latency - best.mean if best is not None and best.count else 0.0)
             if is_news or is_trial or bucket.records < _REVIEW_EVERY or bucket.records % _REVIEW_EVERY == 0:
                 found = self._estimates(bucket)
                 bucket.rank(found)
@@ -319,7 +313,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         found = {}
         for mode, own in bucket.costs.items():
             costs = self._costs[bucket.is_prefill, mode].values()
-            known = [cost.at(own.size, self._records, spread2) for cost in costs if cost.count and cost.is_near(own)]
+            known = [one for cost in costs if (one := cost.at(own.size, self._records, spread2)) is not None]
             if known:
                 found[mode] = min(known, key=itemgetter(1))
         return found
@@ -331,22 +325,19 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
                 if cost.count and cost.latest[-1][0] < since:
                     cost.count = 0
 
-    def _settle(self, bucket: _Bucket, mode: DispatchMode, latency: float) -> None:
-        """Replace the expected price of a trial by what it really cost more than the preferred mode."""
-        bucket.trial = None
-        best = next((bucket.costs[m] for m in bucket.order if m in bucket.available and m is not mode), None)
-        extra = latency - best.mean if best is not None and best.count else 0.0
-        self._explored_ms = max(0.0, self._explored_ms - bucket.price_ms + extra)
+    def _end_trial(self, bucket: _Bucket, cost_ms: float) -> None:
+        """Replace what a trial was expected to cost by what it did."""
+        if bucket.trial is not None:
+            self._explored_ms = max(0.0, self._explored_ms - bucket.trial.price_ms + cost_ms)
+            bucket.trial = None
 
     def _grant(self, bucket: _Bucket, found: dict[DispatchMode, Estimate]) -> None:
         """Have the most promising other mode tried by the next batch of ``bucket``, if the budget allows it."""
-        available = bucket.available
-        order = [mode for mode in bucket.order if mode in available]
-        is_waiting = bucket.trial is not None and self._records < bucket.lost_at
+        order = [mode for mode in bucket.order if mode in bucket.available]
+        is_waiting = bucket.trial is not None and self._records < bucket.trial.lost_at
         if is_waiting or len(order) < 2 or order[0] not in found or not self.exploration:
             return
-        if bucket.trial is not None:
-            self._explored_ms = max(0.0, self._explored_ms - bucket.price_ms)
+        self._end_trial(bucket, 0.0)
         best = found[order[0]]
         unknown = Estimate(_UNKNOWN_COST * best.mean, 1.0)
         mode = min(order[1:], key=lambda mode: found.get(mode, unknown).lowest)
@@ -355,7 +346,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         price = max(0.0, tried.mean - best.mean)
         if self._explored_ms + price <= share * self._spent_ms:
             self._explored_ms += price
-            bucket.trial, bucket.price_ms, bucket.lost_at = mode, price, self._records + _LOST_AFTER
+            bucket.trial = _Trial(mode, price, self._records + _LOST_AFTER)
             self._trials[bucket] = mode
 
     def _thresholds(self) -> tuple[int, int]:

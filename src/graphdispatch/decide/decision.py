@@ -1,6 +1,7 @@
 """Decisions: mode, descriptor, padded size and reason, precomputed in an immutable table of sizes."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..config import ResolvedConfig
@@ -45,15 +46,13 @@ class Decision(NamedTuple):
 class SizeTable:
     """Decisions for every number of rows, for one dynamic dimension: one lookup each. Immutable and thread-safe.
 
-    ``sizes`` are the capture sizes, ``table[n]`` the smallest of them that holds ``n`` rows, and ``min_batches`` the
-    smallest batch that each serves (none: all above the next smaller size), as ``ResolvedConfig`` gives them; with
-    ``pad_batches=False`` only exact sizes are served.
+    ``sizes`` are the capture sizes, in increasing order, and ``min_batches`` the smallest batch that each serves (none:
+    all above the next smaller size); with ``pad_batches=False`` only exact sizes are served.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
-        table: Sequence[int],
         mode: CUDAGraphMode,
         *,
         pad_batches: bool = True,
@@ -64,15 +63,16 @@ class SizeTable:
         self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
         """The decision for calls without a batch dimension."""
         self._min_batches = dict(zip(self.sizes, min_batches or [1 + size for size in (0, *self.sizes)], strict=False))
-        self._decisions = tuple(self._make(rows, size, pad_batches) for rows, size in enumerate(table) if self.sizes)
+        self._decisions = [Decision.eager(Reason.NO_ROWS)] if self.sizes else []
+        for below, size in pairwise((0, *self.sizes)):
+            self._decisions += [self._make(rows, size, pad_batches) for rows in range(below + 1, size + 1)]
 
     @classmethod
     def of(cls, resolved: ResolvedConfig, mode: CUDAGraphMode) -> "SizeTable":
         """The table of a configuration for one runtime mode; without sizes in mode NONE."""
         if not mode.has_graphs():
-            return cls((), (), mode)
-        sizes, table, config, min_batches = resolved
-        return cls(sizes, table, mode, pad_batches=config.pad_batches, min_batches=min_batches)
+            return cls((), mode)
+        return cls(resolved.sizes, mode, pad_batches=resolved.config.pad_batches, min_batches=resolved.min_batches)
 
     def checked(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
         """``sizes``, or all. Raises ``ConfigError`` for one that is not captured here."""
@@ -92,7 +92,9 @@ class SizeTable:
         cls, size: int, mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None, *, pads: bool = False
     ) -> "SizeTable":
         """The table of a single graph of ``size`` rows; if it ``pads``, it serves every batch of at most as many."""
-        table = cls((size,), (size,) * (size + 1) if pads else (), mode)
+        table = cls((size,), mode)
+        if not pads:
+            del table._decisions[1:]
         table.fixed = Decision(mode, descriptor or BatchDescriptor(size), size, Reason.EXACT, size)
         return table
 
@@ -103,13 +105,12 @@ class SizeTable:
 
     def decide(self, rows: int) -> Decision:
         """The decision for ``rows`` rows."""
-        if 0 < rows < len(self._decisions):
+        if 0 <= rows < len(self._decisions):
             return self._decisions[rows]
         if not self.sizes:
             return Decision.eager(Reason.DISABLED, rows)
-        reason = Reason.NO_ROWS if rows == 0 else Reason.ABOVE_LARGEST_SIZE
-        detail = "" if rows == 0 else f"{reason.text} (largest: {self.largest})"
-        return Decision.eager(reason, rows, detail)
+        reason = Reason.ABOVE_LARGEST_SIZE
+        return Decision.eager(reason, rows, f"{reason.text} (largest: {self.largest})")
 
     def served_by(self, size: int) -> range:
         """The numbers of rows that the graph of ``size`` serves."""

@@ -3,14 +3,14 @@
 import threading
 import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from functools import partial
 from itertools import product
 
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from ..modes import CUDAGraphMode
 from ..sizes import check_sizes, get_cudagraph_sizes
 from .decision import Decision
-from .lint import lint
 from .table import CostModel, KeyTable
 
 __all__ = ["CudagraphKeyDispatcher"]
@@ -48,8 +48,8 @@ class CudagraphKeyDispatcher:
         cost: CostModel | None = None,
     ) -> None:
         most_tokens = max_num_tokens if max_num_tokens is not None else 2 * max_num_reqs
-        _check_positive("max_num_reqs", max_num_reqs)
-        _check_positive("max_num_tokens", most_tokens)
+        check_count("max_num_reqs", max_num_reqs)
+        check_count("max_num_tokens", most_tokens)
         if isinstance(capture_sizes, str):
             self.capture_sizes = get_cudagraph_sizes(capture_sizes, max_num_reqs, most_tokens, FULL)
         else:
@@ -59,7 +59,7 @@ class CudagraphKeyDispatcher:
         self.variants = tuple(dict.fromkeys(variants))
         self.query_lens = tuple(sorted(set(query_lens)))
         for query_len in self.query_lens:
-            _check_positive("query_lens", query_len)
+            check_count("query_lens", query_len)
         padded = [size for size in compile_sizes if size <= self.capture_sizes[-1] and size not in self.capture_sizes]
         if padded:
             raise ConfigError(
@@ -67,24 +67,20 @@ class CudagraphKeyDispatcher:
                 "would be padded to a size without their compiled code; capture them too, or drop them"
             )
         self.piecewise = piecewise
-        self._cost = cost
+        self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
         self._lock = threading.Lock()
-        self._table = self._build({}, None, None)
+        self.table = self._build({})
+        """The table of decisions as it is now."""
 
     @property
     def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
         """The keys by runtime mode, PIECEWISE and FULL, as they are now; a later change does not change this answer."""
-        return self._table.keys
+        return self.table.keys
 
     @property
     def keys_initialized(self) -> bool:
         """Whether ``initialize_cudagraph_keys`` was called; until then no graph serves."""
-        return self._table.mode is not None
-
-    @property
-    def table(self) -> KeyTable:
-        """The table of decisions as it is now."""
-        return self._table
+        return self.table.mode is not None
 
     def add_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
         """Add the key of one more graph. Each call builds a new table: to add many keys, initialise them.
@@ -96,14 +92,14 @@ class CudagraphKeyDispatcher:
         if not isinstance(batch_descriptor, BatchDescriptor) or batch_descriptor.num_tokens < 1:
             raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {batch_descriptor!r}")
         with self._lock:
-            keys = self._table.keys
+            keys = self.table.keys
             self._swap({**keys, runtime_mode: keys[runtime_mode] | {batch_descriptor}})
 
     def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
         """Remove the key of a graph that is gone; a key that is not there is ignored. Builds a new table."""
         _check_runtime_mode(runtime_mode)
         with self._lock:
-            keys = self._table.keys
+            keys = self.table.keys
             self._swap({**keys, runtime_mode: keys[runtime_mode] - {batch_descriptor}})
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
@@ -116,7 +112,7 @@ class CudagraphKeyDispatcher:
         """
         if not isinstance(cudagraph_mode, CUDAGraphMode):
             raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {cudagraph_mode!r}")
-        _check_positive("uniform_decode_query_len", uniform_decode_query_len)
+        check_count("uniform_decode_query_len", uniform_decode_query_len)
         if cudagraph_mode.has_piecewise_cudagraphs() and not self.piecewise:
             raise ConfigError(
                 f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {cudagraph_mode.name}; "
@@ -124,10 +120,11 @@ class CudagraphKeyDispatcher:
             )
         added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
         with self._lock:
-            keys = {runtime: old | added.get(runtime, set()) for runtime, old in self._table.keys.items()}
-            self._table = self._build(keys, cudagraph_mode, uniform_decode_query_len)
-            table = self._table
+            keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
+            self.table = table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
         if self.max_num_tokens is not None:
+            from ..plan.lint import lint  # here, since decisions must not load planning
+
             limits = {"max_num_tokens": self.max_num_tokens, "max_num_reqs": self.max_num_reqs}
             for finding in lint(table, query_len=uniform_decode_query_len, **limits):
                 warnings.warn(finding.message, UserWarning, stacklevel=2)
@@ -141,7 +138,7 @@ class CudagraphKeyDispatcher:
         Cascade attention skips full graphs. If a more general graph serves a uniform batch, the key of that graph comes
         back. Keys that name no requests serve every number of them.
         """
-        table = self._table
+        table = self.table
         return (table.piecewise_answers if use_cascade_attn else table.answers)[batch_descriptor]
 
     def decide(
@@ -165,11 +162,11 @@ class CudagraphKeyDispatcher:
         ``num_tokens`` or if no mode is left, and ``FallbackError`` if no graph serves the batch and NONE is not
         allowed.
         """
-        return self._table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
+        return self.table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
         """What to capture, largest first: piecewise graphs, then full ones; empty until the keys are initialised."""
-        table = self._table
+        table = self.table
         if table.mode is None:
             return []
         return [
@@ -179,7 +176,7 @@ class CudagraphKeyDispatcher:
         ]
 
     def __repr__(self) -> str:
-        table = self._table
+        table = self.table
         mode = "not initialised" if table.mode is None else table.mode.name
         counts = ", ".join(f"{len(keys)} {runtime.name}" for runtime, keys in table.keys.items())
         return f"<CudagraphKeyDispatcher {mode}, {counts} keys>"
@@ -209,15 +206,7 @@ class CudagraphKeyDispatcher:
         return keys
 
     def _swap(self, keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]]) -> None:
-        self._table = self._build(keys, self._table.mode, self._table.query_len)
-
-    def _build(
-        self,
-        keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]],
-        mode: CUDAGraphMode | None,
-        query_len: int | None,
-    ) -> KeyTable:
-        return KeyTable(keys, mode=mode, query_len=query_len, max_num_reqs=self.max_num_reqs, cost=self._cost)
+        self.table = self._build(keys, mode=self.table.mode, query_len=self.table.query_len)
 
 
 def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:
@@ -228,8 +217,3 @@ def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:
 def _check_runtime_mode(mode: CUDAGraphMode) -> None:
     if mode not in (PIECEWISE, FULL):
         raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {mode!r}")
-
-
-def _check_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")

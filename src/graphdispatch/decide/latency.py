@@ -1,7 +1,6 @@
 """Measures the device time of dispatched steps and tells a policy, without ever waiting for the device."""
 
 from collections import deque
-from typing import NamedTuple
 
 from ..backends import get_backend
 from ..backends.base import Timer
@@ -15,12 +14,6 @@ _MOST_PENDING = 64  # steps whose time the device has not told yet; while there 
 _POLLS = 4  # of them asked for their time at once, in turn: however far the device is behind, a step costs the same
 
 
-class _Pending(NamedTuple):
-    key: DispatchKey
-    mode: DispatchMode
-    timer: Timer
-
-
 class LatencyMeter:
     """Times steps on the backend's timer and hands each time to ``policy.record`` once the device has it.
 
@@ -31,7 +24,7 @@ class LatencyMeter:
     def __init__(self, policy: DispatchPolicy) -> None:
         self._policy = policy
         self._backend = get_backend("auto")
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[DispatchKey, DispatchMode, Timer]] = deque()
 
     def start(self) -> Timer | None:
         """Begin to time a step; None while too many are outstanding."""
@@ -46,7 +39,7 @@ class LatencyMeter:
         """End a step that ran in ``mode``."""
         if timer is not None:
             timer.stop()
-            self._pending.append(_Pending(key, mode, timer))
+            self._pending.append((key, mode, timer))
             self._collect()
 
     def _collect(self) -> None:
@@ -56,8 +49,9 @@ class LatencyMeter:
                 oldest = self._pending.popleft()
             except IndexError:  # another thread took it
                 return
-            elapsed = oldest.timer.elapsed_ms()
+            key, mode, timer = oldest
+            elapsed = timer.elapsed_ms()
             if elapsed is None:
                 self._pending.append(oldest)
             else:
-                self._policy.record(oldest.key, oldest.mode, elapsed)
+                self._policy.record(key, mode, elapsed)

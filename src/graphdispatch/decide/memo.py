@@ -18,7 +18,7 @@ class Memo(dict[K, V], Generic[K, V]):
 
     __slots__ = ("_answer", "_most")
 
-    def __init__(self, answer: Callable[[K], V], most: int) -> None:
+    def __init__(self, answer: Callable[[K], V], most: int = 65536) -> None:
         super().__init__()
         self._answer = answer
         self._most = most

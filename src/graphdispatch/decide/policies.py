@@ -5,11 +5,21 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from ..descriptors import DispatchKey
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from ..modes import DispatchMode
-from ..sizes import check_count
 
 __all__ = ["DefaultDispatchPolicy", "DispatchPolicy"]
+
+
+def check_limits(min_tokens_for_graph: int, max_tokens_for_graph: int) -> None:
+    """Raise ``ConfigError`` unless these are numbers of tokens in order."""
+    check_count("min_tokens_for_graph", min_tokens_for_graph)
+    check_count("max_tokens_for_graph", max_tokens_for_graph)
+    if max_tokens_for_graph < min_tokens_for_graph:
+        raise ConfigError(
+            f"max_tokens_for_graph must be at least min_tokens_for_graph={min_tokens_for_graph}, "
+            f"got {max_tokens_for_graph}"
+        )
 
 
 class DispatchPolicy(ABC):
@@ -44,13 +54,7 @@ class DefaultDispatchPolicy(DispatchPolicy):
     def __init__(
         self, min_tokens_for_graph: int = 1, max_tokens_for_graph: int = 8192, prefer_piecewise: bool = False
     ) -> None:
-        check_count("min_tokens_for_graph", min_tokens_for_graph)
-        check_count("max_tokens_for_graph", max_tokens_for_graph)
-        if max_tokens_for_graph < min_tokens_for_graph:
-            raise ConfigError(
-                f"max_tokens_for_graph must be at least min_tokens_for_graph={min_tokens_for_graph}, "
-                f"got {max_tokens_for_graph}"
-            )
+        check_limits(min_tokens_for_graph, max_tokens_for_graph)
         self.min_tokens_for_graph = min_tokens_for_graph
         self.max_tokens_for_graph = max_tokens_for_graph
         self.prefer_piecewise = prefer_piecewise

@@ -57,23 +57,22 @@ def resolve_cudagraph_mode(
                 "use PIECEWISE with a model that is split around attention, or NONE"
             )
         lowered = CUDAGraphMode.FULL_AND_PIECEWISE if piecewise else CUDAGraphMode.FULL_DECODE_ONLY
-        _warn(mode, lowered, name, least, "mixed batches lose their full graphs")
-        mode = lowered
-    needed = AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    if uniform_decode_query_len > 1:
-        needed = AttentionSupport.UNIFORM_BATCH
+        mode = _lower(mode, lowered, name, least, "mixed batches lose their full graphs")
+    is_single = uniform_decode_query_len == 1
+    needed = AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_single else AttentionSupport.UNIFORM_BATCH
     if mode.decode_mode() is CUDAGraphMode.FULL and least < needed:
         lowered = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
-        _warn(mode, lowered, name, least, f"decode of query length {uniform_decode_query_len} loses its full graphs")
-        mode = lowered
+        lost = f"decode of query length {uniform_decode_query_len} loses its full graphs"
+        mode = _lower(mode, lowered, name, least, lost)
     return mode
 
 
-def _warn(mode: CUDAGraphMode, lowered: CUDAGraphMode, name: str, support: AttentionSupport, lost: str) -> None:
+def _lower(
+    mode: CUDAGraphMode, lowered: CUDAGraphMode, name: str, support: AttentionSupport, lost: str
+) -> CUDAGraphMode:
     left = "nothing is left but eager" if lowered is CUDAGraphMode.NONE else f"{lowered.name} is left"
-    warnings.warn(
-        f"cudagraph_mode {mode.name} is lowered to {lowered.name}: attention backend {name!r} supports {support.name}, "
-        f"so {lost}; {left}",
-        UserWarning,
-        stacklevel=3,
+    text = (
+        f"cudagraph_mode {mode.name} is lowered to {lowered.name}: attention backend {name!r} supports {support.name}"
     )
+    warnings.warn(f"{text}, so {lost}; {left}", UserWarning, stacklevel=3)
+    return lowered

@@ -1,7 +1,8 @@
 """The immutable table behind the dispatchers: which graph serves a batch, or why none does.
 
-The table prefers FULL to PIECEWISE, then the nearest size, then the nearest variant, then a uniform graph to a general
-one, then the graph that was captured for fewer requests.
+A batch is uniform decode (every request schedules the same number of tokens, its *query length*) or mixed. The table
+prefers FULL to PIECEWISE, then the nearest size, then the nearest variant, then a uniform graph to a general one, then
+the graph that was captured for fewer requests.
 
 Note [decisions on demand]
     A table of a thousand sizes and eight variants has some hundred thousand decisions, and traffic asks for a few
@@ -11,9 +12,10 @@ Note [decisions on demand]
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
+from operator import attrgetter
 from types import MappingProxyType
 
 from ..descriptors import BatchDescriptor
@@ -22,9 +24,8 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .decision import Decision
 from .memo import Memo
-from .preference import KeyKind, KeyList, keys_by_kind, order_variants, query_len_of, request_limit
 
-__all__ = ["RUNTIME_MODES", "CostModel", "KeyTable"]
+__all__ = ["RUNTIME_MODES", "CostModel", "KeyTable", "query_len_of", "request_limit"]
 
 CostModel = Callable[[CUDAGraphMode, int, int], float]
 """``cost(mode, padded, real)``: what a step of ``real`` tokens costs when padded; eager is mode NONE, not padded."""
@@ -33,10 +34,25 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 """The modes that one batch can run in."""
 
-_MOST_KEPT = 65536  # decisions, and answers of each sort, so that odd traffic cannot fill the memory
-
 _Answer = tuple[CUDAGraphMode, BatchDescriptor | None]
 _Batch = tuple[int | None, Hashable, frozenset[CUDAGraphMode], int | None, int]
+_Kind = tuple[CUDAGraphMode, int | None, Hashable]
+"""What a graph serves besides its size: a mode, the query length of uniform batches (None: any batch), a variant."""
+
+
+def request_limit(key: BatchDescriptor) -> int:
+    """The most requests that a batch may have for the graph of ``key``; ``sys.maxsize`` if only its tokens limit it."""
+    num_tokens, num_reqs, is_uniform_decode, _ = key
+    if num_reqs is None or is_uniform_decode or num_reqs >= num_tokens:
+        return sys.maxsize
+    return num_reqs
+
+
+def query_len_of(key: BatchDescriptor, default: int | None) -> int | None:
+    """The query length that a uniform graph serves: ``default`` if its key names no requests. None if no batch fits."""
+    if key.num_reqs is None:
+        return default if default and key.num_tokens % default == 0 else None
+    return key.num_tokens // key.num_reqs if key.num_reqs > 0 and key.num_tokens % key.num_reqs == 0 else None
 
 
 class KeyTable:
@@ -61,20 +77,39 @@ class KeyTable:
         )
         """All keys, by runtime mode."""
         self.mode, self.query_len, self.max_num_reqs, self._cost = mode, query_len, max_num_reqs, cost
-        self._kinds = keys_by_kind(self.keys, query_len) if mode is not None else {}
-        self.variants, self._counts = order_variants(variant for _, _, variant in self._kinds)
+        self._kinds = self._keys_by_kind() if mode is not None else {}
+        variants = {variant for _, _, variant in self._kinds}
+        self._counts = sorted(variant for variant in variants if isinstance(variant, int))
+        """The variants that others are rounded up to."""
+        self.variants = (*sorted(variants.difference(self._counts), key=repr), *self._counts)
+        """The variants that have graphs."""
         self.query_lens = tuple(sorted({length for _, length, _ in self._kinds if length is not None}))
         """The uniform query lengths that have graphs of their own."""
         self.limits = frozenset(map(request_limit, chain.from_iterable(self._kinds.values())))
         """The request limits of all graphs, with ``sys.maxsize`` for none."""
         self.free = min(self.limits, default=sys.maxsize)
         """The number of requests that every graph has room for."""
-        self._key_lists = Memo[KeyKind, KeyList](lambda kind: KeyList(self._kinds[kind]), _MOST_KEPT)
-        self._decisions = Memo[_Batch, Decision](self._decide, _MOST_KEPT)
-        self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)), _MOST_KEPT)
+        self._ordered = Memo[_Kind, list[BatchDescriptor]](self._order)
+        self._decisions = Memo[_Batch, Decision](self._decide)
+        self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)))
         """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
-        self.piecewise_answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (PIECEWISE,)), _MOST_KEPT)
+        self.piecewise_answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (PIECEWISE,)))
         """What a descriptor is dispatched to without full graphs."""
+
+    def _keys_by_kind(self) -> dict[_Kind, list[BatchDescriptor]]:
+        """The keys by kind, without those that can serve no batch."""
+        found: dict[_Kind, list[BatchDescriptor]] = {}
+        for mode, keys in self.keys.items():
+            for key in keys:
+                length = query_len_of(key, self.query_len) if key.is_uniform_decode and mode is FULL else None
+                if length is not None or not key.is_uniform_decode:
+                    found.setdefault((mode, length, key.variant), []).append(key)
+        return found
+
+    def _order(self, kind: _Kind) -> list[BatchDescriptor]:
+        """The keys of one kind in order of preference: smaller sizes first, then fewer requests."""
+        # No two keys compare equal, so that every process decides alike, whatever order its sets have.
+        return sorted(self._kinds[kind], key=lambda key: (key.num_tokens, request_limit(key), key.num_reqs or 0))
 
     @property
     def has_cost(self) -> bool:
@@ -129,20 +164,19 @@ class KeyTable:
         """The best key of each mode with room for a batch, FULL first."""
         found = {}
         for graph in (FULL, PIECEWISE) if num_tokens else ():
-            lists = self._lists_for(graph, query_len, variant)
-            keys = [key for each in lists if (key := each.find(num_tokens, num_reqs)) is not None]
-            best = min(keys, key=lambda key: key.num_tokens, default=None)
+            keys = [_first_with_room(keys, num_tokens, num_reqs) for keys in self._lists_for(graph, query_len, variant)]
+            best = min((key for key in keys if key is not None), key=_tokens, default=None)
             if best is not None:
                 found[graph] = best
         return found
 
-    def _lists_for(self, graph: CUDAGraphMode, query_len: int | None, variant: Hashable) -> list[KeyList]:
+    def _lists_for(self, graph: CUDAGraphMode, query_len: int | None, variant: Hashable) -> list[list[BatchDescriptor]]:
         """The key lists of one mode that a batch may use: the nearest variant first, uniform graphs before general."""
         lengths = (query_len, None) if query_len in self.query_lens else (None,)
         kinds = ((graph, length, captured) for captured in self._serving(variant) for length in lengths)
-        return [self._key_lists[kind] for kind in kinds if kind in self._kinds]
+        return [self._ordered[kind] for kind in kinds if kind in self._kinds]
 
-    def _serving(self, variant: Hashable) -> tuple[Hashable, ...]:
+    def _serving(self, variant: Hashable) -> Sequence[Hashable]:
         """The captured variants whose graphs may serve this one, the nearest first."""
         if isinstance(variant, int):
             return self._counts[bisect_left(self._counts, variant) :]
@@ -169,7 +203,7 @@ class KeyTable:
     ) -> Decision:
         """The eager decision for a batch that no graph serves, with the reason."""
         lists = [each for graph in (FULL, PIECEWISE) for each in self._lists_for(graph, query_len, variant)]
-        largest = max((each.largest for each in lists), default=0)
+        largest = max((keys[-1].num_tokens for keys in lists), default=0)
         roomy = self._find(query_len, variant, num_tokens, 0)
         reason, detail = Reason.NOT_CAPTURED, ""
         if not num_tokens:
@@ -214,6 +248,14 @@ class KeyTable:
         # A key without a number of requests serves every number of them, but no uniform batch of another length.
         is_uniform = uniform and num_reqs * (self.query_len or 0) == num_tokens
         return self._answer(modes, BatchDescriptor(num_tokens, None, is_uniform, variant))
+
+
+_tokens = attrgetter("num_tokens")
+
+
+def _first_with_room(keys: Sequence[BatchDescriptor], num_tokens: int, num_reqs: int) -> BatchDescriptor | None:
+    start = bisect_left(keys, num_tokens, key=_tokens)
+    return next((key for key in islice(keys, start, None) if num_reqs <= request_limit(key)), None)
 
 
 def _check_batch(num_tokens: int, query_len: int | None, allowed: frozenset[CUDAGraphMode]) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from ..backends.base import Graph, Pool
 from .buffers import OutputBuffers
 from .entry import CUDAGraphEntry
@@ -107,8 +105,7 @@ def bytes_of(entries: Iterable[CUDAGraphEntry]) -> int:
 
 def _row(entry: CUDAGraphEntry) -> EntryMemory:
     driver = entry.graph.driver_nbytes
-    written = sum(t.nbytes for t in entry.outputs.peek(entry.size) if isinstance(t, torch.Tensor))
-    return EntryMemory(entry.size, entry.mode.name, entry.nbytes - driver, driver, written)
+    return EntryMemory(entry.size, entry.mode.name, entry.nbytes - driver, driver, entry.outputs.nbytes)
 
 
 def _readable(count: int) -> str:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from ..errors import ConfigError
+from ..errors import check_count
 from ..reasons import Reason
 from .backoff import Backoff
 from .replay import next_use
@@ -43,9 +43,8 @@ class Admission:
     """
 
     def __init__(self, capture_after: int = 2, window: int = 4096, *, clock: Callable[[], int] = next_use) -> None:
-        for name, value in (("capture_after", capture_after), ("capture_window", window)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+        check_count("capture_after", capture_after)
+        check_count("capture_window", window)
         self.capture_after = capture_after
         self.window = window
         self._backoff = Backoff(2 * capture_after, 2, capture_after << _MOST_DOUBLINGS)
@@ -67,17 +66,6 @@ class Admission:
         if misses is None or len(misses) < self.capture_after - 1:
             return None
         return misses[0] if self._clock() - misses[0] <= self.window else None
-
-    def decide(self, key: Hashable, has_room: bool) -> Reason:
-        """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing.
-
-        ``has_room``: whether the cache has room for one more graph without those used after ``since(key)``.
-        """
-        if self.still_to_wait(key):
-            return Reason.BACKING_OFF
-        if self.since(key) is None:
-            return Reason.FIRST_SIGHTING
-        return Reason.CAPTURED_NOW if has_room else Reason.CACHE_FULL
 
     def still_to_wait(self, key: Hashable) -> int:
         """How many more misses of ``key``, from now on, lead to no capture since it backs off. Changes nothing."""

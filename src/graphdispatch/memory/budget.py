@@ -217,10 +217,9 @@ class MemoryBudget:
             entries = {entry for cache in self._members for entry in cache}
         if self._is_many(len(entries)):
             raise IntegrityError(f"{len(entries)} entries, more than max_cached_graphs={self.max_cached_graphs}")
-        if self.memory_budget_bytes is not None:
+        if not self._is_small(entries):
             held = bytes_of(entries)
-            if held > self.memory_budget_bytes:
-                raise IntegrityError(f"{held} bytes, more than memory_budget_bytes={self.memory_budget_bytes}")
+            raise IntegrityError(f"{held} bytes, more than memory_budget_bytes={self.memory_budget_bytes}")
 
     def __repr__(self) -> str:
         most = "" if self.max_cached_graphs is None else f" of {self.max_cached_graphs}"

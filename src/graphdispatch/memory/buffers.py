@@ -21,17 +21,18 @@ __all__ = ["CallerBuffers", "OutputBuffers", "OutputRing", "OutputSpec", "copy_i
 
 
 class OutputSpec(NamedTuple):
-    """One output tensor of a graph."""
+    """One output tensor of a graph: its index among the leaves, the rows per row of each dimension that follows the
+    batch, and whether it lies in the graph's own memory."""
 
-    tensor: torch.Tensor
     place: int
-    """Its index among the leaves of the outputs."""
-    follows: frozenset[int]
-    """The dimensions that follow the batch."""
-    shape: tuple[int, ...]
-    """Its shape for the largest number of rows."""
+    tensor: torch.Tensor
+    factors: dict[int, int]
     is_own: bool
-    """Whether it lies in the graph's own memory."""
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """Its shape for a number of rows."""
+        extents = enumerate(self.tensor.shape)
+        return tuple(rows * self.factors[dim] if dim in self.factors else extent for dim, extent in extents)
 
 
 class OutputBuffers(ABC):
@@ -66,7 +67,7 @@ class OutputRing(OutputBuffers):
 
     def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
         """Allocate the copies. Raises ``CaptureError`` if the outputs are of other kinds than in earlier sizes."""
-        kinds = [(one.shape, one.tensor.dtype, one.tensor.device, one.is_own) for one in outputs]
+        kinds = [(one.shape(self.capacity), one.tensor.dtype, one.tensor.device, one.is_own) for one in outputs]
         if self.sets and kinds != self._kinds:
             raise CaptureError(
                 f"the outputs are {kinds} and were {self._kinds} in other sizes; they cannot share a ring",
@@ -110,13 +111,11 @@ class CallerBuffers(OutputBuffers):
         buffers = [self._leaves[one.place] for one in outputs]
         for one, buffer in zip(outputs, buffers, strict=True):
             _check_kind(buffer, one.tensor)
-            fits = [
-                room >= extent if dim in one.follows else room == extent
-                for dim, (room, extent) in enumerate(zip(buffer.shape, one.shape, strict=True))
-            ]
-            if not all(fits):
+            shape = one.shape(self.capacity)
+            extents = enumerate(zip(buffer.shape, shape, strict=True))
+            if not all(room == needed or (room > needed and dim in one.factors) for dim, (room, needed) in extents):
                 raise ConfigError(
-                    f"out must have room for the outputs of {self.capacity} rows, {one.shape}, got a tensor of shape "
+                    f"out must have room for the outputs of {self.capacity} rows, {shape}, got a tensor of shape "
                     f"{tuple(buffer.shape)}"
                 )
             if not one.is_own and _storage(one.tensor) == _storage(buffer):

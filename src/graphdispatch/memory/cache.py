@@ -62,8 +62,12 @@ class GraphCache:
 
     def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
+        if self.admission.still_to_wait(key):
+            return Reason.BACKING_OFF
         since = self.admission.since(key)
-        return self.admission.decide(key, since is not None and self.has_room(since))
+        if since is None:
+            return Reason.FIRST_SIGHTING
+        return Reason.CAPTURED_NOW if self.has_room(since) else Reason.CACHE_FULL
 
     @property
     def is_full(self) -> bool:
@@ -142,10 +146,7 @@ class GraphCache:
     def drop(self, victim: Victim) -> bool:
         """Forget the entry of a victim; False if it is no longer what its key stands for."""
         with self._lock:
-            if self._entries.get(victim.key) is not victim.entry:
-                return False
-            self._take(victim.key, victim.reason)
-            return True
+            return self._entries.get(victim.key) is victim.entry and bool(self._take(victim.key, victim.reason))
 
     def record(self, eviction: Eviction) -> None:
         """Count a release in ``stats``, and tell ``admission`` of it unless the user asked for it."""

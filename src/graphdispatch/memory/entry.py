@@ -1,7 +1,7 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class CUDAGraphEntry:
     verify_every: int | None = None
     """After how many replays a comparison is due again; None: never."""
     uses_rng: bool = False
-    """Whether it uses_rng from the device's default random generator."""
+    """Whether it draws from the device's default random generator."""
     knows_effects: bool = True
     """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
     writes_outside: bool = field(init=False)
@@ -108,10 +108,6 @@ class CUDAGraphEntry:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
         were at the capture. Needs no lock."""
         return (self.guard is None or self.guard.holds()) and (self.workspaces is None or self.workspaces.holds())
-
-    def needs_gradients(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether a call on ``tensors`` may have to be differentiated, with gradients on. Needs no lock."""
-        return any(t.requires_grad for t in tensors) or (self.guard is not None and self.guard.trainable)
 
     def increment_replay(self) -> None:
         """Count one replay."""

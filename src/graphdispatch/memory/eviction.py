@@ -19,7 +19,7 @@ from math import log2
 from statistics import median, median_low
 from weakref import WeakKeyDictionary, WeakSet
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count
 from .entry import CUDAGraphEntry
 
 __all__ = ["GDSF", "LFU", "LRU", "EvictionPolicy", "Frecency", "Probation", "available_evictions", "make_eviction"]
@@ -66,8 +66,8 @@ class LFU(EvictionPolicy):
         return [entry.replay_count for entry in entries]
 
 
-class _CaptureCosts:
-    """What captures of each key cost, as multiples of the usual: see Note [what a capture costs]."""
+class _ByCost(EvictionPolicy):
+    """Weighs what captures of each key cost, as multiples of the usual: see Note [what a capture costs]."""
 
     def __init__(self) -> None:
         self._noted: WeakSet[CUDAGraphEntry] = WeakSet()
@@ -75,8 +75,8 @@ class _CaptureCosts:
         self._of_all: deque[float] = deque(maxlen=_LATEST_OF_ALL)
         self._multiples: dict[Hashable, float] = {}
 
-    def note(self, entries: Sequence[CUDAGraphEntry]) -> None:
-        """Learn from the captures of entries that were not seen before."""
+    def costs(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
+        """What a new capture of each entry would cost for each byte that the graph holds."""
         for entry in entries:
             if entry in self._noted:
                 continue
@@ -88,13 +88,9 @@ class _CaptureCosts:
             self._of_all.append(entry.capture_time_ms)
             if len(self._of_key) > _REMEMBERED:
                 del self._of_key[next(iter(self._of_key))]
-
-    def per_byte(self, entry: CUDAGraphEntry) -> float:
-        """What a new capture would cost for each byte that the graph holds."""
-        multiple = self._multiples.get(entry.key)
-        if multiple is None:
-            multiple = self._multiples[entry.key] = self._multiple(entry.key)
-        return multiple / max(entry.nbytes, _LEAST_BYTES)
+        for key in {entry.key for entry in entries}.difference(self._multiples):
+            self._multiples[key] = self._multiple(key)
+        return [self._multiples[entry.key] / max(entry.nbytes, _LEAST_BYTES) for entry in entries]
 
     def _multiple(self, key: Hashable) -> float:
         times = self._of_key.get(key, ())
@@ -104,7 +100,7 @@ class _CaptureCosts:
         return 4.0 ** int(log2(own / usual) / 2) if own > 0 and usual > 0 else 1.0
 
 
-class GDSF(EvictionPolicy):
+class GDSF(_ByCost):
     """GreedyDual-Size-Frequency: replays times what a new capture would cost, for each byte, with ageing.
 
     After Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy" (1998): a score
@@ -114,30 +110,24 @@ class GDSF(EvictionPolicy):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._age = 0.0
         self._known: WeakKeyDictionary[CUDAGraphEntry, tuple[int, float]] = WeakKeyDictionary()
-        self._costs = _CaptureCosts()
 
     def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
         """Age at the last use, plus replays x capture cost / bytes."""
-        self._costs.note(entries)
-        return [self._score(entry) for entry in entries]
+        for entry, cost in zip(entries, self.costs(entries), strict=True):
+            if self._known.get(entry, (-1, 0.0))[0] != entry.replay_count:
+                self._known[entry] = entry.replay_count, self._age + entry.replay_count * cost
+        return [self._known[entry][1] for entry in entries]
 
     def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
         """Raise the age."""
         del entry
         self._age = max(self._age, score)
 
-    def _score(self, entry: CUDAGraphEntry) -> float:
-        replays, score = self._known.get(entry, (-1, 0.0))
-        if entry.replay_count != replays:
-            replays = entry.replay_count
-            score = self._age + replays * self._costs.per_byte(entry)
-            self._known[entry] = replays, score
-        return score
 
-
-class Frecency(EvictionPolicy):
+class Frecency(_ByCost):
     """Frequency and recency: uses cubed / time since the last one, times what a new capture costs for each byte.
 
     The quotient stands for how likely a graph is to be wanted soon: a frequent one is given more time to come again
@@ -151,15 +141,15 @@ class Frecency(EvictionPolicy):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._began: WeakKeyDictionary[CUDAGraphEntry, float] = WeakKeyDictionary()
         self._left: dict[Hashable, float] = {}
-        self._costs = _CaptureCosts()
 
     def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
         """Uses cubed x capture cost / bytes / uses of any graph since the last one."""
-        self._costs.note(entries)
         now = 1 + max((entry.last_used for entry in entries), default=0)
-        return [self._uses(entry) ** 3 * self._costs.per_byte(entry) / (now - entry.last_used) for entry in entries]
+        costs = zip(entries, self.costs(entries), strict=True)
+        return [self._uses(entry) ** 3 * cost / (now - entry.last_used) for entry, cost in costs]
 
     def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
         """Remember how much it was used."""
@@ -180,8 +170,7 @@ class Probation(EvictionPolicy):
     """Entries with fewer than ``min_replays`` replays go first, least recently used ones ahead; then as ``policy``."""
 
     def __init__(self, min_replays: int, policy: EvictionPolicy) -> None:
-        if isinstance(min_replays, bool) or not isinstance(min_replays, int) or min_replays < 0:
-            raise ConfigError(f"min_replays_to_keep must be an integer >= 0, got {min_replays!r}")
+        check_count("min_replays_to_keep", min_replays, 0)
         self.min_replays = min_replays
         self.policy = policy
 

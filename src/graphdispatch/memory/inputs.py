@@ -5,7 +5,8 @@ All graphs of one signature share them, which is why a pool's lock is held from 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any
 
 import torch
 
@@ -15,13 +16,6 @@ from ..call.signature import InputSpec
 __all__ = ["StaticInputs"]
 
 _CONSTANT_AFTER = 16
-
-
-class _LoadPlan(NamedTuple):
-    """Where the rows of one (rows, size) pair go."""
-
-    targets: list[torch.Tensor]
-    sources: tuple[int, ...]
 
 
 class StaticInputs:
@@ -41,7 +35,7 @@ class StaticInputs:
     def free(self) -> None:
         """Let go of the buffers, when no graph reads them any more; the next capture gets new ones."""
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._plans: dict[tuple[int, int], _LoadPlan] = {}
+        self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
         # Rows from here on hold padding already, for graphs of _layout_size rows (or of any size, when the batch
         # is the slowest dimension of every argument and so lies at one address for all sizes).
         self._clean_from = self.capacity
@@ -62,7 +56,7 @@ class StaticInputs:
         if size not in self._views:
             with torch.inference_mode(False), torch.no_grad():
                 self._flat = self._flat or [
-                    torch.zeros(_numel(s.sized(self.capacity)), dtype=s.dtype, device=s.device) for s in self.specs
+                    torch.zeros(prod(s.sized(self.capacity)), dtype=s.dtype, device=s.device) for s in self.specs
                 ]
                 self._views[size] = tuple(
                     _ordered_view(flat, spec.sized(size), spec.order)
@@ -77,8 +71,7 @@ class StaticInputs:
         """
         if not self.specs:
             return
-        plan = self._plans.get((rows, size)) or self._make_plan(rows, size)
-        targets = plan.targets
+        targets = self._targets.get((rows, size)) or self._make_targets(rows, size)
         # Noted before the copy: of one that stops half-way, nothing shall be taken for padding.
         if not self._one_layout and self._layout_size != size:
             self._layout_size = size
@@ -86,9 +79,9 @@ class StaticInputs:
         if rows > self._clean_from:
             self._clean_from = rows
         if len(targets) == 1:
-            targets[0].copy_(values[plan.sources[0]])
-        elif targets:
-            torch._foreach_copy_(targets, [values[position] for position in plan.sources])
+            targets[0].copy_(values[self.positions[0]])
+        else:
+            torch._foreach_copy_(targets, [values[position] for position in self.positions])
         if rows < size and (self._follows_data or rows < self._clean_from):
             self._pad(rows, size)
 
@@ -109,10 +102,8 @@ class StaticInputs:
         for index, (spec, view) in enumerate(zip(self.specs, self.views(size), strict=True)):
             if spec.dim is not None:
                 first = view.narrow(spec.dim, 0, 1)
-                all_rows = first.expand_as(view)
-                if bits_equal(view, all_rows) or torch.equal(
-                    view, all_rows
-                ):  # by value too: 0.0 is no other row than -0.0
+                every = first.expand_as(view)
+                if bits_equal(view, every) or torch.equal(view, every):  # by value too: 0.0 is no other row than -0.0
                     alike[index] = first
         apart = {index for index, spec in enumerate(self.specs) if spec.dim is not None} - alike.keys()
         if not apart:  # a dummy batch tells nothing
@@ -129,11 +120,11 @@ class StaticInputs:
         self._clean_from = self.capacity
         self._layout_size = 0
 
-    def _make_plan(self, rows: int, size: int) -> _LoadPlan:
+    def _make_targets(self, rows: int, size: int) -> list[torch.Tensor]:
+        """Where the rows of a batch go."""
         with torch.inference_mode(False), torch.no_grad():
-            targets = [self.real(i, rows, size) for i in range(len(self.specs))]
-        plan = self._plans[rows, size] = _LoadPlan(targets, self.positions)
-        return plan
+            targets = self._targets[rows, size] = [self.real(i, rows, size) for i in range(len(self.specs))]
+        return targets
 
     def _pad(self, rows: int, size: int) -> None:
         for index in self._padded:
@@ -145,13 +136,6 @@ class StaticInputs:
                 view = self.views(self.capacity if self._one_layout else size)[index]
                 spec.pad.apply(view.narrow(spec.dim, rows, end - rows), view.narrow(spec.dim, 0, rows), spec.dim)
         self._clean_from = rows
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
 
 
 def _ordered_view(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:

@@ -12,7 +12,7 @@ number of rows, never from a dimension that merely equals the number of rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -66,11 +66,6 @@ class OutputRule:
 
     follows: tuple[tuple[tuple[int, int], ...], ...]
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether no output follows the batch."""
-        return not any(self.follows)
-
 
 def learn_output_rule(first: Any, first_rows: int, second: Any, second_rows: int) -> OutputRule:
     """The rule that explains both shapes, from outputs of runs with two different numbers of rows.
@@ -110,14 +105,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
-class _Copy(NamedTuple):
-    """What is copied for one number of rows into one set of buffers, and what is handed out then."""
-
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
-    result: list[torch.Tensor]
-
-
 class Outputs:
     """What one graph writes, cut to the real rows and handed out as the mode says.
 
@@ -137,97 +124,83 @@ class Outputs:
     ) -> None:
         self.tree = tree
         self.rule = rule
+        self.buffers = buffers
         leaves, spec = tree_flatten(tree)
-        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._leaves = leaves
+        self._tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._is_own = tuple(is_own)
         self._mode = mode
         self._pool = pool
-        clones = tuple(own and mode == "clone" for own in self._is_own)
-        self.clones = clones if mode in ("clone", "static") and buffers is None else None
-        """Which tensors are copied for the caller; None where more than that is to be done (a handle, buffers)."""
-        is_one = spec.is_leaf() and isinstance(leaves[0], torch.Tensor)
         self._build = _builder(leaves, spec)
-        self.build = None if is_one else self._build
-        """How the tensors become the callable's own structure; None for a single tensor."""
-        self._cuts: dict[int, list[torch.Tensor]] = {}
-        self.buffers = buffers
-        self._copies: dict[tuple[int, int], _Copy] = {}
         if buffers is not None:
-            parts = zip(self._places, rule.follows, self._is_own, strict=True)
-            outputs = [_spec(leaves[place], place, dims, own, buffers.capacity) for place, dims, own in parts]
-            buffers.prepare(outputs, spec)
+            parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
+            buffers.prepare([OutputSpec(*tensor, dict(dims), own) for tensor, dims, own in parts], spec)
 
-    def take(self, rows: int) -> Any:
-        """The outputs of the latest replay for ``rows`` real rows. Hold the pool's lock."""
+    def taker(self, rows: int) -> Callable[[], Any]:
+        """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
+        cut, build = self.peek(rows), self._build
         if self.buffers is not None:
-            return self._take_copy(self.buffers, rows)
-        cut = self.peek(rows)
-        if self.clones is not None:
-            cut = [tensor.clone() if own else tensor for tensor, own in zip(cut, self.clones, strict=True)]
-        value = self._build(cut)
-        return OutputView(value, self._pool) if self._mode == "view" else value
+            return self._copier(cut, self.buffers)
+        if self._mode == "view":
+            return lambda: OutputView(build(cut), self._pool)
+        if self._mode != "clone":
+            return lambda: build(cut)
+        if self._is_own == (True,) and build is _only:
+            return cut[0].clone
+        parts = list(zip(cut, self._is_own, strict=True))
+        return lambda: build([tensor.clone() if own else tensor for tensor, own in parts])
 
-    def _take_copy(self, buffers: OutputBuffers, rows: int) -> Any:
-        turn = buffers.generation % buffers.lifetime
-        buffers.generation += 1
-        copy = self._copies.get((rows, turn))
-        if copy is None:
-            copy = self._copies[rows, turn] = self._make_copy(buffers, turn, rows)
-        if copy.targets:
-            torch._foreach_copy_(copy.targets, copy.sources)
-        value = self._build(copy.result)
-        return OutputView(value, buffers) if isinstance(buffers, OutputRing) else value
+    def _copier(self, cut: list[torch.Tensor], buffers: OutputBuffers) -> Callable[[], Any]:
+        """Copies into the next set of buffers, and hands that out."""
+        copies: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = []
+        for buffer_set in buffers.sets:
+            pairs = list(zip(cut, buffer_set, strict=True))
+            result = [source if buffer is None else first_part(buffer, source.shape) for source, buffer in pairs]
+            copied = [place for place, (_, buffer) in enumerate(pairs) if buffer is not None]
+            copies.append(([result[place] for place in copied], [cut[place] for place in copied], result))
 
-    def _make_copy(self, buffers: OutputBuffers, turn: int, rows: int) -> _Copy:
-        copy = _Copy([], [], [])
-        for source, buffer in zip(self.peek(rows), buffers.sets[turn], strict=True):
-            if buffer is not None:
-                copy.targets.append(first_part(buffer, source.shape))
-                copy.sources.append(source)
-            copy.result.append(source if buffer is None else copy.targets[-1])
-        return copy
+        def take() -> Any:
+            targets, sources, result = copies[buffers.generation % buffers.lifetime]
+            buffers.generation += 1
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            value = self._build(result)
+            return OutputView(value, buffers) if isinstance(buffers, OutputRing) else value
+
+        return take
 
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
-        cut = self._cuts.get(rows)
-        return self._cut(rows) if cut is None else cut
-
-    def _cut(self, rows: int) -> list[torch.Tensor]:
-        cut = []
         with torch.inference_mode(False), torch.no_grad():
-            for place, dims in zip(self._places, self.rule.follows, strict=True):
-                tensor = self._leaves[place]
-                for dim, factor in dims:
-                    tensor = tensor.narrow(dim, 0, rows * factor)
-                cut.append(tensor)
-        self._cuts[rows] = cut
-        return cut
+            tensors = zip(self._tensors, self.rule.follows, strict=True)
+            return [_cut(tensor, dims, rows) for (_, tensor), dims in tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all output tensors, wherever they lie."""
+        return sum(tensor.nbytes for _, tensor in self._tensors)
 
 
-def _spec(tensor: torch.Tensor, place: int, dims: tuple[tuple[int, int], ...], own: bool, rows: int) -> OutputSpec:
-    factors = dict(dims)
-    shape = [rows * factors[dim] if dim in factors else extent for dim, extent in enumerate(tensor.shape)]
-    return OutputSpec(tensor, place, frozenset(factors), tuple(shape), own)
+def _cut(tensor: torch.Tensor, dims: tuple[tuple[int, int], ...], rows: int) -> torch.Tensor:
+    for dim, factor in dims:
+        tensor = tensor.narrow(dim, 0, rows * factor)
+    return tensor
+
+
+def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
 
 
 def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]], Any]:
     """How a list of output tensors becomes the callable's own structure again."""
-    if len(leaves) == 1 and spec.is_leaf():
-        if isinstance(leaves[0], torch.Tensor):
-            return lambda tensors: tensors[0]
-        return lambda tensors: leaves[0]
-    if (
-        spec.type is tuple
-        and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        and spec.num_nodes == len(leaves) + 1
-    ):
-        return tuple
-    template = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(places) == len(leaves) and spec.num_nodes == len(leaves) + (not spec.is_leaf()):
+        if spec.is_leaf():
+            return _only
+        if spec.type is tuple:
+            return tuple
 
     def build(tensors: list[torch.Tensor]) -> Any:
-        filled = list(template)
+        filled = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor
         return tree_unflatten(filled, spec)

@@ -25,9 +25,7 @@ across threads."""
 class ReplayPlan:
     """Copy in, replay, hand out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
 
-    __slots__ = (
-        "_build", "_clones", "_copies", "_cut", "_entry", "_load", "_outputs", "_pool", "_size", "_watched", "rows",
-    )  # fmt: skip
+    __slots__ = ("_entry", "_load", "_pool", "_size", "_take", "_watched", "rows")
 
     def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
         self.rows = rows
@@ -35,11 +33,7 @@ class ReplayPlan:
         self._pool = entry.pool
         self._size = entry.size
         self._load = entry.inputs.load if entry.inputs.specs else None
-        self._outputs = entry.outputs
-        self._cut = entry.outputs.peek(rows)
-        self._clones = entry.outputs.clones
-        self._copies = self._clones is not None and any(self._clones)
-        self._build = entry.outputs.build
+        self._take = entry.outputs.taker(rows)
         self._watched = entry.inputs.positions if entry.writes_outside else ()
 
     def clash(self, values: Sequence[Any]) -> str | None:
@@ -85,15 +79,7 @@ class ReplayPlan:
                 elif self._load is not None:
                     self._load(values, self.rows, self._size)
                 entry.graph.replay()
-                if self._clones is None:
-                    result = self._outputs.take(self.rows)
-                elif self._build is None:
-                    result = self._cut[0].clone() if self._copies else self._cut[0]
-                elif not self._copies:
-                    result = self._build(self._cut)
-                else:
-                    parts = zip(self._cut, self._clones, strict=True)
-                    result = self._build([tensor.clone() if own else tensor for tensor, own in parts])
+                result = self._take()
             except BaseException as error:
                 entry.fail(error, before)
                 raise

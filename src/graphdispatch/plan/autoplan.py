@@ -10,13 +10,13 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ..decide.pauses import Pauses
 from ..errors import ConfigError
 from ..memory.backoff import Backoff, Quarantine
 from ..reasons import Reason
 from ..stats import CUDAGraphStats
 from .cost import CostModel
 from .online import GraphFigures, LiveTraffic, graphs_of, measured_cost, replan
+from .pauses import Pauses
 from .plan import Plan
 from .profile import Profile
 

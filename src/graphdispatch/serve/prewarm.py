@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from .estimate import BudgetedCapture, MemoryEstimate, estimate_memory
+from .estimate import MemoryEstimate, estimate_memory
 from .group import GraphGroup, Route
 from .progress import progress_bar
 from .server import Server
@@ -150,25 +151,30 @@ class CaptureBatch:
         return f"{self._server.graphs.memory_bytes / 2**20:.1f} MiB"
 
     def _within_budget(self, group: GraphGroup, leaves: Sequence[Any], todo: list[int]) -> Iterator[int]:
-        """The sizes for which there are time and memory, each asked for when the one before it is done."""
-        graphs, mode, latest = self._server.graphs, group.route.table.mode, 0.0
-        limit = self._limits.max_bytes or self._config.memory_budget_bytes
+        """The sizes for which there are time and memory, each asked for when the one before it is done.
+
+        What a capture took beyond the estimate is expected of the next one too.
+        """
+        graphs, mode, latest, beyond, is_first = self._server.graphs, group.route.table.mode, 0.0, 0, True
+        seconds, limit = self._limits.max_seconds, self._limits.max_bytes or self._config.memory_budget_bytes
         known = None
         if limit is not None and todo:
-            try:
+            with suppress(CaptureError):  # the captures themselves will tell
                 known = estimate_memory(graphs, group, leaves, todo)
-            except CaptureError:  # the captures themselves will tell
-                known = None
-        memory = BudgetedCapture(lambda: graphs.memory_bytes, limit, known)
         for size in todo:
-            begun = time.perf_counter()
-            if self._limits.max_seconds is not None and begun - self._started + latest > self._limits.max_seconds:
-                self._left_out[mode, size] = f"max_seconds={self._limits.max_seconds} are used up"
-            elif not memory.next(size):
+            begun, held = time.perf_counter(), graphs.memory_bytes
+            guess = known.per_size[size] if known is not None else 0
+            # The first one brings the pool and the inputs, as far as they are not there already.
+            needed = max(known.alone(size) - held, 0) if known is not None and is_first else guess + beyond
+            if seconds is not None and begun - self._started + latest > seconds:
+                self._left_out[mode, size] = f"max_seconds={seconds} are used up"
+            elif limit is not None and held + needed > limit:
                 self._left_out[mode, size] = f"it would not fit into {limit} bytes"
             else:
                 yield size
                 latest = time.perf_counter() - begun
+                beyond = 0 if is_first else max(graphs.memory_bytes - held - guess, 0)
+                is_first = False
 
 
 def _example(

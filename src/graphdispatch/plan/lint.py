@@ -6,13 +6,12 @@ from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple, Protocol
 
+from ..decide.decision import Decision
+from ..decide.table import KeyTable, query_len_of, request_limit
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from .decision import Decision
-from .preference import query_len_of, request_limit
-from .table import KeyTable
 
 __all__ = ["LintCode", "LintFinding", "lint"]
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from graphdispatch.decide.keys import CudagraphKeyDispatcher
-from graphdispatch.decide.lint import LintCode, LintFinding, lint
 from graphdispatch.decide.table import KeyTable
 from graphdispatch.descriptors import BatchDescriptor as Key
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode as Mode
+from graphdispatch.plan.lint import LintCode, LintFinding, lint
 
 PIECEWISE, FULL = Mode.PIECEWISE, Mode.FULL
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..descriptors import DispatchKey
-from ..errors import ConfigError
-from ..sizes import check_count, check_sizes
+from ..errors import ConfigError, check_count
+from ..sizes import check_sizes
 from .pauses import CapturesSizes, Pauses
 
 __all__ = ["Prewarmer", "SizePredictor"]
