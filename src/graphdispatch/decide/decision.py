@@ -1,7 +1,7 @@
-"""Decisions: mode, descriptor, padded size and reason, precomputed in an immutable table of sizes."""
+"""Decisions: mode, descriptor, padded size and reason, from an immutable table of sizes."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from ..config import ResolvedConfig
@@ -9,6 +9,7 @@ from ..descriptors import BatchDescriptor
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from .memo import Memo
 
 __all__ = ["Decision", "SizeTable"]
 
@@ -44,7 +45,8 @@ class Decision(NamedTuple):
 
 
 class SizeTable:
-    """Decisions for every number of rows, for one dynamic dimension: one lookup each. Immutable and thread-safe.
+    """Decisions for every number of rows, for one dynamic dimension: each made once, when it is first asked for.
+    Immutable and thread-safe.
 
     ``sizes`` are the capture sizes, in increasing order, and ``min_batches`` the smallest batch that each serves (none:
     all above the next smaller size); with ``pad_batches=False`` only exact sizes are served.
@@ -62,10 +64,9 @@ class SizeTable:
         self.mode = mode
         self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
         """The decision for calls without a batch dimension."""
+        self._pads = pad_batches
         self._min_batches = dict(zip(self.sizes, min_batches or [1 + size for size in (0, *self.sizes)], strict=False))
-        self._decisions = [Decision.eager(Reason.NO_ROWS)] if self.sizes else []
-        for below, size in pairwise((0, *self.sizes)):
-            self._decisions += [self._make(rows, size, pad_batches) for rows in range(below + 1, size + 1)]
+        self._decisions = Memo(self._decide)
 
     @classmethod
     def of(cls, resolved: ResolvedConfig, mode: CUDAGraphMode) -> "SizeTable":
@@ -92,9 +93,7 @@ class SizeTable:
         cls, size: int, mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None, *, pads: bool = False
     ) -> "SizeTable":
         """The table of a single graph of ``size`` rows; if it ``pads``, it serves every batch of at most as many."""
-        table = cls((size,), mode)
-        if not pads:
-            del table._decisions[1:]
+        table = cls((size,), mode, pad_batches=pads)
         table.fixed = Decision(mode, descriptor or BatchDescriptor(size), size, Reason.EXACT, size)
         return table
 
@@ -105,19 +104,22 @@ class SizeTable:
 
     def decide(self, rows: int) -> Decision:
         """The decision for ``rows`` rows."""
-        if 0 <= rows < len(self._decisions):
-            return self._decisions[rows]
-        if not self.sizes:
-            return Decision.eager(Reason.DISABLED, rows)
-        reason = Reason.ABOVE_LARGEST_SIZE
-        return Decision.eager(reason, rows, f"{reason.text} (largest: {self.largest})")
+        return self._decisions[rows]
 
     def served_by(self, size: int) -> range:
         """The numbers of rows that the graph of ``size`` serves."""
         return range(self._min_batches[size], size + 1)
 
-    def _make(self, rows: int, size: int, pad_batches: bool) -> Decision:
-        if rows != size and not pad_batches:
+    def _decide(self, rows: int) -> Decision:
+        if not self.sizes:
+            return Decision.eager(Reason.DISABLED, rows)
+        if rows == 0:
+            return Decision.eager(Reason.NO_ROWS)
+        if not 0 < rows <= self.largest:
+            reason = Reason.ABOVE_LARGEST_SIZE
+            return Decision.eager(reason, rows, f"{reason.text} (largest: {self.largest})")
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        if rows != size and not self._pads:
             return Decision.eager(Reason.NOT_CAPTURED, rows)
         if rows < self._min_batches[size]:
             return Decision.eager(Reason.POLICY, rows, f"eager is expected to be faster than {size} padded rows")

@@ -196,12 +196,13 @@ class CUDAGraphEntry:
         Every copied tensor must be given; static tensors and constants may be, and must be those of the capture.
         """
         names = [spec.name for spec in self.inputs.specs]
-        places = {leaf.path: place for place, leaf in enumerate(self.call.leaves)} if self.call is not None else {}
-        if not set(names) <= set(inputs) <= {*names, *places}:
-            raise GuardError(f"inputs must be named {names}, got {list(inputs)}")
         values = list(self.example)
-        for name in set(inputs) - set(names):
-            values[places[name]] = inputs[name]
+        if len(inputs) != len(names) or not set(names) <= inputs.keys():
+            places = {leaf.path: place for place, leaf in enumerate(self.call.leaves)} if self.call is not None else {}
+            if not set(names) <= set(inputs) <= {*names, *places}:
+                raise GuardError(f"inputs must be named {names}, got {list(inputs)}")
+            for name in set(inputs) - set(names):
+                values[places[name]] = inputs[name]
         rows = -1
         for spec in self.inputs.specs:
             tensor = values[spec.position] = inputs[spec.name]

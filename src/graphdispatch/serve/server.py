@@ -349,7 +349,7 @@ class Server(HitPath):
         route that was given one stays."""
         for group in route.groups:
             self.graphs.groups.pop(group.key, None)
-        route.table = SizeTable((), (), route.table.mode)
+        route.table = SizeTable((), route.table.mode)
         route.spellings.clear()
 
     def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
