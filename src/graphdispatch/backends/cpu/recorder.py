@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ...errors import CaptureError
 from ...reasons import Reason
@@ -49,7 +49,8 @@ class Slot:
         return storage
 
 
-class TensorRef(NamedTuple):
+@dataclass(frozen=True)
+class TensorRef:
     """A tensor on a slot: the part of the memory that it views, and how."""
 
     slot: Slot
@@ -114,8 +115,8 @@ class Recording(NamedTuple):
 
     program: list[Instruction]
     literals: list[Literal]
-    outputs: list[Any]
-    """The leaves of the shared outputs; a tensor that this recording made is a ``TensorRef``."""
+    outputs: Any
+    """The shared outputs, with a ``TensorRef`` for each tensor that this recording made."""
 
 
 class Recorder(TorchDispatchMode):
@@ -134,12 +135,11 @@ class Recorder(TorchDispatchMode):
         self.is_paused = True
         return Recording(self.program, self.literals, self._outputs)
 
-    def share(self, leaves: list[Any]) -> None:
+    def share(self, outputs: Any) -> None:
         """Describe the outputs. From here on, the recording holds none of those that it made."""
-        self._outputs = [
-            self._symbol(leaf) if isinstance(leaf, torch.Tensor) and self._slot_of(leaf) is not None else leaf
-            for leaf in leaves
-        ]
+        self._outputs = tree_map_only(
+            torch.Tensor, lambda t: self._symbol(t) if self._slot_of(t) is not None else t, outputs
+        )
 
     def resume(self) -> None:
         """Begin a new recording."""
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         self.program: list[Instruction] = []
         self.literals: list[Literal] = []
         self._slots: dict[int, Slot] = {}
-        self._outputs = []
+        self._outputs = None
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and record it."""
