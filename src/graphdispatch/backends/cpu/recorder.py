@@ -181,32 +181,9 @@ class Recorder(TorchDispatchMode):
             return result
         for tensor in results:
             self._make_slot(tensor)
-        if kind is not OperatorKind.EMPTY:
-            kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
-            self._note(func, args, kwargs, results, kernel)
-        return result
-
-    def _refuse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        why = forbidden(func, args, kwargs)
-        for tensor in tensors_in(args, kwargs):
-            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
-            elif tensor.layout is not torch.strided:
-                why = f"is given a tensor of layout {tensor.layout}"
-            elif tensor.device.type != "cpu":
-                why = f"is given a tensor on {tensor.device}"
-        if why is not None:
-            raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
-
-    def _note(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: list[torch.Tensor],
-        kernel: Kernel | None,
-    ) -> None:
-        kind = kind_of(func)
+        if kind is OperatorKind.EMPTY:
+            return result
+        kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
         written = written_tensors(func, args, kwargs) if kind is OperatorKind.WRITE else []
         used = [self._slot_of(t) for t in tensors_in(args, kwargs)]
         writes = list(map(self._slot_of, written))
@@ -225,6 +202,19 @@ class Recorder(TorchDispatchMode):
                 writes_outside=None in writes,
             )
         )
+        return result
+
+    def _refuse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        why = forbidden(func, args, kwargs)
+        for tensor in tensors_in(args, kwargs):
+            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
+            elif tensor.layout is not torch.strided:
+                why = f"is given a tensor of layout {tensor.layout}"
+            elif tensor.device.type != "cpu":
+                why = f"is given a tensor on {tensor.device}"
+        if why is not None:
+            raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
 
     def _make_slot(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
