@@ -100,11 +100,8 @@ class Tolerance(NamedTuple):
 # For the wide types about the square root of the type's resolution; for the narrow ones a few units of the resolution.
 _BY_DTYPE = {
     torch.float64: Tolerance(1e-9, 1e-12),
-    torch.complex128: Tolerance(1e-9, 1e-12),
     torch.float32: Tolerance(1e-4, 1e-6),
-    torch.complex64: Tolerance(1e-4, 1e-6),
     torch.float16: Tolerance(1e-2, 1e-4),
-    torch.bfloat16: Tolerance(2e-2, 1e-3),
 }
 
 
@@ -114,7 +111,7 @@ def tolerance_for(
     """The tolerance for a type: the same bits if ``exact``, for integers and for bool; else by type or as given."""
     if exact or not (dtype.is_floating_point or dtype.is_complex):
         return Tolerance(0.0, 0.0)
-    default = _BY_DTYPE.get(dtype, Tolerance(2e-2, 1e-3))
+    default = _BY_DTYPE.get(dtype.to_real(), Tolerance(2e-2, 1e-3))
     return Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
 
 

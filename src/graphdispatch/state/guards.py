@@ -189,9 +189,6 @@ class WorkspaceGuard:
     def _read(self) -> list[tuple[int, int]]:
         return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
 
-    def __len__(self) -> int:
-        return len(self._storages)
-
 
 def wants_gradient(value: Any) -> bool:
     """Whether an argument is a tensor that requires a gradient, or an object that holds such a tensor."""

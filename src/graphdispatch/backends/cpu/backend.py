@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
@@ -87,7 +86,6 @@ class _CPUCapture(Capture):
     def __init__(self, pool: CPUPool, classify: Callable[[BaseException], Reason]) -> None:
         self._pool = pool
         self._classify = classify
-        self._spec: TreeSpec | None = None
         self._recorder = Recorder()
         self._modes = ExitStack()
         CAPTURE_LOCK.acquire()
@@ -117,8 +115,7 @@ class _CPUCapture(Capture):
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
         """Keep the outputs. Shared ones are only described, so that their memory can be reused."""
         if shared:
-            leaves, self._spec = tree_flatten(outputs)
-            self._recorder.share(leaves)
+            self._recorder.share(outputs)
         else:
             self.outputs = outputs
 
@@ -128,8 +125,8 @@ class _CPUCapture(Capture):
         program = self._recorder.pause()
         self._close()
         self.graph = graph = self._bind(program)
-        if self._spec is not None:
-            self.outputs = tree_unflatten(graph.outputs, self._spec)
+        if graph.outputs is not None:
+            self.outputs = graph.outputs
         return graph
 
     def _bind(self, program: Recording) -> CPUGraph:

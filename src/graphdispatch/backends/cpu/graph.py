@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import ReplayError
 from ..base import Graph, Pool
@@ -95,7 +95,7 @@ class CPUGraph(Graph):
         """The memory of the pool that the graph uses, or None."""
         self._nbytes = binder.nbytes
         self.outputs = binder.outputs
-        """The leaves of the shared outputs, in order. They lie in the arena and hold the pool's latest replay."""
+        """The shared outputs. They lie in the arena and hold the pool's latest replay."""
         self.num_recorded = len(recording.program)
 
     def replay(self) -> None:
@@ -118,7 +118,7 @@ class CPUGraph(Graph):
         self._memory = []
         self.arena = None
         self._nbytes = 0
-        self.outputs = []
+        self.outputs = None
 
     @property
     def nbytes(self) -> int:
@@ -141,8 +141,8 @@ class _Binder:
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._storages: dict[Slot, torch.UntypedStorage] = {}
         self._offsets: dict[Slot, int] = {}
-        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
-        shared = {ref.slot for ref in recording.outputs if isinstance(ref, TensorRef)}
+        self._tensors: dict[TensorRef, torch.Tensor] = {}
+        shared = {ref.slot for ref in tree_leaves(recording.outputs) if isinstance(ref, TensorRef)}
         slots = shared.union(*(i.reads | i.writes for i in recording.program))
         for slot in slots:
             storage = slot.live_storage()
@@ -168,28 +168,23 @@ class _Binder:
                 call()
             written = {slot for instruction in each for slot in instruction.writes}
             self.calls = [*(fill for slot, fill in fills.items() if slot in written), *map(self._bind, each)]
-            self.outputs = [self._tensor(leaf) if isinstance(leaf, TensorRef) else leaf for leaf in recording.outputs]
+            self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
         self.memory = own
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
-        key = (id(ref.slot), *ref[1:])
-        if key not in self._tensors:
+        if ref not in self._tensors:
             offset = self._offsets.get(ref.slot, 0) // ref.dtype.itemsize + ref.offset
             tensor = torch.empty(0, dtype=ref.dtype).set_(self._storages[ref.slot], offset, ref.size, ref.stride)
             if ref.conj:
                 tensor = tensor.conj()
             if ref.neg:
                 tensor = torch._neg_view(tensor)
-            self._tensors[key] = tensor
-        return self._tensors[key]
+            self._tensors[ref] = tensor
+        return self._tensors[ref]
 
     def _bind(self, instruction: Instruction) -> Callable[[], Any]:
-        args, kwargs = tree_map(
-            lambda v: self._tensor(v) if isinstance(v, TensorRef) else v,
-            (instruction.args, instruction.kwargs),
-            is_leaf=lambda v: isinstance(v, TensorRef),
-        )
-        outs = tuple(self._tensor(ref) for ref in instruction.outs)
+        args, kwargs = tree_map_only(TensorRef, self._tensor, (instruction.args, instruction.kwargs))
+        outs = tuple(map(self._tensor, instruction.outs))
         func = instruction.func
         if instruction.kernel is not None:
             return partial(instruction.kernel.function, *args, **kwargs, **instruction.kernel.out_kwargs(outs))

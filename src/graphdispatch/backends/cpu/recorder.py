@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ...errors import CaptureError
 from ...reasons import Reason
@@ -49,7 +49,8 @@ class Slot:
         return storage
 
 
-class TensorRef(NamedTuple):
+@dataclass(frozen=True)
+class TensorRef:
     """A tensor on a slot: the part of the memory that it views, and how."""
 
     slot: Slot
@@ -114,8 +115,8 @@ class Recording(NamedTuple):
 
     program: list[Instruction]
     literals: list[Literal]
-    outputs: list[Any]
-    """The leaves of the shared outputs; a tensor that this recording made is a ``TensorRef``."""
+    outputs: Any
+    """The shared outputs, with a ``TensorRef`` for each tensor that this recording made."""
 
 
 class Recorder(TorchDispatchMode):
@@ -134,12 +135,11 @@ class Recorder(TorchDispatchMode):
         self.is_paused = True
         return Recording(self.program, self.literals, self._outputs)
 
-    def share(self, leaves: list[Any]) -> None:
+    def share(self, outputs: Any) -> None:
         """Describe the outputs. From here on, the recording holds none of those that it made."""
-        self._outputs = [
-            self._symbol(leaf) if isinstance(leaf, torch.Tensor) and self._slot_of(leaf) is not None else leaf
-            for leaf in leaves
-        ]
+        self._outputs = tree_map_only(
+            torch.Tensor, lambda t: self._symbol(t) if self._slot_of(t) is not None else t, outputs
+        )
 
     def resume(self) -> None:
         """Begin a new recording."""
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         self.program: list[Instruction] = []
         self.literals: list[Literal] = []
         self._slots: dict[int, Slot] = {}
-        self._outputs = []
+        self._outputs = None
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and record it."""
@@ -181,32 +181,9 @@ class Recorder(TorchDispatchMode):
             return result
         for tensor in results:
             self._make_slot(tensor)
-        if kind is not OperatorKind.EMPTY:
-            kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
-            self._note(func, args, kwargs, results, kernel)
-        return result
-
-    def _refuse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        why = forbidden(func, args, kwargs)
-        for tensor in tensors_in(args, kwargs):
-            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
-            elif tensor.layout is not torch.strided:
-                why = f"is given a tensor of layout {tensor.layout}"
-            elif tensor.device.type != "cpu":
-                why = f"is given a tensor on {tensor.device}"
-        if why is not None:
-            raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
-
-    def _note(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: list[torch.Tensor],
-        kernel: Kernel | None,
-    ) -> None:
-        kind = kind_of(func)
+        if kind is OperatorKind.EMPTY:
+            return result
+        kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
         written = written_tensors(func, args, kwargs) if kind is OperatorKind.WRITE else []
         used = [self._slot_of(t) for t in tensors_in(args, kwargs)]
         writes = list(map(self._slot_of, written))
@@ -225,6 +202,19 @@ class Recorder(TorchDispatchMode):
                 writes_outside=None in writes,
             )
         )
+        return result
+
+    def _refuse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        why = forbidden(func, args, kwargs)
+        for tensor in tensors_in(args, kwargs):
+            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
+            elif tensor.layout is not torch.strided:
+                why = f"is given a tensor of layout {tensor.layout}"
+            elif tensor.device.type != "cpu":
+                why = f"is given a tensor on {tensor.device}"
+        if why is not None:
+            raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
 
     def _make_slot(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
