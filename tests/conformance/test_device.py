@@ -184,10 +184,11 @@ def test_one_object_serves_a_device(backend: Backend) -> None:
 def test_a_backend_serves_the_front_doors(backend: Backend, draw: Draw) -> None:
     """Named in a configuration, it captures, compares and replays."""
     registry = CUDAGraphRegistry(CUDAGraphConfig(backend=type(backend).name))
-    entry = registry.capture(4, 1, lambda x: x * 2, {"x": (4, 3)})
+    entry = registry.capture(3, 1, lambda x: x * 2, inputs={"x": draw(3, 3)}, size=4)
     assert entry.backend is backend
-    x = draw(3, 3)
-    assert torch.equal(entry.replay({"x": x}), x * 2)
+    for rows in (3, 4):
+        x = draw(rows, 3)
+        assert torch.equal(entry.replay({"x": x}), x * 2)
     registry.clear()
 
 

@@ -1,4 +1,4 @@
-"""Every snippet of README and docs runs, and every command in them exists."""
+"""Every snippet of README and docs runs, every command in them exists, and every link leads somewhere."""
 
 import re
 import shlex
@@ -29,10 +29,35 @@ def commands() -> list[Any]:
     return [pytest.param(line, id=line) for line in sorted(lines) if line and not line.startswith("#")]
 
 
+def links() -> list[Any]:
+    """The links between documents, with the document that has them."""
+    found = []
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\((?!https?://)([^)]+)\)", path.read_text()):
+            found.append(pytest.param(path, target, id=f"{path.name}-{target}"))
+    return found
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_documents_have_snippets_and_commands() -> None:
     """The search for snippets did not silently find nothing."""
     assert len(blocks("python")) >= 2
     assert len(commands()) >= 8
+    assert len(links()) >= 8
+
+
+@pytest.mark.parametrize(("path", "target"), links())
+def test_link_leads_somewhere(path: Path, target: str) -> None:
+    """A link between documents names a file, and a heading of it where it says one."""
+    name, _, anchor = target.partition("#")
+    linked = path.parent / name if name else path
+    assert linked.is_file()
+    assert not anchor or anchor in headings(linked)
 
 
 @pytest.mark.parametrize("code", blocks("python"))

@@ -93,6 +93,18 @@ def test_the_architecture_points_at_what_exists() -> None:
     assert {name for name in mentioned if not (PACKAGE / name).exists()} == set()
 
 
+def test_the_architecture_names_what_exists() -> None:
+    """A method that it names, as ``Server.step``, is defined; a function or option is at least mentioned somewhere."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    sources = [path.read_text() for path in FILES]
+    defined = {name for source in sources for name, _ in definitions(ast.parse(source))}
+    methods = set(re.findall(r"`([A-Z]\w+\.\w+)`", text))
+    assert len(methods) > 10
+    assert methods - defined == set()
+    words = {word for source in sources for word in re.findall(r"\w+", source)}
+    assert set(re.findall(r"`(\w+)`", text)) - words == set()
+
+
 def test_the_search_found_the_package() -> None:
     """The tests above did not silently look at nothing."""
     assert len(FILES) > 40

@@ -76,6 +76,32 @@ def test_deciding_and_configuring_need_no_torch(module: str) -> None:
     assert python(f"import graphdispatch{module}, sys; print('torch' in sys.modules)") == "False"
 
 
+COMPANIONS = ("plan", "report", "simulation", "calibration", "ranks", "integrations", "demo", "cli", "testing")
+SERVE_AND_LIST_MODULES = """
+import sys
+import torch
+import graphdispatch
+layer = torch.nn.Linear(4, 4).eval()
+serve = graphdispatch.graphed(layer, dynamic={"input": 0}, max_size=4)
+for rows in (3, 3, 4, 3):
+    serve(torch.randn(rows, 4))
+assert serve.stats.hits == 1
+print(*(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "graphdispatch"))
+"""
+
+
+def test_serving_loads_no_companion() -> None:
+    """A callable that is captured, compared and replayed loads the rooms of the core and one backend, and no more than
+    11,000 lines of the package."""
+    package = Path(graphdispatch.__file__).parent
+    loaded = [Path(file) for file in python(SERVE_AND_LIST_MODULES).split()]
+    rooms = {path.relative_to(package).parts[0] for path in loaded}
+    assert "serve" in rooms
+    assert rooms & set(COMPANIONS) == set()
+    assert not any(path.parent.name == "cuda" for path in loaded)
+    assert sum(path.read_text().count("\n") for path in loaded) < 11_000
+
+
 def test_importing_gives_no_warning() -> None:
     """Neither the package nor its front doors."""
     code = "import graphdispatch as g; g.CUDAGraphManager, g.CUDAGraphWrapper, g.CudagraphDispatcher, g.Graphed"

@@ -208,8 +208,9 @@ class Foreign:
 
     def __init__(self, error: Exception) -> None:
         self.stats = DispatchStats()
-        self.eager_runner = Runner("foreign")
+        self.runner = Runner("foreign")
         self.entries: tuple[tuple[DispatchKey, CUDAGraphEntry], ...] = ()
+        self.caches = ()
         self._error = error
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
@@ -218,7 +219,13 @@ class Foreign:
 
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run eagerly."""
-        return self.eager_runner(*args)
+        return self.runner(*args)
+
+    def run_eagerly(
+        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
+    ) -> Any:
+        """Run eagerly."""
+        return self.runner(*args)
 
     def discard(self, entry: CUDAGraphEntry) -> None:
         """There is nothing to forget."""
@@ -242,7 +249,7 @@ def test_a_call_that_may_have_had_effects_stays_where_it_is(clock: Clock, error:
     with pytest.raises(type(error)) as caught:
         composite.dispatch(KEY)
     assert caught.value is error
-    assert second.stats.total == first.eager_runner.runs == 0
+    assert second.stats.total == first.runner.runs == 0
 
 
 def test_one_view_of_the_statistics(clock: Clock) -> None:
@@ -267,7 +274,7 @@ def test_composites_nest(clock: Clock) -> None:
         outer.add_dispatcher("self", outer)
 
 
-def test_lanes_are_members(clock: Clock) -> None:
+def test_workers_are_members(clock: Clock) -> None:
     """A ``StreamDispatcher`` in a composite verifies, serves, and is passed over once it is closed."""
     workers = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
     workers.capture(KEY, (torch.zeros(2, 3),))
@@ -328,6 +335,29 @@ def test_an_owner_may_evict_itself() -> None:
     assert "evicted" not in repr(old)
 
 
+def test_eager_calls_of_nested_composites_count(clock: Clock) -> None:
+    """Where they ran, whatever is around it."""
+    first = member("a")
+    outer = CompositeDispatcher(clock=clock)
+    outer.add_dispatcher("inner", pair(clock, first, member("b")))
+    assert outer.dispatch(KEY) == "a eager"
+    assert first.stats.reasons == outer.stats.reasons == {Reason.NOT_CAPTURED: 1}
+
+
+def test_the_budget_sees_members_as_they_are_now() -> None:
+    """Those of an inner composite that came later, and a dispatcher that is a member twice and stays one once."""
+    inner, outer = CompositeDispatcher(), CompositeDispatcher(memory_budget_bytes=1)
+    outer.add_dispatcher("inner", inner)
+    late = member("late")
+    for name in ("late", "again"):
+        inner.add_dispatcher(name, late)
+    inner.remove_dispatcher("again")
+    _, entry = captured(4)
+    late.register_graph(KEY, entry)
+    assert outer.enforce_budget() > 0
+    assert not late.has_graph(KEY)
+
+
 def test_removed_members_are_not_asked(clock: Clock) -> None:
     """A member that was removed serves nothing any more; its graphs stay its own."""
     first = member("a", KEY)
@@ -345,7 +375,7 @@ def test_removed_members_are_not_asked(clock: Clock) -> None:
         (lambda c: c.remove_dispatcher("x"), r"name must be one of \['first', 'second'\], got 'x'"),
         (lambda c: CompositeDispatcher(memory_budget_bytes=0), "memory_budget_bytes must be at least 1 or None, got 0"),
         (lambda c: CompositeDispatcher(backoff_s=0.0), "backoff_s must be positive"),
-        (lambda c: CompositeDispatcher().eager_runner, "a composite without members runs nothing"),
+        (lambda c: CompositeDispatcher().dispatch(KEY), "no member accepts"),
     ],
 )
 def test_bad_arguments_are_named(clock: Clock, call: Callable[[CompositeDispatcher], Any], message: str) -> None:

@@ -271,22 +271,29 @@ def test_an_entry_brings_its_inputs(spelling: str) -> None:
     """A captured entry copies the arguments in and hands out the answer for the real rows."""
     dispatcher = CudagraphDispatcher(double)
     dispatcher.register_graph(KEY, real_entry())
-    for rows in (4, 2):
+    for rows in (4, 4, 2, 2):
         x = torch.randn(rows, 3)
         answer = dispatcher.dispatch(KEY, x) if spelling == "positional" else dispatcher.dispatch(KEY, x=x)
         assert torch.equal(answer, x * 2)
     assert dispatcher.stats.graph == 2
+    assert dispatcher.stats.reasons == {Reason.VERIFIED_NOW: 2}  # the second batch, and the first padded one
 
 
 @pytest.mark.parametrize(
-    "x", [torch.ones(5, 3), torch.ones(4, 3, dtype=torch.float64), torch.ones(4, 1)], ids=["rows", "dtype", "shape"]
+    ("x", "reason"),
+    [
+        (torch.ones(5, 3), Reason.ABOVE_LARGEST_SIZE),
+        (torch.ones(4, 3, dtype=torch.float64), Reason.ARGUMENTS_CHANGED),
+        (torch.ones(4, 1), Reason.ARGUMENTS_CHANGED),
+    ],
+    ids=["rows", "dtype", "shape"],
 )
-def test_an_entry_refuses_what_does_not_fit(x: torch.Tensor) -> None:
+def test_an_entry_refuses_what_does_not_fit(x: torch.Tensor, reason: Reason) -> None:
     """The call runs eagerly, and the graph stays."""
     dispatcher = CudagraphDispatcher(double)
     dispatcher.register_graph(KEY, real_entry())
     assert torch.equal(dispatcher.dispatch(KEY, x), x * 2)
-    assert dispatcher.stats.reasons == {Reason.ARGUMENTS_CHANGED: 1}
+    assert dispatcher.stats.reasons == {reason: 1}
     assert dispatcher.has_graph(KEY)
 
 

@@ -1,16 +1,28 @@
 """A policy that learns is told how long steps took, and acts on it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from graphdispatch import (
     AdaptiveDispatchPolicy,
+    CompositeDispatcher,
     CUDAGraphConfig,
     CudagraphDispatcher,
     CUDAGraphRegistry,
+    DefaultDispatchPolicy,
+    DispatchKey,
     DispatchMode,
+    DispatchPolicy,
+    MockCUDAGraph,
+    Reason,
+    ReplayError,
+    StreamDispatcher,
     create_dispatch_key,
 )
+from graphdispatch.backends import get_backend
 
 WIDE = 1 << 20
 
@@ -50,3 +62,98 @@ def test_a_step_that_raises_is_not_recorded() -> None:
         with pytest.raises(ValueError, match="no"):
             dispatcher.dispatch(key, torch.ones(1))
     assert not policy.estimates(key)
+
+
+class Notes(DefaultDispatchPolicy):
+    """Learns nothing, and notes what it is told."""
+
+    learns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[DispatchMode] = []
+
+    def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
+        """Note it."""
+        self.told.append(mode)
+
+
+KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
+
+
+def behind(door: str, policy: DispatchPolicy, runner: Callable[..., Any]) -> tuple[CudagraphDispatcher, Any]:
+    """A dispatcher with that policy, and what calls go to."""
+    one: CudagraphDispatcher = (
+        StreamDispatcher(runner, 2, policy=policy, backend=get_backend("cpu"))
+        if "streams" in door
+        else CudagraphDispatcher(runner, policy)
+    )
+    called: Any = one
+    for _ in range(door.count("composite")):
+        outer = CompositeDispatcher()
+        outer.add_dispatcher("member", called)
+        called = outer
+    return one, called
+
+
+DOORS = ["plain", "streams", "composite", "streams in composite", "composite in composite"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_policy_learns_behind_every_dispatcher(door: str) -> None:
+    """Graphs and eager steps are told, once each; a comparison takes longer than either, and is not."""
+    policy = Notes()
+    one, called = behind(door, policy, lambda x: x * 2)
+    one.register_graph(KEY, CUDAGraphRegistry().capture(4, 1, lambda x: x * 2, {"x": (4, 3)}))
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(4, 3)
+            assert torch.equal(called.dispatch(KEY, x), x * 2)
+        for _ in range(2):
+            called.dispatch(OTHER, torch.randn(8, 3))
+    assert one.stats.reasons == {Reason.VERIFIED_NOW: 1, Reason.ABOVE_LARGEST_SIZE: 2}
+    assert called.stats.total == 6
+    assert policy.told == [DispatchMode.CUDAGRAPH] * 3 + [DispatchMode.EAGER] * 2
+    if isinstance(one, StreamDispatcher):
+        one.close()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_policy_is_told_of_a_step_that_raised(door: str) -> None:
+    """It is counted all the same, once."""
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    policy = Notes()
+    one, called = behind(door, policy, fail)
+    with pytest.raises(ValueError, match="no"):
+        called.dispatch(KEY, torch.ones(4, 3))
+    assert policy.told == []
+    assert one.stats.reasons == {Reason.NOT_CAPTURED: 1}
+    if isinstance(one, StreamDispatcher):
+        one.close()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(door: str) -> None:
+    """The error says that the call had effects, and nothing else runs."""
+    policy = Notes()
+    one, called = behind(door, policy, lambda: "eager")
+    graph = MockCUDAGraph("graph", on_replay=lambda: torch.zeros(2) + torch.zeros(3))
+    graph.capture_begin()
+    graph.capture_end()
+    one.register_graph(KEY, graph)
+    with pytest.raises(ReplayError, match="failed to replay"):
+        called.dispatch(KEY)
+    assert (policy.told, one.stats.reasons) == ([], {Reason.REPLAY_FAILED: 1})
+    if isinstance(one, StreamDispatcher):
+        one.close()
+
+
+def test_a_policy_given_later_learns_too() -> None:
+    """``policy`` may be replaced at any time."""
+    dispatcher = CudagraphDispatcher(lambda: "eager")
+    dispatcher.policy = Notes()
+    dispatcher.dispatch(KEY)
+    assert dispatcher.policy.told == [DispatchMode.EAGER]

@@ -16,7 +16,7 @@ from graphdispatch.decide.policies import DefaultDispatchPolicy
 from graphdispatch.descriptors import DispatchKey
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.modes import CUDAGraphMode, DispatchMode
+from graphdispatch.modes import CUDAGraphMode, DispatchMode, EntryState
 from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
@@ -39,9 +39,14 @@ def prefill(tokens: int, reqs: int = 1) -> DispatchKey:
 
 
 def entry(size: int) -> CUDAGraphEntry:
-    """A graph of ``double`` whose padding was compared with eager."""
+    """A graph of ``double`` that was compared with eager for every number of rows, and on a second batch."""
     made = CUDAGraphRegistry().capture(size - 1, 1, double, inputs={"x": torch.randn(size - 1, 3)}, size=size)
     assert not made.unproven
+    dispatcher = over((decode(size), made))
+    for rows in range(1, size):
+        dispatcher.dispatch(decode(rows), torch.randn(rows, 3))
+    assert made.state is EntryState.VERIFIED
+    assert made.min_batch == 1
     return made
 
 
@@ -75,7 +80,7 @@ def over(*registered: tuple[DispatchKey, Any]) -> CudagraphDispatcher:
 
 def serving(dispatcher: CudagraphDispatcher, key: DispatchKey) -> tuple[DispatchKey | None, Reason]:
     """The key of the graph that is chosen, and the reason."""
-    found, decision = dispatcher.choose(key, (), {})
+    found, decision = dispatcher.workers[0].choose(key, dispatcher.policy)
     return (found.key if found is not None else None), decision.reason
 
 
@@ -129,17 +134,22 @@ def test_a_graph_captured_elsewhere_serves_only_its_key(four: CUDAGraphEntry) ->
 
 
 def test_a_graph_whose_padding_nobody_compared_does_not_pad() -> None:
-    """A model that mixes rows would give wrong answers; the exact batch is served."""
+    """A model that mixes rows would give wrong answers: the padded batch is compared, and the graph goes."""
 
     def mixes(x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)
 
     dispatcher = CudagraphDispatcher(mixes)
     dispatcher.register_graph(decode(4), CUDAGraphRegistry().capture(4, 1, mixes, {"x": (4, 3)}))
-    for rows in (3, 4):
+    for rows in (4, 4, 3, 4):
         x = torch.randn(rows, 3)
         assert torch.allclose(dispatcher.dispatch(decode(rows), x), mixes(x), atol=1e-6)
-    assert (dispatcher.stats.graph, dispatcher.stats.reasons) == (1, {Reason.PADDING_UNPROVEN: 1})
+    assert dispatcher.stats.graph == 1
+    assert dispatcher.stats.reasons == {
+        Reason.VERIFIED_NOW: 1,
+        Reason.VERIFICATION_FAILED: 1,
+        Reason.NOT_CAPTURED: 1,
+    }
 
 
 def test_a_graph_that_fails_on_a_padded_batch_is_dropped() -> None:
@@ -156,25 +166,25 @@ def test_the_policy_chooses_among_padded_graphs(four: CUDAGraphEntry, eight: CUD
     dispatcher = CudagraphDispatcher(double, DefaultDispatchPolicy(prefer_piecewise=True))
     dispatcher.register_graph(decode(8), eight)
     dispatcher.register_graph(decode(4), four, mode=PIECEWISE)
-    found, _ = dispatcher.choose(decode(3), (), {})
+    found, _ = dispatcher.workers[0].choose(decode(3), dispatcher.policy)
     assert found is not None
     assert (found.key, found.mode) == (decode(4), PIECEWISE)
     dispatcher.disable_mode(PIECEWISE)
     assert serving(dispatcher, decode(3)) == (decode(8), Reason.PADDED)
 
 
-def test_lanes_pad_too(four: CUDAGraphEntry) -> None:
-    """A lane serves a smaller batch by a registered graph, and says where."""
-    lanes = StreamDispatcher(double, num_streams=2)
+def test_workers_pad_too(four: CUDAGraphEntry) -> None:
+    """A worker serves a smaller batch by a registered graph, and says where."""
+    workers = StreamDispatcher(double, num_streams=2)
     try:
-        lanes.register_graph(decode(4), four, lane=1)
+        workers.register_graph(decode(4), four, worker=1)
         x = torch.randn(3, 3)
-        assert torch.equal(lanes.dispatch(decode(3), x), x * 2)
-        assert lanes.explain(decode(3), x) == "FULL graph, 3 -> 4 rows, 25.0 % padding, on lane 1"
-        assert lanes.explain(decode(9)).startswith("eager, 9 rows: the batch is larger")
-        assert lanes.stats.graph == 1
+        assert torch.equal(workers.dispatch(decode(3), x), x * 2)
+        assert workers.explain(decode(3), x) == "FULL graph, 3 -> 4 rows, 25.0 % padding, on worker 1"
+        assert workers.explain(decode(9)).startswith("eager, 9 rows: the batch is larger")
+        assert workers.stats.graph == 1
     finally:
-        lanes.close()
+        workers.close()
 
 
 @pytest.mark.parametrize("key", [DispatchKey(0, 1), 8])
@@ -253,6 +263,7 @@ def test_decode_is_decided_as_by_the_key_dispatcher(four: CUDAGraphEntry, sizes:
     """The dispatcher that runs graphs and the one that only decides agree on mode, size and reason."""
     keys = CudagraphKeyDispatcher(capture_sizes=sorted(sizes), max_num_reqs=16)
     keys.initialize_cudagraph_keys(CUDAGraphMode.FULL)
-    _, decision = over(*((decode(size), four) for size in sizes)).choose(decode(rows), (), {})
+    dispatcher = over(*((decode(size), four) for size in sizes))
+    _, decision = dispatcher.workers[0].choose(decode(rows), dispatcher.policy)
     wanted = keys.decide(rows, rows, query_len=1)
     assert (decision.mode, decision.size, decision.reason) == (wanted.mode, wanted.size, wanted.reason)

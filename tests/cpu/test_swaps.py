@@ -190,7 +190,11 @@ def test_a_change_in_the_middle_of_a_choice_is_not_seen(rows: int) -> None:
         def change() -> None:
             dispatcher.register_graph(decode(8), piecewise, mode=DispatchMode.PIECEWISE)
 
-        return lambda: dispatcher.choose(decode(rows), (), {}), change
+        def ask() -> Any:
+            found, decision = dispatcher.workers[0].choose(decode(rows), dispatcher.policy)
+            return found and found.key, decision
+
+        return ask, change
 
     assert_whole(make)
 
@@ -233,8 +237,8 @@ def test_registered_graphs_are_chosen_as_if_nobody_changed_them() -> None:
     batches = [decode(rows) for rows in range(1, 10)]
     dispatcher = CudagraphDispatcher(lambda: None, max_cached_graphs=2)
 
-    def chosen(choose: Callable[..., Any], key: DispatchKey) -> Hashable:
-        found, decision = choose(key, (), {})
+    def chosen(asked: CudagraphDispatcher, key: DispatchKey) -> Hashable:
+        found, decision = asked.workers[0].choose(key, asked.policy)
         return decision, found and found.key
 
     expected = {}
@@ -245,7 +249,7 @@ def test_registered_graphs_are_chosen_as_if_nobody_changed_them() -> None:
                 alone.register_graph(key, graphs[key])
             for mode in frozenset(DispatchMode) - modes:
                 alone.disable_mode(mode)
-            expected[keys, modes] = {batch: chosen(alone.choose, batch) for batch in batches}
+            expected[keys, modes] = {batch: chosen(alone, batch) for batch in batches}
     expected = with_all(expected, batches)
 
     def answers(state: RegisteredGraphs | None) -> dict[Any, Any]:
@@ -255,7 +259,11 @@ def test_registered_graphs_are_chosen_as_if_nobody_changed_them() -> None:
 
     stayed, changes = run_under_changes(
         reader(
-            lambda: dispatcher._graphs, lambda key: chosen(dispatcher.choose, key), answers, batches, 100_000 // READERS
+            lambda: dispatcher.workers[0]._graphs,
+            lambda key: chosen(dispatcher, key),
+            answers,
+            batches,
+            100_000 // READERS,
         ),
         [
             *(lambda key=key: dispatcher.register_graph(key, graphs[key]) for key in graphs),
@@ -290,3 +298,7 @@ def test_every_call_under_changes_gets_eagers_answer() -> None:
     assert changes > len(entries)
     assert dispatcher.stats.graph > 0
     assert dispatcher.num_graphs <= 2
+    worker = dispatcher.workers[0]
+    served = {id(found.route) for found in worker.graphs.values()}
+    assert {id(group.route) for group in worker.server.graphs.groups.values()} <= served
+    assert {id(found.entry) for found in worker.graphs.values()} == set(map(id, worker.cache))

@@ -1,4 +1,4 @@
-"""Lanes on the CPU backend. Overlap and order are shown with barriers and gates inside custom operators."""
+"""Stream workers on the CPU backend. Overlap and order are shown with barriers and gates inside custom operators."""
 
 import threading
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ HOOKS: dict[str, threading.Barrier | threading.Event] = {}
 """What the operator below waits for; empty while graphs are captured."""
 
 
-@torch.library.custom_op("graphdispatch_lanes::meet", mutates_args=())
+@torch.library.custom_op("graphdispatch_workers::meet", mutates_args=())
 def meet(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x``, made once whatever is in ``HOOKS`` lets it pass."""
     for hook in list(HOOKS.values()):
@@ -73,7 +73,7 @@ def test_a_step_gives_what_eager_gives(workers: StreamDispatcher) -> None:
     assert workers.stats.graph == 3
 
 
-def test_two_lanes_overlap(workers: StreamDispatcher) -> None:
+def test_two_workers_overlap(workers: StreamDispatcher) -> None:
     """Both steps are in the middle of their graphs at one time: each waits there for the other."""
     HOOKS["both"] = threading.Barrier(2)
     first, second = workers.submit(KEY, batch(1.0)), workers.submit(KEY, batch(5.0))
@@ -98,7 +98,7 @@ def test_threads_overlap(workers: StreamDispatcher) -> None:
     assert {value: answer[0, 0].item() for value, answer in answers.items()} == {1.0: 4.0, 5.0: 12.0}
 
 
-def test_lanes_share_no_memory(workers: StreamDispatcher) -> None:
+def test_workers_share_no_memory(workers: StreamDispatcher) -> None:
     """The graphs of one key on two workers have buffers and pools of their own."""
     first, second = (workers.get_entry(KEY, worker=index) for index in (0, 1))
     assert first is not None
@@ -108,7 +108,7 @@ def test_lanes_share_no_memory(workers: StreamDispatcher) -> None:
     assert second.pool is workers.workers[1].pool
 
 
-def test_steps_of_one_lane_keep_their_inputs(workers: StreamDispatcher, gate: threading.Event) -> None:
+def test_steps_of_one_worker_keep_their_inputs(workers: StreamDispatcher, gate: threading.Event) -> None:
     """Steps that wait in one worker's queue load their own inputs when their turn comes, and own their outputs."""
     queued = [workers.submit(KEY, batch(float(v))) for v in range(6)]
     gate.set()
@@ -124,7 +124,7 @@ def test_submit_does_not_wait(workers: StreamDispatcher, gate: threading.Event) 
     assert pending.is_done
 
 
-def test_the_least_busy_lane_is_chosen(workers: StreamDispatcher, gate: threading.Event) -> None:
+def test_the_least_busy_worker_is_chosen(workers: StreamDispatcher, gate: threading.Event) -> None:
     """With a step under way on one worker the next goes to the other, and so on in turn."""
     assert sorted(workers.submit(KEY, batch(1.0)).worker for _ in range(2)) == [0, 1]
     assert [worker.busy for worker in workers.workers] == [1, 1]
@@ -133,7 +133,7 @@ def test_the_least_busy_lane_is_chosen(workers: StreamDispatcher, gate: threadin
     assert [worker.busy for worker in workers.workers] == [0, 0]
 
 
-def test_a_sticky_thread_keeps_its_lane() -> None:
+def test_a_sticky_thread_keeps_its_worker() -> None:
     """With ``selection="sticky"`` all steps of a thread go to one worker, in order."""
     HOOKS.clear()
     sticky = StreamDispatcher(model, 2, selection="sticky", backend=get_backend("cpu"), options=TRUST)
@@ -148,7 +148,7 @@ def test_a_sticky_thread_keeps_its_lane() -> None:
     assert mine != theirs
 
 
-def test_a_lane_waits_for_the_callers_stream(workers: StreamDispatcher) -> None:
+def test_a_worker_waits_for_the_callers_stream(workers: StreamDispatcher) -> None:
     """A step reads its input only after what the caller's stream was given before."""
     gate = threading.Event()
     x = batch(0.0)
@@ -181,6 +181,22 @@ def test_a_key_without_a_graph_runs_eagerly(workers: StreamDispatcher) -> None:
     assert pending.worker is None
     assert torch.equal(pending.result(), batch(4.0, rows=4))
     assert workers.stats.reasons == {Reason.NOT_CAPTURED: 1}
+
+
+def test_eager_calls_run_on_workers_if_the_caller_says_so() -> None:
+    """Two of them overlap then, and each is counted once; a call that is being captured stays where it is."""
+    HOOKS.clear()
+    dispatcher = StreamDispatcher(model, 2, eager="worker", backend=get_backend("cpu"))
+    HOOKS["both"] = threading.Barrier(2)
+    queued = [dispatcher.submit(KEY, batch(value)) for value in (1.0, 5.0)]
+    assert [one.result()[0, 0].item() for one in queued] == [4.0, 12.0]
+    assert {one.worker for one in queued} == {0, 1}
+    HOOKS.clear()
+    with dispatcher.backend.watched():
+        assert dispatcher.submit(KEY, batch(1.0)).worker is None
+    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 3}
+    dispatcher.close()
+    assert torch.equal(dispatcher.dispatch(KEY, batch(1.0)), batch(4.0))
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 3), torch.zeros(2, 3, dtype=torch.float64)])
@@ -227,7 +243,7 @@ def test_captures_leave_no_effects() -> None:
     assert dispatcher.stats.reasons == {Reason.VERIFIED_NOW: 1}
 
 
-def test_lanes_that_write_one_state_are_refused() -> None:
+def test_workers_that_write_one_state_are_refused() -> None:
     """A runner with state of its own cannot be captured on two workers unless the caller vouches for the rows."""
     state = torch.zeros(2, 3)
 
@@ -245,7 +261,7 @@ def test_lanes_that_write_one_state_are_refused() -> None:
     allowed.close()
 
 
-def test_a_wrappers_entry_serves_on_its_lane(workers: StreamDispatcher) -> None:
+def test_a_wrappers_entry_serves_on_its_worker(workers: StreamDispatcher) -> None:
     """A wrapper on a worker's pool makes entries for that worker; those of another worker's pool are refused."""
     descriptor = BatchDescriptor(4)
     wrapper = CUDAGraphWrapper(model, options=TRUST, backend=workers.backend, pool=workers.workers[1].pool)
@@ -261,7 +277,7 @@ def test_a_wrappers_entry_serves_on_its_lane(workers: StreamDispatcher) -> None:
     assert pending.worker == 1
 
 
-def test_input_addresses_choose_the_lane(workers: StreamDispatcher) -> None:
+def test_input_addresses_choose_the_worker(workers: StreamDispatcher) -> None:
     """Foreign graphs of one key are told apart by the addresses that they read."""
     buffers = [batch(0.0, 4), batch(1.0, 4)]
     for index, buffer in enumerate(buffers):
@@ -285,7 +301,7 @@ def test_moved_weights_are_never_replayed() -> None:
     dispatcher.close()
 
 
-def test_modes_and_policies_hold_on_all_lanes(workers: StreamDispatcher) -> None:
+def test_modes_and_policies_hold_on_all_workers(workers: StreamDispatcher) -> None:
     """A mode that is off, and a policy that says eager, keep every worker out."""
     workers.disable_mode(DispatchMode.CUDAGRAPH)
     workers.dispatch(KEY, batch(1.0))
@@ -309,7 +325,7 @@ def test_a_capture_that_fails_leaves_no_graph() -> None:
     dispatcher.close()
 
 
-def test_the_older_graphs_of_a_lane_are_released() -> None:
+def test_the_older_graphs_of_a_worker_are_released() -> None:
     """``max_cached_graphs`` holds for each worker, and what falls out is released."""
     HOOKS.clear()
     dispatcher = StreamDispatcher(model, 2, max_cached_graphs=1, backend=get_backend("cpu"), options=TRUST)
@@ -371,8 +387,8 @@ def test_bad_options_are_named(options: dict[str, object], message: str) -> None
         StreamDispatcher(model, **options)  # type: ignore[arg-type]
 
 
-def test_a_lane_that_is_not_there_is_named(workers: StreamDispatcher) -> None:
-    """Lanes are numbered from zero."""
+def test_a_worker_that_is_not_there_is_named(workers: StreamDispatcher) -> None:
+    """Workers are numbered from zero."""
     with pytest.raises(ConfigError, match="worker must be an integer from 0 to 1, got 2"):
         workers.has_graph(KEY, worker=2)
 

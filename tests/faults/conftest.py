@@ -8,7 +8,15 @@ import torch
 from graphdispatch.backends import get_backend, register_backend
 from graphdispatch.errors import BackendError
 
-from .inject import Faults, FaultyBackend
+from ..doors.fixtures import choose_doors, opened, settled, tried
+from .inject import DeviceFaults, Faults, FaultyBackend
+
+__all__ = ["opened", "settled", "tried"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One run for each front door, of the tests that open one."""
+    choose_doors(metafunc)
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +49,9 @@ def backend() -> Iterator[FaultyBackend]:
 def faults(backend: FaultyBackend) -> Faults:
     """Where it shall fail."""
     return backend.faults
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> DeviceFaults:
+    """Faults of the CPU backend itself, on whichever thread it works."""
+    return DeviceFaults(monkeypatch)

@@ -6,8 +6,10 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.cpu.backend import CPUBackend
+from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.operators import OperatorKind, kind_of
 from graphdispatch.call.breaks import eager_break
 
@@ -107,6 +110,46 @@ class FaultyBackend(CPUBackend):
             return function(*args)
 
         return call
+
+
+class DeviceFaults:
+    """Makes the CPU backend fail once, on whichever thread it works: at a capture, or at an operator of a replay."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.captures: list[BaseException] = []
+        """What the next captures raise when they begin."""
+        self.replays: list[tuple[int, BaseException | None]] = []
+        """What the next replays do: run so many operators, and then raise, or stop without a word."""
+        begin, replay = CPUBackend.begin_capture, CPUGraph.replay
+
+        def begin_capture(backend: CPUBackend, pool: Pool) -> Capture:
+            if self.captures:
+                raise self.captures.pop(0)
+            return begin(backend, pool)
+
+        def replay_some(graph: CPUGraph) -> None:
+            if not self.replays:
+                return replay(graph)
+            count, error = self.replays.pop(0)
+            calls = graph._calls
+            assert calls is not None
+            graph._calls = [*calls[:count], *([partial(_raise, error)] if error is not None else [])]
+            try:
+                replay(graph)
+            finally:
+                graph._calls = calls
+
+        monkeypatch.setattr(CPUBackend, "begin_capture", begin_capture)
+        monkeypatch.setattr(CPUGraph, "replay", replay_some)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every fault has happened."""
+        return not (self.captures or self.replays)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 class Model:

@@ -2,7 +2,9 @@
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -55,6 +57,13 @@ def is_healthy(cuda: CUDABackend, model: torch.nn.Module) -> None:
     assert fresh.last_decision.reason is Reason.EXACT
     fresh.clear()
     torch.cuda.synchronize()
+
+
+def run_together(jobs: Sequence[Callable[[], None]]) -> None:
+    """Run each job on a thread of its own; raises what one of them raises."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for running in [threads.submit(job) for job in jobs]:
+            running.result(timeout=60)
 
 
 @pytest.fixture
@@ -229,7 +238,7 @@ def test_a_side_stream_that_is_joined_is_part_of_the_graph(cuda: CUDABackend) ->
         assert served.last_decision.reason.is_graph
 
 
-def test_lanes_overlap(cuda: CUDABackend) -> None:
+def test_workers_overlap(cuda: CUDABackend) -> None:
     """A short step on one worker is done while a long one on another is still running."""
 
     def model(x: Tensor, cycles: int) -> Tensor:
@@ -250,6 +259,60 @@ def test_lanes_overlap(cuda: CUDABackend) -> None:
     assert (fast.result().tolist(), slow.result().tolist()) == ([1.0] * 2, [1.0] * 4)
     assert was_running
     workers.close()
+
+
+def test_workers_serve_several_threads(cuda: CUDABackend, model: torch.nn.Module) -> None:
+    """Workers capture, compare and replay on streams of their own, for threads that have streams of their own."""
+    key = gd.DispatchKey(4, 4)
+    dispatcher = gd.StreamDispatcher(model, 2, backend=cuda)
+    dispatcher.capture(key, (batch(4),))
+    inputs = [batch(4) for _ in range(16)]
+    expected = [model(x) for x in inputs]
+    torch.cuda.synchronize()
+
+    def serve(outputs: list[Tensor]) -> None:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            outputs += [dispatcher.dispatch(key, x) for x in inputs]
+            torch.cuda.current_stream().synchronize()
+
+    all_outputs = [list[Tensor]() for _ in range(3)]
+    run_together([partial(serve, outputs) for outputs in all_outputs])
+    for outputs in all_outputs:
+        for output, right in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output, right, rtol=1e-2, atol=1e-2)
+    assert dispatcher.stats.graph + dispatcher.stats.reasons[Reason.VERIFIED_NOW] == 3 * len(inputs)
+    assert dispatcher.stats.graph >= 3 * len(inputs) - 4, "each worker compares once, or twice at the same time"
+    dispatcher.close()
+    is_healthy(cuda, model)
+
+
+def test_new_numbers_of_rows_beside_a_capture(cuda: CUDABackend, model: torch.nn.Module) -> None:
+    """The first hits of each number of rows, which prepare a replay, do not disturb the captures of another thread."""
+    served = gd.graphed(model, dynamic={"input": 0}, sizes=(64,))
+    served.prewarm(batch(1))
+    inputs = [batch(rows) for rows in range(1, 65)]
+    expected = [model(x) for x in inputs]
+    example, outputs, captured = batch(3), list[Tensor](), list[int]()
+    torch.cuda.synchronize()
+
+    def serve() -> None:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            outputs.extend(served(x) for x in inputs)
+            torch.cuda.current_stream().synchronize()
+
+    def capture() -> None:
+        with torch.inference_mode():
+            for _ in range(3):
+                other = gd.graphed(model, dynamic={"input": 0}, sizes=ROWS)
+                other.prewarm(example)
+                captured.append(len(other.entries))
+
+    run_together([serve, capture])
+    for output, right in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, right, rtol=1e-2, atol=1e-2)
+    assert served.stats.hits == len(inputs), served.stats.reasons
+    assert captured == [len(ROWS)] * 3
+    is_healthy(cuda, model)
 
 
 def test_moved_weights_are_never_read_at_the_old_place(cuda: CUDABackend, model: torch.nn.Module) -> None:

@@ -1,6 +1,7 @@
 """The simulator: production's own objects on a device whose costs are known exactly."""
 
 import itertools
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ from graphdispatch.api.graphed import graphed
 from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
 from graphdispatch.decide.keys import CudagraphKeyDispatcher
 from graphdispatch.decide.policies import DefaultDispatchPolicy
+from graphdispatch.descriptors import DispatchKey
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.modes import CUDAGraphMode, DispatchMode
 from graphdispatch.plan import Workload
 from graphdispatch.plan.cost import CostModel
 from graphdispatch.reasons import Reason
@@ -108,6 +110,20 @@ def test_a_policy_chooses_among_the_graphs_there_are() -> None:
     assert (small.steps, small.stats.reasons) == ({FULL: 1, NONE: 1}, {Reason.POLICY: 1})
 
 
+def test_a_policy_that_refuses_graphs_is_asked_no_more() -> None:
+    """As in a dispatcher: ``select_mode`` is not asked after a no, and the step counts as eager."""
+
+    class Refusing(DefaultDispatchPolicy):
+        def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
+            return False
+
+        def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
+            raise AssertionError(key)
+
+    result = simulate(Workload.from_steps([4, 8]), COST, dispatcher(FULL), policy=Refusing())
+    assert (result.steps, result.stats.reasons) == ({NONE: 2}, {Reason.POLICY: 2})
+
+
 def test_a_learning_policy_learns_the_simulated_times() -> None:
     """Where graphs are slower than eager, the adaptive policy turns to eager after some trials."""
     slow = CostModel.of(lambda n: 5.0 + n, lambda n: 20.0 + n)
@@ -115,15 +131,26 @@ def test_a_learning_policy_learns_the_simulated_times() -> None:
     assert result.steps[NONE] > 0.8 * 2000
 
 
-def test_it_counts_what_graphed_counts() -> None:
-    """The same batches through ``graphed`` on the CPU backend give the same hits, misses, reasons and rows."""
-    sizes = np.random.default_rng(3).choice([1, 2, 4, 8, 9], 120).tolist()
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(1, 2, 4, 8), max_size=8)
+@pytest.mark.parametrize("room", [3, 2])
+def test_it_counts_what_graphed_counts(room: int) -> None:
+    """The same batches through ``graphed`` on the CPU backend, padded ones among them, give the same hits, misses,
+    reasons, rows and evictions."""
+    sizes = np.repeat(np.random.default_rng(3).integers(1, 10, 100), 4).tolist()
+    step = graphed(
+        lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4, 8), max_size=8, max_cached_graphs=room, eviction="lru"
+    )
     for number, size in enumerate(sizes):
-        step(torch.full((size, 2), float(number)))
-    result = simulate(Workload.from_steps(sizes), COST, dispatcher(FULL, (1, 2, 4, 8)), admission=Admission(2))
-    names = ("hits", "misses", "captures", "verifications", "real_rows", "padded_rows", "reasons", "rows")
+        step(torch.arange(number, number + 2.0 * size).reshape(size, 2))
+    cache = GraphCache(room, eviction="lru")
+    result = simulate(Workload.from_steps(sizes), COST, dispatcher(FULL), cache=cache, admission=Admission(2))
+    names = ("hits", "misses", "captures", "verifications", "evictions", "real_rows", "padded_rows", "reasons", "rows")
     assert {name: getattr(result.stats, name) for name in names} == {name: getattr(step.stats, name) for name in names}
+    simulated, real = (
+        [(one.descriptor.num_tokens, one.replays, one.reason) for one in stats.last_evictions]
+        for stats in (result.stats, step.stats)
+    )
+    assert simulated == real
+    assert bool(real) is (room < 3)
 
 
 def test_it_is_deterministic() -> None:

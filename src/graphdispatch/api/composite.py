@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,6 @@ from ..memory.backoff import Backoff, Quarantine
 from ..memory.budget import MemoryBudget
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
-from ..modes import DispatchMode
 from ..reasons import Reason
 from ..stats import DispatchStats
 
@@ -32,10 +32,6 @@ class GraphMember(Protocol):
     @property
     def stats(self) -> DispatchStats:
         """The member's counters."""
-
-    @property
-    def eager_runner(self) -> Callable[..., Any]:
-        """The way that is always right."""
 
     @property
     def entries(self) -> Sequence[tuple[DispatchKey, CUDAGraphEntry]]:
@@ -55,6 +51,11 @@ class GraphMember(Protocol):
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Serve a call by a graph or the runner."""
 
+    def run_eagerly(
+        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
+    ) -> Any:
+        """Run the eager runner and count the call with ``reason``; the decision took ``spent`` nanoseconds."""
+
     def discard(self, entry: CUDAGraphEntry) -> None:
         """Forget a graph."""
 
@@ -69,12 +70,13 @@ class MemberStatus(NamedTuple):
     detail: str
 
 
-class _Member(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Member:
     name: str
     priority: int
     dispatcher: GraphMember
-    accepts: Callable[[DispatchKey], bool] | None
-    skips: Counter[Reason]
+    accepts: Callable[[DispatchKey], bool]
+    skips: Counter[Reason] = field(default_factory=Counter)
 
 
 class CompositeDispatcher:
@@ -82,8 +84,9 @@ class CompositeDispatcher:
 
     A member whose graph cannot be replayed is skipped, with the reason counted in ``skips``, and quarantined: its
     graphs are not tried for ``backoff_s``, twice as long after each further failure, at most ``max_backoff_s``.
-    Only a ``ReplayError`` that says that nothing has happened moves a call on to the next member; any other error
-    passes through unchanged.
+    Only a ``ReplayError`` that says that nothing has happened moves a call on to the next member. Any other error ends
+    the call and passes through unchanged, that of a runner too: what it wrote until then is not undone, so that another
+    runner would do a part of the step twice. A graph that its owner released is no failure.
 
     ``stats`` sums up all members, ``memory_bytes`` counts the memory of all their graphs once each, and
     ``memory_budget_bytes`` bounds it: when ``register_graph`` or ``enforce_budget`` finds more, graphs are evicted by
@@ -102,8 +105,9 @@ class CompositeDispatcher:
     ) -> None:
         if not 0 < backoff_s <= max_backoff_s:
             raise ConfigError(f"backoff_s must be positive and at most max_backoff_s={max_backoff_s}, got {backoff_s}")
-        self._budget = MemoryBudget(memory_budget_bytes, eviction="lru")
-        self._failures: Quarantine[str] = Quarantine(Backoff(backoff_s, 2.0, max_backoff_s))
+        self.memory_budget_bytes = MemoryBudget(memory_budget_bytes).memory_budget_bytes
+        """The most bytes that the graphs of all members may hold; None: no limit."""
+        self._failures: Quarantine[_Member] = Quarantine(Backoff(backoff_s, 2.0, max_backoff_s))
         self._clock = clock
         self._on_evict = on_evict
         self._members: tuple[_Member, ...] = ()
@@ -130,37 +134,38 @@ class CompositeDispatcher:
         with self._lock:
             if any(other.name == name for other in self._members):
                 raise ConfigError(f"name {name!r} is taken; names are {[m.name for m in self._members]}")
-            members = [*self._members, _Member(name, priority, dispatcher, accepts, Counter())]
+            members = [*self._members, _Member(name, priority, dispatcher, accepts or _accept_all)]
             self._members = tuple(sorted(members, key=lambda m: -m.priority))
-            for cache in dispatcher.caches:
-                self._budget.join(cache)
 
     def remove_dispatcher(self, name: str) -> None:
         """Let a member go; its graphs stay its own. Raises ``ConfigError`` for an unknown name."""
         gone = self._member(name)
         with self._lock:
             self._members = tuple(member for member in self._members if member is not gone)
-            self._failures.forgive(name)
-            for cache in gone.dispatcher.caches:
-                self._budget.leave(cache)
+            self._failures.forgive(gone)
 
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run one call. Raises what the graph or the runner raises, and ``ConfigError`` if no member takes the key."""
         start = perf_counter_ns()
-        served, result, reason, first = self._try_graphs(key, args, kwargs)
+        served, result, reason, comparing = self._try_graphs(key, args, kwargs)
         if served:
             return result
-        if first is None:
-            raise ConfigError(f"no member accepts {key}; members are {[m.name for m in self._members]}")
-        if reason is Reason.VERIFIED_NOW:
-            return first.dispatcher.dispatch(key, *args, **kwargs)
-        first.dispatcher.stats.record(DispatchMode.EAGER, reason, perf_counter_ns() - start)
-        return first.dispatcher.eager_runner(*args, **kwargs)
+        if comparing is not None:
+            return comparing.dispatch(key, *args, **kwargs)
+        return self.run_eagerly(key, reason, args, kwargs, perf_counter_ns() - start)
+
+    def run_eagerly(
+        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
+    ) -> Any:
+        """Run a call by the first member that takes its key; see ``GraphMember``. ``ConfigError`` if none does."""
+        for member in self._members:
+            if member.accepts(key):
+                return member.dispatcher.run_eagerly(key, reason, args, kwargs, spent)
+        raise ConfigError(f"no member accepts {key}; members are {[m.name for m in self._members]}")
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Serve a call by a member's graph if one can, so that composites nest; see ``GraphMember``."""
-        served, result, reason, _ = self._try_graphs(key, args, kwargs)
-        return served, result, reason
+        return self._try_graphs(key, args, kwargs)[:3]
 
     def has_graph(self, key: DispatchKey) -> bool:
         """Whether a member has a graph for ``key`` now, in quarantine or not."""
@@ -186,7 +191,11 @@ class CompositeDispatcher:
         """
         before = self.memory_bytes
         kept = [entry for _, entry in self.entries if entry is keep]
-        for victim in self._budget.enforce(kept):
+        budget = MemoryBudget(self.memory_budget_bytes, eviction="lru")
+        caches = self.caches  # held: a budget keeps no cache alive
+        for cache in caches:
+            budget.join(cache)
+        for victim in budget.enforce(kept):
             owner = next((m for m in self._members if victim.owner in m.dispatcher.caches), None)
             if owner is not None:
                 owner.dispatcher.discard(victim.entry)
@@ -197,27 +206,13 @@ class CompositeDispatcher:
         return max(before - self.memory_bytes, 0)
 
     @property
-    def memory_budget_bytes(self) -> int | None:
-        """The most bytes that the graphs of all members may hold; None: no limit."""
-        return self._budget.memory_budget_bytes
-
-    @property
     def caches(self) -> list[GraphCache]:
         """Where the members keep their graphs."""
         return [cache for member in self._members for cache in member.dispatcher.caches]
 
     def rearm(self, name: str) -> None:
         """Try a member's graphs again now. Raises ``ConfigError`` for an unknown name."""
-        self._member(name)
-        with self._lock:
-            self._failures.forgive(name)
-
-    @property
-    def eager_runner(self) -> Callable[..., Any]:
-        """The runner of the first member. Raises ``ConfigError`` without members."""
-        if not self._members:
-            raise ConfigError("a composite without members runs nothing; call add_dispatcher() first")
-        return self._members[0].dispatcher.eager_runner
+        self._recover(self._member(name))
 
     @property
     def stats(self) -> DispatchStats:
@@ -242,7 +237,7 @@ class CompositeDispatcher:
         return tuple(self._status(member) for member in self._members)
 
     def _status(self, member: _Member) -> MemberStatus:
-        failure = self._failures.get(member.name)
+        failure = self._failures.get(member)
         if failure is None:
             return MemberStatus(member.name, member.priority, 0, 0.0, "")
         wait = max(failure.retry_at - self._clock(), 0.0)
@@ -269,12 +264,12 @@ class CompositeDispatcher:
 
     def _try_graphs(
         self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, Any, Reason, _Member | None]:
-        """Ask one member after the other: whether a graph served, its outputs, the reason, and whose runner is next."""
-        first: _Member | None = None
-        answer = Reason.NOT_CAPTURED
+    ) -> tuple[bool, Any, Reason, GraphMember | None]:
+        """Ask one member after the other: whether a graph served, its outputs, the first member's reason, and the
+        member that wants to compare its graph first."""
+        first: Reason | None = None
         for member in self._members:
-            if member.accepts is not None and not member.accepts(key):
+            if not member.accepts(key):
                 continue
             reason = Reason.REPLAY_FAILED
             if not self._is_quarantined(member):
@@ -284,33 +279,36 @@ class CompositeDispatcher:
                     self._quarantine(member, error)
                     if error.had_effects:
                         raise
-                    reason = Reason.REPLAY_FAILED
                 else:
                     if served:
                         self._recover(member)
-                        return True, result, reason, member
+                        return True, result, reason, None
                     if reason is Reason.VERIFIED_NOW:
-                        return False, None, reason, member
+                        return False, None, reason, member.dispatcher
             with self._lock:
                 member.skips[reason] += 1
-            if first is None:
-                first, answer = member, reason
-        return False, None, answer, first
+            first = first or reason
+        return False, None, first or Reason.NOT_CAPTURED, None
 
     def _is_quarantined(self, member: _Member) -> bool:
-        return self._failures.blocked(member.name, self._clock()) is not None
+        return self._failures.blocked(member, self._clock()) is not None
 
     def _quarantine(self, member: _Member, error: ReplayError) -> None:
         with self._lock:
-            self._failures.fail(member.name, self._clock(), Reason.REPLAY_FAILED, str(error))
+            if member in self._members:
+                self._failures.fail(member, self._clock(), Reason.REPLAY_FAILED, str(error))
 
     def _recover(self, member: _Member) -> None:
-        if self._failures.get(member.name) is not None:
+        if self._failures.get(member) is not None:
             with self._lock:
-                self._failures.forgive(member.name)
+                self._failures.forgive(member)
 
     def _member(self, name: str) -> _Member:
         for member in self._members:
             if member.name == name:
                 return member
         raise ConfigError(f"name must be one of {[m.name for m in self._members]}, got {name!r}")
+
+
+def _accept_all(key: DispatchKey) -> bool:
+    return True

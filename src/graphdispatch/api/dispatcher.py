@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..decide.decision import Decision
 from ..decide.latency import LatencyMeter
@@ -12,19 +12,21 @@ from ..errors import ConfigError, ReplayError, check_count
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
-from ..modes import CUDAGraphMode, DispatchMode
+from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..stats import DispatchStats
 from .registered import Registered
 from .workers import Worker, first_registered
 
-__all__ = ["CudagraphDispatcher"]
+__all__ = ["Chosen", "CudagraphDispatcher"]
 
-_DISPATCH_MODES = {
-    CUDAGraphMode.NONE: DispatchMode.EAGER,
-    CUDAGraphMode.FULL: DispatchMode.CUDAGRAPH,
-    CUDAGraphMode.PIECEWISE: DispatchMode.PIECEWISE,
-}
+
+class Chosen(NamedTuple):
+    """What shall serve a call: the worker, its graph (None: the eager runner), and the decision."""
+
+    worker: Worker
+    found: Registered | None
+    decision: Decision
 
 
 class CudagraphDispatcher:
@@ -46,19 +48,29 @@ class CudagraphDispatcher:
     ) -> None:
         if not callable(eager_runner):
             raise ConfigError(f"eager_runner must be callable, got {eager_runner!r}")
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {policy!r}")
         check_count("max_cached_graphs", max_cached_graphs)
         self.eager_runner = eager_runner
-        self.policy = policy or DefaultDispatchPolicy()
+        self.policy = policy
         self.max_cached_graphs = max_cached_graphs
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
-        self._meter = LatencyMeter(self.policy) if self.policy.learns else None
-        self._workers: tuple[Worker, ...] = self._make_workers()
+        self.workers: Sequence[Worker] = self._make_workers()
+        """Where the graphs are registered and served."""
 
-    def _make_workers(self) -> tuple[Worker, ...]:
+    def _make_workers(self) -> Sequence[Worker]:
         return (Worker(self.eager_runner, self.max_cached_graphs),)
+
+    @property
+    def policy(self) -> DispatchPolicy:
+        """What decides, among the graphs of a key, whether and how to use them; may be replaced at any time."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: DispatchPolicy | None) -> None:
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {policy!r}")
+        self._policy = policy or DefaultDispatchPolicy()
+        self._meter = LatencyMeter(self._policy) if self._policy.learns else None
 
     def register_graph(
         self,
@@ -78,7 +90,8 @@ class CudagraphDispatcher:
         What such a graph wrote before it fails cannot be known, so that ``dispatch`` raises ``ReplayError``, unless
         ``idempotent`` says that the step may be run again, eagerly.
         """
-        self._workers[0].register(key, graph, input_ptrs, outputs, mode, idempotent)
+        worker = self.workers[0]
+        worker.let_go(worker.publish(worker.wrap(key, graph, input_ptrs, outputs, mode, idempotent)))
 
     def has_graph(self, key: DispatchKey) -> bool:
         """Whether a graph of any mode is registered for ``key`` now."""
@@ -86,12 +99,12 @@ class CudagraphDispatcher:
 
     def get_graph(self, key: DispatchKey) -> Replayable | CUDAGraphEntry | None:
         """The graph registered for ``key`` (a full one before a piecewise one), as it was given, or None."""
-        found = first_registered(self._workers, key)
+        found = first_registered(self.workers, key)
         return found.graph if found is not None else None
 
     def get_entry(self, key: DispatchKey, mode: DispatchMode = DispatchMode.CUDAGRAPH) -> CUDAGraphEntry | None:
         """The entry of a registered graph: its replay count, last use and outputs."""
-        found = first_registered(self._workers, key, (mode,))
+        found = first_registered(self.workers, key, (mode,))
         return found.entry if found is not None else None
 
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
@@ -101,123 +114,140 @@ class CudagraphDispatcher:
         has changed memory outside of the graph: then ``ReplayError``. Raises what the runner raises.
         """
         start = perf_counter_ns()
-        worker = self._workers[0]
-        found, decision = worker.choose(key, self.policy)
-        return self._run(worker, key, found, decision, perf_counter_ns() - start, args, kwargs)
+        chosen = self._choose(key, args, kwargs)
+        return self._run(key, chosen, perf_counter_ns() - start, args, kwargs)
 
-    def _run(
-        self,
-        worker: Worker,
-        key: DispatchKey,
-        found: Registered | None,
-        decision: Decision,
-        spent: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def run_eagerly(
+        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
     ) -> Any:
-        """Serve a decided call, count it, and tell the policy how long it took."""
-        server = worker.server
-        timer = self._meter.start() if self._meter is not None else None
-        server.local.decision = decision
-        try:
-            if found is None:
-                result = server.run_eagerly(decision, args, kwargs)
-            else:
-                result = server.serve(found.route, args, kwargs)
-            decision = server.local.decision
-        except ReplayError:
-            decision = Decision.eager(Reason.REPLAY_FAILED, key.num_tokens)
-            raise
-        except BaseException:
-            decision = server.local.decision
-            raise
-        finally:
-            mode = _DISPATCH_MODES[decision.mode]
-            self.stats.record(mode, decision.reason, spent)
-            if found is not None and found.is_gone:
-                worker.drop(found)
-        if self._meter is not None:
-            self._meter.stop(timer, key, mode)
-        return result
+        """Run a call that no graph shall serve, count it with ``reason``, and tell the policy how long it took.
+
+        ``spent`` is the time that this decision took, in nanoseconds. Raises what the runner raises.
+        """
+        return self._run(
+            key, Chosen(self.workers[0], None, Decision.eager(reason, key.num_tokens)), spent, args, kwargs
+        )
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Serve a call by a graph and count it: whether one did, the outputs, and the reason. Never runs the runner.
 
         ``VERIFIED_NOW`` asks for ``dispatch``, which compares the graph with eager. Raises ``ReplayError`` if the graph
-        cannot be replayed.
+        cannot be replayed; one that its owner released is only forgotten.
         """
-        worker = self._workers[0]
-        found, decision = worker.choose(key, self.policy)
-        if found is None:
-            return False, None, decision.reason
-        return self._attempt(worker, key, found, args, kwargs)
+        return self._attempt(key, self._choose(key, args, kwargs), args, kwargs)
+
+    def _choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
+        worker = self.workers[0]
+        return Chosen(worker, *worker.choose(key, self._policy))
+
+    def _run(self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call as chosen, count it, and tell the policy how long it took."""
+        (worker, found, decision), meter = chosen, self._meter
+        server = worker.server
+        timer = meter.start() if meter is not None else None
+        server.local.decision = None
+        try:
+            if found is None:
+                result = server.run_eagerly(decision, args, kwargs)
+            else:
+                result = server.serve(found.route, args, kwargs)
+        except BaseException as error:
+            self._count(chosen, server.decision or _raised_in_graph(error, key), spent)
+            raise
+        decision = server.local.decision
+        mode = self._count(chosen, decision, spent)
+        # A comparison, or a replay that failed first, takes longer than either way of running the step.
+        if meter is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
+            meter.stop(timer, key, mode)
+        return result
 
     def _attempt(
-        self, worker: Worker, key: DispatchKey, found: Registered, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool, Any, Reason]:
-        """Serve a decided call by its graph, if that is possible, and count it."""
+        """Serve a call by the chosen graph, if that is possible, and count it."""
+        (worker, found, decision), meter = chosen, self._meter
+        if found is None or decision.reason is Reason.VERIFIED_NOW:
+            return False, None, decision.reason
         start = perf_counter_ns()
-        timer = self._meter.start() if self._meter is not None else None
+        timer = meter.start() if meter is not None else None
         try:
             served, result, decision = worker.server.attempt(found.route, args, kwargs)
-        finally:
-            if found.is_gone:
+        except BaseException as error:
+            if isinstance(error, ReplayError) and not error.had_effects:
+                is_released = found.entry.state is EntryState.EVICTED
                 worker.drop(found)
+                if is_released:
+                    return False, None, Reason.NOT_CAPTURED
+            else:
+                self._count(chosen, _raised_in_graph(error, key), perf_counter_ns() - start)
+            raise
         if served:
-            self.stats.record(found.mode, decision.reason, perf_counter_ns() - start)
-            if self._meter is not None:
-                self._meter.stop(timer, key, found.mode)
+            mode = self._count(chosen, decision, perf_counter_ns() - start)
+            if meter is not None:
+                meter.stop(timer, key, mode)
+        elif found.entry.state is EntryState.EVICTED:
+            worker.drop(found)
         return served, result, decision.reason
+
+    def _count(self, chosen: Chosen, decision: Decision, spent: int) -> DispatchMode:
+        """Count a call that ran as ``decision`` says, and forget its graph if that is gone; the mode that it ran in."""
+        worker, found, _ = chosen
+        mode = DispatchMode.EAGER
+        if found is not None and decision.mode is not CUDAGraphMode.NONE:
+            mode = found.mode
+        elif found is not None and found.is_gone:
+            worker.drop(found)
+        self.stats.record(mode, decision.reason, spent)
+        return mode
 
     def enable_mode(self, mode: DispatchMode) -> None:
         """Allow a mode again. ``HYBRID`` lets the policy choose; without it a full graph goes first, then piecewise."""
         _check_mode(mode)
-        for worker in self._workers:
-            worker.modes |= {mode}
+        for worker in self.workers:
+            worker.allow(mode, is_allowed=True)
 
     def disable_mode(self, mode: DispatchMode) -> None:
         """Forbid a mode; graphs stay registered. Raises ``ConfigError`` for ``EAGER``, the way that is always right."""
         _check_mode(mode)
         if mode is DispatchMode.EAGER:
             raise ConfigError("EAGER cannot be disabled: it serves whatever no graph can")
-        for worker in self._workers:
-            worker.modes -= {mode}
+        for worker in self.workers:
+            worker.allow(mode, is_allowed=False)
 
     @property
     def enabled_modes(self) -> frozenset[DispatchMode]:
         """The modes that are allowed now."""
-        return self._workers[0].modes
+        return self.workers[0].modes
 
     @property
     def num_graphs(self) -> int:
         """How many graphs are registered."""
-        return sum(len(worker.graphs) for worker in self._workers)
+        return sum(len(worker.graphs) for worker in self.workers)
 
     @property
     def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
         """All registered graphs with their keys."""
-        return [(found.key, found.entry) for worker in self._workers for found in worker.graphs.values()]
+        return [(found.key, found.entry) for worker in self.workers for found in worker.graphs.values()]
 
     @property
     def caches(self) -> list[GraphCache]:
         """Where the graphs are kept, for a budget that several dispatchers share."""
-        return [worker.cache for worker in self._workers]
+        return [worker.cache for worker in self.workers]
 
     def discard(self, entry: CUDAGraphEntry) -> None:
         """Forget one graph, whatever its key; one that was captured here is released."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.discard(entry)
 
     def clear_cache(self) -> None:
         """Forget all graphs; they belong to whoever registered them. The statistics stay."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.clear()
 
     def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
         """How ``dispatch`` would run this call, and why, as one line. Nothing is run or counted."""
-        worker = self._workers[0]
-        found, decision = worker.choose(key, self.policy)
-        return decision.explain() if found is None else worker.server.explain(found.route, args, kwargs)
+        worker, found, decision = self._choose(key, args, kwargs)
+        return decision.explain() if found is None else worker.server.explain(found.route, args, kwargs, key.num_tokens)
 
     def __repr__(self) -> str:
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
@@ -226,3 +256,9 @@ class CudagraphDispatcher:
 def _check_mode(mode: DispatchMode) -> None:
     if not isinstance(mode, DispatchMode):
         raise ConfigError(f"mode must be a DispatchMode, got {mode!r}; write for example DispatchMode.PIECEWISE")
+
+
+def _raised_in_graph(error: BaseException, key: DispatchKey) -> Decision:
+    """How a call counts whose replay raised: a graph that failed, or an error of the model's own in it."""
+    reason = Reason.REPLAY_FAILED if isinstance(error, ReplayError) else Reason.CALL_RAISED
+    return Decision.eager(reason, key.num_tokens)

@@ -22,14 +22,14 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.estimate import MemoryEstimate
 from ..serve.group import Route
-from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
 from ..serve.server import Server
 from .lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from ..report import Report
+    from ..serve.estimate import MemoryEstimate
+    from ..serve.prewarm import PrewarmReport
 
 __all__ = ["Graphed", "graphed"]
 
@@ -112,7 +112,7 @@ def graphed(
 
 def _loaded(sizes: Any) -> Any:
     """``sizes``, or the plan or profile that was saved to a path."""
-    if not isinstance(sizes, str | PathLike):
+    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and "." in sizes):
         return sizes
     from ..plan.saved import read_sizes  # here, since serving must not load planning
 
@@ -214,7 +214,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         max_seconds: float | None = None,
         max_bytes: int | None = None,
         **kwargs: Any,
-    ) -> PrewarmReport:
+    ) -> "PrewarmReport":
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
@@ -226,16 +226,20 @@ class Graphed(Lifecycle, Generic[P, R]):
         ``memory_budget_bytes``) are budgets of time and of memory held: capturing stops before it passes one, and the
         report says which sizes were left out. They are captured later, as they come.
         """
+        from ..serve.prewarm import CaptureBatch, Limits
+
         with torch.no_grad(), self._server.lock:
             batch = CaptureBatch(self._server, self._config, Limits(max_seconds, max_bytes), progress=progress)
             return batch.run(self._routes, args, kwargs, sizes)
 
-    def estimate_memory(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:
+    def estimate_memory(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> "MemoryEstimate":
         """What graphs of ``sizes`` (default: all) will hold, from an example call, before they are captured.
 
         The two largest are captured on trial and thrown away; the call leaves no effect. Raises ``ConfigError`` for an
         example or a size that cannot be, and ``CaptureError`` if there can be no graph.
         """
+        from ..serve.prewarm import estimate
+
         with torch.no_grad(), self._server.lock:
             return estimate(self._server, self._routes[0], args, kwargs, sizes)
 
@@ -279,6 +283,8 @@ class Graphed(Lifecycle, Generic[P, R]):
         of it then; it leaves no effect, and an example that the callable refuses is left out. Raises ``ConfigError``
         for a size that is too large, ``FallbackError`` with ``strict``.
         """
+        from ..serve.prewarm import capture_size
+
         with torch.no_grad(), self._server.lock:
             return capture_size(self._server, self._routes, size)
 
@@ -295,6 +301,8 @@ class Graphed(Lifecycle, Generic[P, R]):
     @property
     def captured_sizes(self) -> tuple[int, ...]:
         """The sizes that have a graph for every signature seen so far, increasing."""
+        from ..serve.prewarm import captured_sizes
+
         with self._server.lock:
             return captured_sizes(self._routes)
 

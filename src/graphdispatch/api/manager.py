@@ -135,9 +135,9 @@ class CUDAGraphManager:
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
-        with torch.no_grad(), server.lock:
-            if group.needs_check(entry, values, rows):
-                choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, rows, size, entry)
+        if group.needs_check(entry, values, rows):
+            choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, rows, size, entry)
+            with torch.no_grad(), server.lock:
                 return server.perform(choice)[1]
         return entry.serve_timed(values, rows, self.stats)
 
@@ -160,12 +160,14 @@ class CUDAGraphManager:
         """
         check_callable("execute_fn", execute_fn)
         check_input_shapes(inputs, input_shapes)
-        reason = self._eager_reason(batch_size, seq_len)
+        mode = self.get_mode_for_batch(batch_size, seq_len)
+        may_serve = mode.has_graphs() and not self._is_asleep
+        reason = None if may_serve else self._eager_reason(batch_size, seq_len)
         one = self.registry.find(execute_fn)
         if reason is not None:
             result = one.server.run_eagerly(Decision.eager(reason, batch_size), (), dict(inputs))
         else:
-            size, mode = self._sizes.get_padded_batch_size(batch_size), self.get_mode_for_batch(batch_size, seq_len)
+            size = self._sizes.get_padded_batch_size(batch_size)
             dims = batch_dims(inputs, batch_size, dynamic)
             result = one.server.serve(self.registry.route(one, size, seq_len, mode, dims), (), dict(inputs))
         if output_shapes:
@@ -202,8 +204,8 @@ class CUDAGraphManager:
     def __repr__(self) -> str:
         return f"<CUDAGraphManager {self._mode.name}: {self.registry.num_graphs} graphs, {self.stats!r}>"
 
-    def _eager_reason(self, batch_size: int, seq_len: int) -> Reason | None:
-        """Why this batch cannot be served whatever is captured, or None. Raises ``ConfigError`` for no integers."""
+    def _eager_reason(self, batch_size: int, seq_len: int) -> Reason:
+        """Why no graph may serve this batch, whatever is captured. Raises ``ConfigError`` for no integers."""
         is_within = self._sizes.should_use_cudagraph(batch_size, seq_len)
         if not self.is_enabled:
             return Reason.DISABLED
@@ -213,6 +215,4 @@ class CUDAGraphManager:
             return Reason.NO_ROWS
         if not is_within:
             return Reason.ABOVE_LARGEST_SIZE if batch_size > self._sizes.resolve().largest else Reason.NOT_CAPTURED
-        if not self.get_mode_for_batch(batch_size, seq_len).has_graphs():
-            return Reason.MODE_MISMATCH
-        return None
+        return Reason.MODE_MISMATCH

@@ -1,6 +1,6 @@
 """The graphs of a ``CudagraphDispatcher``, and what they decide for every key: one immutable thing, swapped whole."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,18 +16,22 @@ from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 
-__all__ = ["GRAPH_MODES", "Choice", "Registered", "RegisteredGraphs", "Slot"]
+__all__ = ["GRAPH_MODES", "Candidates", "Registered", "RegisteredGraphs", "Slot", "pads"]
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
 """The modes that a graph can be registered in, the better first, and the runtime mode of each."""
 
 Slot = tuple[DispatchKey, DispatchMode]
-_MOST_KEPT = 16384  # choices
+_MOST_KEPT = 16384  # keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Registered:
-    """A graph as it was registered, its entry, and the route by which the server serves it."""
+    """A graph as it was registered, its entry, and the route by which the server serves it.
+
+    Registering a graph again makes another one, with a route of its own: what is done to the older one, by a call that
+    chose it before, does not touch the newer one.
+    """
 
     key: DispatchKey
     mode: DispatchMode
@@ -38,7 +42,22 @@ class Registered:
     @property
     def pads(self) -> bool:
         """Whether it fills up smaller batches itself; any other graph serves exactly its key."""
-        return any(spec.dim is not None for spec in self.entry.inputs.specs)
+        return pads(self.entry)
+
+    @property
+    def slot(self) -> Slot:
+        """What it is registered for."""
+        return self.key, self.mode
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the worker captured it; else somebody else did, and only they release it."""
+        return self.route.entry is None
+
+    @property
+    def place(self) -> Hashable:
+        """Its key in the worker's cache."""
+        return self.entry.key if self.is_captured else self.route.key
 
     @property
     def is_gone(self) -> bool:
@@ -46,7 +65,12 @@ class Registered:
         return self.entry.state in (EntryState.EVICTED, EntryState.FAILED)
 
 
-class Choice(NamedTuple):
+def pads(entry: CUDAGraphEntry) -> bool:
+    """Whether an entry has inputs with a batch dimension, whose missing rows it fills up."""
+    return any(spec.dim is not None for spec in entry.inputs.specs)
+
+
+class Candidates(NamedTuple):
     """What may serve a key: by mode, the better first, the graph and its decision; and why eager does, without one."""
 
     graphs: Mapping[DispatchMode, tuple[Registered, Decision]]
@@ -55,7 +79,7 @@ class Choice(NamedTuple):
 
 
 class RegisteredGraphs:
-    """Registered graphs and the enabled modes; ``choices[key]`` is what they decide for a key. Immutable.
+    """Registered graphs and the enabled modes; ``candidates[key]`` is what they decide for a key. Immutable.
 
     The keys of graphs are those of two ``KeyTable``, for decode and for prefill, which never serve each other. A decode
     key whose tokens are a multiple of its requests is uniform decode. A graph that pads serves smaller batches with
@@ -66,7 +90,7 @@ class RegisteredGraphs:
     def __init__(self, graphs: Mapping[Slot, Registered], modes: frozenset[DispatchMode]) -> None:
         self.graphs = MappingProxyType(dict(graphs))
         self.modes = modes
-        self.choices = Memo[DispatchKey, Choice](self._choose, _MOST_KEPT)
+        self.candidates = Memo[DispatchKey, Candidates](self._find, _MOST_KEPT)
         """For each key what may serve it; the first question about a key asks the tables, later ones are one lookup."""
         self._by_descriptor = {_place(found): found for found in self.graphs.values()}
         self._tables = {is_prefill: self._table(is_prefill) for is_prefill in (False, True)}
@@ -78,13 +102,13 @@ class RegisteredGraphs:
                 keys[mode].append(descriptor)
         return KeyTable(keys, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
-    def _choose(self, key: DispatchKey) -> Choice:
+    def _find(self, key: DispatchKey) -> Candidates:
         if not isinstance(key, DispatchKey):
             raise ConfigError(f"key must be a DispatchKey, got {key!r}; create_dispatch_key() makes one")
         found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, mode)) is not None}
         enabled = {mode: best for mode, best in found.items() if mode in self.modes}
         eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._why_none(key)
-        return Choice(enabled, (*enabled, DispatchMode.EAGER), eager)
+        return Candidates(enabled, (*enabled, DispatchMode.EAGER), eager)
 
     def _best(self, key: DispatchKey, mode: DispatchMode) -> tuple[Registered, Decision] | None:
         for variant in (key, key.max_seq_len or None):

@@ -11,12 +11,12 @@ from ..config import CUDAGraphOptions
 from ..decide.decision import Decision
 from ..decide.policies import DispatchPolicy
 from ..descriptors import DispatchKey
-from ..errors import BackendError, ConfigError, ReplayError
+from ..errors import BackendError, ConfigError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
 from ..modes import DispatchMode
 from ..reasons import Reason
-from .dispatcher import CudagraphDispatcher
+from .dispatcher import Chosen, CudagraphDispatcher
 from .registered import Registered
 from .workers import StreamResult, StreamWorker, first_registered
 
@@ -30,12 +30,15 @@ class StreamDispatcher(CudagraphDispatcher):
     outputs. Calls overlap if they come from several streams or threads, or were all submitted before the first
     ``result``. Each call goes to the worker with the least unfinished steps among those that have a graph for its key;
     with ``selection="sticky"``, to the worker that the calling thread got first, where that one has a graph.
-    Without a graph the call runs eagerly on the caller's own stream.
+    Without a graph the call runs eagerly on the caller's own stream: a runner may write state of its own, and would do
+    so on two streams at once. ``eager="worker"`` declares that it does not, and runs such calls on the workers too.
 
     Graphs of two workers must not share memory that one of them writes: what can be seen of that (entries of this
     library) is refused with ``ConfigError``, and ``shared_writes="allow"`` declares that steps under way at once write
     to different rows of it. ``max_cached_graphs`` holds for each worker. Thread-safe.
     """
+
+    workers: Sequence[StreamWorker]
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class StreamDispatcher(CudagraphDispatcher):
         max_cached_graphs: int = 64,
         selection: Literal["least_busy", "sticky"] = "least_busy",
         shared_writes: Literal["refuse", "allow"] = "refuse",
+        eager: Literal["caller", "worker"] = "caller",
         backend: Backend | None = None,
         options: CUDAGraphOptions | None = None,
     ) -> None:
@@ -55,27 +59,25 @@ class StreamDispatcher(CudagraphDispatcher):
             raise ConfigError(f"selection must be 'least_busy' or 'sticky', got {selection!r}")
         if shared_writes not in ("refuse", "allow"):
             raise ConfigError(f"shared_writes must be 'refuse' or 'allow', got {shared_writes!r}")
+        if eager not in ("caller", "worker"):
+            raise ConfigError(f"eager must be 'caller' or 'worker', got {eager!r}")
         self.backend = backend or get_backend("auto")
         self.options = CUDAGraphOptions.or_default(options, "options")
         self._num_streams = num_streams
         super().__init__(eager_runner, policy, max_cached_graphs)
         self._selection = selection
         self._allows_shared_writes = shared_writes == "allow"
+        self._eager_moves = eager == "worker"
         self._own = threading.local()
         self._turns = count(1)
         self._last_turns = [0] * num_streams
         self._lock = threading.Lock()
 
-    def _make_workers(self) -> tuple[StreamWorker, ...]:
+    def _make_workers(self) -> Sequence[StreamWorker]:
         return tuple(
             StreamWorker(index, self.backend, self.eager_runner, self.max_cached_graphs, self.options)
             for index in range(self._num_streams)
         )
-
-    @property
-    def workers(self) -> tuple[StreamWorker, ...]:
-        """The workers, one for each stream."""
-        return cast(tuple[StreamWorker, ...], self._workers)
 
     def register_graph(
         self,
@@ -97,7 +99,8 @@ class StreamDispatcher(CudagraphDispatcher):
             chosen = self._worker(worker) if worker is not None else self._emptiest(key)
             if isinstance(graph, CUDAGraphEntry):
                 self._check_apart(graph, chosen)
-            chosen.register(key, graph, input_ptrs, outputs, mode, idempotent)
+            leaving = chosen.publish(chosen.wrap(key, graph, input_ptrs, outputs, mode, idempotent))
+        chosen.let_go(leaving)
 
     def capture(
         self,
@@ -123,12 +126,14 @@ class StreamDispatcher(CudagraphDispatcher):
             with self._lock:
                 for worker, found in made:
                     self._check_apart(found.entry, worker, made)
-                for worker, found in made:
-                    worker.keep(found)
+                leaving = [worker.publish(found) for worker, found in made]
         except BaseException:
             for worker, found in made:
                 worker.drop(found)
+                worker.tidy()  # a capture makes room before it can fail
             raise
+        for (worker, _), gone in zip(made, leaving, strict=True):
+            worker.let_go(gone)
 
     def has_graph(self, key: DispatchKey, worker: int | None = None) -> bool:
         """Whether a graph of any mode is registered for ``key`` on ``worker`` (default: on any)."""
@@ -151,38 +156,39 @@ class StreamDispatcher(CudagraphDispatcher):
         return self.submit(key, *args, **kwargs).result()
 
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
-        """Start one call on a worker; a call without a graph runs here and now. Never raises what the call raises."""
+        """Start one call on a worker; one without a graph runs here and now, unless the dispatcher was made with
+        ``eager="worker"``. Never raises what the call raises."""
         start = perf_counter_ns()
-        worker, found, decision = self._choose(key, args, kwargs)
+        chosen = self._choose(key, args, kwargs)
         spent = perf_counter_ns() - start
-        if found is None:
-            done = StreamResult(self.backend)
-            done.fill(lambda: self._run(worker, key, None, decision, spent, args, kwargs))
-            return done
-        return self._launch(worker, lambda: self._run(worker, key, found, decision, spent, args, kwargs), args, kwargs)
+        if chosen.found is not None or (self._eager_moves and not self.backend.is_watched()):
+            launched = self._launch(chosen, lambda: self._run(key, chosen, spent, args, kwargs), args, kwargs)
+            if launched is not None:
+                return launched
+            chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
+        done = StreamResult(self.backend)
+        done.fill(lambda: self._run(key, chosen, spent, args, kwargs))
+        return done
 
     def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
         """How ``dispatch`` would run this call, on which worker, and why, as one line. Nothing is run or counted."""
         worker, found, decision = self._choose(key, args, kwargs)
-        return decision.explain() if found is None else f"{decision.explain()}, on worker {worker.index}"
+        return (
+            decision.explain()
+            if found is None
+            else f"{decision.explain()}, on worker {cast(StreamWorker, worker).index}"
+        )
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it: whether one did, the outputs, and the reason. Never runs the runner.
-
-        ``VERIFIED_NOW`` asks for ``dispatch``, which compares the graph with eager. Raises ``ReplayError`` if the graph
-        cannot be replayed.
-        """
-        worker, found, decision = self._choose(key, args, kwargs)
-        if found is None or decision.reason is Reason.VERIFIED_NOW:
-            return False, None, decision.reason
-        served = self._attempt
-        try:
-            return cast(
-                tuple[bool, Any, Reason],
-                self._launch(worker, lambda: served(worker, key, found, args, kwargs), args, kwargs).result(),
-            )
-        except BackendError as error:
-            raise ReplayError(f"worker {worker.index} takes no work: {error}") from error
+        """Serve a call by a graph and count it; see ``CudagraphDispatcher.attempt``."""
+        chosen = self._choose(key, args, kwargs)
+        if chosen.found is None or chosen.decision.reason is Reason.VERIFIED_NOW:
+            return False, None, chosen.decision.reason
+        launched = self._launch(chosen, lambda: self._attempt(key, chosen, args, kwargs), args, kwargs)
+        if launched is None:
+            return False, None, Reason.NOT_CAPTURED
+        served, result, reason = launched.result()
+        return served, result, reason
 
     def synchronize(self) -> None:
         """Block until all workers have finished what they were given."""
@@ -191,9 +197,8 @@ class StreamDispatcher(CudagraphDispatcher):
 
     def close(self) -> None:
         """Finish all steps, release the workers' graphs and streams; later calls run eagerly. Idempotent."""
-        with self._lock:
-            for worker in self.workers:
-                worker.close()
+        for worker in self.workers:  # without a lock: a step that is under way may register a graph
+            worker.close()
 
     def __repr__(self) -> str:
         return f"<StreamDispatcher {len(self.workers)} workers, {self.num_graphs} graphs, {self.stats!r}>"
@@ -234,33 +239,38 @@ class StreamDispatcher(CudagraphDispatcher):
                     "under way at once write to different rows"
                 )
 
-    def _choose(
-        self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[StreamWorker, Registered | None, Decision]:
+    def _choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
         """The best worker that can take the call, its graph, and the decision; no graph and why if none can."""
-        answer: tuple[StreamWorker, Decision] | None = None
+        answer: Chosen | None = None
         for worker in self._in_order():
             found, decision = worker.choose(key, self.policy)
             if found is not None:
-                decision = worker.server.preview(found.route, args, kwargs)
+                decision = worker.server.preview(found.route, args, kwargs).decision
                 if decision.reason.is_graph or decision.reason is Reason.VERIFIED_NOW:
-                    return worker, found, decision
+                    return Chosen(worker, found, decision)
                 if found.is_gone:
                     worker.drop(found)
             elif decision.reason is Reason.POLICY:
-                return worker, None, decision
+                return Chosen(worker, None, decision)
             if answer is None or decision.reason is not Reason.NOT_CAPTURED:
-                answer = worker, decision
+                answer = Chosen(worker, None, decision._replace(rows=decision.rows or key.num_tokens))
         assert answer is not None
-        return answer[0], None, answer[1]
+        return answer
 
     def _launch(
-        self, worker: StreamWorker, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StreamResult:
+        self, chosen: Chosen, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StreamResult | None:
+        """Give a step to its worker; None if that was closed since it was chosen."""
+        worker = cast(StreamWorker, chosen.worker)
         self._last_turns[worker.index] = next(self._turns)
         if getattr(self._own, "worker", None) is None:
             self._own.worker = worker.index
-        return worker.launch(run, (args, kwargs))
+        try:
+            return worker.launch(run, (args, kwargs))
+        except BackendError:
+            if worker.is_closed:
+                return None
+            raise
 
     def _in_order(self) -> list[StreamWorker]:
         """The workers, the one to be preferred first; of equally busy ones, that which waits longest for a step."""

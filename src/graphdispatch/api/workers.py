@@ -5,12 +5,18 @@ Note [a step on a worker's stream]
     comparisons too. A thread that held the pool's lock while it waited for the queue would wait for work that needs
     that lock. The worker first waits for what the caller's stream was given before the call, and the caller's stream
     waits for the worker before it sees the outputs. Failures stay in the step's ``StreamResult``: a worker never fails.
+
+Note [locks of a worker]
+    A comparison runs the eager runner with the server's lock and the pool's lock held, and the runner may register
+    graphs. So nobody takes one of these two while holding the lock of a worker's graphs, or of a dispatcher: a graph is
+    published under those locks, and what it displaces is released after.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -24,17 +30,25 @@ from ..decide.decision import Decision, SizeTable
 from ..decide.policies import DispatchPolicy
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import CaptureError, ConfigError
+from ..memory.budget import Victim
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable, entry_around
-from ..modes import CUDAGraphMode, DispatchMode
+from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.server import Server
 from ..stats import EvictionReason
-from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot
+from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot, pads
 
-__all__ = ["StreamResult", "StreamWorker", "Worker", "first_registered"]
+__all__ = ["Leaving", "StreamResult", "StreamWorker", "Worker", "first_registered"]
+
+
+class Leaving(NamedTuple):
+    """Graphs that serve no key any more: those that left the cache and are to be released, and all to be forgotten."""
+
+    victims: list[Victim]
+    graphs: list[Registered]
 
 
 class Worker:
@@ -56,7 +70,8 @@ class Worker:
         self.cache = GraphCache(max_cached_graphs, eviction="lru")
         self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache, backend=backend, pool=pool)
         self._graphs = RegisteredGraphs({}, frozenset(DispatchMode))
-        self._lock = threading.RLock()
+        self._numbers = count()
+        self._lock = threading.Lock()
 
     @property
     def graphs(self) -> Mapping[Slot, Registered]:
@@ -68,12 +83,13 @@ class Worker:
         """The modes that are allowed now."""
         return self._graphs.modes
 
-    @modes.setter
-    def modes(self, modes: frozenset[DispatchMode]) -> None:
+    def allow(self, mode: DispatchMode, *, is_allowed: bool) -> None:
+        """Allow a mode from now on, or forbid it; the graphs stay."""
         with self._lock:
+            modes = self.modes | {mode} if is_allowed else self.modes - {mode}
             self._graphs = RegisteredGraphs(self.graphs, modes)
 
-    def register(
+    def wrap(
         self,
         key: DispatchKey,
         graph: Replayable | CUDAGraphEntry,
@@ -81,8 +97,8 @@ class Worker:
         outputs: Any,
         mode: DispatchMode,
         idempotent: bool,
-    ) -> None:
-        """See ``CudagraphDispatcher.register_graph``."""
+    ) -> Registered:
+        """What ``CudagraphDispatcher.register_graph`` was given, checked and ready for ``publish``."""
         if not isinstance(key, DispatchKey) or key.num_tokens < 1:
             raise ConfigError(f"key must be a DispatchKey with num_tokens >= 1, got {key!r}")
         if mode not in GRAPH_MODES:
@@ -90,6 +106,8 @@ class Worker:
         if isinstance(graph, CUDAGraphEntry):
             entry = graph
             mode = DispatchMode.PIECEWISE if entry.mode is CUDAGraphMode.PIECEWISE else mode
+            if entry.state is EntryState.EVICTED:
+                raise ConfigError(f"graph must not be released, got {entry!r}; capture it again")
         elif isinstance(graph, Replayable):
             outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
             addresses = None if input_ptrs is None else _checked_addresses(input_ptrs)
@@ -97,20 +115,25 @@ class Worker:
             entry = entry_around(graph, key, outputs, piecewise=piecewise, idempotent=idempotent, addresses=addresses)
         else:
             raise ConfigError(f"graph must have a replay() method, got {graph!r}")
-        pads = any(spec.dim is not None for spec in entry.inputs.specs)
-        table = SizeTable.of_one(entry.size, entry.mode, entry.descriptor, pads=pads)
-        self._put(Registered(key, mode, graph, entry, Route((key, mode), table, entry=entry)))
+        route = Route(
+            (key, mode, next(self._numbers)),
+            SizeTable.of_one(entry.size, entry.mode, entry.descriptor, pads=pads(entry)),
+            entry=entry,
+            without_sizes=Reason.NOT_CAPTURED,
+        )
+        return Registered(key, mode, graph, entry, route)
 
     def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Registered:
-        """Capture the runner on these example arguments; ``keep`` publishes the graph, ``drop`` releases it."""
+        """Capture the runner on these example arguments; ``publish`` serves the graph, ``drop`` releases it."""
         descriptor = BatchDescriptor(key.num_tokens, key.num_reqs)
         route = Route(
-            (key, DispatchMode.CUDAGRAPH),
+            (key, DispatchMode.CUDAGRAPH, next(self._numbers)),
             SizeTable.of_one(1, CUDAGraphMode.FULL, descriptor),
             ArgumentRules({}, {}, frozenset()),
             descriptor=descriptor,
             captures=False,
             is_single=True,
+            without_sizes=Reason.NOT_CAPTURED,
         )
         server = self.server
         with torch.no_grad(), server.lock:
@@ -126,74 +149,74 @@ class Worker:
                 raise CaptureError(f"no graph for {key}: {result.detail}", result.reason) from result.error
             return Registered(key, DispatchMode.CUDAGRAPH, result.entry, result.entry, route)
 
-    def keep(self, found: Registered) -> None:
-        """Serve a key by a graph that ``capture`` made."""
-        with self._lock:
-            graphs = dict(self.graphs)
-            self._forget(graphs.pop((found.key, found.mode), None))
-            graphs[found.key, found.mode] = found
-            self._graphs = RegisteredGraphs(graphs, self.modes)
-            self.tidy()
+    def publish(self, found: Registered) -> Leaving:
+        """Serve a key by ``found`` from now on, in the place of an older graph.
 
-    def _put(self, found: Registered) -> None:
-        slot = (found.key, found.mode)
+        The caller gives what has to go to ``let_go``, with no lock held that a runner could want: see Note [locks of a
+        worker].
+        """
         with self._lock:
             graphs = dict(self.graphs)
-            self._forget(graphs.pop(slot, None))
-            victims = self.cache.add(slot, found.entry, owns=False)
-            graphs[slot] = found
-            self._graphs = RegisteredGraphs(graphs, self.modes)
+            older = graphs.get(found.slot)
+            victims = self._leave_cache(older) if older is not None else []
+            if not found.is_captured:
+                victims += self.cache.add(found.place, found.entry, owns=False)
+            graphs[found.slot] = found
+            kept = {slot: one for slot, one in graphs.items() if self._is_kept(one)}
+            self._graphs = RegisteredGraphs(kept, self.modes)
+            known = {*graphs.values(), *([older] if older is not None else [])}
+            return Leaving(victims, [one for one in known if kept.get(one.slot) is not one])
+
+    def let_go(self, leaving: Leaving) -> None:
+        """Release what was captured here and has left, and serve no call by any of it; waits for calls in flight."""
+        with self.server.lock:
+            victims = list(leaving.victims)
+            for found in leaving.graphs:
+                self.server.drop(found.route)
+                victims += self._leave_cache(found)
             self.server.graphs.release(victims)
-            self.tidy()
 
     def choose(self, key: DispatchKey, policy: DispatchPolicy) -> tuple[Registered | None, Decision]:
         """The graph that shall serve a key and its decision, or None and why eager does. Takes no lock."""
         graphs = self._graphs
-        choice = graphs.choices[key]
-        if not choice.graphs:
-            return None, choice.eager
+        candidates = graphs.candidates[key]
+        if not candidates.graphs:
+            return None, candidates.eager
         if not policy.should_use_graph(key, True):
             return None, Decision.eager(Reason.POLICY, key.num_tokens)
-        mode = policy.select_mode(key, choice.modes) if DispatchMode.HYBRID in graphs.modes else choice.modes[0]
-        return choice.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
+        mode = policy.select_mode(key, candidates.modes) if DispatchMode.HYBRID in graphs.modes else candidates.modes[0]
+        return candidates.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
 
-    def drop(self, found: Registered) -> None:
-        """Forget a graph, unless another has taken its place; one that was captured here is released."""
+    def drop(self, *dropped: Registered) -> None:
+        """Forget graphs, not others that have taken their places; release those that were captured here."""
+        if not dropped:
+            return
         with self._lock:
-            graphs = dict(self.graphs)
-            if graphs.get((found.key, found.mode)) is found:
-                del graphs[found.key, found.mode]
-                self._graphs = RegisteredGraphs(graphs, self.modes)
-            self._forget(found)
-
-    def discard(self, entry: CUDAGraphEntry) -> None:
-        """Forget an entry, whatever its key."""
-        for found in list(self.graphs.values()):
-            if found.entry is entry:
-                self.drop(found)
+            kept = {slot: one for slot, one in self.graphs.items() if one not in dropped}
+            self._graphs = RegisteredGraphs(kept, self.modes)
+        self.let_go(Leaving([], list(dropped)))
 
     def tidy(self) -> None:
         """Forget the graphs that were released, or that had to go for others."""
-        with self._lock:
-            kept = set(self.cache)
-            for found in list(self.graphs.values()):
-                if found.is_gone or found.entry not in kept:
-                    self.drop(found)
+        self.drop(*(found for found in self.graphs.values() if not self._is_kept(found)))
+
+    def discard(self, entry: CUDAGraphEntry) -> None:
+        """Forget an entry, whatever its keys."""
+        self.drop(*(found for found in self.graphs.values() if found.entry is entry))
 
     def clear(self) -> None:
         """Forget all graphs."""
-        for found in list(self.graphs.values()):
-            self.drop(found)
+        self.drop(*self.graphs.values())
 
-    def _forget(self, found: Registered | None) -> None:
-        if found is None:
-            return
-        with self.server.lock:
-            self.server.drop(found.route)
-            if found.route.entry is not None:
-                self.cache.remove((found.key, found.mode))
-            else:
-                self.server.graphs.release(self.cache.retire(found.entry, EvictionReason.DROPPED))
+    def _is_kept(self, found: Registered) -> bool:
+        return found.entry.state is not EntryState.EVICTED and self.cache.get(found.place) is found.entry
+
+    def _leave_cache(self, found: Registered) -> list[Victim]:
+        """Take a graph out of the cache; what is to be released then."""
+        if found.is_captured:
+            return self.cache.retire(found.entry, EvictionReason.DROPPED)
+        self.cache.remove(found.place)
+        return []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.graphs)} graphs>"
@@ -276,6 +299,8 @@ class StreamWorker(Worker):
         super().__init__(eager_runner, max_cached_graphs, options, backend=backend, pool=self.pool)
         self.steps = 0
         """Steps that were given to this worker."""
+        self.is_closed = False
+        """Whether it takes no more steps."""
         self._counts = threading.Lock()
         self._marks: deque[Event] = deque()
         self._claims = 0
@@ -316,7 +341,8 @@ class StreamWorker(Worker):
         return outcome
 
     def close(self) -> None:
-        """Finish all steps, and release the graphs captured here, the pool and the stream."""
+        """Finish all steps, and release the graphs captured here, the pool and the stream. Idempotent."""
+        self.is_closed = True
         self.stream.synchronize()
         self.clear()
         self.stream.close()

@@ -14,7 +14,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -85,7 +85,7 @@ class KeyTable:
         """The variants that have graphs."""
         self.query_lens = tuple(sorted({length for _, length, _ in self._kinds if length is not None}))
         """The uniform query lengths that have graphs of their own."""
-        self.limits = frozenset(request_limit(key) for found in self._kinds.values() for key in found)
+        self.limits = frozenset(map(request_limit, chain.from_iterable(self._kinds.values())))
         """The request limits of all graphs, with ``sys.maxsize`` for none."""
         self.free = min(self.limits, default=sys.maxsize)
         """The number of requests that every graph has room for."""

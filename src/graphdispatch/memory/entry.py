@@ -79,6 +79,8 @@ class CUDAGraphEntry:
     """The values of the captured call, with None in the place of each tensor that is copied."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
     _timer: Timer | None = None
+    _is_timed: bool = False
+    """Whether the timer holds the time of a call that is not in ``_timed`` yet."""
     _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def __post_init__(self) -> None:
@@ -228,20 +230,22 @@ class CUDAGraphEntry:
 
     def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
         """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known."""
-        self._collect_time()
-        if self._timer is not None:
-            return self.serve(values, rows, stats)
-        timer = self.backend.make_timer()
-        timer.start()
-        result = self.serve(values, rows, stats)
-        timer.stop()
-        self._timer = timer
-        return result
+        plan = self.plan(rows)
+        with self.pool.lock:
+            self._collect_time()
+            if self._is_timed:
+                return plan.run(values, stats)
+            timer = self._timer = self._timer or self.backend.make_timer()
+            timer.start()
+            result = plan.run(values, stats)
+            timer.stop()
+            self._is_timed = True
+            return result
 
     def _collect_time(self) -> None:
-        elapsed = self._timer.elapsed_ms() if self._timer is not None else None
+        elapsed = self._timer.elapsed_ms() if self._timer is not None and self._is_timed else None
         if elapsed is not None:
-            self._timer = None
+            self._is_timed = False
             self._timed[0] += elapsed
             self._timed[1] += 1
 
@@ -251,8 +255,9 @@ class CUDAGraphEntry:
 
         0.0 before the first. A call is not timed while the device has not finished an earlier timed one.
         """
-        self._collect_time()
-        total, count = self._timed
+        with self.pool.lock:
+            self._collect_time()
+            total, count = self._timed
         return total / count if count else 0.0
 
     @property

@@ -42,11 +42,12 @@ class Field(NamedTuple):
 class TraceFile:
     """The rows of one file, which are read anew each time. Every fault is a ``ConfigError`` that says where it is."""
 
-    def __init__(self, path: str | Path, names: Sequence[str], records: Records) -> None:
+    def __init__(self, path: str | Path, names: Sequence[str], records: Records, text: str | None = None) -> None:
         self.path = path
         self.names = names
         """The columns that it has."""
         self._records = records
+        self._text = text
 
     def rows(self, *names: str) -> Iterator[tuple[str, list[Any]]]:
         """For each row, where it is and its values in the columns ``names``."""
@@ -64,6 +65,9 @@ class TraceFile:
 
     def integers(self, *fields: Field) -> list[Ints]:
         """The columns ``fields``."""
+        plain = self._plain_integers(fields)
+        if plain is not None:
+            return plain
         columns = [array("q") for _ in fields]
         for where, values in self.rows(*(field.name for field in fields)):
             for field, column, value in zip(fields, columns, values, strict=True):
@@ -71,6 +75,21 @@ class TraceFile:
         if not columns[0]:
             raise ConfigError(f"{self.path} has no rows below its line of names")
         return [np.array(column, np.int64) for column in columns]
+
+    def _plain_integers(self, fields: Sequence[Field]) -> list[Ints] | None:
+        """The columns of a CSV file that holds plain integers in range, read many times as fast; else None, and reading
+        row by row says what is wrong and where."""
+        if self._text is None or "\n" not in self._text.strip() or any(f.name not in self.names for f in fields):
+            return None
+        places = [self.names.index(field.name) for field in fields]
+        text = StringIO(self._text)
+        try:
+            read = np.loadtxt(text, np.int64, delimiter=",", comments=None, skiprows=1, usecols=places, ndmin=2)
+        except (ValueError, OverflowError):
+            return None
+        columns = list(read.T)
+        fits = all(f.least <= c.min() and c.max() <= f.most for f, c in zip(fields, columns, strict=True))
+        return [np.ascontiguousarray(column) for column in columns] if fits else None
 
 
 def parse_cell(text: str) -> int | bool | str:
@@ -98,7 +117,7 @@ def open_trace(path: str | Path, data: bytes) -> TraceFile:
         _, first = next(_json_records(path, text))
         return TraceFile(path, list(first), lambda: _json_records(path, text))
     names = [name.strip() for name in next(_csv_cells(path, text), ("", []))[1]]
-    return TraceFile(path, names, lambda: _csv_records(path, text, names))
+    return TraceFile(path, names, lambda: _csv_records(path, text, names), text)
 
 
 def _csv_cells(path: str | Path, text: str) -> Iterator[tuple[str, list[str]]]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..backends import Backend, Pool, available_backends, get_backend
+from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
@@ -100,22 +100,27 @@ class GraphSet:
         assert leaves is not None
         if route.entry is not None:
             return self._adopt(key, route, call, leaves)
+        signature = route.signature or self._learn_signature(route, call, leaves)
+        if isinstance(signature, Refusal):
+            return signature
+        capacity = route.capacity or route.table.largest if signature.has_rows else 1
+        return self._add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
+
+    def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
+        """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
         tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if tensor is None:
             return no_tensors(call.leaves, leaves)
         if self.backend is None:
-            if tensor.device.type not in available_backends():
-                return Refusal(Reason.DEVICE_UNSUPPORTED, f"no backend serves {tensor.device}")
-            self.backend = get_backend("auto", tensor.device)
+            try:
+                self.backend = get_backend("auto", tensor.device)
+            except BackendError as error:
+                return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
             self.pool = self.backend.make_pool()
-        rules = route.rules or ArgumentRules({}, {}, frozenset(spec.names), self.options.validate_addresses)
+        rules = route.rules or ArgumentRules({}, {}, frozenset(call.names), self.options.validate_addresses)
         rules.check_names(self.fn, call)
         why_not = refusal(call.leaves, leaves, rules, self.backend.device)
-        if why_not is not None:
-            return why_not
-        signature = Signature(call.leaves, leaves, rules, self.backend.device)
-        capacity = route.capacity or route.table.largest if signature.has_rows else 1
-        return self._add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
+        return why_not if why_not is not None else Signature(call.leaves, leaves, rules, self.backend.device)
 
     def _adopt(
         self, key: Hashable, route: Route, call: FlatCall, leaves: list[Any]
@@ -259,10 +264,12 @@ class GraphSet:
                         group.drop(victim.entry.size)
                 victim.release()
             if victims:
-                read = {entry.inputs for group in self.groups.values() for entry in group.entries.values()}
-                for unread in {group.inputs for group in self.groups.values()} - read:
+                # The static inputs of a graph that somebody else captured are not ours to free.
+                owned = [group for group in self.groups.values() if group.route.entry is None]
+                read = {entry.inputs for group in owned for entry in group.entries.values()}
+                for unread in {group.inputs for group in owned} - read:
                     unread.free()
-                for group in self.groups.values():
+                for group in owned:
                     if not group.entries:
                         group.buffers = self.handout.make_buffers(group.inputs.capacity)
 

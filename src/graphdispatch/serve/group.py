@@ -46,6 +46,7 @@ class Route:
         *,
         descriptor: BatchDescriptor | None = None,
         entry: CUDAGraphEntry | None = None,
+        signature: Signature | None = None,
         capacity: int | None = None,
         is_single: bool = False,
         captures: bool = True,
@@ -59,6 +60,8 @@ class Route:
         """What its graphs are called, where the door names them; None: by their sizes."""
         self.entry = entry
         """The only graph of the route, where somebody else captured it; None where the server captures."""
+        self.signature = signature
+        """What its calls look like, where the door knows it beforehand; None: it is learnt from each first call."""
         self.capacity = capacity
         """The rows that static inputs have room for, if that is more than the largest size."""
         self.captures = captures and entry is None

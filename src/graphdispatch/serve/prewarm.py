@@ -18,7 +18,7 @@ from .group import GraphGroup, Route
 from .progress import progress_bar
 from .server import Server
 
-__all__ = ["CaptureBatch", "Limits", "PrewarmReport", "capture_size", "captured_sizes", "estimate"]
+__all__ = ["CaptureBatch", "Limits", "PrewarmReport", "capture_checked", "capture_size", "captured_sizes", "estimate"]
 
 
 class Limits(NamedTuple):

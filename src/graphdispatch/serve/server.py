@@ -230,16 +230,10 @@ class Server(HitPath):
 
         Raises ``ReplayError`` if the graph cannot be replayed.
         """
-        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
-            return False, None, Decision.eager(Reason.NEEDS_GRADIENTS)
-        closed = self.closed(route)
-        if closed is not None:
-            return False, None, Decision.eager(closed)
-        with torch.no_grad(), self.lock:
-            self.graphs.refresh()
-            choice = self.choose(route, args, kwargs)
-            if choice.entry is None or not choice.decision.reason.is_graph:
-                return False, None, choice.decision
+        choice = self.preview(route, args, kwargs)
+        if choice.entry is None or not choice.decision.reason.is_graph:
+            return False, None, choice.decision
+        with torch.no_grad():
             answer = self.observed(choice.entry, choice.rows, choice.leaves)
         self.local.decision = choice.decision
         return True, answer, choice.decision
@@ -351,28 +345,29 @@ class Server(HitPath):
         self.graphs.clear()
 
     def drop(self, route: Route) -> None:
-        """Forget a route with its groups; called with the lock held. The graph of a route that was given one stays."""
+        """Forget a route with its groups, and serve no call by it any more; called with the lock held. The graph of a
+        route that was given one stays."""
         for group in route.groups:
             self.graphs.groups.pop(group.key, None)
+        route.table = SizeTable((), route.table.mode)
         route.spellings.clear()
 
-    def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """How such a call would be served now, in one line; nothing is run or counted."""
-        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
-            return Decision.eager(Reason.NEEDS_GRADIENTS).explain()
-        with torch.no_grad(), self.lock:
-            return self.choose(route, args, kwargs).explain()
+    def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
+        """How such a call, of ``rows`` rows if nothing else tells, would be served now, in one line."""
+        choice = self.preview(route, args, kwargs)
+        decision = choice.decision
+        return choice._replace(decision=decision._replace(rows=decision.rows or rows)).explain()
 
-    def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
-        """How such a call would be served now; nothing is run or counted, but what is stale is released."""
+    def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """What would be done with such a call now. Nothing is run or counted, but what is stale is released."""
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
-            return Decision.eager(Reason.NEEDS_GRADIENTS)
+            return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
         closed = self.closed(route)
         if closed is not None:
-            return Decision.eager(closed)
+            return Choice(Decision.eager(closed))
         with torch.no_grad(), self.lock:
             self.graphs.refresh()
-            return self.choose(route, args, kwargs).decision
+            return self.choose(route, args, kwargs)
 
     def after_eager(self, choice: Choice, result: CaptureResult) -> Any:
         """Count and hand out the eager answer of a call that captured or compared a graph."""

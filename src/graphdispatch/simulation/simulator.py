@@ -1,39 +1,44 @@
-"""Drives the dispatcher, policies, cache and entries of production by recorded traffic, on a simulated device.
+"""Drives production's server by recorded traffic, on a simulated device.
 
-Only the device and its clock are simulated: a replay, an eager step or a capture takes as long as a cost model says,
-and graphs hold as many bytes. Everything that decides is the very object that would decide in production.
+Only the device is simulated. The server admits, captures, compares, evicts and counts steps as it does real calls.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
-from weakref import WeakSet
+from sys import maxsize
+from typing import Any, NamedTuple
+
+import torch
 
 from ..backends import get_backend
-from ..backends.base import Graph, Pool
+from ..call.signature import Refusal
+from ..config import CUDAGraphOptions
+from ..decide.decision import Decision, SizeTable
 from ..decide.keys import CudagraphKeyDispatcher
+from ..decide.memo import Memo
 from ..decide.policies import DispatchPolicy
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError
 from ..memory.admission import Admission
-from ..memory.budget import Victim
 from ..memory.cache import GraphCache
-from ..memory.entry import CUDAGraphEntry
-from ..memory.inputs import StaticInputs
-from ..memory.outputs import OutputRule, Outputs
-from ..modes import CUDAGraphMode, DispatchMode, EntryState
+from ..modes import CUDAGraphMode, DispatchMode
 from ..plan.cost import CostModel
 from ..plan.workload import Workload
 from ..reasons import Reason
+from ..serve.graphs import Capturer
+from ..serve.group import GraphGroup, Route
+from ..serve.prewarm import capture_checked
+from ..serve.server import Server
 from ..stats import CUDAGraphStats
+from .device import SimulatedDevice, TokenCount
 
 __all__ = ["SimulationResult", "simulate"]
 
-NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-_WITHOUT_FULL = frozenset((NONE, PIECEWISE))
-_DISPATCH_MODES = {FULL: DispatchMode.CUDAGRAPH, PIECEWISE: DispatchMode.PIECEWISE}
+_Key = tuple[CUDAGraphMode, BatchDescriptor]
+_GRAPH_MODES = {CUDAGraphMode.FULL: DispatchMode.CUDAGRAPH, CUDAGraphMode.PIECEWISE: DispatchMode.PIECEWISE}
+_MOST_KINDS = 65536  # of steps, whose decisions are kept
 
 
 @dataclass
@@ -94,204 +99,122 @@ def simulate(
 
     ``dispatcher`` names the graphs that there may be, by a plan or capture sizes. Without ``admission`` as many of
     them as ``cache`` has room for are captured before the first step, the largest first, as engines do; with it, each
-    when it is admitted, and it is compared with eager at its next batch. ``cache`` (default: room for all) evicts by
-    its own rules; it must be new, and its statistics are those of the result. ``policy`` (default: a graph wherever
-    there is one) chooses among the graphs there are and eager, and learns the simulated times, if it learns.
+    when it is admitted, and compared with eager at its next batch and at each that is smaller than all before.
+    ``cache`` (default: room for all) evicts by its own rules; it must be new, and the result has its statistics.
+    ``policy`` (default: a graph wherever there is one) chooses among the graphs there are and eager, and may learn.
 
     A uniform decode step whose requests are not known has one token for each. Deterministic, if the policy is. Raises
     ``ConfigError`` for a workload without ordered steps, or a cost model that does not know a mode.
     """
     if workload.steps is None:
         raise ConfigError("workload must have ordered steps; make it with Workload.from_steps or from a trace")
-    descriptors = dispatcher.get_capture_descs()
-    if cache is None:
-        cache = GraphCache(max(1, sum(len(of_mode) for _, of_mode in descriptors)))
+    keys = [(mode, descriptor) for mode, of_mode in dispatcher.get_capture_descs() for descriptor in of_mode]
+    cache = GraphCache(max(1, len(keys))) if cache is None else cache
     if len(cache) or cache.stats.calls:
         raise ConfigError(f"cache must be new, got {cache!r}")
-    run = _Run(workload, cost, dispatcher, policy, cache, admission)
-    if admission is None:
-        for mode, of_mode in descriptors:
-            for descriptor in of_mode:
-                if not cache.is_full:
-                    run.capture(mode, descriptor)
-        for entry in cache:
-            entry.state = EntryState.VERIFIED
+    if admission is not None:
+        cache.admission = admission
+    run = _Simulation(SimulatedDevice(workload, cost), dispatcher, policy, cache)
     tokens, kinds, reqs = workload.steps
-    modes = map(run.step, tokens.tolist(), kinds.tolist(), repeat(None) if reqs is None else reqs.tolist())
-    run.result.steps.update(modes)
-    run.result.step_ms = run.clock.now
-    return run.result
+    with torch.no_grad(), run.server.lock:
+        if admission is None:
+            run.prewarm(keys)
+        steps = Counter(map(run.step, tokens.tolist(), kinds.tolist(), repeat(None) if reqs is None else reqs.tolist()))
+    return SimulationResult(cache.stats, steps, run.device.now, run.peak_bytes)
 
 
-class _Clock:
-    """Device time in milliseconds."""
+class _Kind(NamedTuple):
+    """What may serve steps of one kind: the dispatcher's choice and all that a policy may choose; or why eager does."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-
-
-class _SimulatedGraph(Graph):
-    """A graph whose replay only takes time."""
-
-    def __init__(self, clock: _Clock, replay_ms: float, nbytes: int, pool_bytes: int) -> None:
-        self._clock = clock
-        self._replay_ms = replay_ms
-        self._nbytes = nbytes
-        self.pool_bytes = pool_bytes
-
-    def replay(self) -> None:
-        self._clock.now += self._replay_ms
-
-    def reset(self) -> None:
-        self._nbytes = self.pool_bytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
+    key: DispatchKey
+    first: GraphGroup | None
+    groups: Mapping[DispatchMode, GraphGroup]
+    eager: Decision
 
 
-class _SimulatedPool(Pool):
-    """Memory as large as the largest of its graphs needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.graphs: WeakSet[Graph] = WeakSet()
-
-    @property
-    def nbytes(self) -> int:
-        return self.nbytes_of(list(self.graphs))
-
-    def nbytes_of(self, graphs: Sequence[Graph]) -> int:
-        return max((graph.pool_bytes for graph in graphs if isinstance(graph, _SimulatedGraph)), default=0)
-
-    def order_after_last_use(self) -> None:
-        """The simulated device does one thing at a time."""
-
-    def is_idle(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """There is nothing to release."""
-
-
-class _Run:
-    """One simulation: the device, the entries, and what has happened."""
+class _Simulation:
+    """A door before production's server: it chooses the graph group of each step. Used with the server's lock held."""
 
     def __init__(
         self,
-        workload: Workload,
-        cost: CostModel,
+        device: SimulatedDevice,
         dispatcher: CudagraphKeyDispatcher,
         policy: DispatchPolicy | None,
         cache: GraphCache,
-        admission: Admission | None,
     ) -> None:
-        self.cost = cost
-        self.decide = dispatcher.decide
-        self.policy = policy
-        self.cache = cache
-        self.admission = admission
-        if admission is not None:
-            cache.admission = admission
-        self.too_large: set[tuple[CUDAGraphMode, BatchDescriptor]] = set()
-        self.result = SimulationResult(cache.stats)
-        self.clock = _Clock()
-        self.pool = _SimulatedPool()
-        self.backend = get_backend("cpu")
-        self.inputs = StaticInputs((), 0)
-        self.outputs = Outputs(None, OutputRule(()), [], "static", self.pool)
-        self.eager_ms = dict(zip(workload.sizes.tolist(), cost.eager_ms.at(workload.sizes).tolist(), strict=True))
-
-    def step(self, tokens: int, is_decode: bool, reqs: int | None) -> CUDAGraphMode:
-        """Serve one step as production would; the mode in which it ran."""
-        query_len = (tokens // reqs if reqs else 1) if is_decode else None
-        decision = self.decide(tokens, reqs, query_len=query_len)
-        mode, descriptor = decision.mode, decision.descriptor
-        if descriptor is None:
-            return self.run_eagerly(tokens, decision.reason)
-        entry = self.cache.get((mode, descriptor))
-        if entry is None or entry.state is not EntryState.VERIFIED:
-            return self.run_eagerly(tokens, self.advance(mode, descriptor, entry))
-        if self.policy is None:
-            entry.serve((), tokens, self.result.stats)
-            return mode
-        entries = {_DISPATCH_MODES[mode]: entry}
-        if mode is FULL:
-            second = self.decide(tokens, reqs, query_len=query_len, allowed_modes=_WITHOUT_FULL)
-            other = self.cache.get((second.mode, second.descriptor))
-            if other is not None and other.state is EntryState.VERIFIED:
-                entries[DispatchMode.PIECEWISE] = other
-        key = DispatchKey(tokens, reqs or (tokens if is_decode else 1), 0, not is_decode)
-        return self.choose(self.policy, key, entries)
-
-    def choose(
-        self, policy: DispatchPolicy, key: DispatchKey, entries: dict[DispatchMode, CUDAGraphEntry]
-    ) -> CUDAGraphMode:
-        """Have the policy choose among the graphs there are and eager, and tell it what the step took."""
-        before = self.clock.now
-        chosen = policy.select_mode(key, (*entries, DispatchMode.EAGER))
-        entry = entries.get(chosen)
-        if entry is None:
-            mode = self.run_eagerly(key.num_tokens, Reason.POLICY)
-        else:
-            entry.serve((), key.num_tokens, self.result.stats)
-            mode = entry.mode
-        if policy.learns:
-            policy.record(key, chosen, self.clock.now - before)
-        return mode
-
-    def run_eagerly(self, tokens: int, reason: Reason) -> CUDAGraphMode:
-        """One eager step."""
-        self.clock.now += self.eager_ms[tokens]
-        self.result.stats.record_miss(reason, tokens)
-        return NONE
-
-    def advance(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, entry: CUDAGraphEntry | None) -> Reason:
-        """Bring a graph nearer to serving: compare it with eager, capture it, or count a miss."""
-        if entry is not None:
-            entry.serve((), entry.size)
-            entry.state = EntryState.VERIFIED
-            return Reason.VERIFIED_NOW
-        if self.admission is None:
-            return Reason.CACHE_FULL
-        key = (mode, descriptor)
-        if key in self.too_large:
-            return Reason.CACHE_FULL
-        verdict = self.cache.admit(key)
-        if verdict is Reason.CAPTURED_NOW:
-            self.capture(mode, descriptor, self.admission.since(key))
-            self.admission.forget(key)
-        else:
-            self.admission.count_miss(key)
-        return verdict
-
-    def capture(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, since: int | None = None) -> CUDAGraphEntry:
-        """Make one entry, with room made before."""
-        size = descriptor.num_tokens
-        costs = self.cost.graphs(mode)
-        curves = (costs.step_ms, costs.capture_ms, costs.graph_bytes, costs.pool_bytes)
-        step_ms, capture_ms, graph_bytes, pool_bytes = (float(curve.at(size)) for curve in curves)
-        self.release(self.cache.make_room(since))
-        entry = CUDAGraphEntry(
-            descriptor=descriptor,
-            mode=mode,
-            key=(mode, descriptor),
-            size=size,
-            graph=_SimulatedGraph(self.clock, step_ms, round(graph_bytes), round(pool_bytes)),
-            pool=self.pool,
-            backend=self.backend,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            capture_time_ms=capture_ms,
+        self.device = device
+        self.peak_bytes = 0
+        self._decide = dispatcher.decide
+        self._policy = policy
+        self._allowed = (None,) if policy is None else (None, (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE))
+        self._cache = cache
+        self._captures = True
+        self.server = Server(
+            device.run,
+            CUDAGraphOptions(guard_weights=False),  # there are no weights
+            cache,
+            backend=get_backend("cpu"),
+            pool=device.pool,
+            max_groups=maxsize,
+            capturer=Capturer(device.capture, device.verify),
         )
-        self.pool.graphs.add(entry.graph)
-        self.result.stats.record_capture(capture_ms)
-        self.release(self.cache.add(entry.key, entry))
-        if entry.state is EntryState.EVICTED:
-            self.too_large.add((mode, descriptor))
-        self.result.peak_bytes = max(self.result.peak_bytes, self.cache.nbytes)
-        return entry
+        self._groups = Memo[_Key, GraphGroup](self._make_group, maxsize)
+        self._kinds = Memo[tuple[int, int, int | None], _Kind](self._find_kind, _MOST_KINDS)
 
-    def release(self, victims: Sequence[Victim]) -> None:
-        for victim in victims:
-            victim.release()
+    def prewarm(self, keys: Iterable[_Key]) -> None:
+        """Capture and verify graphs before the first step, as long as there is room; later steps capture none."""
+        self._captures = False
+        for key in keys:
+            if not self._cache.is_full:
+                size = key[1].num_tokens
+                capture_checked(self.server, self._groups[key], (size,), 1, size)
+                self.peak_bytes = max(self.peak_bytes, self._cache.nbytes)
+
+    def step(self, tokens: int, is_decode: int, reqs: int | None) -> CUDAGraphMode:
+        """Serve one step; the mode in which it ran."""
+        key, first, groups, eager = self._kinds[tokens, is_decode, reqs]
+        if first is None:
+            self.server.run_eagerly(eager, (tokens,), {})
+        elif self._policy is None or first.hits[tokens] is None:
+            self.server.serve(first.route, (tokens,), {})
+        else:
+            self._ask(self._policy, key, groups)
+        decision: Decision = self.server.local.decision
+        if decision.reason is Reason.CAPTURED_NOW:
+            self.peak_bytes = max(self.peak_bytes, self._cache.nbytes)
+        return decision.mode
+
+    def _ask(self, policy: DispatchPolicy, key: DispatchKey, groups: Mapping[DispatchMode, GraphGroup]) -> None:
+        """Have the policy choose among the graphs that are ready and eager, and tell it what the step took."""
+        tokens, before, chosen = key.num_tokens, self.device.now, DispatchMode.EAGER
+        ready = {mode: group for mode, group in groups.items() if group.hits[tokens] is not None}
+        if policy.should_use_graph(key, True):
+            chosen = policy.select_mode(key, (*ready, DispatchMode.EAGER))
+        if chosen in ready:
+            self.server.serve(ready[chosen].route, (tokens,), {})
+        else:
+            chosen = DispatchMode.EAGER
+            self.server.run_eagerly(Decision.eager(Reason.POLICY, tokens), (tokens,), {})
+        if policy.learns:
+            policy.record(key, chosen, self.device.now - before)
+
+    def _find_kind(self, step: tuple[int, int, int | None]) -> _Kind:
+        """What may serve a step: the graph that the dispatcher decides for, and for a policy also a piecewise one."""
+        tokens, is_decode, reqs = step
+        query_len = (tokens // reqs if reqs else 1) if is_decode else None
+        key = DispatchKey(tokens, reqs or (tokens if is_decode else 1), 0, not is_decode)
+        found = [self._decide(tokens, reqs, query_len=query_len, allowed_modes=modes) for modes in self._allowed]
+        groups = {_GRAPH_MODES[d.mode]: self._groups[d.mode, d.descriptor] for d in found if d.descriptor is not None}
+        first = next(iter(groups.values()), None)
+        if first is not None and not self._captures and first.hits[tokens] is None:
+            return _Kind(key, None, {}, Decision.eager(Reason.CACHE_FULL, tokens))
+        return _Kind(key, first, groups, found[0])
+
+    def _make_group(self, key: _Key) -> GraphGroup:
+        """The group of one key of the dispatcher."""
+        mode, descriptor = key
+        table = SizeTable.of_one(descriptor.num_tokens, mode, descriptor, pads=True)
+        route = Route(key, table, descriptor=descriptor, signature=TokenCount(), is_single=True)
+        found = self.server.find(route, (descriptor.num_tokens,), {})
+        assert not isinstance(found, Refusal)
+        return found[0]
