@@ -63,9 +63,9 @@ class SizeTable:
         self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
         """The decision for calls without a batch dimension."""
         self._min_batches = dict(zip(self.sizes, min_batches or [1 + size for size in (0, *self.sizes)], strict=False))
-        self._decisions = [Decision.eager(Reason.NO_ROWS)] if self.sizes else []
-        for below, size in pairwise((0, *self.sizes)):
-            self._decisions += [self._make(rows, size, pad_batches) for rows in range(below + 1, size + 1)]
+        spans = [(size, range(below + 1, size + 1)) for below, size in pairwise((0, *self.sizes))]
+        decisions = [self._make(rows, size, pad_batches) for size, span in spans for rows in span]
+        self._decisions = (Decision.eager(Reason.NO_ROWS), *decisions) if self.sizes else ()
 
     @classmethod
     def of(cls, resolved: ResolvedConfig, mode: CUDAGraphMode) -> "SizeTable":
@@ -94,7 +94,7 @@ class SizeTable:
         """The table of a single graph of ``size`` rows; if it ``pads``, it serves every batch of at most as many."""
         table = cls((size,), mode)
         if not pads:
-            del table._decisions[1:]
+            table._decisions = table._decisions[:1]
         table.fixed = Decision(mode, descriptor or BatchDescriptor(size), size, Reason.EXACT, size)
         return table
 
