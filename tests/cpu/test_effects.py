@@ -54,7 +54,7 @@ def test_undo_and_redo(write: Write) -> None:
         write(state)
     after = state.clone()
     for region in effects.regions:
-        region.keep_after()
+        region.after = region.read().clone()
     assert not torch.equal(before, after)
     undo(effects.regions)
     assert torch.equal(state, before)

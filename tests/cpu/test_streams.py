@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graphdispatch.backends import Timer
-from graphdispatch.backends.cpu.streams import CPUStream, StreamState
+from graphdispatch.backends.cpu.streams import CPUStream, CPUStreams
 from graphdispatch.errors import BackendError
 
 TIMEOUT_S = 30.0
@@ -48,13 +48,13 @@ def synchronized(stream: CPUStream) -> None:
 
 
 @pytest.fixture
-def state() -> StreamState:
+def state() -> CPUStreams:
     """The streams of one backend."""
-    return StreamState()
+    return CPUStreams()
 
 
 @pytest.fixture
-def worker(state: StreamState) -> Iterator[CPUStream]:
+def worker(state: CPUStreams) -> Iterator[CPUStream]:
     """A stream."""
     stream = state.make_stream("worker")
     yield stream
@@ -62,7 +62,7 @@ def worker(state: StreamState) -> Iterator[CPUStream]:
 
 
 @pytest.fixture
-def other(state: StreamState) -> Iterator[CPUStream]:
+def other(state: CPUStreams) -> Iterator[CPUStream]:
     """A second stream."""
     stream = state.make_stream("other")
     yield stream
@@ -97,7 +97,7 @@ def test_two_streams_overlap(worker: CPUStream, other: CPUStream) -> None:
 
 
 def test_an_event_orders_two_streams(
-    state: StreamState, worker: CPUStream, other: CPUStream, gate: threading.Event
+    state: CPUStreams, worker: CPUStream, other: CPUStream, gate: threading.Event
 ) -> None:
     """Work behind a wait sees what the work before the mark wrote, however late that is."""
     value, seen = torch.zeros(1), torch.zeros(1)
@@ -139,7 +139,7 @@ def test_wait_stream_orders_after_all_earlier_work(worker: CPUStream, other: CPU
     assert seen == ["first", "second"]
 
 
-def test_waiting_on_the_default_stream_blocks_the_caller(state: StreamState, worker: CPUStream) -> None:
+def test_waiting_on_the_default_stream_blocks_the_caller(state: CPUStreams, worker: CPUStream) -> None:
     """The default stream has no queue, so that waiting for a stream there means that the caller waits."""
     seen: list[str] = []
     worker.submit(lambda: seen.append("work"))
@@ -147,7 +147,7 @@ def test_waiting_on_the_default_stream_blocks_the_caller(state: StreamState, wor
     assert seen == ["work"]
 
 
-def test_waiting_refers_to_the_latest_record(state: StreamState, worker: CPUStream, gate: threading.Event) -> None:
+def test_waiting_refers_to_the_latest_record(state: CPUStreams, worker: CPUStream, gate: threading.Event) -> None:
     """An event that is recorded again stands for the new mark, and is no longer done."""
     event = state.make_event()
     event.record()
@@ -160,7 +160,7 @@ def test_waiting_refers_to_the_latest_record(state: StreamState, worker: CPUStre
     assert event.query()
 
 
-def test_an_event_never_recorded_holds_nothing_up(state: StreamState, worker: CPUStream) -> None:
+def test_an_event_never_recorded_holds_nothing_up(state: CPUStreams, worker: CPUStream) -> None:
     """Such an event is done, and waiting for it returns."""
     event = state.make_event()
     event.wait()
@@ -189,7 +189,7 @@ def test_work_behind_a_failure_is_skipped_until_it_was_raised(worker: CPUStream)
     assert seen == ["served"]
 
 
-def test_a_failure_reaches_whoever_waits_for_it(state: StreamState, worker: CPUStream, other: CPUStream) -> None:
+def test_a_failure_reaches_whoever_waits_for_it(state: CPUStreams, worker: CPUStream, other: CPUStream) -> None:
     """A stream behind a failed one skips its work too, and reports the same exception."""
     seen: list[str] = []
     worker.submit(break_down)
@@ -212,14 +212,14 @@ def test_even_a_request_to_exit_leaves_the_stream_alive(worker: CPUStream) -> No
     synchronized(worker)
 
 
-def test_an_exception_on_the_default_stream_is_raised_at_once(state: StreamState) -> None:
+def test_an_exception_on_the_default_stream_is_raised_at_once(state: CPUStreams) -> None:
     """Inline work fails where it was given."""
     with pytest.raises(ArithmeticError):
         state.default.submit(break_down)
     state.default.synchronize()
 
 
-def test_a_closed_stream_finished_its_work_and_takes_no_more(state: StreamState) -> None:
+def test_a_closed_stream_finished_its_work_and_takes_no_more(state: CPUStreams) -> None:
     """``close`` drains the queue and may be called twice; later work is refused."""
     stream, seen = state.make_stream(), list[int]()
     stream.submit(lambda: seen.append(1))
@@ -233,7 +233,7 @@ def test_a_closed_stream_finished_its_work_and_takes_no_more(state: StreamState)
         state.make_event().record(stream)
 
 
-def test_close_raises_what_nobody_heard_of(state: StreamState) -> None:
+def test_close_raises_what_nobody_heard_of(state: CPUStreams) -> None:
     """A failure does not vanish with its stream."""
     stream = state.make_stream()
     stream.submit(break_down)
@@ -242,7 +242,7 @@ def test_close_raises_what_nobody_heard_of(state: StreamState) -> None:
     stream.close()
 
 
-def test_a_forgotten_stream_ends_its_thread(state: StreamState) -> None:
+def test_a_forgotten_stream_ends_its_thread(state: CPUStreams) -> None:
     """A stream that nobody holds is collected, and its thread does not stay behind."""
     stream = state.make_stream("forgotten")
     stream.submit(lambda: None)
@@ -255,23 +255,23 @@ def test_a_forgotten_stream_ends_its_thread(state: StreamState) -> None:
     assert not thread.is_alive()
 
 
-def test_current_stream_nests_and_is_restored(state: StreamState, worker: CPUStream, other: CPUStream) -> None:
+def test_current_stream_nests_and_is_restored(state: CPUStreams, worker: CPUStream, other: CPUStream) -> None:
     """``use`` puts the previous stream back, also when its block raises."""
-    with state.use(worker):
-        with contextlib.suppress(ArithmeticError), state.use(other):
-            assert state.current() is other
+    with state.use_stream(worker):
+        with contextlib.suppress(ArithmeticError), state.use_stream(other):
+            assert state.current_stream() is other
             break_down()
-        assert state.current() is worker
-    assert state.current() is state.default
+        assert state.current_stream() is worker
+    assert state.current_stream() is state.default
 
 
-def test_current_stream_belongs_to_one_thread(state: StreamState, worker: CPUStream, other: CPUStream) -> None:
+def test_current_stream_belongs_to_one_thread(state: CPUStreams, worker: CPUStream, other: CPUStream) -> None:
     """Work sees its own stream as current; the thread that submitted it keeps its own."""
     seen: list[object] = []
-    with state.use(other):
-        worker.submit(lambda: seen.append(state.current()))
+    with state.use_stream(other):
+        worker.submit(lambda: seen.append(state.current_stream()))
         worker.synchronize()
-        assert state.current() is other
+        assert state.current_stream() is other
     assert seen == [worker]
 
 
@@ -304,7 +304,7 @@ def test_work_runs_under_the_submitters_autocast(worker: CPUStream) -> None:
     assert seen == [torch.bfloat16, torch.float32]
 
 
-def test_work_may_use_its_own_stream(state: StreamState, worker: CPUStream) -> None:
+def test_work_may_use_its_own_stream(state: CPUStreams, worker: CPUStream) -> None:
     """What work gives to its own stream happens at once, so that nothing there can wait for itself."""
     seen: list[str] = []
 
@@ -323,7 +323,7 @@ def test_work_may_use_its_own_stream(state: StreamState, worker: CPUStream) -> N
 
 
 def test_a_mark_behind_the_running_work_does_not_block_it(
-    state: StreamState, worker: CPUStream, gate: threading.Event
+    state: CPUStreams, worker: CPUStream, gate: threading.Event
 ) -> None:
     """A stream never waits for its own later mark; a thread that would is told so instead of hanging."""
     event, refused = state.make_event(), list[BackendError]()
@@ -343,11 +343,11 @@ def test_a_mark_behind_the_running_work_does_not_block_it(
 
 
 def test_a_timer_waits_for_its_end_without_blocking(
-    state: StreamState, worker: CPUStream, gate: threading.Event
+    state: CPUStreams, worker: CPUStream, gate: threading.Event
 ) -> None:
     """Until its stream has come to the end, a timer says None; then it says milliseconds."""
     timer = Timer(state.make_event(timing=True), state.make_event(timing=True))
-    with state.use(worker):
+    with state.use_stream(worker):
         timer.start()
         worker.submit(partial(passed, gate))
         timer.stop()
@@ -359,7 +359,7 @@ def test_a_timer_waits_for_its_end_without_blocking(
     assert elapsed > 0
 
 
-def test_a_timer_can_run_again_and_inline(state: StreamState) -> None:
+def test_a_timer_can_run_again_and_inline(state: CPUStreams) -> None:
     """Starting again forgets the earlier end; stopping first is refused."""
     timer = Timer(state.make_event(timing=True), state.make_event(timing=True))
     with pytest.raises(BackendError, match="before it was started"):
@@ -371,7 +371,7 @@ def test_a_timer_can_run_again_and_inline(state: StreamState) -> None:
     assert timer.elapsed_ms() is None
 
 
-def test_elapsed_needs_two_timed_and_reached_events(state: StreamState) -> None:
+def test_elapsed_needs_two_timed_and_reached_events(state: CPUStreams) -> None:
     """Asking for time that was not kept, or is not over, is a clear error."""
     start, end, plain = state.make_event(timing=True), state.make_event(timing=True), state.make_event()
     start.record()
@@ -384,16 +384,16 @@ def test_elapsed_needs_two_timed_and_reached_events(state: StreamState) -> None:
     assert start.elapsed_ms(end) >= 0
 
 
-def test_a_stream_of_another_backend_is_refused(state: StreamState, worker: CPUStream) -> None:
+def test_a_stream_of_another_backend_is_refused(state: CPUStreams, worker: CPUStream) -> None:
     """Only the CPU backend's own streams can be current or be waited for."""
     foreign: object = object()
-    with pytest.raises(BackendError, match="must come from the CPU backend"), state.use(foreign):  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match="must come from the CPU backend"), state.use_stream(foreign):  # type: ignore[arg-type]
         pass
     with pytest.raises(BackendError, match="must come from the CPU backend"):
         worker.wait_stream(foreign)  # type: ignore[arg-type]
 
 
-def test_repr_tells_the_condition(state: StreamState) -> None:
+def test_repr_tells_the_condition(state: CPUStreams) -> None:
     """A stream says whether it is open or closed."""
     stream = state.make_stream("copies")
     before = repr(stream)

@@ -6,24 +6,14 @@ from collections.abc import Callable
 import torch
 
 from ..errors import BackendError
-from .base import Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream, Timer
+from .base import Backend, Capture, Graph, Pool, Timer
+from .cpu import CPUBackend
+from .cuda import CUDABackend
 
-__all__ = [
-    "Backend",
-    "Capture",
-    "Event",
-    "Graph",
-    "MemoryFigures",
-    "Pool",
-    "Stream",
-    "Timer",
-    "available_backends",
-    "get_backend",
-    "register_backend",
-]
+__all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends", "get_backend", "register_backend"]
 
 _LOCK = threading.Lock()
-_FACTORIES: dict[str, Callable[[], type[Backend]]] = {}
+_FACTORIES: dict[str, Callable[[], type[Backend]]] = {"cpu": lambda: CPUBackend, "cuda": lambda: CUDABackend}
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 
@@ -69,19 +59,3 @@ def get_backend(name: str = "auto", device: torch.device | None = None) -> Backe
             exact = torch.device(cls.device_type, index) if index is not None else torch.device(cls.device_type)
             _INSTANCES[name, index] = cls(exact)
         return _INSTANCES[name, index]
-
-
-def _cpu() -> type[Backend]:
-    from .cpu import CPUBackend
-
-    return CPUBackend
-
-
-def _cuda() -> type[Backend]:
-    from .cuda import CUDABackend
-
-    return CUDABackend
-
-
-register_backend("cpu", _cpu)
-register_backend("cuda", _cuda)

@@ -20,7 +20,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -28,17 +27,7 @@ import torch
 from ..errors import BackendError, DeviceLostError, ReplayError
 from ..reasons import Reason
 
-__all__ = [
-    "CAPTURE_LOCK",
-    "Backend",
-    "Capture",
-    "Event",
-    "Graph",
-    "MemoryFigures",
-    "Pool",
-    "Stream",
-    "Timer",
-]
+__all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "MemoryFigures", "Pool", "Stream", "Timer"]
 
 CAPTURE_LOCK = threading.RLock()
 
@@ -226,11 +215,8 @@ class Capture(ABC):
 
     graph: Graph
     outputs: Any = None
-
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether the recording has neither ended nor been aborted."""
+    is_open = False
+    """Whether the recording has begun, and has neither ended nor been aborted."""
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
         """Tell the capture what the callable returned: a tensor, or any nest of tensors. Call it before ``end``.
@@ -264,12 +250,7 @@ class Capture(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.abort()
         elif self.is_open:
@@ -374,9 +355,7 @@ class Backend(ABC):
 
     def classify_error(self, error: BaseException) -> Reason:
         """The reason of a capture that failed with ``error``."""
-        if self.is_out_of_memory(error):
-            return Reason.OUT_OF_MEMORY
-        return Reason.CAPTURE_FAILED
+        return Reason.OUT_OF_MEMORY if self.is_out_of_memory(error) else Reason.CAPTURE_FAILED
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` says that the device has no memory left."""

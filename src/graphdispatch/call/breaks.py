@@ -5,65 +5,35 @@ one lookup of a context variable. In a FULL capture it is part of the graph.
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["BREAKS", "BreakRunner", "OperatorBreaks", "eager_break", "is_break", "is_marked", "remove_eager_break"]
+__all__ = ["BREAKS", "BreakRunner", "eager_break", "is_break", "is_marked", "remove_eager_break"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
 _ORIGINAL = "_graphdispatch_unbroken"
 
 
-class BreakRunner(Protocol):
-    """The PIECEWISE capture under way on this thread or task."""
-
-    def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End the current graph, run ``fn`` eagerly, begin the next graph."""
-
+BreakRunner = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Ends the current graph, runs a function eagerly (name, function, args, kwargs), begins the next graph."""
 
 ACTIVE: ContextVar[BreakRunner | None] = ContextVar("piecewise_capture", default=None)
-"""The capture that runs the breaks of this thread or task; None outside a PIECEWISE capture."""
+"""Runs the breaks of this thread or task; None outside a PIECEWISE capture."""
 
 
-class OperatorBreaks:
-    """The operators that break every PIECEWISE capture of the process, by qualified name. Thread-safe."""
+BREAKS: set[str] = set()
+"""The operators that break every PIECEWISE capture of the process, by qualified name.
 
-    def __init__(self) -> None:
-        self._names: frozenset[str] = frozenset()
-        self._lock = threading.Lock()
-
-    def add(self, *names: str) -> None:
-        """Break at these operators from now on. Raises ``ConfigError`` for a name that torch does not know."""
-        for name in names:
-            namespace, _, rest = name.partition("::")
-            if not rest or not hasattr(getattr(torch.ops, namespace), rest.split(".")[0]):
-                raise ConfigError(f"operator {name!r} is unknown to torch; write 'namespace::name', as 'aten::nonzero'")
-        with self._lock:
-            self._names |= set(names)
-
-    def remove(self, *names: str) -> None:
-        """Stop breaking at these operators."""
-        with self._lock:
-            self._names -= set(names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def __repr__(self) -> str:
-        return f"<OperatorBreaks {sorted(self._names)}>"
-
-
-BREAKS = OperatorBreaks()
-"""The one set of the process, as torch has one set of operators; ``eager_break("aten::nonzero")`` adds to it."""
+There is one set, as torch has one set of operators; ``eager_break("aten::nonzero")`` adds to it.
+"""
 
 
 @overload
@@ -91,13 +61,21 @@ def eager_break(target: Any, *more: Any) -> Any:
     outer one. ``torch.compile`` traces through a mark. Raises ``ConfigError`` for anything else.
     """
     if isinstance(target, str):
-        BREAKS.add(target, *more)
+        for name in (target, *more):
+            namespace, _, rest = name.partition("::")
+            if not rest or not hasattr(getattr(torch.ops, namespace), rest.split(".")[0]):
+                raise ConfigError(f"operator {name!r} is unknown to torch; write 'namespace::name', as 'aten::nonzero'")
+        BREAKS.update((target, *more))
         return None
     if more:
         raise ConfigError("eager_break takes one function or module, or names of operators")
     if isinstance(target, nn.Module):
-        if not is_marked(target):
-            _mark(target)
+        forward, name = target.forward, type(target).__name__
+        if isinstance(forward, MethodType) and forward.__self__ is target and not is_break(forward):
+            # A method again, so that a deep copy of the module calls the copy and not this module.
+            target.forward = MethodType(_as_break(forward.__func__, name), target)
+        elif not is_break(forward):
+            target.forward = _as_break(forward, name)
         return target
     if callable(target):
         return target if is_break(target) else _as_break(target, getattr(target, "__qualname__", repr(target)))
@@ -121,30 +99,14 @@ def remove_eager_break(*targets: Any) -> None:
     """
     for target in targets:
         if isinstance(target, str):
-            BREAKS.remove(target)
+            BREAKS.discard(target)
         elif isinstance(target, nn.Module) and is_marked(target):
-            _unmark(target)
+            original = getattr(target.forward, _ORIGINAL)
+            del target.forward
+            if getattr(target.forward, "__func__", None) is not original:  # not the class's forward, but its own
+                target.forward = original
         else:
             raise ConfigError(f"remove_eager_break takes marked modules and names of operators, got {target!r}")
-
-
-def _mark(module: nn.Module) -> None:
-    forward = module.forward
-    name = type(module).__name__
-    if isinstance(forward, MethodType) and forward.__self__ is module:
-        # A method again, so that a deep copy of the module calls the copy and not this module.
-        module.forward = MethodType(_as_break(forward.__func__, name), module)
-    else:
-        module.forward = _as_break(forward, name)
-
-
-def _unmark(module: nn.Module) -> None:
-    original = getattr(module.forward, _ORIGINAL)
-    del module.forward
-    if (
-        getattr(module.forward, "__func__", None) is not original
-    ):  # the module had a forward of its own, not the class's
-        module.forward = original
 
 
 def _as_break(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -154,7 +116,7 @@ def _as_break(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
         runner = None if torch.compiler.is_dynamo_compiling() else ACTIVE.get()
         if runner is None:
             return fn(*args, **kwargs)
-        return runner.run_break(name, fn, args, kwargs)
+        return runner(name, fn, args, kwargs)
 
     setattr(run, _ORIGINAL, fn)
     return run

@@ -15,9 +15,9 @@ __all__ = ["ArgumentRules", "callable_name", "make_rules"]
 class ArgumentRules(NamedTuple):
     """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
 
-    ``dynamic``: the batch dimension of each argument that has one. ``pad``: the pad rules. ``static``: tensors whose
-    address never changes, and objects that are the same on each call; they are not copied. ``check_addresses``: whether
-    each call compares the addresses of static tensors.
+    ``dynamic``: the batch dimension of each argument that has one. ``pad``: the pad rules other than zeros. ``static``:
+    tensors whose address never changes, and objects that are the same on each call; they are not copied.
+    ``check_addresses``: whether each call compares the addresses of static tensors.
     """
 
     dynamic: Mapping[str, int]
@@ -26,12 +26,12 @@ class ArgumentRules(NamedTuple):
     check_addresses: bool = True
 
     def dim_of(self, leaf: Leaf, tensor: torch.Tensor) -> int | None:
-        """The batch dimension of a tensor, counted from the front; None if it has none.
+        """The batch dimension of a tensor, counted from the front; None if it has none, as a static tensor.
 
         Raises ``ConfigError`` if the user named a dimension that the tensor does not have.
         """
         given = self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument))
-        if given is None:
+        if given is None or self.is_static(leaf):
             return None
         if not -tensor.dim() <= given < tensor.dim():
             raise ConfigError(
@@ -41,10 +41,6 @@ class ArgumentRules(NamedTuple):
                 else f"dynamic[{leaf.path!r}] = {given}, but the tensor has no dimensions; leave it out of dynamic="
             )
         return given % tensor.dim()
-
-    def pad_of(self, leaf: Leaf) -> Pad:
-        """The pad rule of a tensor; zeros unless the user gave another."""
-        return self.pad.get(leaf.path, self.pad.get(leaf.argument, Pad.zero()))
 
     def is_static(self, leaf: Leaf) -> bool:
         """Whether the user declared an argument static."""

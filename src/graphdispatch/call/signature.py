@@ -19,7 +19,8 @@ from .spec import Leaf, describe
 __all__ = ["PLAIN_TENSORS", "ForeignSignature", "InputSpec", "Refusal", "Signature", "no_tensors", "refusal"]
 
 NO_MATCH = -1
-_FIXED = -2  # the rows of a tensor without a batch dimension
+FIXED = -2
+"""The rows of a tensor without a batch dimension."""
 _MOST_SHAPES = 4096  # per tensor; more are compared each time
 _is_inference = torch.is_inference_mode_enabled
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -34,7 +35,7 @@ _EXACT: dict[type, Callable[[Any], str]] = {float: float.hex, complex: repr}
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One tensor argument that is copied on each call.
+    """One tensor argument.
 
     ``position`` is its place among the call's values; ``shape`` has 0 where the batch is; ``order`` lists the
     dimensions from the slowest to the fastest in memory; ``dim`` is the batch dimension or None.
@@ -58,6 +59,14 @@ class InputSpec:
             return self.shape
         return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
 
+    def rows(self, shape: torch.Size) -> int:
+        """The rows of a shape that fits; ``FIXED`` without a batch dimension, and ``NO_MATCH`` if it does not fit."""
+        if len(shape) != len(self.shape):
+            return NO_MATCH
+        if any(d != self.dim and extent != self.shape[d] for d, extent in enumerate(shape)):
+            return NO_MATCH
+        return FIXED if self.dim is None else shape[self.dim]
+
 
 class Refusal(NamedTuple):
     """Why a call cannot be served by any graph."""
@@ -75,29 +84,6 @@ class _TensorCheck(NamedTuple):
     contiguous: bool
 
 
-class _TensorForm(NamedTuple):
-    """The parts of a tensor check that only an unusual call needs."""
-
-    shape: tuple[int, ...]  # with 0 where the batch is
-    dim: int | None
-    order: tuple[int, ...]
-    dense: bool
-
-    def rows(self, shape: torch.Size) -> int:
-        """The rows of a shape that fits, else ``NO_MATCH``."""
-        if len(shape) != len(self.shape):
-            return NO_MATCH
-        if any(d != self.dim and extent != self.shape[d] for d, extent in enumerate(shape)):
-            return NO_MATCH
-        return _FIXED if self.dim is None else shape[self.dim]
-
-
-class _ValueCheck(NamedTuple):
-    position: int
-    kind: type[Any]
-    value: Any
-
-
 class Signature:
     """What a call must look like to be served by the graphs of one group.
 
@@ -108,38 +94,37 @@ class Signature:
         self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
     ) -> None:
         self.device = device
-        self._inference, self._autocast = ambient_state(device)
+        self._inference, self._autocast = _is_inference(), _autocast_dtype(device.type)
         self._device_type = device.type
         self.inputs: list[InputSpec] = []
         self._checks: list[_TensorCheck] = []
-        self._forms: dict[int, _TensorForm] = {}
+        self._forms: dict[int, InputSpec] = {}
         self._addresses: list[tuple[int, int]] = []
-        self._constants: list[_ValueCheck] = []
+        self._constants: list[tuple[int, type[Any], Any]] = []
         self._objects: list[tuple[int, Any]] = []
         self.rows = NO_MATCH
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
             if isinstance(value, torch.Tensor):
                 self._add_tensor(position, leaf, value, rules)
             elif type(value) in _EXACT:
-                self._constants.append(_ValueCheck(position, type(value), _EXACT[type(value)](value)))
+                self._constants.append((position, type(value), _EXACT[type(value)](value)))
             elif isinstance(value, _CONSTANTS):
-                self._constants.append(_ValueCheck(position, type(value), value))
+                self._constants.append((position, type(value), value))
             else:
                 self._objects.append((position, value))
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
-        dim = _dim(rules, leaf, tensor)
+        dim = rules.dim_of(leaf, tensor)
         shape = tuple(0 if d == dim else extent for d, extent in enumerate(tensor.shape))
         order, dense = _memory_order(tensor)
         if dim is not None and self.rows == NO_MATCH:
             self.rows = tensor.shape[dim]
-        self._forms[position] = _TensorForm(shape, dim, order, dense)
+        pad = rules.pad.get(leaf.path, rules.pad.get(leaf.argument, Pad.zero()))
+        spec = InputSpec(leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense)
+        self._forms[position] = spec
         self._checks.append(_TensorCheck(position, tensor.dtype, tensor.device, {}, tensor.is_contiguous()))
         if not rules.is_static(leaf):
-            pad = rules.pad_of(leaf)
-            self.inputs.append(
-                InputSpec(leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense)
-            )
+            self.inputs.append(spec)
         elif rules.check_addresses:
             self._addresses.append((position, tensor.data_ptr()))
 
@@ -155,7 +140,7 @@ class Signature:
             and _autocast_dtype(self._device_type) is not self._autocast
         ):
             return NO_MATCH
-        rows = _FIXED
+        rows = FIXED
         try:
             for position, dtype, device, shapes, contiguous in self._checks:
                 tensor = values[position]
@@ -164,17 +149,19 @@ class Signature:
                 count = shapes.get(tensor.shape)
                 if count is None:
                     count = self._learn(position, tensor.shape, shapes)
-                if count != rows and count != _FIXED:
-                    if count == NO_MATCH or rows != _FIXED:
+                if count != rows and count != FIXED:
+                    if count == NO_MATCH or rows != FIXED:
                         return NO_MATCH
                     rows = count
-                if not (contiguous and tensor.is_contiguous()) and not self._same_order(position, tensor):
-                    return NO_MATCH
+                if not (contiguous and tensor.is_contiguous()):
+                    form = self._forms[position]
+                    if _memory_order(tensor) != (form.order, form.is_dense):
+                        return NO_MATCH
         except RuntimeError:  # a sparse tensor has no strides to compare
             return NO_MATCH
         if self._addresses or self._constants or self._objects:
             return self._match_rest(values, rows)
-        return rows if rows != _FIXED else 1
+        return rows if rows != FIXED else 1
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether a call fits, be the thread in inference mode or not: a replay gives the same values in both."""
@@ -192,17 +179,13 @@ class Signature:
         for position, held in self._objects:
             if values[position] is not held:
                 return NO_MATCH
-        return rows if rows != _FIXED else 1
+        return rows if rows != FIXED else 1
 
     def _learn(self, position: int, shape: torch.Size, shapes: dict[torch.Size, int]) -> int:
         count = self._forms[position].rows(shape)
         if count != NO_MATCH and len(shapes) < _MOST_SHAPES:
             shapes[shape] = count
         return count
-
-    def _same_order(self, position: int, tensor: torch.Tensor) -> bool:
-        form = self._forms[position]
-        return _memory_order(tensor) == (form.order, form.dense)
 
 
 class ForeignSignature(Signature):
@@ -213,10 +196,7 @@ class ForeignSignature(Signature):
         """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
         self.inputs = []
         self.rows = NO_MATCH
-
-    def fits(self, values: Sequence[Any]) -> bool:
-        """Whether the call's tensors lie where the graph reads."""
-        return self.match(values) >= 0
+        self._inference = False
 
     def match(self, values: Sequence[Any]) -> int:
         """1 if the call's tensors lie where the graph reads, else ``NO_MATCH``."""
@@ -247,7 +227,7 @@ def refusal(
         return no_tensors(leaves, values)
     if tensors[0][1].device.type != device.type:
         return Refusal(Reason.DEVICE_UNSUPPORTED, f"the arguments are on {tensors[0][1].device}, not on {device}")
-    rows = {leaf.path: t.shape[d] for leaf, t in tensors if (d := _dim(rules, leaf, t)) is not None}
+    rows = {leaf.path: t.shape[d] for leaf, t in tensors if (d := rules.dim_of(leaf, t)) is not None}
     if len(set(rows.values())) > 1:
         return Refusal(Reason.ROWS_DISAGREE, f"arguments have different numbers of rows: {rows}")
     for leaf, value in zip(leaves, values, strict=True):
@@ -269,16 +249,6 @@ def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
 
 def _is_plain(value: Any) -> bool:
     return type(value) in _EXACT or isinstance(value, (torch.Tensor, *_CONSTANTS))
-
-
-def _dim(rules: ArgumentRules, leaf: Leaf, tensor: torch.Tensor) -> int | None:
-    return None if rules.is_static(leaf) else rules.dim_of(leaf, tensor)
-
-
-def ambient_state(device: torch.device) -> tuple[bool, torch.dtype | None]:
-    """The modes of the calling thread that choose other operators for the same call: inference mode, and the type
-    that autocast casts to (None without autocast)."""
-    return _is_inference(), _autocast_dtype(device.type)
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -23,21 +23,18 @@ VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
     """The names that ``fn`` accepts, or None if it has no signature or takes ``**kwargs``."""
-    signature = _signature(fn)
-    if signature is None:
-        return None
-    parameters = signature.parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    parameters = _parameters(fn)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return tuple(p.name for p in parameters)
 
 
-def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
     module = getattr(fn, "_orig_mod", fn)  # what torch.compile made of a module takes anything, by its signature
     target = module.forward if isinstance(module, torch.nn.Module) else fn
     try:
-        return inspect.signature(target)
-    except (TypeError, ValueError):  # a builtin without one
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
         return None
 
 
@@ -60,12 +57,10 @@ class CallSpec:
     """
 
     def __init__(self, fn: Callable[..., Any], positional: int, keywords: Sequence[str]) -> None:
-        self.positional = positional
-        self.keywords = tuple(keywords)
-        spelled = [*_positional_names(fn, positional, keywords), *keywords]
-        signature = _signature(fn)
-        known = list(signature.parameters) if signature is not None else []
-        rank = {name: i for i, name in enumerate(known)}
+        self.positional, self.keywords = positional, tuple(keywords)
+        parameters = _parameters(fn) or []
+        spelled = [*_positional_names(parameters, positional, keywords), *keywords]
+        rank = {parameter.name: i for i, parameter in enumerate(parameters)}
         order = sorted(
             range(len(spelled)),
             key=lambda i: (rank.get(spelled[i], len(rank) + (i >= positional)), spelled[i] if i >= positional else ""),
@@ -91,14 +86,9 @@ class CallSpec:
         return spelled if self.order is None else [spelled[i] for i in self.order]
 
 
-def _positional_names(fn: Callable[..., Any], count: int, keywords: Sequence[str]) -> list[str]:
-    signature = _signature(fn)
-    names: list[str] = []
-    rest = None  # the name of *args
-    if signature is not None:
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [p.name for p in signature.parameters.values() if p.kind in kinds][:count]
-        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
+def _positional_names(parameters: list[inspect.Parameter], count: int, keywords: Sequence[str]) -> list[str]:
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
     # A name given twice is the callable's own TypeError to raise; here it only must not merge two arguments.
     names = [name if name not in keywords else f"{name}#{i}" for i, name in enumerate(names)]
     further = range(count - len(names))

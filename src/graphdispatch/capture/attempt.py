@@ -1,6 +1,8 @@
 """What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -8,15 +10,14 @@ from torch.utils._pytree import tree_map_only
 from ..backends.operators import storage_key
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
-from ..memory.outputs import Outputs, check_values
+from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
 from ..modes import EntryState
+from ..reasons import Reason
 from ..state.guards import WorkspaceGuard
-from .casts import uncached_casts
 from .collector import paused_collector
-from .eager_run import EagerRun, check_may_capture
+from .eager_run import EagerRun, check_may_capture, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
-from .output_rule import find_output_rule
-from .recording import Recording, record
+from .recording import Recording, record, uncached_casts
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay
 
@@ -36,14 +37,11 @@ class CaptureAttempt:
     eager: EagerRun
     stage: str = ""
     """What the attempt is doing, in words; empty before it runs anything."""
-    _warm_run: EffectRecorder = field(init=False)
+    _warm_run: EffectRecorder = field(default_factory=lambda: EffectRecorder(0))
     """The latest run on the static inputs: what it reads from outside and what it writes, padding rows included."""
     _existing: set[int] = field(default_factory=set)
     """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
     _ran_again: bool = False
-
-    def __post_init__(self) -> None:
-        self._warm_run = self._recorder()
 
     def capture(self) -> CUDAGraphEntry:
         """Warm up, record and compare; returns a complete entry.
@@ -95,25 +93,19 @@ class CaptureAttempt:
             ) from error
 
     def _put_back(self) -> None:
-        self._undo_all()
+        self._start_over("putting back what was written")
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
             self.request.backend.set_rng_state(self.eager.rng_after)
         self.request.inputs.mark_dirty()
 
-    def _undo_all(self) -> None:
+    def _start_over(self, stage: str) -> None:
+        """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
         self._ran_again = True
         undo(self._warm_run.regions)
         undo(self.eager.effects.regions)
         self.request.backend.set_rng_state(self.eager.rng_before)
-
-    def _start_over(self, stage: str) -> None:
-        """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
-        self._undo_all()
         self.stage = stage
-
-    def _recorder(self) -> EffectRecorder:
-        return EffectRecorder(self.request.options.state_limit_bytes, strict=True)
 
     def _load(self) -> None:
         self.request.inputs.load(self.request.values, self.request.rows, self.request.size)
@@ -121,7 +113,7 @@ class CaptureAttempt:
     def _warm_up(self) -> None:
         self._start_over(f"warming up with {self.request.size} rows")
         self._load()
-        self._warm_run = self._recorder()
+        self._warm_run = EffectRecorder(self.request.options.state_limit_bytes, strict=True)
         with uncached_casts(), self._warm_run:
             output = self.request.call(self.request.static_values())
         self._existing = set(self._warm_run.outside) | self._warm_run.made_storages()
@@ -130,7 +122,7 @@ class CaptureAttempt:
     def _make_entry(self, recording: Recording) -> CUDAGraphEntry:
         request, warm_run, output = self.request, self._warm_run, recording.outputs
         check_values(self.eager.answer, output)
-        rule = find_output_rule(request, self.eager, output, self._start_over)
+        rule = self._find_output_rule(output)
         views = request.inputs.views(request.size)
         mutated = tuple(index for index, view in enumerate(views) if warm_run.writes_to(view))
         check_aliases(request, self.eager, mutated)
@@ -160,12 +152,59 @@ class CaptureAttempt:
             uses_rng=warm_run.uses_rng,
             signature=request.signature,
             call=request.call,
-            example=request.uncopied_values(),
+            example=request.values_with(repeat(None)),
             warm_batch=tuple(
                 value.detach().clone() if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL_BYTES else None
                 for value in request.values
             ),
         )
+
+    def _find_output_rule(self, output: Any) -> OutputRule:
+        """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch.
+
+        A padded capture has run at two numbers of rows already. Otherwise the rule of an earlier size is taken, and
+        only the first size of a signature costs another run. Raises ``CaptureError`` if the outputs cannot be cut to
+        the real rows, or follow the batch differently than in other sizes.
+        """
+        request = self.request
+        if request.is_padded:
+            rule = learn_output_rule(self.eager.answer, request.rows, output, request.size)
+        elif request.rule is not None:
+            rule = request.rule
+        elif all(spec.dim is None for spec in request.inputs.specs):
+            rule = fixed_rule(output)
+        else:
+            rows = request.size - 1 if request.size > 1 else 2
+            rule = learn_output_rule(output, request.size, self._run_with(rows), rows)
+        if request.rule is not None and rule != request.rule:
+            raise CaptureError(
+                f"outputs follow the batch differently than in other sizes: {rule} instead of {request.rule}",
+                Reason.OUTPUT_ROWS_UNKNOWN,
+            )
+        return rule
+
+    def _run_with(self, rows: int) -> Any:
+        """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps."""
+        request = self.request
+        self._start_over(f"probing the outputs with {rows} rows")
+        values = list(request.values)
+        for spec in request.inputs.specs:
+            if spec.dim is not None:
+                real = request.values[spec.position]
+                index = torch.arange(rows, device=real.device) % request.rows
+                values[spec.position] = real.index_select(spec.dim, index)
+        effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+        try:
+            with effects:
+                return request.call(values)
+        except Exception as error:
+            raise CaptureError(
+                f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the "
+                f"batch: {error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
+                Reason.OUTPUT_ROWS_UNKNOWN,
+            ) from error
+        finally:
+            undo_run(request, effects, self.eager.rng_before)
 
     def _writes_outside_inputs(self) -> list[Region]:
         """What the run on the static inputs writes, apart from the static inputs themselves."""

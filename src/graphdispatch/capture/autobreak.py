@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
@@ -34,8 +34,9 @@ class AutoBreaks:
         if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
             return False
         cause = error.__cause__ if error.__cause__ is not None else error
-        for module in _modules_of(cause.__traceback__):
-            if module not in self._served and module not in self.reasons and not is_marked(module):
+        for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module not in (*self._served, *self.reasons) and not is_marked(module):
                 self.reasons[module] = str(error)
                 return True
         return False
@@ -54,14 +55,3 @@ class AutoBreaks:
 
     def __len__(self) -> int:
         return len(self.reasons)
-
-
-def _modules_of(trace: TracebackType | None) -> list[nn.Module]:
-    """The modules whose methods were running when an exception was raised, innermost first."""
-    found: list[nn.Module] = []
-    while trace is not None:
-        module = trace.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            found.append(module)
-        trace = trace.tb_next
-    return list(dict.fromkeys(reversed(found)))

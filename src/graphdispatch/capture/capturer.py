@@ -33,40 +33,36 @@ def capture_entry(request: CaptureRequest) -> CaptureResult:
     ``KeyboardInterrupt`` and its like, after everything was put back; ``DeviceLostError`` if nothing can be served any
     more; ``CaptureError`` if what was written cannot be put back; ``ConfigError`` if ``out=`` does not fit.
     """
-    with request.pool.lock, request.backend.watched():
-        request.pool.order_after_last_use()
-        eager = run_eagerly(request)
-        if isinstance(eager, CaptureResult):
-            return eager
-        attempt = CaptureAttempt(request, eager)
-        try:
-            entry = attempt.capture()
-        except Exception as error:
-            return failed_result(request, eager.answer, error, attempt.stage)
-        finally:
-            attempt.restore()
-        return CaptureResult(eager.answer, entry, Reason.CAPTURED_NOW)
+    return _attempt(request, None)
 
 
 def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
     """Run the call eagerly and compare the entry's replay with it. Afterwards ``entry.state`` is ``VERIFIED`` or
     ``FAILED``. Raises as ``capture_entry`` does."""
+    result = _attempt(request, entry)
+    entry.state = EntryState.FAILED if result.entry is None else EntryState.VERIFIED
+    return result
+
+
+def _attempt(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
+    """Run the call eagerly, then verify the entry ``known``, or capture one if there is none."""
     with request.pool.lock, request.backend.watched():
         request.pool.order_after_last_use()
         eager = run_eagerly(request)
         if isinstance(eager, CaptureResult):
-            entry.state = EntryState.FAILED
             return eager
         attempt = CaptureAttempt(request, eager)
         try:
-            attempt.verify(entry)
+            if known is None:
+                return CaptureResult(eager.answer, attempt.capture(), Reason.CAPTURED_NOW)
+            attempt.verify(known)
+            return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW)
         except Exception as error:
-            entry.state = EntryState.FAILED
+            if known is not None:
+                known.state = EntryState.FAILED
             return failed_result(request, eager.answer, error, attempt.stage)
         finally:
             attempt.restore()
-        entry.state = EntryState.VERIFIED
-        return CaptureResult(eager.answer, entry, Reason.VERIFIED_NOW)
 
 
 def warm_up(request: CaptureRequest) -> None:

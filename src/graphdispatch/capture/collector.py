@@ -13,42 +13,27 @@ from contextlib import contextmanager
 __all__ = ["paused_collector", "swept_collector"]
 
 
-class _Pauses:
-    """Counts the pauses of the process's one collector. Several threads may pause it; the last to end resumes it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._was_running = False
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._count:
-                self._was_running = gc.isenabled()
-                gc.disable()
-            self._count += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count and self._was_running:
-                gc.enable()
-
-
-_PAUSES = _Pauses()
+_LOCK = threading.Lock()
+_PAUSES: list[
+    bool
+] = []  # for each pause under way, whether the collector ran before it; the last to end pops the first
 
 
 @contextmanager
 def paused_collector(enabled: bool = True) -> Iterator[None]:
-    """Pause the collector within the block. Its former state comes back on every way out."""
+    """Pause the collector within the block. Its former state comes back when the last of all threads' blocks ends."""
     if not enabled:
         yield
         return
-    _PAUSES.begin()
+    with _LOCK:
+        _PAUSES.append(gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        _PAUSES.end()
+        with _LOCK:
+            if _PAUSES.pop():
+                gc.enable()
 
 
 @contextmanager

@@ -33,11 +33,6 @@ class EagerRun:
     rebinds_state: bool
     """Whether an attribute or variable of the callable is another object than before the run."""
 
-    @property
-    def left_rng_alone(self) -> bool:
-        """Whether the default random generator is in the same state as before the run."""
-        return torch.equal(self.rng_before, self.rng_after)
-
 
 def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes.
@@ -50,27 +45,24 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     attributes = request.guard.attributes()
     snapshot = request.guard.snapshot() if not request.keep_effects else None
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
+    answer, has_run = None, False
     try:
         with effects:
             answer = request.call(request.values)
-    except BaseException as error:
-        if not request.keep_effects:
-            undo_run(request, effects, before, snapshot)
-            if effects.unsaved is not None and isinstance(error, Exception):
-                return failed_result(request, None, error, "saving what it overwrites")
-        raise
-    try:
+        has_run = True
         after = request.backend.rng_state()
         rebinds_state = not same_objects(attributes, request.guard.attributes())
         for region in effects.regions:
-            region.keep_after()
+            region.after = region.read().clone()
         outputs = [tensor.detach().clone() for tensor in tensors_in(answer)]
         written = {i: t.detach().clone() for i, t in enumerate(request.arguments()) if effects.writes_to(t)}
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, snapshot)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and has_run:
             return failed_result(request, answer, error, "noting what the eager run did")
+        if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
+            return failed_result(request, None, error, "saving what it overwrites")
         raise
     if snapshot is not None and rebinds_state:
         snapshot.restore()

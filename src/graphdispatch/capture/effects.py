@@ -10,6 +10,7 @@ Note [exactly once]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,9 @@ class Region:
     indices: Sequence[torch.Tensor | None] = ()
     """For each dimension of ``target``, in order, the indices that it takes; None, or none left, takes all."""
     after: torch.Tensor | None = None
+    """What it held after the run; None until a caller that may ``redo`` the run sets it."""
     is_generator: bool = False
     """Whether it is the state of a random generator that the call was given, rather than memory of a tensor."""
-
-    def keep_after(self) -> None:
-        """Remember what the region holds now, for ``redo``."""
-        self.after = self.read().clone()
 
     def element_offsets(self) -> torch.Tensor:
         """Where its elements lie in the storage: offsets in elements, in no particular order."""
@@ -70,7 +68,7 @@ def undo(regions: list[Region]) -> None:
 
 
 def redo(regions: list[Region]) -> None:
-    """Write again what all regions held when ``keep_after`` was called."""
+    """Write again what all regions held after the run that made them."""
     with torch.no_grad():
         for region in regions:
             if region.after is not None:
@@ -85,15 +83,14 @@ def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
     """
     try:
         put_back()
-    except Exception:
+    except BaseException as first:
         try:
             put_back()
         except Exception as error:
             backend.raise_if_lost(error)
             raise
-    except BaseException:
-        put_back()
-        raise
+        if not isinstance(first, Exception):
+            raise
 
 
 def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | None:
@@ -101,9 +98,7 @@ def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | No
 
     Compares where the regions lie, not what they hold. Reads a result back to the host.
     """
-    for region in regions:
-        if region.is_generator:
-            continue
+    for region in (region for region in regions if not region.is_generator):
         target = region.target
         near = [r for r in allowed if storage_key(r.target) == storage_key(target) and r.target.dtype is target.dtype]
         if any(not r.indices and _view_key(r.target) == _view_key(target) for r in near):
@@ -146,18 +141,19 @@ class EffectRecorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             kind = kind_of(func)
             for tensor in tensors_in(args, kwargs):
-                self._note_use(tensor)
+                if self._is_new(tensor):
+                    self.outside[storage_key(tensor)] = tensor.detach()
             if kind is OperatorKind.WRITE:
                 self._save_written(func, args, kwargs)
             if kind is OperatorKind.RANDOM or kwargs.get("generator") is not None:
                 self.uses_rng = True
                 self._save_generators(args, kwargs)
             result = func(*args, **kwargs)
-            for tensor in tensors_in(result):
-                self._note_result(tensor)
-            if func is torch.ops.aten.lift_fresh.default:
-                self._made[storage_key(args[0])] = StorageWeakRef(args[0].untyped_storage())
+            if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
                 self.outside.pop(storage_key(args[0]), None)
+            for tensor in tensors_in(result):
+                if self._is_new(tensor):
+                    self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
 
     def made_storages(self) -> set[int]:
@@ -169,17 +165,11 @@ class EffectRecorder(TorchDispatchMode):
         key = storage_key(tensor)
         return any(storage_key(region.target) == key for region in self.regions)
 
-    def _note_use(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided:
-            key = storage_key(tensor)
-            if key not in self._made and key not in self.outside:
-                self.outside[key] = tensor.detach()
-
-    def _note_result(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided:
-            key = storage_key(tensor)
-            if key not in self.outside and key not in self._made:
-                self._made[key] = StorageWeakRef(tensor.untyped_storage())
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
+        key = storage_key(tensor)
+        return key not in self._made and key not in self.outside
 
     def _save_written(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(func, args, kwargs):
@@ -202,7 +192,8 @@ class EffectRecorder(TorchDispatchMode):
                 f"takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; raise the limit",
                 Reason.STATE_TOO_LARGE,
             )
-        self.regions.append(region or _whole_region(tensor))
+        target = tensor.detach()
+        self.regions.append(region or Region(target, lambda: target, target.copy_, target.clone()))
         self._saved += size
         if region is None:
             self._saved_views.add(view)
@@ -220,11 +211,6 @@ def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _whole_region(tensor: torch.Tensor) -> Region:
-    target = tensor.detach()
-    return Region(target, lambda: target, target.copy_, target.clone())
-
-
 def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
     """The rows that an indexed write touches, or None if the operator writes the whole tensor.
 
@@ -232,24 +218,12 @@ def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
     """
     name = func._schema.name
     if name in ("aten::index_put_", "aten::_index_put_impl_"):
-        target = args[0].detach()
-        indices = [None if i is None else i.clone() for i in args[1]]
-        return Region(
-            target,
-            lambda: torch.ops.aten.index.Tensor(target, indices),
-            lambda value: torch.ops.aten.index_put_.default(target, indices, value),
-            torch.ops.aten.index.Tensor(target, indices),
-            indices,
-        )
-    if name in ("aten::index_copy_", "aten::index_add_", "aten::index_fill_"):
-        target, dim, index = args[0].detach(), args[1], args[2].clone()
-        if target.dim() == 0:
-            return None
-        return Region(
-            target,
-            lambda: target.index_select(dim, index),
-            lambda value: target.index_copy_(dim, index, value),
-            target.index_select(dim, index),
-            [*[None] * (dim % target.dim()), index],
-        )
-    return None
+        given = args[1]
+    elif name in ("aten::index_copy_", "aten::index_add_", "aten::index_fill_") and args[0].dim():
+        given = [*[None] * (args[1] % args[0].dim()), args[2]]
+    else:
+        return None
+    target = args[0].detach()
+    indices = [None if i is None else i.clone() for i in given]
+    read = partial(torch.ops.aten.index.Tensor, target, indices)
+    return Region(target, read, partial(torch.ops.aten.index_put_.default, target, indices), read(), indices)

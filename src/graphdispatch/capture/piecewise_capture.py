@@ -21,7 +21,7 @@ __all__ = ["PiecewiseCapture"]
 
 @dataclass(eq=False)
 class PiecewiseCapture:
-    """Enter it around the callable, then read ``graph`` and ``outputs``. Hold the pool's lock."""
+    """Enter it, then ``watch``, around the callable; then read ``graph`` and ``outputs``. Hold the pool's lock."""
 
     backend: Backend
     pool: Pool
@@ -31,20 +31,17 @@ class PiecewiseCapture:
     parts: list[Graph | EagerPart] = field(default_factory=list)
     _capture: Capture = field(init=False)
     _token: Token[BreakRunner | None] = field(init=False)
-    _in_break: bool = False
     _failed: str | None = None
     """The break that raised, if one did; nothing has been recorded since."""
 
     def __enter__(self) -> "PiecewiseCapture":
         self._capture = self.backend.begin_capture(self.pool)
-        self.watch.on_break = self.run_operator
-        self.watch.__enter__()  # type: ignore[no-untyped-call]
-        self._token = ACTIVE.set(self)
+        self.watch.on_break = self.run_break
+        self._token = ACTIVE.set(self.run_break)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         ACTIVE.reset(self._token)
-        self.watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         is_complete = False
         try:
             if kind is None and self._failed is not None:
@@ -74,13 +71,9 @@ class PiecewiseCapture:
         """What was captured."""
         return PiecewiseGraph(self.parts, self.watch.crossing, self.pool, self.clock)
 
-    def run_operator(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Break at one operator."""
-        return self.run_break(str(func), func, args, kwargs)
-
     def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
-        if self._in_break or self._failed is not None:
+        if self.watch.is_paused or self._failed is not None:
             return fn(*args, **kwargs)
         self.watch.check_returned(args, kwargs)
         graph = self._capture.pause()
@@ -89,7 +82,7 @@ class PiecewiseCapture:
             graph.replay()  # so that the break sees values, rather than memory that nothing has written yet
         before = self.watch.storages()
         self.watch.next_part()
-        self._in_break = self.watch.is_paused = True
+        self.watch.is_paused = True
         try:
             leaves, spec = tree_flatten(fn(*args, **kwargs))
             leaves, made = self._checked_results(name, leaves, before)
@@ -97,7 +90,7 @@ class PiecewiseCapture:
             self._failed = name
             raise
         finally:
-            self._in_break = self.watch.is_paused = False
+            self.watch.is_paused = False
         self.watch.next_part(leaves)
         self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self.clock))
         self._capture.resume()
@@ -122,5 +115,5 @@ class PiecewiseCapture:
             results.append(leaf)
             made.append(is_made)
         returned = {storage_key(tensor) for tensor in tensors_in(results)}
-        self.watch.note_unreturned(self.watch.storages() - before - returned, name)
+        self.watch.unreturned |= dict.fromkeys(self.watch.storages() - before - returned, name)
         return results, made

@@ -1,7 +1,14 @@
-"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks."""
+"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks.
 
-from collections.abc import Callable
-from contextlib import nullcontext
+Note [autocast inside a capture]
+    Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
+    reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
+    copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
+    is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +17,11 @@ from ..backends.base import Capture, Graph
 from ..backends.operators import storage_key, tensors_in
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
-from .casts import uncached_casts
 from .piecewise_capture import PiecewiseCapture
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
-__all__ = ["Recording", "record"]
+__all__ = ["Recording", "record", "uncached_casts"]
 
 
 class Recording(NamedTuple):
@@ -50,15 +56,19 @@ def _record_once(
     request: CaptureRequest, mode: CUDAGraphMode, existing: set[int], start_over: Callable[[str], None]
 ) -> Recording:
     start_over(f"capturing {request.size} rows")
-    values = request.static_values()
+    values, buffers = request.static_values(), request.buffer_storages()
     watch = CaptureWatch(existing | {storage_key(value) for value in values if isinstance(value, torch.Tensor)})
     try:
+        capture: Capture | PiecewiseCapture
         if mode is CUDAGraphMode.PIECEWISE:
-            with PiecewiseCapture(request.backend, request.pool, watch, request.clock) as piecewise:
-                is_own = _set_outputs(request, piecewise, watch, request.call(values))
-            return Recording(piecewise.graph, piecewise.outputs, is_own, mode)
-        with request.backend.begin_capture(request.pool) as capture, watch:
-            is_own = _set_outputs(request, capture, watch, request.call(values))
+            capture = PiecewiseCapture(request.backend, request.pool, watch, request.clock)
+        else:
+            capture = request.backend.begin_capture(request.pool)
+        with capture, watch:
+            output = request.call(values)
+            is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
+            capture.set_outputs(output, shared=request.options.shares_outputs)
+            del output  # so that only the capture holds the outputs
         return Recording(capture.graph, capture.outputs, is_own, mode)
     except CaptureError:
         raise
@@ -68,11 +78,14 @@ def _record_once(
         ) from error
 
 
-def _set_outputs(
-    request: CaptureRequest, capture: Capture | PiecewiseCapture, watch: CaptureWatch, output: Any
-) -> list[bool]:
-    """Hand the outputs to the capture, which then has the only reference to them; returns ``Recording.is_own``."""
-    buffers = request.buffer_storages()
-    is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
-    capture.set_outputs(output, shared=request.options.shares_outputs)
-    return is_own
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Within the block the calling thread casts weights anew each time. The cache is cleared before and after."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,19 +67,16 @@ class CaptureRequest:
         """The call's tensors that are copied to static inputs, in the order of ``inputs.specs``."""
         return [self.values[spec.position] for spec in self.inputs.specs]
 
-    def static_values(self) -> list[Any]:
-        """The call's values, with each copied tensor replaced by its static buffer."""
+    def values_with(self, copied: Iterable[Any]) -> list[Any]:
+        """The call's values, with ``copied`` in the places of the tensors that are copied to static inputs."""
         values = list(self.values)
-        for spec, view in zip(self.inputs.specs, self.inputs.views(self.size), strict=True):
-            values[spec.position] = view
+        for spec, value in zip(self.inputs.specs, copied, strict=False):
+            values[spec.position] = value
         return values
 
-    def uncopied_values(self) -> list[Any]:
-        """The call's values, with None in the place of each copied tensor."""
-        values = list(self.values)
-        for spec in self.inputs.specs:
-            values[spec.position] = None
-        return values
+    def static_values(self) -> list[Any]:
+        """The call's values, with each copied tensor replaced by its static buffer."""
+        return self.values_with(self.inputs.views(self.size))
 
     def buffer_storages(self) -> set[int]:
         """The keys of the storages of the static buffers."""

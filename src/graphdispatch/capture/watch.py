@@ -4,7 +4,6 @@ Torch's dispatcher does not see some work (a compiled kernel, ctypes, numpy). Su
 made and that did not exist in the warm-up. A graph would read their first value for ever.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.operators import forbidden, is_composite, storage_key, tensors_in, user_line
-from ..call.breaks import BREAKS
+from ..call.breaks import BREAKS, BreakRunner
 from ..errors import CaptureError
 from ..reasons import Reason
 
@@ -34,11 +33,12 @@ class CaptureWatch(TorchDispatchMode):
         self._part_of: dict[int, int] = {}
         self.is_paused = False
         """True while a break runs: what it makes is noted, and nothing is refused."""
-        self.on_break: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.on_break: BreakRunner | None = None
         """Called instead of each operator at which a PIECEWISE capture breaks."""
         self.crossing: list[torch.Tensor] = []
         """Tensors that one part made and a later one used."""
-        self._unreturned: dict[int, str] = {}
+        self.unreturned: dict[int, str] = {}
+        """Storages that a break made and did not return, and its name; later parts must not use them."""
         self.latest = "nothing"
         """The operator that ran last."""
 
@@ -48,8 +48,9 @@ class CaptureWatch(TorchDispatchMode):
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if self.on_break is not None and not self.is_paused and _is_break(func):
-            return self.on_break(func, args, kwargs)
+        is_break = func._schema.name in BREAKS or torch.Tag.cudagraph_unsafe in func.tags
+        if is_break and self.on_break is not None and not self.is_paused:
+            return self.on_break(str(func), func, args, kwargs)
         with torch._C.DisableTorchFunction():
             self.latest = str(func)
             if func is torch.ops.aten.lift_fresh.default:
@@ -80,15 +81,11 @@ class CaptureWatch(TorchDispatchMode):
         """The keys of all storages seen so far."""
         return self._existing | set(self._made)
 
-    def note_unreturned(self, storages: set[int], name: str) -> None:
-        """Break ``name`` made these storages and did not return them; later parts must not use them."""
-        self._unreturned |= dict.fromkeys(storages, name)
-
     def check_returned(self, *trees: Any) -> None:
         """Raise ``CaptureError`` if a break made one of the tensors and did not return it: later parts would go on
         reading what the break made at the capture."""
-        for tensor in tensors_in(*trees) if self._unreturned else ():
-            name = self._unreturned.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        for tensor in tensors_in(*trees) if self.unreturned else ():
+            name = self.unreturned.get(storage_key(tensor)) if tensor.layout is torch.strided else None
             if name is not None:
                 raise CaptureError(
                     f"a tensor of shape {tuple(tensor.shape)} that break {name!r} made is used at {user_line()}, but "
@@ -122,7 +119,3 @@ class CaptureWatch(TorchDispatchMode):
         if tensor.layout is torch.strided and storage_key(tensor) not in self._existing:
             self._made.setdefault(storage_key(tensor), StorageWeakRef(tensor.untyped_storage()))
             self._part_of.setdefault(storage_key(tensor), self._part)
-
-
-def _is_break(func: OpOverload) -> bool:
-    return func._schema.name in BREAKS or torch.Tag.cudagraph_unsafe in func.tags

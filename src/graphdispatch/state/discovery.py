@@ -21,24 +21,9 @@ import torch
 from torch import nn
 
 from ..call.breaks import is_break
+from . import objects
 from .bytecode import AttributeReads, attribute_reads
-from .objects import (
-    CONSTANTS,
-    CONTAINERS,
-    OPAQUE,
-    Container,
-    Reader,
-    attributes_of,
-    cell_value,
-    content,
-    functions_behind,
-    holds_tensors,
-    is_library_class,
-    is_library_function,
-    is_plain,
-    is_settings,
-    variables_of,
-)
+from .objects import CONSTANTS, CONTAINERS, Container, Reader
 
 __all__ = ["StateDiscovery"]
 
@@ -84,7 +69,7 @@ class StateDiscovery:
             self._visit_module_code()
 
     def _visit(self, value: Any) -> None:
-        if id(value) in self._seen or isinstance(value, (*CONSTANTS, *OPAQUE)):
+        if id(value) in self._seen or isinstance(value, (*CONSTANTS, *objects.OPAQUE)):
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
@@ -106,12 +91,12 @@ class StateDiscovery:
 
     def _note_container(self, container: Container | tuple[Any, ...]) -> list[Any]:
         """Note a container. Returns its entries, or none if only its length is compared."""
-        if len(container) > _MAX_ENTRIES and not holds_tensors(container):
+        if len(container) > _MAX_ENTRIES and not objects.holds_tensors(container):
             self.large_containers.append(container)
             return []
         if not isinstance(container, tuple):
             self.containers.append(container)
-        return content(container)
+        return objects.content(container)
 
     def _visit_all(self, values: Iterable[Any]) -> None:
         for value in list(values):
@@ -120,8 +105,7 @@ class StateDiscovery:
     def _follow_variable(self, holder: Any, name: str, reader: Reader) -> None:
         """Note a variable, and visit the object that it holds."""
         self._note_variable(holder, name, reader)
-        if not isinstance(held := reader(), (type, types.ModuleType)):
-            self._visit(held)
+        self._visit(reader())
 
     def _note_variable(self, holder: Any, name: str, reader: Reader) -> None:
         """Note which object a variable holds, without visiting that object."""
@@ -155,8 +139,8 @@ class StateDiscovery:
     def _visit_function(self, fn: types.FunctionType) -> None:
         if is_break(fn):  # it runs eagerly at each replay, so nothing that it reads is frozen
             return
-        if is_library_function(fn):  # a decorator: visit only what it wraps
-            held = (cell_value(cell) for cell in fn.__closure__ or ())
+        if objects.is_library_function(fn):  # a decorator: visit only what it wraps
+            held = (objects.cell_value(cell) for cell in fn.__closure__ or ())
             self._visit_all(
                 v for v in held if isinstance(v, (types.FunctionType, types.MethodType, partial, nn.Module))
             )
@@ -165,10 +149,10 @@ class StateDiscovery:
         read = attribute_reads(fn.__code__)
         self._read |= read
         libraries = set()
-        for holder, name, reader in variables_of(fn):
+        for holder, name, reader in objects.variables_of(fn):
             self._follow_variable(holder, name, reader)
             held = reader()
-            if is_settings(held):
+            if objects.is_settings(held):
                 self._visit_plain_objects([(name, held)], read)
             elif isinstance(held, types.ModuleType):
                 libraries.add(name)
@@ -176,18 +160,14 @@ class StateDiscovery:
         self._visit_all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()))
 
     def _visit_attributes(self, holder: Any) -> None:
-        table = attributes_of(holder)
+        table = objects.attributes_of(holder)
         for name in list(self._names):
             if name in table:
                 self._follow_variable(holder, name, partial(table.get, name))
                 continue
             member = getattr_static(type(holder), name, _ABSENT)
-            if isinstance(member, (staticmethod, classmethod)):
-                self._visit(member.__func__)
-            elif isinstance(member, property):
-                self._visit(member.fget)
-            elif isinstance(member, types.FunctionType):
-                self._visit(member)
+            if isinstance(member, (staticmethod, classmethod, property, types.FunctionType)):
+                self._visit(member.fget if isinstance(member, property) else getattr(member, "__func__", member))
             elif isinstance(member, _VALUES):
                 self._follow_variable(holder, name, partial(getattr, holder, name, None))
         self._visit(getattr_static(type(holder), "__call__", None))
@@ -202,7 +182,7 @@ class StateDiscovery:
             names = [name for name in table if name not in _MODULE_ATTRIBUTES]
             for name in names:
                 value = table[name]
-                if isinstance(value, torch.Tensor) or holds_tensors(value):
+                if isinstance(value, torch.Tensor) or objects.holds_tensors(value):
                     self._follow_variable(module, name, partial(table.get, name))
                 elif isinstance(value, (types.FunctionType, types.MethodType, partial)):
                     self._visit(value)
@@ -211,7 +191,8 @@ class StateDiscovery:
 
     def _visit_module_code(self) -> None:
         """Visit what the ``forward`` of modules reads, and what the methods and functions that it calls read."""
-        bases = {base for module in self.modules for base in type(module).__mro__ if not _is_torch_class(base)}
+        bases = {base for kind in set(map(type, self.modules)) for base in kind.__mro__ if base is not object}
+        bases = {base for base in bases if base.__module__.partition(".")[0] != "torch"}
         for module in self.modules:
             self._follow_code(getattr_static(type(module), "forward", None))
         read = self._read
@@ -219,7 +200,7 @@ class StateDiscovery:
             read |= attribute_reads(fn.__code__)
         holders: list[tuple[str, Any]] = []
         for fn in list(self._code.values()):
-            for holder, name, reader in variables_of(fn):
+            for holder, name, reader in objects.variables_of(fn):
                 self._follow_state(holder, name, reader)
                 self._follow_code(reader())
                 holders.append((name, reader()))
@@ -242,7 +223,7 @@ class StateDiscovery:
 
     def _follow_code(self, value: Any) -> list[types.FunctionType]:
         """Add the user's functions behind ``value`` to the code that modules reach; returns them."""
-        functions = functions_behind(value)
+        functions = objects.functions_behind(value)
         for fn in functions:
             self._code.setdefault(fn.__code__, fn)
         return functions
@@ -258,13 +239,13 @@ class StateDiscovery:
             read_of[owner].add(name)
         while holders and len(self.variables) < _MAX_VARIABLES:
             owner, holder = holders.pop()
-            if (owner, id(holder)) in seen or not (is_plain(holder) or is_settings(holder)):
+            if (owner, id(holder)) in seen or not (objects.is_plain(holder) or objects.is_settings(holder)):
                 continue
             seen[owner, id(holder)] = holder
             kind = holder if isinstance(holder, (type, types.ModuleType)) else type(holder)
             names = read.of_other | read_of[owner]
             names |= self._method_reads(kind, names)
-            table, members = attributes_of(holder), self._members_of(kind)
+            table, members = objects.attributes_of(holder), self._members_of(kind)
             for name in names:
                 if name in table:
                     self._follow_state(holder, name, partial(table.get, name))
@@ -283,7 +264,7 @@ class StateDiscovery:
     def _method_reads(self, kind: Any, names: frozenset[str]) -> frozenset[str]:
         """What the methods of a class read of its objects: those called by ``names``, and those that Python calls."""
         found: frozenset[str] = frozenset()
-        members = self._members_of(kind) if isinstance(kind, type) and not is_library_class(kind) else {}
+        members = self._members_of(kind) if isinstance(kind, type) and not objects.is_library_class(kind) else {}
         pending = {*names, *_IMPLICIT_METHODS} & members.keys()
         while pending:
             for fn in self._follow_code(members[pending.pop()]):
@@ -291,7 +272,3 @@ class StateDiscovery:
                 pending |= (read - found - names) & members.keys()
                 found |= read
         return found
-
-
-def _is_torch_class(base: type) -> bool:
-    return base is object or base.__module__.partition(".")[0] == "torch"

@@ -26,6 +26,7 @@ __all__ = ["StateGuard", "StateSnapshot", "WorkspaceGuard", "same_callable", "sa
 
 _END = (object(),)
 _GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _training = attrgetter("training")
 _address, _numel, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
 _requires_grad = attrgetter("requires_grad")
@@ -49,7 +50,9 @@ class StateGuard:
         members = [
             t for m in found.modules for t in (m._parameters, m._buffers, m._modules) if t and isinstance(t, dict)
         ]
-        self._hooks = [table for m in found.modules for table in _hooks_of(m)] + list(_GLOBAL_HOOKS)
+        # Tables of hooks by the ids of their handles. Later hooks have larger ids.
+        self._hooks: list[dict[int, Any]] = list(_GLOBAL_HOOKS)
+        self._hooks += [vars(m)[name] for m in found.modules for name in _HOOKS if name in vars(m)]
         watched = [part for t in (*found.containers, *filter(None, self._hooks)) for part in _parts(t)]
         # A mark after each container, so that an entry cannot move from one container to the next unseen.
         marked = [part for values in watched for part in (values, _END)]
@@ -147,17 +150,9 @@ class StateSnapshot:
     def restore(self) -> None:
         """Put back every attribute and entry that was rebound, added or removed."""
         for table, before in self._saved:
-            if same_objects(_flat(table), _flat(before)):
-                continue
-            table.clear()
-            if isinstance(table, (dict, set)):
-                table.update(before)
-            else:
-                table.extend(before)
-
-
-def _flat(table: Any) -> list[Any]:
-    return [*table, *table.values()] if isinstance(table, dict) else list(table)
+            if not same_objects(*(list(chain(*_parts(now))) for now in (table, before))):
+                table.clear()
+                (table.update if isinstance(table, (dict, set)) else table.extend)(before)
 
 
 class _Readers:
@@ -172,12 +167,6 @@ class _Readers:
     def __iter__(self) -> Iterator[Any]:
         given = map(call, self.readers)
         return chain.from_iterable(given) if self.several else given
-
-
-def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Its tables of forward hooks, by the ids of their handles. Later hooks have larger ids."""
-    table = vars(module)
-    return tuple(table[name] for name in ("_forward_hooks", "_forward_pre_hooks") if name in table)
 
 
 def _parts(container: Collection[Any]) -> tuple[Iterable[Any], ...]:

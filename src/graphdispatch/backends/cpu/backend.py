@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -11,15 +11,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, MemoryFigures, Pool, Stream
+from ..base import CAPTURE_LOCK, Backend, Capture, Graph, MemoryFigures, Pool
 from .graph import CPUGraph, CPUPool
 from .recorder import HostReadGuard, Recorder, Recording
-from .streams import StreamState
+from .streams import CPUStreams
 
 __all__ = ["CPUBackend"]
 
 
-class CPUBackend(Backend):
+class CPUBackend(CPUStreams, Backend):
     """Graphs on host memory that behave like CUDA graphs.
 
     Addresses are fixed, Python is frozen, scalars are constants, and the next replay overwrites the outputs. Recording
@@ -32,8 +32,8 @@ class CPUBackend(Backend):
     is_bit_exact: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._streams = StreamState()
+        CPUStreams.__init__(self)
+        Backend.__init__(self, device)
 
     @classmethod
     def is_available(cls) -> bool:
@@ -42,7 +42,7 @@ class CPUBackend(Backend):
 
     def make_pool(self) -> Pool:
         """A new, empty pool of arenas."""
-        return CPUPool(self._streams)
+        return CPUPool(self)
 
     def begin_capture(self, pool: Pool) -> Capture:
         """Start to record the calling thread's operators. Raises ``CaptureError`` inside a capture."""
@@ -54,27 +54,11 @@ class CPUBackend(Backend):
 
     def is_capturing(self) -> bool:
         """Whether the calling thread is being recorded by this backend."""
-        return self._streams.here.captures > 0
-
-    def current_stream(self) -> Stream:
-        """The calling thread's current stream. The default stream runs its work at once."""
-        return self._streams.current()
-
-    def make_stream(self) -> Stream:
-        """A new stream with a thread of its own."""
-        return self._streams.make_stream()
-
-    def use_stream(self, stream: Stream) -> AbstractContextManager[Stream]:
-        """Make ``stream`` the calling thread's current stream within a ``with`` block."""
-        return self._streams.use(stream)
-
-    def make_event(self, *, timing: bool = False) -> Event:
-        """A new event."""
-        return self._streams.make_event(timing=timing)
+        return self.here.is_capturing
 
     def synchronize(self) -> None:
         """Block until the calling thread's current stream is done."""
-        self._streams.current().synchronize()
+        self.current_stream().synchronize()
 
     def memory(self) -> MemoryFigures:
         """The resident memory of this process, and the free and total memory of the system (POSIX)."""
@@ -103,8 +87,6 @@ class _CPUCapture(Capture):
     def __init__(self, pool: CPUPool, classify: Callable[[BaseException], Reason]) -> None:
         self._pool = pool
         self._classify = classify
-        self._open = False
-        self._is_counted = False
         self._spec: TreeSpec | None = None
         self._recorder = Recorder()
         self._modes = ExitStack()
@@ -112,21 +94,15 @@ class _CPUCapture(Capture):
         try:
             self._modes.enter_context(HostReadGuard(self._recorder))
             self._modes.enter_context(self._recorder)
-            self._count()
-            self._open = True
+            self._pool.streams.here.is_capturing = self.is_open = True
         except BaseException:
             self._close()
             raise
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the capture is in progress."""
-        return self._open
-
     def pause(self) -> Graph:
         """Bind what was recorded so far. The recorder stays on torch's stack of modes and records nothing."""
         program = self._recorder.pause()
-        self._uncount()
+        self._pool.streams.here.is_capturing = False
         try:
             with _disable_current_modes():  # the modes that watch the callable must not see the binding
                 return self._bind(program)
@@ -135,8 +111,7 @@ class _CPUCapture(Capture):
             raise
 
     def resume(self) -> None:
-        """Record again."""
-        self._count()
+        self._pool.streams.here.is_capturing = True
         self._recorder.resume()
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
@@ -148,8 +123,7 @@ class _CPUCapture(Capture):
             self.outputs = outputs
 
     def end(self) -> Graph:
-        """Stop recording and bind the program to memory."""
-        if not self._open:
+        if not self.is_open:
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         program = self._recorder.pause()
         self._close()
@@ -168,25 +142,13 @@ class _CPUCapture(Capture):
             ) from error
 
     def abort(self) -> None:
-        """Stop recording and forget the program."""
-        if self._open:
+        if self.is_open:
             self._close()
 
     def _close(self) -> None:
-        self._open = False
-        self._uncount()
+        self._pool.streams.here.is_capturing = self.is_open = False
         try:
             self._modes.close()
         finally:
             del self._recorder
             CAPTURE_LOCK.release()
-
-    def _count(self) -> None:
-        self._is_counted = True
-        self._pool.streams.here.captures += 1
-
-    def _uncount(self) -> None:
-        # A capture that is aborted while it is paused is not counted any more.
-        if self._is_counted:
-            self._is_counted = False
-            self._pool.streams.here.captures -= 1

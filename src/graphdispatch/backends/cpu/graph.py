@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_map
 
 from ...errors import ReplayError
 from ..base import Graph, Pool
-from ..operators import OperatorKind, tensors_in
+from ..operators import OperatorKind, storage_key, tensors_in
 from .kernels import in_place_method
 from .planner import lay_out, prune
 from .recorder import Instruction, Recording, Slot, TensorRef
-from .streams import CPUStream, InlineStream, StreamState
+from .streams import CPUStream, CPUStreams, InlineStream
 
 __all__ = ["CPUGraph", "CPUPool"]
 
@@ -30,18 +30,18 @@ class CPUPool(Pool):
     first therefore need only one arena. An arena is freed with its last graph.
     """
 
-    def __init__(self, streams: StreamState) -> None:
+    def __init__(self, streams: CPUStreams) -> None:
         super().__init__()
         self.streams = streams
         self._here = streams.here
         self._default = streams.default
-        self._arenas: list[weakref.ref[torch.Tensor]] = []
-        self._last_stream: InlineStream | CPUStream = streams.default
+        self._arenas: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._last_stream: InlineStream = streams.default
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arenas. Memory that belongs to one graph is in ``CPUGraph.nbytes``."""
-        return sum(arena.nbytes for arena in self._live_arenas())
+        return sum(arena.nbytes for arena in self._arenas.values())
 
     def nbytes_of(self, graphs: Sequence[Graph]) -> int:
         """Bytes of the arenas that these graphs keep alive."""
@@ -51,15 +51,12 @@ class CPUPool(Pool):
 
     def take_arena(self, nbytes: int) -> torch.Tensor:
         """An arena of at least ``nbytes`` bytes. The caller holds it as long as it uses it."""
-        fitting = [arena for arena in self._live_arenas() if arena.nbytes >= nbytes]
+        fitting = [arena for arena in self._arenas.values() if arena.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda arena: arena.nbytes)
         arena = torch.empty(nbytes, dtype=torch.uint8)
-        self._arenas = [ref for ref in self._arenas if ref() is not None] + [weakref.ref(arena)]
+        self._arenas[id(arena)] = arena
         return arena
-
-    def _live_arenas(self) -> list[torch.Tensor]:
-        return [arena for ref in self._arenas if (arena := ref()) is not None]
 
     def order_after_last_use(self) -> None:
         """Order the calling thread's current stream after the stream that last used the pool.
@@ -151,7 +148,7 @@ class _Binder:
             storage = slot.live_storage()
             if storage is not None:
                 self._storages[slot] = storage
-        literals = {literal.slot for literal in recording.literals}
+        literals = {literal.ref.slot for literal in recording.literals}
         pinned = (shared | set(self._storages)) - literals
         once, each = prune(recording.program, recording.literals, pinned)
         constant = {slot for i in once for slot in i.reads | i.writes}
@@ -165,25 +162,14 @@ class _Binder:
         own = [s for slot, s in self._storages.items() if slot not in self._offsets]
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():
-            self._write_literals(recording)
-            for instruction in once:
-                self._bind(instruction)()
-            self.calls = [*self._restores(recording, each), *map(self._bind, each)]
+            fills: dict[Slot, Callable[[], Any]]
+            fills = {li.ref.slot: partial(self._tensor(li.ref).copy_, li.initial) for li in recording.literals}
+            for call in (*fills.values(), *map(self._bind, once)):
+                call()
+            written = {slot for instruction in each for slot in instruction.writes}
+            self.calls = [*(fill for slot, fill in fills.items() if slot in written), *map(self._bind, each)]
             self.outputs = [self._tensor(leaf) if isinstance(leaf, TensorRef) else leaf for leaf in recording.outputs]
         self.memory = own
-
-    def _write_literals(self, recording: Recording) -> None:
-        for literal in recording.literals:
-            if literal.slot in self._storages:
-                self._tensor(_whole(literal.value, literal.slot)).copy_(literal.initial)
-
-    def _restores(self, recording: Recording, program: list[Instruction]) -> list[Callable[[], Any]]:
-        written = {slot for instruction in program for slot in instruction.writes}
-        return [
-            partial(self._tensor(_whole(literal.value, literal.slot)).copy_, literal.initial)
-            for literal in recording.literals
-            if literal.slot in written
-        ]
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         key = (id(ref.slot), *ref[1:])
@@ -223,10 +209,6 @@ def _run(calls: list[Callable[[], Any]]) -> None:
             call()
 
 
-def _whole(value: torch.Tensor, slot: Slot) -> TensorRef:
-    return TensorRef(slot, value.dtype, value.size(), value.stride(), int(value.storage_offset()), False, False)
-
-
 def _run_and_copy(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]
 ) -> None:
@@ -234,8 +216,8 @@ def _run_and_copy(
     if func.namespace == "_c10d_functional":
         results = [torch.ops._c10d_functional.wait_tensor(t) for t in results]
     # A result that is one of the arguments needs no copy; the recorder made no output for it.
-    own = {t.untyped_storage()._cdata for t in tensors_in(args, kwargs)}
-    fresh = [t for t in results if t.untyped_storage()._cdata not in own]
+    own = set(map(storage_key, tensors_in(args, kwargs)))
+    fresh = [t for t in results if storage_key(t) not in own]
     for out, result in zip(outs, fresh, strict=True):
         out.copy_(result)
 

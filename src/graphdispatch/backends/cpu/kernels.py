@@ -7,7 +7,7 @@ overload and gives the same bits. An operator without such a call is called as r
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -19,19 +19,16 @@ from ..operators import bits_equal
 __all__ = ["Kernel", "choose_kernel", "in_place_method"]
 
 
-class Kernel:
+class Kernel(NamedTuple):
     """A call that writes an operator's results into given tensors.
 
     It is called as ``function(*args, **kwargs, **outs)``, where ``outs`` holds the result tensors by ``out_names``. A
     ``packed`` binding takes them all as ``out``: one tensor, or a tuple of several.
     """
 
-    __slots__ = ("function", "out_names", "packed")
-
-    def __init__(self, function: Callable[..., Any], out_names: tuple[str, ...], *, packed: bool = False) -> None:
-        self.function = function
-        self.out_names = out_names
-        self.packed = packed
+    function: Callable[..., Any]
+    out_names: tuple[str, ...]
+    packed: bool = False
 
     def out_kwargs(self, outs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
         """The keyword arguments that pass ``outs`` to the function."""
@@ -63,10 +60,10 @@ def choose_kernel(
     plain = Kernel(getattr(overload, "_op", overload), names)
     if not _agrees(plain, None, args, kwargs, results):
         return None
-    for binding in _bindings(func):
-        kernel = Kernel(binding, names, packed=True)
-        if _agrees(kernel, overload, args, kwargs, results):
-            return kernel
+    for home in (torch._C._VariableFunctions, torch._C._nn):
+        binding = getattr(home, func._schema.name.removeprefix("aten::"), None)
+        if binding is not None and _agrees(Kernel(binding, names, True), overload, args, kwargs, results):
+            return Kernel(binding, names, packed=True)
     return plain
 
 
@@ -104,13 +101,6 @@ def _out_overload(func: OpOverload) -> OpOverload | None:
         ]:
             return candidate
     return None
-
-
-@cache
-def _bindings(func: OpOverload) -> tuple[Callable[..., Any], ...]:
-    name = func._schema.name.removeprefix("aten::")
-    homes = (torch._C._VariableFunctions, torch._C._nn)
-    return tuple(getattr(home, name) for home in homes if hasattr(home, name))
 
 
 def in_place_method(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:

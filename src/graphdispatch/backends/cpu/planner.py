@@ -29,12 +29,15 @@ def prune(
     needed = set(pinned)
     kept: list[Instruction] = []
     for instruction in reversed(program):
-        if _has_effect(instruction) or not needed.isdisjoint(instruction.writes):
+        has_effect = instruction.kind in (OperatorKind.RANDOM, OperatorKind.OPAQUE) or (
+            instruction.kind is OperatorKind.WRITE and (instruction.writes_outside or not instruction.writes)
+        )
+        if has_effect or not needed.isdisjoint(instruction.writes):
             kept.append(instruction)
             needed |= instruction.reads
     kept.reverse()
     overwritten = {slot for i in kept if i.kind is OperatorKind.WRITE for slot in i.writes} | pinned
-    constant = {literal.slot for literal in literals} - overwritten
+    constant = {literal.ref.slot for literal in literals} - overwritten
     once: list[Instruction] = []
     each: list[Instruction] = []
     for instruction in kept:
@@ -49,12 +52,6 @@ def prune(
         else:
             each.append(instruction)
     return once, each
-
-
-def _has_effect(instruction: Instruction) -> bool:
-    if instruction.kind in (OperatorKind.RANDOM, OperatorKind.OPAQUE):
-        return True
-    return instruction.kind is OperatorKind.WRITE and (instruction.writes_outside or not instruction.writes)
 
 
 def lay_out(program: list[Instruction], private: set[Slot], outputs: set[Slot]) -> Layout:

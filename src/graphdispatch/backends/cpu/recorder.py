@@ -19,7 +19,16 @@ from torch.utils._pytree import tree_map
 
 from ...errors import CaptureError
 from ...reasons import Reason
-from ..operators import OperatorKind, forbidden, is_composite, kind_of, tensors_in, user_line, written_tensors
+from ..operators import (
+    OperatorKind,
+    forbidden,
+    is_composite,
+    kind_of,
+    storage_key,
+    tensors_in,
+    user_line,
+    written_tensors,
+)
 from .kernels import Kernel, choose_kernel
 
 __all__ = ["HostReadGuard", "Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
@@ -70,12 +79,10 @@ class Instruction:
     """Whether it writes to an external argument."""
 
 
-@dataclass(eq=False)
-class Literal:
+class Literal(NamedTuple):
     """A tensor that the callable made from Python values (``torch.tensor(...)``). No operator can make it again."""
 
-    slot: Slot
-    value: torch.Tensor
+    ref: TensorRef
     initial: torch.Tensor
     """A copy of its value. If an operator writes to the tensor, each replay restores this copy first."""
 
@@ -160,21 +167,23 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         self._refuse(func, args, kwargs)
         kind = kind_of(func)
-        if func is torch.ops.aten.lift_fresh.default:
-            self._note_literal(args[0])
+        if func is torch.ops.aten.lift_fresh.default and self._slot_of(args[0]) is None:
+            self._make_slot(args[0])
+            self.literals.append(Literal(self._symbol(args[0]), args[0].detach().clone()))
         result = func(*args, **kwargs)
         if hasattr(result, "trigger_wait"):
             return result  # it only wraps its argument
         if any(t.layout is not torch.strided for t in tensors_in(result)):
             raise CaptureError(f"{func} makes a tensor without strided layout; at {user_line()}", Reason.CAPTURE_UNSAFE)
-        results = [t for t in tensors_in(result) if self._slot_of(t) is None and not _same_memory(t, args, kwargs)]
+        given = set(map(storage_key, tensors_in(args, kwargs)))
+        results = [t for t in tensors_in(result) if self._slot_of(t) is None and storage_key(t) not in given]
         if kind is OperatorKind.VIEW and not results:
             return result
         for tensor in results:
             self._make_slot(tensor)
         if kind is not OperatorKind.EMPTY:
             kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
-            self._note(func, kind, (args, kwargs), results, kernel)
+            self._note(func, args, kwargs, results, kernel)
         return result
 
     def _refuse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,45 +201,38 @@ class Recorder(TorchDispatchMode):
     def _note(
         self,
         func: OpOverload,
-        kind: OperatorKind,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         results: list[torch.Tensor],
         kernel: Kernel | None,
     ) -> None:
-        args, kwargs = call
+        kind = kind_of(func)
         written = written_tensors(func, args, kwargs) if kind is OperatorKind.WRITE else []
         used = [self._slot_of(t) for t in tensors_in(args, kwargs)]
-        writes = [self._slot_of(t) for t in written]
+        writes = list(map(self._slot_of, written))
         sym_args, sym_kwargs = tree_map(self._symbol, (args, kwargs))
         self.program.append(
             Instruction(
-                func=func,
-                kind=kind,
-                args=sym_args,
-                kwargs=sym_kwargs,
-                outs=tuple(self._symbol(t) for t in results),
+                func,
+                kind,
+                sym_args,
+                sym_kwargs,
+                outs=tuple(map(self._symbol, results)),
                 kernel=kernel,
-                reads=frozenset(s for s in used if s is not None),
-                writes=frozenset(s for s in (*writes, *map(self._slot_of, results)) if s is not None),
-                touches_outside=any(slot is None for slot in used),
-                writes_outside=any(slot is None for slot in writes),
+                reads=frozenset(filter(None, used)),
+                writes=frozenset(filter(None, (*writes, *map(self._slot_of, results)))),
+                touches_outside=None in used,
+                writes_outside=None in writes,
             )
         )
 
-    def _note_literal(self, tensor: torch.Tensor) -> None:
-        if self._slot_of(tensor) is None:
-            slot = self._make_slot(tensor)
-            self.literals.append(Literal(slot, tensor, tensor.detach().clone()))
-
-    def _make_slot(self, tensor: torch.Tensor) -> Slot:
+    def _make_slot(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        weak = StorageWeakRef(storage)
         # The weak reference keeps the address of a dead storage reserved, so the key stays unique.
-        slot = self._slots[weak.cdata] = Slot(storage.nbytes(), weak)
-        return slot
+        self._slots[storage_key(tensor)] = Slot(storage.nbytes(), StorageWeakRef(storage))
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
-        return self._slots.get(tensor.untyped_storage()._cdata)
+        return self._slots.get(storage_key(tensor))
 
     def _symbol(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -247,8 +249,3 @@ class Recorder(TorchDispatchMode):
             value.is_conj(),
             value.is_neg(),
         )
-
-
-def _same_memory(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    cdata = tensor.untyped_storage()._cdata
-    return any(t.untyped_storage()._cdata == cdata for t in tensors_in(args, kwargs))

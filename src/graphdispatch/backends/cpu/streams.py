@@ -14,21 +14,23 @@ Note [inside a stream's own thread]
 """
 
 import contextlib
+import contextvars
 import itertools
 import threading
 import time
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
 
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import Event, Stream
-from .inherit import with_callers_modes
 
-__all__ = ["CPUEvent", "CPUStream", "InlineStream", "StreamState"]
+__all__ = ["CPUStream", "CPUStreams", "InlineStream"]
 
 _Job = Callable[[], None]
 
@@ -62,35 +64,23 @@ class _Mark:
             raise self.error
 
 
-class _OrderedStream(Stream):
-    """What both kinds of stream share: they put marks between their work, and their work can wait for marks."""
-
-    @abstractmethod
-    def mark(self) -> _Mark:
-        """A mark behind all work given so far."""
-
-    @abstractmethod
-    def after(self, mark: _Mark) -> None:
-        """Make later work begin after ``mark``."""
-
-    def wait_stream(self, other: Stream) -> None:
-        """Make later work of this stream begin after all work given to ``other`` so far."""
-        self.after(_checked(other).mark())
-
-
-class InlineStream(_OrderedStream):
+class InlineStream(Stream):
     """The default stream: work runs at once on the calling thread, so there is never a queue.
 
     ``submit`` raises what the work raises. Waiting for another stream blocks the calling thread.
     """
 
-    def __init__(self, state: "StreamState") -> None:
-        self._state = state
+    def __init__(self, streams: "CPUStreams") -> None:
+        self._streams = streams
 
     def submit(self, work: _Job) -> None:
         """Run ``work`` now, with this stream current."""
-        with self._state.use(self):
+        with self._streams.use_stream(self):
             work()
+
+    def wait_stream(self, other: Stream) -> None:
+        """Block until all work given to ``other`` so far is done. Raise its failure."""
+        self.after(_checked(other).mark())
 
     def mark(self) -> _Mark:
         """A mark that is already reached."""
@@ -112,7 +102,7 @@ class InlineStream(_OrderedStream):
         return "<InlineStream default>"
 
 
-class CPUStream(_OrderedStream):
+class CPUStream(InlineStream):
     """A daemon thread that runs the submitted work in order.
 
     Work runs with this stream current, under the submitting thread's context variables, gradient mode, inference mode,
@@ -121,9 +111,9 @@ class CPUStream(_OrderedStream):
     with ``close``, or when nobody holds the stream and its queue is empty.
     """
 
-    def __init__(self, state: "StreamState", name: str) -> None:
+    def __init__(self, streams: "CPUStreams", name: str) -> None:
+        super().__init__(streams)
         self.name = name
-        self._state = state
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -142,41 +132,38 @@ class CPUStream(_OrderedStream):
 
         Raises ``BackendError`` after ``close`` and ``CaptureError`` inside a capture.
         """
-        if self._state.here.captures:
+        if self._streams.here.is_capturing:
             raise CaptureError(
                 f"work was submitted to {self!r} inside a capture, but that stream's thread is not recorded; "
                 "run the work on the stream that the capture began on",
                 Reason.CAPTURE_UNSAFE,
             )
         if self.is_own_thread():
-            with self._state.use(self):
-                work()
+            super().submit(work)
         else:
-            self._enqueue(partial(self._run, with_callers_modes(work)))
+            self._enqueue(partial(self._run, _with_callers_modes(work)))
 
     def mark(self) -> _Mark:
         """A mark behind all work given so far."""
-        mark = _Mark(self)
         if self.is_own_thread():
-            mark.reach(None)
-        else:
-            self._enqueue(lambda: mark.reach(self._error))
+            return super().mark()
+        mark = _Mark(self)
+        self._enqueue(lambda: mark.reach(self._error))
         return mark
 
     def end(self) -> _Mark:
         """A ``mark`` for order only: it carries no failure, and also works on a closed stream."""
-        mark = _Mark(self)
         if not self.is_own_thread():
+            mark = _Mark(self)
             with self._lock:
                 if not self._closed:
                     self._queue.put(partial(mark.reach, None))
                     return mark
             self._thread.join()
-        mark.reach(None)
-        return mark
+        return super().mark()
 
     def after(self, mark: _Mark) -> None:
-        """Make later work begin after ``mark``. Only this stream's own work is blocked by the call."""
+        """Make later work begin after ``mark``. The call blocks only this stream's own work."""
         if mark.owner is self:
             return
         if self.is_own_thread():
@@ -210,8 +197,7 @@ class CPUStream(_OrderedStream):
         if self._error is not None:
             return
         try:
-            with self._state.use(self):
-                work()
+            super().submit(work)
         except BaseException as error:  # SystemExit too: if the thread ended here, no later mark would be reached
             self._error = error
 
@@ -235,31 +221,31 @@ class _Here(threading.local):
     """What is current on the calling thread; each thread begins on the default stream."""
 
     def __init__(self, default: InlineStream) -> None:
-        self.stream: InlineStream | CPUStream = default
-        self.captures = 0
-        """How many captures are under way on the thread."""
+        self.stream = default
+        self.is_capturing = False
+        """Whether the thread's work is being recorded."""
 
 
-class StreamState:
-    """The streams of one CPU backend, and the current stream of each thread; at first that is ``default``."""
+class CPUStreams:
+    """The part of the CPU backend that makes streams and knows each thread's current one; at first ``default``."""
 
     def __init__(self) -> None:
         self.default = InlineStream(self)
         self.here = _Here(self.default)
         self._numbers = itertools.count(1)
 
-    def current(self) -> InlineStream | CPUStream:
+    def current_stream(self) -> InlineStream:
         """The calling thread's current stream."""
         return self.here.stream
 
     @contextlib.contextmanager
-    def use(self, stream: Stream) -> Iterator[Stream]:
+    def use_stream(self, stream: Stream) -> Iterator[Stream]:
         """Make ``stream`` the calling thread's current stream within a ``with`` block. Blocks may nest.
 
         Work that is *submitted* in the block, such as a replay, goes to the stream. Operators that the calling thread
         itself runs in the block run at once on that thread, since a CPU operator cannot be queued.
         """
-        before = self.current()
+        before = self.here.stream
         self.here.stream = _checked(stream)
         try:
             yield stream
@@ -270,52 +256,64 @@ class StreamState:
         """A new stream; its thread starts now."""
         return CPUStream(self, name if name is not None else f"stream-{next(self._numbers)}")
 
-    def make_event(self, *, timing: bool = False) -> "CPUEvent":
+    def make_event(self, *, timing: bool = False) -> Event:
         """A new event; ``timing`` allows ``elapsed_ms``."""
-        return CPUEvent(self, timing=timing)
+        return _CPUEvent(self.here, timing)
 
 
-class CPUEvent(Event):
-    """A mark that can be set again. A wait refers to the mark that was set last before the wait."""
+class _CPUEvent(Event):
+    """A mark that can be set again. A wait refers to the mark that was set last before the wait.
 
-    def __init__(self, state: StreamState, *, timing: bool = False) -> None:
-        self._state = state
+    A wait on the default stream, which has no queue, blocks the caller.
+    """
+
+    def __init__(self, here: _Here, timing: bool) -> None:
+        self._here = here
         self._timing = timing
-        self._mark: _Mark | None = None
+        self._mark = _Mark()
+        self._mark.done.set()
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the end of all work given to ``stream`` (default: the current one) so far."""
-        self._mark = self._target(stream).mark()
+        self._mark = _checked(stream or self._here.stream).mark()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make later work of ``stream`` (default: the current one) begin after the mark.
-
-        This blocks the caller only on the default stream, which has no queue.
-        """
-        mark = self._mark
-        if mark is not None:
-            self._target(stream).after(mark)
+        _checked(stream or self._here.stream).after(self._mark)
 
     def query(self) -> bool:
-        """Whether the mark is reached. True for an event that was never recorded."""
-        mark = self._mark
-        return mark is None or mark.done.is_set()
+        return self._mark.done.is_set()
 
     def synchronize(self) -> None:
-        """Block the calling thread until the mark is reached. Raise the failure that the mark carries."""
-        mark = self._mark
-        if mark is not None:
-            mark.join()
+        self._mark.join()
 
     def elapsed_ms(self, end: Event) -> float:
-        """Milliseconds of wall-clock time from this mark to ``end``.
-
-        Raises ``BackendError`` unless both events were made with ``timing=True`` and are reached.
-        """
         return (_timestamp(end, "end") - _timestamp(self, "start")) * 1e3
 
-    def _target(self, stream: Stream | None) -> _OrderedStream:
-        return self._state.current() if stream is None else _checked(stream)
+
+def _with_callers_modes(work: Callable[[], None]) -> Callable[[], None]:
+    """Wrap ``work`` so that another thread can call it as if it ran on this thread.
+
+    It runs under this thread's gradient mode, inference mode, CPU autocast, context variables and dispatch modes. A
+    mode that watches this thread's operators (what a call writes, what a break makes) thus sees those of ``work``.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu")
+    watchers = _get_current_dispatch_mode_stack()
+    context = contextvars.copy_context()
+
+    def call() -> None:
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.inference_mode(inference))
+            modes.enter_context(torch.set_grad_enabled(grad))
+            if autocast:
+                modes.enter_context(torch.autocast("cpu", dtype=dtype))
+            for watcher in watchers:
+                # The mode's own __enter__ keeps what it must restore in the mode itself, where threads would mix it up.
+                _push_mode(watcher)
+                modes.callback(_pop_mode, getattr(watcher, "_mode_key", None))
+            context.run(work)
+
+    return call
 
 
 def _serve(queue: "SimpleQueue[_Job | None]") -> None:
@@ -325,19 +323,18 @@ def _serve(queue: "SimpleQueue[_Job | None]") -> None:
         del job  # the job holds the stream, which would otherwise live until the next job comes
 
 
-def _checked(stream: Stream) -> InlineStream | CPUStream:
-    if not isinstance(stream, (InlineStream, CPUStream)):
+def _checked(stream: Stream) -> InlineStream:
+    if not isinstance(stream, InlineStream):
         raise BackendError(f"stream must come from the CPU backend, got {stream!r}; make one with its make_stream()")
     return stream
 
 
 def _timestamp(event: Event, name: str) -> float:
     """Seconds at which ``event`` was reached."""
-    if not isinstance(event, CPUEvent):
+    if not isinstance(event, _CPUEvent):
         raise BackendError(f"{name} must be an event of the CPU backend, got {event!r}")
     if not event._timing:
         raise BackendError(f"{name} keeps no time; make it with make_event(timing=True)")
-    mark = event._mark
-    if mark is None or not mark.done.is_set():
+    if not (event._mark.time and event.query()):
         raise BackendError(f"{name} is not reached yet; record it, then wait for it with query() or synchronize()")
-    return mark.time
+    return event._mark.time

@@ -1,17 +1,17 @@
 """The CUDA backend of one device."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Event, MemoryFigures, Pool, Stream
-from .errors import diagnose, is_lost, is_out_of_memory
-from .graph import CUDACapture, raise_classified
+from ..base import Backend, Capture, Event, MemoryFigures, Pool, Stream
+from .errors import LOST, MEMORY, diagnose
+from .graph import CUDACapture
 from .pool import CUDAPool
 from .streams import CUDAEvent, CUDAStream, native
 
@@ -33,8 +33,6 @@ class CUDABackend(Backend):
         if device.index is None:
             raise BackendError(f"device must have an index, got {device}; write 'cuda:0'")
         super().__init__(device)
-        self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None
 
     @classmethod
     def is_available(cls) -> bool:
@@ -51,7 +49,7 @@ class CUDABackend(Backend):
 
     def make_pool(self) -> Pool:
         """A new, empty pool; it takes no memory before the first capture."""
-        return CUDAPool(self.device, self._capture_stream)
+        return CUDAPool(self.device, lambda: self._capture_stream)
 
     def begin_capture(self, pool: Pool) -> Capture:
         """Start to record the calling thread's work into ``pool``, in ``thread_local`` mode.
@@ -61,16 +59,7 @@ class CUDABackend(Backend):
         """
         if not isinstance(pool, CUDAPool) or pool.device != self.device:
             raise BackendError(f"pool must come from the backend of {self.device}, got {pool!r}; use its make_pool()")
-        CAPTURE_LOCK.acquire()
-        try:
-            if self.is_capturing():
-                raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
-            capture = CUDACapture(pool, self._capture_stream())
-        except BaseException as error:
-            CAPTURE_LOCK.release()
-            raise_classified(error, self.device)
-        capture.begin()
-        return capture
+        return CUDACapture(pool)
 
     def is_capturing(self) -> bool:
         """Whether anyone is capturing the calling thread's current stream. Never raises."""
@@ -122,11 +111,11 @@ class CUDABackend(Backend):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` says that the device has no memory left."""
-        return is_out_of_memory(error)
+        return diagnose(error) is MEMORY
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether ``error`` says that the device's context is corrupt."""
-        return is_lost(error)
+        return diagnose(error) is LOST
 
     def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the same memory that does not keep it: for an output whose memory the pool may use again.
@@ -135,9 +124,8 @@ class CUDABackend(Backend):
         written there. If such a tensor cannot be made, the result is ``tensor`` itself.
         """
         storage = tensor.untyped_storage()
-        plain = type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided
-        made = hasattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata")
-        if not (plain and made) or tensor.is_conj() or tensor.is_neg() or storage.data_ptr() == 0:
+        is_plain = type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or storage.data_ptr() == 0:
             return tensor
         alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         metadata = {
@@ -150,8 +138,6 @@ class CUDABackend(Backend):
         result: torch.Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, alias)
         return result
 
+    @cached_property
     def _capture_stream(self) -> torch.cuda.Stream:
-        with self._lock:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self.device)
-            return self._stream
+        return torch.cuda.Stream(self.device)  # first asked for with CAPTURE_LOCK held

@@ -6,7 +6,7 @@ import torch
 
 from ...reasons import Reason
 
-__all__ = ["Diagnosis", "diagnose", "is_lost", "is_out_of_memory"]
+__all__ = ["LOST", "MEMORY", "Diagnosis", "diagnose"]
 
 
 class Diagnosis(NamedTuple):
@@ -17,9 +17,9 @@ class Diagnosis(NamedTuple):
 
 
 _UNKNOWN = Diagnosis(Reason.CAPTURE_FAILED, "see the original error")
-_MEMORY = Diagnosis(Reason.OUT_OF_MEMORY, "capture fewer or smaller sizes, or leave more memory to the graphs")
-
-_LOST = Diagnosis(Reason.CAPTURE_FAILED, "the device context is lost; restart the process")
+MEMORY = Diagnosis(Reason.OUT_OF_MEMORY, "capture fewer or smaller sizes, or leave more memory to the graphs")
+LOST = Diagnosis(Reason.CAPTURE_FAILED, "the device context is lost; restart the process")
+"""Every later CUDA call will fail."""
 
 
 def _unsafe(remedy: str) -> Diagnosis:
@@ -31,8 +31,8 @@ _SPOILT = _unsafe("an earlier operation could not be captured and its own error 
 # CUDA's error code and text. The first text that occurs in the error decides, so specific texts come before general
 # ones. A text without a code is torch's own.
 _SIGNS: tuple[tuple[int | None, str, Diagnosis], ...] = (
-    (2, "out of memory", _MEMORY),
-    (None, "cublas_status_alloc_failed", _MEMORY),
+    (2, "out of memory", MEMORY),
+    (None, "cublas_status_alloc_failed", MEMORY),
     (
         None,
         "cannot copy between cpu and cuda tensors",
@@ -77,27 +77,17 @@ _SIGNS: tuple[tuple[int | None, str, Diagnosis], ...] = (
         _unsafe("autograd was warmed up on the default stream; run without gradients"),
     ),
     (None, "during cuda graph capture", _unsafe("an operation in it refuses to be captured")),
-    (700, "illegal memory access", _LOST),
-    (710, "device-side assert", _LOST),
-    (719, "unspecified launch failure", _LOST),
+    (700, "illegal memory access", LOST),
+    (710, "device-side assert", LOST),
+    (719, "unspecified launch failure", LOST),
 )
 _BY_CODE = {code: diagnosis for code, _, diagnosis in _SIGNS if code is not None}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that the device has no memory left."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or diagnose(error) is _MEMORY
-
-
-def is_lost(error: BaseException) -> bool:
-    """Whether every later CUDA call will fail after ``error``, because the context is corrupt."""
-    return diagnose(error) is _LOST
 
 
 def diagnose(error: BaseException) -> Diagnosis:
     """The meaning of an error during a capture; ``CAPTURE_FAILED`` if neither its code nor its text is known."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return _MEMORY
+        return MEMORY
     if not isinstance(error, RuntimeError):  # every CUDA error is a RuntimeError; others are the user's own
         return _UNKNOWN
     known = _BY_CODE.get(getattr(error, "error_code", 0))  # an AcceleratorError of newer torch versions has it

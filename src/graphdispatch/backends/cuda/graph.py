@@ -31,6 +31,7 @@ from typing import NoReturn
 import torch
 
 from ...errors import CaptureError, GraphDispatchError, ReplayError
+from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Capture, Graph
 from .errors import diagnose
 from .pool import CUDAPool, begin_recording, may_be_empty
@@ -105,36 +106,36 @@ class RecordedCUDAGraph(Graph):
 
 
 class CUDACapture(Capture):
-    """A capture on the device's capture stream, which is current from ``begin`` to ``end`` or ``abort``.
+    """A capture on the device's capture stream, which is current, with ``CAPTURE_LOCK`` held, while it records.
 
-    The caller of ``begin`` holds ``CAPTURE_LOCK``. From then on the capture owns the lock and releases it, however it
-    ends. One thread makes all calls.
+    One thread makes all calls.
     """
 
-    def __init__(self, pool: CUDAPool, stream: torch.cuda.Stream) -> None:
+    def __init__(self, pool: CUDAPool) -> None:
         self._pool = pool
-        self._stream = stream
-        self._handle = pool.handle()
-        self._native = torch.cuda.CUDAGraph()
-        self._caller_device = torch.cuda.current_device()
-        self._caller_stream = torch.cuda.current_stream(pool.device)
-        self._before = 0
-        self._open = False
+        self.resume()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the capture is in progress."""
-        return self._open
-
-    def begin(self) -> None:
-        """Start to record. On failure, restore everything and raise ``CaptureError``, caused by CUDA's error."""
+    def resume(self) -> None:
+        """Begin a recording. On failure, restore everything and raise ``CaptureError``, caused by CUDA's error."""
         device = self._pool.device
-        self._open = True
+        CAPTURE_LOCK.acquire()
+        try:
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
+            self._stream = self._pool.capture_stream()
+            self._handle = self._pool.handle()
+            self._native = torch.cuda.CUDAGraph()
+            self._caller_device = torch.cuda.current_device()
+            self._caller_stream = torch.cuda.current_stream(device)
+        except BaseException as error:
+            CAPTURE_LOCK.release()
+            raise_classified(error, device)
+        self.is_open = True
         recording = False
         try:
             # The warm-up's work on side streams may still use blocks that the capture would get.
             torch.cuda.synchronize(device)
-            _forget_workspaces()
+            torch._C._cuda_clearCublasWorkspaces()  # Note [cuBLAS workspaces]
             _make_room(device)
             self._before = _unaccounted_bytes(device)
             self._stream.wait_stream(self._caller_stream)
@@ -151,22 +152,9 @@ class CUDACapture(Capture):
         """Finish this recording. The lock is free until ``resume``."""
         return self.end()
 
-    def resume(self) -> None:
-        """Begin another recording into the same pool."""
-        CAPTURE_LOCK.acquire()
-        try:
-            self._handle = self._pool.handle()
-            self._native = torch.cuda.CUDAGraph()
-            self._caller_device = torch.cuda.current_device()
-            self._caller_stream = torch.cuda.current_stream(self._pool.device)
-        except BaseException as error:
-            CAPTURE_LOCK.release()
-            raise_classified(error, self._pool.device)
-        self.begin()
-
     def end(self) -> Graph:
         """Finish the recording. On failure, restore everything and raise ``CaptureError``, caused by CUDA's error."""
-        if not self._open:
+        if not self.is_open:
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         try:
             torch.cuda.set_stream(self._stream)  # the user's code may have left another stream current
@@ -186,7 +174,7 @@ class CUDACapture(Capture):
 
     def abort(self) -> None:
         """Discard the recording and restore everything. Idempotent; never raises."""
-        if not self._open:
+        if not self.is_open:
             return
         try:
             torch.cuda.set_stream(self._stream)
@@ -206,14 +194,14 @@ class CUDACapture(Capture):
 
     def _leave(self) -> None:
         """Restore the caller's device and stream, and release the lock. Never raises."""
-        self._open = False
+        self.is_open = False
         try:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.set_stream(self._caller_stream)
             with contextlib.suppress(RuntimeError):
                 torch.cuda.set_device(self._caller_device)
             with contextlib.suppress(RuntimeError):
-                _forget_workspaces()
+                torch._C._cuda_clearCublasWorkspaces()  # Note [cuBLAS workspaces]
                 self._caller_stream.wait_stream(self._stream)
                 self._pool.used_on(self._caller_stream)
         finally:
@@ -226,12 +214,6 @@ def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
         raise error
     reason, remedy = diagnose(error)
     raise CaptureError(f"the capture on {device} failed: {_first_line(error)}; {remedy}", reason) from error
-
-
-def _forget_workspaces() -> None:
-    """See Note [cuBLAS workspaces]."""
-    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _make_room(device: torch.device) -> None:

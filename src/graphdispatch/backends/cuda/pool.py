@@ -66,13 +66,13 @@ class CUDAPool(Pool):
     def __init__(self, device: torch.device, capture_stream: Callable[[], torch.cuda.Stream]) -> None:
         super().__init__()
         self.device = device
-        self._capture_stream = capture_stream
+        self.capture_stream = capture_stream
         self._hold: _Hold | None = None
         self._abandoned: list[_Handle] = []
         self._graphs = 0
         self._closed = False
         self._index = int(device.index)
-        self._raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+        self._raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # only with CUDA
         self._last_raw: int | None = None
         self._last: torch.cuda.Stream | None = None
         self._mark: torch.cuda.Event | None = None
@@ -86,7 +86,7 @@ class CUDAPool(Pool):
         if self._closed:
             raise BackendError("the pool is closed; make another with make_pool()")
         if self._hold is None:
-            self._hold = _new_hold(self.device, self._capture_stream())
+            self._hold = _new_hold(self.device, self.capture_stream())
         return self._hold.handle
 
     def give_up_handle(self) -> None:
@@ -138,14 +138,13 @@ class CUDAPool(Pool):
         try:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            if self._mark is not None and self._mark_generation == self.generation:
-                return bool(self._mark.query())
-            self._mark, self._mark_generation = self._last.record_event(), self.generation
-            deadline = time.perf_counter() + _ANSWER_S
-            while not self._mark.query():
-                if time.perf_counter() > deadline:
-                    return False
-            return True
+            deadline = 0.0
+            if self._mark is None or self._mark_generation != self.generation:
+                self._mark, self._mark_generation = self._last.record_event(), self.generation
+                deadline = time.perf_counter() + _ANSWER_S
+            while not (is_reached := self._mark.query()) and time.perf_counter() < deadline:
+                pass
+            return bool(is_reached)
         except RuntimeError:  # the stream is being captured by someone else
             return False
 
@@ -234,18 +233,12 @@ def _end_recording(index: int, handle: _Handle) -> None:
         torch._C._cuda_releasePool(index, handle)
 
 
-def _raw_stream(index: int) -> int:
-    """The driver's handle of the device's current stream, from torch's documented but slower function."""
-    return int(torch.cuda.current_stream(index).cuda_stream)
-
-
 def _segment_bytes(index: int, handle: _Handle) -> int:
     """Bytes of one handle's segments on one device."""
     known = inspect.signature(torch.cuda.memory_snapshot).parameters
     wanted: dict[str, Any] = {"mempool_id": handle, "include_traces": False}
     try:
-        kept = {name: value for name, value in wanted.items() if name in known}
-        segments = torch.cuda.memory_snapshot(**kept)
+        segments = torch.cuda.memory_snapshot(**{name: wanted[name] for name in wanted.keys() & known})
     except RuntimeError:  # cudaMallocAsync has no snapshot
         return 0
     return sum(
