@@ -53,27 +53,7 @@ class Eviction(NamedTuple):
     tag: str = ""
 
 
-class _Counters:
-    """Counters that one lock guards, with the reasons for what no graph served."""
-
-    reasons: Counter[Reason]
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything counted so far."""
-        self.reasons = Counter()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The counters as plain data, for JSON."""
-        with self._lock:
-            plain = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-            return plain | {"reasons": {reason.value: n for reason, n in self.reasons.items()}}
-
-
-class CUDAGraphStats(_Counters):
+class CUDAGraphStats:
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
     A graph serves a *hit*. Every other call is a *miss*. A *fallback* is a miss that only ran eagerly: it captured and
@@ -83,12 +63,12 @@ class CUDAGraphStats(_Counters):
     """
 
     def __init__(self, *, knows_rows: bool = True) -> None:
-        super().__init__()
+        self._lock = threading.Lock()
         self._knows_rows = knows_rows
+        self.reset()
 
     def reset(self) -> None:
         """Forget everything counted so far."""
-        super().reset()
         self.captures = 0
         self.capture_failures = 0
         self.capture_time_ms = 0.0
@@ -102,6 +82,7 @@ class CUDAGraphStats(_Counters):
         self.verifications = 0
         self.real_rows = 0
         self.padded_rows = 0
+        self.reasons: Counter[Reason] = Counter()
         # Two counters, since hits and misses are counted under different locks.
         self._rows_of_hits: dict[int, int] = {}
         self._rows_of_misses: dict[int, int] = {}
@@ -178,7 +159,10 @@ class CUDAGraphStats(_Counters):
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as plain data, for JSON."""
-        return super().to_dict() | {"hit_rate": self.hit_rate, "padding_ratio": self.padding_ratio}
+        with self._lock:
+            plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+            plain["reasons"] = {reason.value: n for reason, n in self.reasons.items()}
+        return plain | {"hit_rate": self.hit_rate, "padding_ratio": self.padding_ratio}
 
     def __repr__(self) -> str:
         return (
@@ -187,20 +171,24 @@ class CUDAGraphStats(_Counters):
         )
 
 
-class DispatchStats(_Counters):
+class DispatchStats:
     """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide.
 
     A *fallback* is an eager call for which a graph was wanted. Times are wall-clock nanoseconds. Thread-safe.
     """
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
     def reset(self) -> None:
         """Forget everything counted so far."""
-        super().reset()
         self.eager = 0
         self.graph = 0
         self.piecewise = 0
         self.fallbacks = 0
         self.dispatch_time_ns = 0
+        self.reasons: Counter[Reason] = Counter()
 
     def record(self, mode: DispatchMode, reason: Reason, dispatch_ns: int) -> None:
         """Count one decided call."""
@@ -233,7 +221,10 @@ class DispatchStats(_Counters):
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as plain data, for JSON."""
-        return super().to_dict() | {"graph_ratio": self.graph_ratio}
+        with self._lock:
+            plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+            plain["reasons"] = {reason.value: n for reason, n in self.reasons.items()}
+        return plain | {"graph_ratio": self.graph_ratio}
 
     def __repr__(self) -> str:
         return (

@@ -7,13 +7,25 @@ import torch
 
 from ..errors import BackendError
 from .base import Backend, Capture, Graph, Pool, Timer
-from .cpu import CPUBackend
-from .cuda import CUDABackend
 
 __all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends", "get_backend", "register_backend"]
 
 _LOCK = threading.Lock()
-_FACTORIES: dict[str, Callable[[], type[Backend]]] = {"cpu": lambda: CPUBackend, "cuda": lambda: CUDABackend}
+
+
+def _cpu() -> type[Backend]:
+    from .cpu import CPUBackend
+
+    return CPUBackend
+
+
+def _cuda() -> type[Backend]:
+    from .cuda import CUDABackend
+
+    return CUDABackend
+
+
+_FACTORIES: dict[str, Callable[[], type[Backend]]] = {"cpu": _cpu, "cuda": _cuda}
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 

@@ -12,6 +12,8 @@ number of rows, never from a dimension that merely equals the number of rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -143,7 +145,7 @@ class Outputs:
         if self._mode == "view":
             return lambda: OutputView(build(cut), self._pool)
         if self._mode != "clone":
-            return lambda: build(cut)
+            return partial(build, cut)
         if self._is_own == (True,) and build is _only:
             return cut[0].clone
         parts = list(zip(cut, self._is_own, strict=True))
@@ -186,8 +188,7 @@ def _cut(tensor: torch.Tensor, dims: tuple[tuple[int, int], ...], rows: int) -> 
     return tensor
 
 
-def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0]
+_only: Callable[[list[torch.Tensor]], Any] = itemgetter(0)
 
 
 def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]], Any]:

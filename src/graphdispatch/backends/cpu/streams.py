@@ -335,6 +335,6 @@ def _timestamp(event: Event, name: str) -> float:
         raise BackendError(f"{name} must be an event of the CPU backend, got {event!r}")
     if not event._timing:
         raise BackendError(f"{name} keeps no time; make it with make_event(timing=True)")
-    if not (event._mark.time and event.query()):
+    if not (event._mark.time and event._mark.done.is_set()):
         raise BackendError(f"{name} is not reached yet; record it, then wait for it with query() or synchronize()")
     return event._mark.time
