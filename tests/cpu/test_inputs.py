@@ -110,7 +110,7 @@ def test_argument_without_batch_is_copied_whole() -> None:
 def test_zero_in_any_spelling(rule: Any) -> None:
     """A rule may be given as a ``Pad``, by name, or as a number."""
     padding = torch.ones(2, 3)
-    as_pad("x", rule).apply(padding, torch.ones(1, 3), 0)
+    as_pad("x", rule).filler(padding, torch.ones(1, 3), 0)()
     assert not bool(padding.any())
 
 

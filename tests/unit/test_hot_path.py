@@ -30,12 +30,12 @@ SIZE = 4
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
 
 
-def settled_graphed() -> tuple[Graphed[..., Any], Callable[[], Any]]:
-    """A graphed module, and a padded call of it that is a hit."""
+def settled_graphed(latest: int = SIZE - 1) -> tuple[Graphed[..., Any], Callable[[], Any]]:
+    """A graphed module that served ``latest`` rows, and a padded call of it that is a hit."""
     step = graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(SIZE,), capture_after=1)
     x = torch.randn(SIZE - 1, 3)
     with torch.no_grad():
-        for rows in (SIZE - 1, SIZE, SIZE - 1):
+        for rows in (SIZE - 1, SIZE, SIZE - 1, latest):
             step(torch.randn(rows, 3))
     return step, torch.no_grad()(lambda: step(x))
 
@@ -155,6 +155,7 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     "graphed": Bound(settled_graphed),
+    "padding graphed": Bound(partial(settled_graphed, SIZE)),
     "wrapper": Bound(settled_wrapper),
     "static wrapper": Bound(settled_static_wrapper),
     "decoder": Bound(partial(settled_decoder, SIZE)),

@@ -6,6 +6,7 @@ So each argument has its own rule, and the library does not guess one.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -58,14 +59,15 @@ class Pad:
         """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
         return self.kind in ("repeat_last", "function")
 
-    def apply(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> None:
-        """Fill ``padding``. Both are views of one buffer, cut along ``dim``; ``real`` has at least one row."""
-        if self.kind == "value":
-            padding.fill_(self.fill)
-        elif self.kind == "repeat_last":
-            padding.copy_(real.narrow(dim, real.shape[dim] - 1, 1).expand_as(padding))
-        elif self.call is not None:
-            self.call(padding, real)
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
+        """A function that fills ``padding``, each time by what ``real`` then holds. Both are views of one buffer, cut
+        along ``dim``; ``real`` has at least one row."""
+        call = self.call
+        if call is not None:
+            return lambda: call(padding.view_as(padding), real.view_as(real))
+        if self.kind == "repeat_last":
+            return partial(padding.copy_, real.narrow(dim, real.shape[dim] - 1, 1).expand_as(padding))
+        return partial(padding.fill_, self.fill)
 
 
 def as_pad(name: str, rule: Any) -> Pad:

@@ -4,7 +4,7 @@ One buffer for each argument, as large as the largest size needs; every size is 
 All graphs of one signature share them, which is why a pool's lock is held from the copy to the replay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..call.signature import InputSpec
 __all__ = ["StaticInputs"]
 
 _CONSTANT_AFTER = 16
+_MOST_FILLS = 4096
 
 
 class StaticInputs:
@@ -36,6 +37,7 @@ class StaticInputs:
         """Let go of the buffers, when no graph reads them any more; the next capture gets new ones."""
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._fills: dict[tuple[int, int, int], list[Callable[[], Any]]] = {}
         # Rows from here on hold padding already, for graphs of _layout_size rows (or of any size, when the batch
         # is the slowest dimension of every argument and so lies at one address for all sizes).
         self._clean_from = self.capacity
@@ -83,7 +85,9 @@ class StaticInputs:
         else:
             torch._foreach_copy_(targets, [values[position] for position in self.positions])
         if rows < size and (self._follows_data or rows < self._clean_from):
-            self._pad(rows, size)
+            for fill in self._fills.get((rows, self._clean_from, size)) or self._make_fills(rows, size):
+                fill()
+            self._clean_from = rows
 
     def real(self, index: int, rows: int, size: int) -> torch.Tensor:
         """The real rows of argument ``index`` (in ``specs``) as they lie in the buffer."""
@@ -126,16 +130,23 @@ class StaticInputs:
             targets = self._targets[rows, size] = [self.real(i, rows, size) for i in range(len(self.specs))]
         return targets
 
-    def _pad(self, rows: int, size: int) -> None:
-        for index in self._padded:
-            spec = self.specs[index]
-            assert spec.dim is not None
-            # What depends on the real rows is filled for this call alone; a fixed value once, for all that is dirty.
-            end = size if spec.pad.follows_data else self._clean_from
-            if end > rows:
-                view = self.views(self.capacity if self._one_layout else size)[index]
-                spec.pad.apply(view.narrow(spec.dim, rows, end - rows), view.narrow(spec.dim, 0, rows), spec.dim)
-        self._clean_from = rows
+    def _make_fills(self, rows: int, size: int) -> list[Callable[[], Any]]:
+        """What fills the rows after a batch. What depends on its rows is filled for this call alone; a fixed value
+        once, for all rows that hold anything else."""
+        fills = []
+        with torch.inference_mode(False), torch.no_grad():
+            for index in self._padded:
+                spec = self.specs[index]
+                assert spec.dim is not None
+                end = size if spec.pad.follows_data else self._clean_from
+                if end > rows:
+                    view = self.views(self.capacity if self._one_layout else size)[index]
+                    padding, real = view.narrow(spec.dim, rows, end - rows), view.narrow(spec.dim, 0, rows)
+                    fills.append(spec.pad.filler(padding, real, spec.dim))
+        if len(self._fills) >= _MOST_FILLS:
+            self._fills.clear()
+        self._fills[rows, self._clean_from, size] = fills
+        return fills
 
 
 def _ordered_view(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
