@@ -144,9 +144,9 @@ class Outputs:
             return self._copier(cut, self.buffers)
         if self._mode == "view":
             return lambda: OutputView(build(cut), self._pool)
-        if self._mode != "clone":
+        if self._mode != "clone" or not any(self._is_own):
             return partial(build, cut)
-        if self._is_own == (True,) and build is _only:
+        if build is _only:
             return cut[0].clone
         parts = list(zip(cut, self._is_own, strict=True))
         return lambda: build([tensor.clone() if own else tensor for tensor, own in parts])
@@ -194,11 +194,10 @@ _only: Callable[[list[torch.Tensor]], Any] = itemgetter(0)
 def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]], Any]:
     """How a list of output tensors becomes the callable's own structure again."""
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if len(places) == len(leaves) and spec.num_nodes == len(leaves) + (not spec.is_leaf()):
-        if spec.is_leaf():
-            return _only
-        if spec.type is tuple:
-            return tuple
+    if spec.is_leaf():
+        return _only if places else lambda _: leaves[0]
+    if spec.type is tuple and spec.num_nodes == len(leaves) + 1 == len(places) + 1:
+        return tuple
 
     def build(tensors: list[torch.Tensor]) -> Any:
         filled = list(leaves)

@@ -125,7 +125,10 @@ class Server(HitPath):
 
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        return any(map(wants_gradient, tree_leaves((args, kwargs)))) or self.graphs.guard.trainable
+        leaves = [*args, *kwargs.values()]
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            leaves = tree_leaves(leaves)
+        return any(map(wants_gradient, leaves)) or self.graphs.guard.trainable
 
     def closed(self, route: Route) -> Reason | None:
         """Why no graph may replay on the calling thread now, whatever the call; or None.
