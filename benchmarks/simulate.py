@@ -4,6 +4,7 @@ Without a trace, requests of two kinds (chat and long documents) are made by the
 by numbers, not measured: eager 12 ms, PIECEWISE 9 ms, FULL 8 ms, and 0.03 ms for each token.
 """
 
+import gc
 from time import perf_counter
 from typing import Any
 
@@ -55,9 +56,12 @@ def rows(effort: Effort) -> list[Row]:
         for name, options in settings.items():
             keys = CudagraphKeyDispatcher(max_num_reqs=256)
             keys.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE)
+            gc.collect()
+            gc.disable()  # one collection takes as long as thousands of steps, and is not theirs
             start = perf_counter()
             result = simulate(workload, COST, keys, **options)
             spent = perf_counter() - start
+            gc.enable()
             where = path.name.split(".")[0] if path else "generated"
             made.append(Row(f"{where}, {name}", 1e6 * spent / result.stats.calls))
     return made

@@ -1,11 +1,11 @@
 """``AdaptiveDispatchPolicy``: learns from measured latencies which mode serves which size best."""
 
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from math import exp, hypot, inf, log, sqrt
+from math import hypot, inf, log, sqrt
 from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
@@ -70,7 +70,7 @@ def bucket_of(tokens: int) -> int:
     return ((tokens - 1 >> shift) + 1) << shift
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Cost:
     """What one mode costs at one size: the mean of its latencies, their spread, and when the latest came."""
 
@@ -81,6 +81,9 @@ class _Cost:
     latest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_LATEST))
     above: float = 0.0
     below: float = 0.0
+    near: list[tuple[float, "_Cost"]] = field(default_factory=list, repr=False)
+    """The costs of the same mode from which this size can be estimated, the nearest (its own) first, each with the
+    squared error that its distance adds."""
 
     def add(self, latency: float, now: int, window: int) -> bool:
         """Take in one latency, the record number ``now``; about the latest ``window`` of them count.
@@ -108,16 +111,32 @@ class _Cost:
         self.spread2 += (change * change - self.spread2) / (self.count + _PRIOR_WEIGHT)
         return False
 
-    def at(self, size: int, now: int, spread2: float) -> Estimate | None:
-        """The cost at ``size``, if that is near, as if it grew with the root of the size; ``spread2`` is the least
-        that is assumed."""
-        apart = log(size / self.size)
-        if not self.count or abs(apart) > _REACH:
-            return None
-        error2 = max(self.spread2, spread2) / self.count + (now - self.latest[-1][0]) * _AGE_ERROR2
-        if apart:
-            error2 += (_OTHER_SIZE_ERROR + _DISTANCE_ERROR * abs(apart)) ** 2
-        return Estimate(self.mean * exp(0.5 * apart), sqrt(error2))
+    def estimate(self, now: int, spread2: float) -> Estimate | None:
+        """The surest estimate at this size, from here or a size near by, as if costs grew with the root of the size;
+        ``spread2`` is the least that is assumed. None if no such size was measured."""
+        best, least = self, inf
+        for distance2, cost in self.near:
+            if distance2 >= least:
+                break
+            if cost.count:
+                age2 = (now - cost.latest[-1][0]) * _AGE_ERROR2
+                error2 = max(cost.spread2, spread2) / cost.count + age2 + distance2
+                if error2 < least:
+                    best, least = cost, error2
+        return Estimate(best.mean * sqrt(self.size / best.size), sqrt(least)) if least < inf else None
+
+
+def _cost_of(costs: dict[int, _Cost], size: int) -> _Cost:
+    """The cost of ``size`` among those of a mode; made, and introduced to those near by, when it is first asked for."""
+    if size not in costs:
+        made = costs[size] = _Cost(size)
+        for other in costs.values():
+            apart = abs(log(size / other.size))
+            if apart <= _REACH:
+                distance2 = (_OTHER_SIZE_ERROR + _DISTANCE_ERROR * apart) ** 2 if apart else 0.0
+                for one, its in {made: other, other: made}.items():
+                    insort(one.near, (distance2, its), key=itemgetter(0))
+    return costs[size]
 
 
 class _Trial(NamedTuple):
@@ -301,7 +320,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
             bucket = self._buckets.get((is_prefill, graph, end))
             if bucket is None:
                 sizes = {_FULL: graph, _PIECEWISE: graph, _EAGER: end}
-                costs = {m: self._costs[is_prefill, m].setdefault(size, _Cost(size)) for m, size in sizes.items()}
+                costs = {mode: _cost_of(self._costs[is_prefill, mode], size) for mode, size in sizes.items()}
                 bucket = self._buckets[is_prefill, graph, end] = _Bucket(min(end, high), is_prefill, costs)
             bucket.rank(self._estimates(bucket))
             return bucket
@@ -312,10 +331,9 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         spread2 = max((cost.spread2 for cost in bucket.costs.values() if cost.count), default=0.0)
         found = {}
         for mode, own in bucket.costs.items():
-            costs = self._costs[bucket.is_prefill, mode].values()
-            known = [one for cost in costs if (one := cost.at(own.size, self._records, spread2)) is not None]
-            if known:
-                found[mode] = min(known, key=itemgetter(1))
+            estimate = own.estimate(self._records, spread2)
+            if estimate is not None:
+                found[mode] = estimate
         return found
 
     def _forget(self, mode: DispatchMode, since: int) -> None:
