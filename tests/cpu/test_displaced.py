@@ -248,18 +248,25 @@ def test_a_graph_that_its_owner_released_is_no_failure() -> None:
     assert not first.has_graph(KEY)
 
 
-def test_a_graph_released_under_a_waiting_call_is_no_failure() -> None:
+def test_a_graph_released_under_a_waiting_call_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it one if its owner releases it between the decision and the replay."""
     first, gone = CudagraphDispatcher(double), entry()
     first.register_graph(KEY, gone)
     serve(first, times=3)
     composite, answers = chain(first), list[Any]()
     call = threading.Thread(target=lambda: answers.append(composite.dispatch(KEY, torch.ones(4, 3))), daemon=True)
-    lock = first.workers[0].server.lock
-    with gone.pool.lock:
+    server, has_decided = first.workers[0].server, threading.Event()
+    preview = server.preview
+
+    def decide(*call: Any) -> Any:
+        choice = preview(*call)
+        has_decided.set()
+        return choice
+
+    monkeypatch.setattr(server, "preview", decide)
+    with gone.pool.lock:  # where the replay waits
         call.start()
-        while lock.acquire(blocking=False):  # until the call holds it and waits for the pool
-            lock.release()
+        assert has_decided.wait(TIMEOUT_S)
         gone.release()
     call.join(TIMEOUT_S)
     assert answers == ["second"]
