@@ -67,6 +67,14 @@ def test_a_budget_of_time_leaves_sizes_for_later(model: torch.nn.Module) -> None
     assert serves(step, model, 8) is Reason.CAPTURED_NOW
 
 
+def test_a_size_that_cannot_be_captured_is_left_out_with_its_reason() -> None:
+    """The report has the reason for programs beside the text for people; a budget is no failure."""
+    report = graphed(lambda x: x * x.sum().item(), dynamic={"x": 0}, sizes=(2,)).prewarm(torch.randn(2, 8))
+    assert report.reasons == {(CUDAGraphMode.FULL, 2): Reason.CAPTURE_UNSAFE}
+    assert "item" in report.left_out[CUDAGraphMode.FULL, 2]
+    assert make(torch.nn.Linear(8, 8)).prewarm(torch.randn(4, 8), max_seconds=1e-9).reasons == {}
+
+
 @pytest.mark.parametrize("by_option", [True, False])
 def test_a_budget_of_memory_is_kept(model: torch.nn.Module, by_option: bool) -> None:
     """Sizes that would pass the limit, which is the configured one too, are left out, and smaller ones captured."""

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter
 
 __all__ = [
+    "HOST_READS",
     "OperatorKind",
     "bits_equal",
     "forbidden",
@@ -58,6 +59,8 @@ _UNMARKED_WRITES = {
     "aten::miopen_batch_norm": (3, 4),
 }
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+HOST_READS = {getattr(torch.Tensor, name): name for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")}
+"""Methods of tensors that give memory to the host without an operator, with their names."""
 _RESULT_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 

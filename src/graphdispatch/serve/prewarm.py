@@ -3,11 +3,12 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..call.signature import Refusal
 from ..capture.collector import swept_collector
+from ..capture.request import CaptureResult
 from ..config import CUDAGraphConfig
 from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError
@@ -43,6 +44,8 @@ class PrewarmReport:
     left_out: dict[tuple[CUDAGraphMode, int], str]
     seconds: float
     memory_bytes: int
+    reasons: dict[tuple[CUDAGraphMode, int], Reason] = field(default_factory=dict)
+    """The reasons of those of ``left_out`` whose capture failed; no budget left them out."""
 
     def __str__(self) -> str:
         lines = [
@@ -104,6 +107,7 @@ class CaptureBatch:
         self._progress = progress
         self._captured: dict[CUDAGraphMode, list[int]] = {}
         self._left_out: dict[tuple[CUDAGraphMode, int], str] = {}
+        self._reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
         self._started = time.perf_counter()
 
     def run(
@@ -119,7 +123,8 @@ class CaptureBatch:
                 self._capture(route, args, kwargs, sizes)
         captured = {mode: tuple(done) for mode, done in self._captured.items()}
         seconds = time.perf_counter() - self._started
-        return PrewarmReport(captured, self._left_out, seconds, self._server.graphs.memory_bytes)
+        held = self._server.graphs.memory_bytes
+        return PrewarmReport(captured, self._left_out, seconds, held, self._reasons)
 
     def _capture(
         self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
@@ -141,11 +146,11 @@ class CaptureBatch:
         title = f"capturing {mode.name}"
         for size in progress_bar(within, title, enabled=self._progress, total=len(todo), status=self._held):
             rows = route.table.min_batch_of(size) if group.signature.has_rows else 1
-            detail = capture_checked(self._server, group, leaves, rows, size)
-            if detail is None:
+            result = capture_checked(self._server, group, leaves, rows, size)
+            if result.entry is not None:
                 done.append(size)
             else:
-                self._left_out[mode, size] = detail
+                self._left_out[mode, size], self._reasons[mode, size] = result.detail, result.reason
 
     def _held(self) -> str:
         return f"{self._server.graphs.memory_bytes / 2**20:.1f} MiB"
@@ -192,8 +197,8 @@ def _example(
     return group, leaves
 
 
-def capture_checked(server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int) -> str | None:
-    """Capture one size from its smallest batch, then check it with its largest; why there is no graph, or None.
+def capture_checked(server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int) -> CaptureResult:
+    """Capture one size from its smallest batch, then check it with its largest; what came of it.
 
     Raises ``FallbackError`` with ``strict``.
     """
@@ -205,4 +210,4 @@ def capture_checked(server: Server, group: GraphGroup, leaves: Sequence[Any], ro
             result = server.graphs.verify(group, other, size, result.entry, keep_effects=False)
     if result.entry is None and server.strict:
         raise FallbackError(f"prewarm could not capture {size} rows: {result.detail}", result.reason)
-    return None if result.entry is not None else result.detail
+    return result

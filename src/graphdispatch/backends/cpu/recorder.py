@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ...errors import CaptureError
 from ...reasons import Reason
 from ..operators import (
+    HOST_READS,
     OperatorKind,
     forbidden,
     is_composite,
@@ -88,9 +89,6 @@ class Literal(NamedTuple):
     """A copy of its value. If an operator writes to the tensor, each replay restores this copy first."""
 
 
-_HOST_READS = {getattr(torch.Tensor, name): name for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")}
-
-
 class HostReadGuard(TorchFunctionMode):
     """Refuses the host reads that torch's dispatcher does not see: ``numpy``, ``tolist``, DLPack, ``data_ptr``."""
 
@@ -100,7 +98,7 @@ class HostReadGuard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise ``CaptureError`` for a host read; make any other call."""
-        name = _HOST_READS.get(func)
+        name = HOST_READS.get(func)
         if name is not None and not self._recorder.is_paused:
             raise CaptureError(
                 f"Tensor.{name} gives memory to the host while a graph is captured, at {user_line()}; "
