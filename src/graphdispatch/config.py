@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
 from .sizes import NAMED_SIZES, are_min_batches, check_sizes, resolve_sizes
 
@@ -49,7 +49,7 @@ def parse_mode(value: object) -> CUDAGraphMode:
     if type(value) is int and value in set(CUDAGraphMode):
         return CUDAGraphMode(value)
     known = ", ".join(f"{mode.name} ({mode.value})" for mode in CUDAGraphMode)
-    raise ConfigError(f"mode must be one of {known}, got {value!r}")
+    raise ConfigError(f"mode must be one of {known}, got {shown(value)}")
 
 
 def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
@@ -57,10 +57,12 @@ def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
     if isinstance(value, str):
         if value != "auto" and value not in NAMED_SIZES:
             known = ", ".join(map(repr, ("auto", *NAMED_SIZES)))
-            raise ConfigError(f"capture_sizes must be one of {known}, or increasing sizes, got {value!r}")
+            raise ConfigError(f"capture_sizes must be one of {known}, or increasing sizes, got {shown(value)}")
         return value
     if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
-        raise ConfigError(f"capture_sizes must be 'auto', a name such as 'vllm', or increasing sizes, got {value!r}")
+        raise ConfigError(
+            f"capture_sizes must be 'auto', a name such as 'vllm', or increasing sizes, got {shown(value)}"
+        )
     return check_sizes(value)
 
 
@@ -69,7 +71,8 @@ def _checked_outputs(value: str) -> str:
     is_ring = value != length and length.isascii() and length.isdecimal() and 1 <= int(length) <= _LONGEST_RING
     if value not in ("clone", "view", "static") and not is_ring:
         raise ConfigError(
-            f"outputs must be 'clone', 'view', 'static' or 'ring:N' with N from 1 to {_LONGEST_RING}, got {value!r}"
+            f"outputs must be 'clone', 'view', 'static' or 'ring:N' with N from 1 to {_LONGEST_RING}, "
+            f"got {shown(value)}"
         )
     return value
 
@@ -330,7 +333,7 @@ def _whole(name: str, value: int) -> int:
     try:
         return index(value)
     except TypeError:
-        raise ConfigError(f"{name} must be an integer, got {value!r}") from None
+        raise ConfigError(f"{name} must be an integer, got {shown(value)}") from None
 
 
 class ResolvedConfig(NamedTuple):

@@ -23,7 +23,12 @@ class GraphDispatchError(Exception):
 
 
 class ConfigError(GraphDispatchError, ValueError):
-    """An option or argument is wrong. The message names it, says what was expected and what to do."""
+    """An option or argument is wrong. The message names it, says what was expected and what to do.
+
+    ``answer`` is what the callable returned if the mistake shows only then (an ``out=`` that its outputs do not fit).
+    """
+
+    answer: object = None
 
 
 class BackendError(GraphDispatchError, RuntimeError):
@@ -87,4 +92,25 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     """Raise ``ConfigError`` that names the argument unless ``value`` is an integer of at least ``least``."""
     # True and False are integers to isinstance, but never meant as a number.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be an integer >= {least}, got {value!r}")
+        raise ConfigError(f"{name} must be an integer >= {least}, got {shown(value)}")
+
+
+def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:
+    """Raise ``ConfigError`` that names the argument unless ``value`` is of type ``kind``, in words: ``what``."""
+    if not issubclass(type(value), kind):
+        raise ConfigError(f"{name} must be {what}, got {shown(value)}")
+
+
+def check_callable(name: str, value: object, what: str = "callable") -> None:
+    """Raise ``ConfigError`` that names the argument unless ``value`` can be called."""
+    if not callable(value):
+        raise ConfigError(f"{name} must be {what}, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """A value in one line of a message: its own words, or its type where these are long, or cannot be had."""
+    try:
+        text = repr(value)
+    except Exception:  # of the user's class
+        text = ""
+    return text if text and len(text) < 200 and "\n" not in text else f"an object of type {type(value).__qualname__}"

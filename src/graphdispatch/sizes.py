@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 
-from .errors import ConfigError, check_count
+from .errors import ConfigError, check_count, shown
 from .modes import CUDAGraphMode
 
 __all__ = [
@@ -81,7 +81,9 @@ def named_sizes(name: str, max_size: int) -> tuple[int, ...]:
     contain ``max_size``. Raises ``ConfigError`` for an unknown name or a size that is not a positive integer.
     """
     if name not in NAMED_SIZES:
-        raise ConfigError(f"the name of capture sizes must be one of {', '.join(map(repr, NAMED_SIZES))}, got {name!r}")
+        raise ConfigError(
+            f"the name of capture sizes must be one of {', '.join(map(repr, NAMED_SIZES))}, got {shown(name)}"
+        )
     check_count("max_size", max_size)
     return tuple(sorted({size for size in NAMED_SIZES[name](max_size) if size <= max_size}))
 
@@ -92,7 +94,7 @@ def check_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int,
     Raises ``ConfigError`` that names the argument as ``name`` and the first entry or pair at fault.
     """
     if not isinstance(sizes, Iterable):
-        raise ConfigError(f"{name} must be increasing sizes, got {sizes!r}")
+        raise ConfigError(f"{name} must be increasing sizes, got {shown(sizes)}")
     checked = tuple(sizes)
     if not checked:
         raise ConfigError(f"{name} must hold at least one size, got none; use mode NONE to switch graphs off")
@@ -118,7 +120,7 @@ def get_cudagraph_sizes(
     ``UserWarning``. Raises ``ConfigError`` for bad arguments, or when no explicit size is left.
     """
     if not isinstance(mode, CUDAGraphMode):
-        raise ConfigError(f"mode must be a CUDAGraphMode, got {mode!r}; write for example CUDAGraphMode.FULL")
+        raise ConfigError(f"mode must be a CUDAGraphMode, got {shown(mode)}; write for example CUDAGraphMode.FULL")
     check_count("max_num_reqs", max_num_reqs)
     check_count("max_num_tokens", max_num_tokens)
     if not mode.has_graphs():

@@ -1,151 +1,208 @@
-"""Bad arguments at every front door: one ``ConfigError`` that names the argument, and the door works as before."""
+"""Mistakes in arguments of public methods: one line that names the argument, before anything has happened."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import graphdispatch as gd
+from graphdispatch import BatchDescriptor, CUDAGraphMode, DispatchKey
 
-FULL = gd.CUDAGraphMode.FULL
-X = torch.ones(4, 3)
-KEY = gd.DispatchKey(4, 4)
-CONFIG = gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1)
+KEY = DispatchKey(3, 3)
+FULL = CUDAGraphMode.FULL
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
-    """Twice the input."""
+    """A callable."""
     return x * 2
 
 
-def dummy(descriptor: gd.BatchDescriptor) -> torch.Tensor:
-    """An argument of so many rows."""
-    return torch.ones(descriptor.num_tokens, 3)
+X = torch.ones(3, 3)
 
 
-def _serve_manager(manager: gd.CUDAGraphManager) -> torch.Tensor:
-    served: torch.Tensor = manager.execute_or_capture(4, 1, double, {"x": X})
-    return served
+def served() -> Any:
+    """A graphed callable with a graph."""
+    step = gd.graphed(double, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for rows in (3, 4, 3):
+        step(torch.ones(rows, 3))
+    return step
 
 
-def _serve_registry(registry: gd.CUDAGraphRegistry) -> torch.Tensor:
-    served: torch.Tensor = registry.capture(4, 1, double, {"x": (4, 3)}).replay({"x": X})
-    return served
+def wrapper() -> Any:
+    """A wrapper."""
+    return gd.CUDAGraphWrapper(double)
 
 
-def _serve_wrapper(wrapper: gd.CUDAGraphWrapper) -> torch.Tensor:
-    with gd.cudagraph_context(FULL, gd.BatchDescriptor(4)):
-        served: torch.Tensor = wrapper(X)
-    return served
+def manager() -> Any:
+    """A manager."""
+    return gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4))
 
 
-def _serve_dispatcher(dispatcher: Any) -> torch.Tensor:
-    served: torch.Tensor = dispatcher.dispatch(KEY, X)
-    return served
+def streams() -> Any:
+    """A dispatcher over one stream."""
+    return gd.StreamDispatcher(double, 1)
 
 
-def in_context(*context: Any) -> Callable[[Any], Any]:
-    """A call within ``cudagraph_context(*context)``."""
-
-    def call(wrapper: Any) -> Any:
-        with gd.cudagraph_context(*context):
-            return wrapper(X)
-
-    return call
+def dispatcher() -> Any:
+    """A dispatcher."""
+    return gd.CudagraphDispatcher(double)
 
 
-def composite() -> gd.CompositeDispatcher:
-    """A composite of one member."""
-    made = gd.CompositeDispatcher()
-    made.add_dispatcher("only", gd.CudagraphDispatcher(double))
-    return made
+def composite() -> Any:
+    """A composite with one member."""
+    one = gd.CompositeDispatcher()
+    one.add_dispatcher("a", dispatcher())
+    return one
 
 
-MANAGER: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda m: m.execute_or_capture("4", 1, double, {"x": X}), "batch_size must be an integer, got '4'"),
-    (lambda m: m.execute_or_capture(4.0, 1, double, {"x": X}), "batch_size must be an integer, got 4.0"),
-    (lambda m: m.execute_or_capture(4, None, double, {"x": X}), "seq_len must be an integer, got None"),
-    (lambda m: m.execute_or_capture(4, 1, None, {"x": X}), "execute_fn must be callable, got None"),
-    (lambda m: m.execute_or_capture(4, 1, double, [X]), "inputs must be a mapping from name to tensor, got a list"),
-    (lambda m: m.execute_or_capture(4, 1, double, {"x": X, "k": 2}), "input 'k' must be a tensor, got 2"),
-    (lambda m: m.execute_or_capture(4, 1, double, {"x": X}, [(4, 3)]), "input_shapes must map names to shapes"),
-    (lambda m: m.execute_or_capture(4, 1, double, {"x": X}, None, {"y": 4}), "output_shapes must map names to shapes"),
-    (lambda m: m.capture_graph(4, 1, None, {"x": (4, 3)}), "capture_fn must be callable, got None"),
-    (lambda m: m.should_capture("4", 1), "batch_size must be an integer, got '4'"),
-]
-REGISTRY: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda r: r.capture(4, 1, double, {"x": (4, -3)}), "input_shapes must hold lengths >= 0"),
-    (lambda r: r.capture(4, 1, double, {"x": "ab"}), "input_shapes must map names to shapes"),
-    (lambda r: r.capture(4, 1, double, inputs={"x": 3}), "input 'x' must be a tensor, got 3"),
-    (lambda r: r.capture(4, 1, double, {"x": (4, 3)}, size=2), "size must be at least batch_size=4, got 2"),
-]
-WRAPPER: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda w: w(X, batch_descriptor=gd.BatchDescriptor(4), cudagraph_runtime_mode="FULL"), "must be a CUDAGraphMode"),
-    (lambda w: w(X, batch_descriptor=4, cudagraph_runtime_mode=FULL), "must be a BatchDescriptor, .* got 4"),
-    (
-        lambda w: w(X, batch_descriptor=KEY, cudagraph_runtime_mode=FULL),
-        "must be a BatchDescriptor, .* got DispatchKey",
+MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
+    "prewarm sizes a number": (served, lambda s: s.prewarm(X, sizes=3), "sizes"),
+    "prewarm sizes text": (served, lambda s: s.prewarm(X, sizes="12"), "sizes must be several"),
+    "prewarm sizes bytes": (served, lambda s: s.prewarm(X, sizes=b"12"), "sizes must be several"),
+    "prewarm sizes a mapping": (served, lambda s: s.prewarm(X, sizes={4: 1}), "sizes"),
+    "prewarm sizes a tensor": (served, lambda s: s.prewarm(X, sizes=torch.tensor([4])), "sizes"),
+    "prewarm sizes true": (served, lambda s: s.prewarm(X, sizes=[True]), "sizes"),
+    "estimate sizes a number": (served, lambda s: s.estimate_memory(X, sizes=3), "sizes"),
+    "estimate sizes text": (served, lambda s: s.estimate_memory(X, sizes="4"), "sizes must be several"),
+    "use_sizes a number": (served, lambda s: s.use_sizes(3), "sizes"),
+    "capture_size text": (served, lambda s: s.capture_size("4"), "size"),
+    "invalidate a number": (served, lambda s: s.invalidate(3), "tag"),
+    "invalidate nothing": (served, lambda s: s.invalidate(None), "tag"),
+    "sleep a list": (served, lambda s: s.sleep(["x"]), "tag"),
+    "entry inputs": (lambda: served().entries[0], lambda e: e.replay([X]), "inputs"),
+    "wrapper invalidate": (wrapper, lambda w: w.invalidate(3), "tag"),
+    "wrapper descriptor a list": (
+        wrapper, lambda w: w(X, batch_descriptor=[3], cudagraph_runtime_mode=FULL), "batch_descriptor",
     ),
-    (in_context(FULL, 4), "descriptor must be a BatchDescriptor in mode FULL, got 4"),
-    (lambda w: w.prewarm(4, dummy), "shapes must be several descriptors or numbers of tokens, got 4"),
-    (lambda w: w.prewarm(["4"], dummy), "shapes: a number of tokens must be an integer >= 1, got '4'"),
-    (lambda w: w.prewarm([0], dummy), "shapes: a number of tokens must be an integer >= 1, got 0"),
-    (lambda w: w.prewarm([4], None), "dummy_fn must be a function"),
-    (lambda w: w.capture_size(4), "capture_size needs a dummy_fn"),
-]
-DISPATCHER: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda d: d.enable_mode("piecewise"), "mode must be a DispatchMode, got 'piecewise'"),
-    (lambda d: d.disable_mode("cudagraph"), "mode must be a DispatchMode, got 'cudagraph'"),
-    (lambda d: d.dispatch(4, X), "key must be a DispatchKey, got 4"),
-    (lambda d: d.dispatch(gd.BatchDescriptor(4), X), r"key must be a DispatchKey, got BatchDescriptor\("),
-    (lambda d: d.register_graph(KEY, gd.MockCUDAGraph(), X.data_ptr()), "input_ptrs must be addresses"),
-    (lambda d: d.register_graph(KEY, gd.MockCUDAGraph(), [X]), "input_ptrs must be addresses"),
-]
-COMPOSITE: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda c: c.add_dispatcher(4, gd.CudagraphDispatcher(double)), "name must be of type str, got 4"),
-    (lambda c: c.add_dispatcher("b", gd.CudagraphDispatcher(double), "high"), "priority must be of type int"),
-    (lambda c: c.dispatch(4, X), "key must be a DispatchKey, got 4"),
-]
-DOORS: list[tuple[Callable[[], Any], Callable[[Any], torch.Tensor], list[tuple[Callable[[Any], Any], str]]]] = [
-    (lambda: gd.CUDAGraphManager(CONFIG), _serve_manager, MANAGER),
-    (lambda: gd.CUDAGraphRegistry(CONFIG), _serve_registry, REGISTRY),
-    (lambda: gd.AdaptiveCUDAGraphWrapper(double), _serve_wrapper, WRAPPER),
-    (lambda: gd.CudagraphDispatcher(double), _serve_dispatcher, DISPATCHER),
-    (composite, _serve_dispatcher, COMPOSITE),
-]
-CASES = [(make, serve, call, named) for make, serve, cases in DOORS for call, named in cases]
+    "wrapper variant a list": (
+        wrapper,
+        lambda w: w(X, batch_descriptor=BatchDescriptor(3, variant=[]), cudagraph_runtime_mode=FULL),  # type: ignore[arg-type]
+        "batch_descriptor",
+    ),
+    "wrapper get_entry": (wrapper, lambda w: w.get_entry([3]), "descriptor"),
+    "wrapper budget": (wrapper, lambda w: gd.CUDAGraphWrapper(double, budget=3), "budget"),  # type: ignore[arg-type]
+    "wrapper backend": (wrapper, lambda w: gd.CUDAGraphWrapper(double, backend="cpu", pool=3), "backend"),  # type: ignore[arg-type]
+    "manager tag": (manager, lambda m: m.invalidate(3), "tag"),
+    "manager sleep tag": (manager, lambda m: m.sleep(None), "tag"),
+    "manager names": (manager, lambda m: m.execute_or_capture(3, 1, double, {3: X}), "name of an input"),
+    "manager dynamic a number": (
+        manager, lambda m: m.execute_or_capture(3, 1, double, {"x": X}, dynamic=3), "dynamic",
+    ),
+    "manager dynamic a list": (
+        manager, lambda m: m.capture_graph(3, 1, double, inputs={"x": X}, dynamic=["x"]), "dynamic",
+    ),
+    "manager dynamic text": (
+        manager, lambda m: m.execute_or_capture(3, 1, double, {"x": X}, dynamic={"x": "a"}), "dynamic",
+    ),
+    "manager dtypes": (manager, lambda m: m.capture_graph(3, 1, double, {"x": (3, 3)}, dtypes=3), "dtypes"),
+    "manager a dtype": (manager, lambda m: m.capture_graph(3, 1, double, {"x": (3, 3)}, dtypes={"x": "f"}), "dtypes"),
+    "registry size": (manager, lambda m: m.registry.capture(3, 1, double, inputs={"x": X}, size="3"), "size"),
+    "registry seq_len": (manager, lambda m: m.registry.capture(3, None, double, inputs={"x": X}), "seq_len"),
+    "registry mode": (manager, lambda m: m.registry.capture(3, 1, double, inputs={"x": X}, mode="x"), "mode"),
+    "dispatch key": (dispatcher, lambda d: d.dispatch([1], X), "key"),
+    "has_graph key": (dispatcher, lambda d: d.has_graph([1]), "key"),
+    "get_entry mode": (dispatcher, lambda d: d.get_entry(KEY, 3), "mode"),
+    "explain key": (dispatcher, lambda d: d.explain({}, X), "key"),
+    "run_eagerly key": (dispatcher, lambda d: d.run_eagerly(3, gd.Reason.POLICY, (X,), {}), "key"),
+    "streams args": (streams, lambda s: s.capture(KEY, 3), "args"),
+    "streams kwargs": (streams, lambda s: s.capture(KEY, (X,), 3), "kwargs"),
+    "streams workers": (streams, lambda s: s.capture(KEY, (X,), workers=3), "workers"),
+    "streams key": (streams, lambda s: s.capture(None, (X,)), "key"),
+    "composite key": (composite, lambda c: c.dispatch(3, X), "key"),
+    "composite accepts": (composite, lambda c: c.add_dispatcher("b", dispatcher(), accepts=3), "accepts"),
+    "composite seconds": (composite, lambda c: gd.CompositeDispatcher(backoff_s="a"), "backoff_s"),  # type: ignore[arg-type]
+    "composite clock": (composite, lambda c: gd.CompositeDispatcher(clock=3), "clock"),  # type: ignore[arg-type]
+    "composite on_evict": (composite, lambda c: gd.CompositeDispatcher(on_evict=3), "on_evict"),  # type: ignore[arg-type]
+    "backend nothing": (wrapper, lambda _: gd.piecewise_backend(None), "split_ops"),  # type: ignore[arg-type]
+    "backend one name": (wrapper, lambda _: gd.piecewise_backend("aten::nonzero"), "split_ops"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "serve", "call", "named"), CASES, ids=[named for *_, named in CASES])
-def test_a_bad_call_is_named_and_changes_nothing(
-    make: Callable[[], Any], serve: Callable[[Any], torch.Tensor], call: Callable[[Any], Any], named: str
-) -> None:
-    """The next good call is served as if the bad one had not been made."""
-    door = make()
-    with pytest.raises(gd.ConfigError, match=named):
-        call(door)
-    assert torch.equal(serve(door), double(X))
-    assert repr(door).startswith(f"<{type(door).__name__} ")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(mistake: str) -> None:
+    """A wrong argument is a ``ConfigError`` (``GuardError`` for an input) of one line that names it."""
+    make, call, name = MISTAKES[mistake]
+    target = make()
+    with pytest.raises((gd.ConfigError, gd.GuardError), match=name) as caught:
+        call(target)
+    assert "\n" not in str(caught.value)
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise KeyError("repr")
+
+
+@pytest.mark.parametrize("mistake", ["tag", "sizes", "fn", "key"])
+def test_a_mistake_that_cannot_be_printed(mistake: str) -> None:
+    """The message does not depend on the ``repr`` of the user's object."""
+    thing: Any = Unprintable()
+    calls: dict[str, Callable[[], Any]] = {
+        "tag": lambda: served().invalidate(thing),
+        "sizes": lambda: served().prewarm(X, sizes=[thing]),
+        "fn": lambda: gd.graphed(thing, dynamic={}),
+        "key": lambda: dispatcher().dispatch(thing, X),
+    }
+    with pytest.raises(gd.ConfigError, match="Unprintable"):
+        calls[mistake]()
 
 
 @pytest.mark.parametrize(
-    ("make", "named"),
+    "out",
     [
-        (lambda: gd.CUDAGraphManager({"mode": "FULL"}), "config must be a CUDAGraphConfig or None"),  # type: ignore[arg-type]
-        (lambda: gd.CUDAGraphRegistry({"mode": "FULL"}), "config must be a CUDAGraphConfig or None"),  # type: ignore[arg-type]
-        (lambda: gd.CUDAGraphWrapper(double, FULL, {}), "options must be a CUDAGraphOptions or None"),  # type: ignore[arg-type]
-        (lambda: gd.CudagraphDispatcher(double, "adaptive"), "policy must be a DispatchPolicy or None"),  # type: ignore[arg-type]
-        (lambda: gd.StreamDispatcher(double, policy=gd.DefaultDispatchPolicy), "policy must be a DispatchPolicy"),  # type: ignore[arg-type]
-        (lambda: gd.CudagraphDispatcher(double, None, 2.5), "max_cached_graphs must be an integer >= 1, got 2.5"),  # type: ignore[arg-type]
-        (lambda: gd.DefaultDispatchPolicy("a"), "min_tokens_for_graph must be an integer >= 1, got 'a'"),  # type: ignore[arg-type]
-        (lambda: gd.get_cudagraph_sizes(8, 8, 64, FULL), "capture_sizes must be increasing sizes, got 8"),  # type: ignore[arg-type]
-        (lambda: CONFIG.get_padded_batch_size(2.5), "batch_size must be an integer, got 2.5"),  # type: ignore[arg-type]
-        (lambda: gd.CudagraphKeyDispatcher().dispatch(4), "batch_descriptor must be a BatchDescriptor, got 4"),  # type: ignore[arg-type]
-        (lambda: gd.CudagraphKeyDispatcher().add_cudagraph_key(FULL, 4), "must be a BatchDescriptor, .* got 4"),  # type: ignore[arg-type]
+        (torch.zeros(4, 3),),
+        {"y": torch.zeros(4, 3)},
+        torch.zeros(4, 3, dtype=torch.float64),
+        torch.zeros(2, 3),
+        torch.zeros(3),
     ],
 )
-def test_what_cannot_be_made_says_why(make: Callable[[], Any], named: str) -> None:
-    """At construction, or where plain data is asked."""
-    with pytest.raises(gd.ConfigError, match=named):
-        make()
+@pytest.mark.parametrize("captures_at", [1, 2])
+def test_out_that_does_not_fit_loses_nothing(out: Any, captures_at: int) -> None:
+    """The error has the answer of the one run, and the caller's tensors are as they were."""
+    count = torch.zeros(1)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * count
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=captures_at, out=out)
+    for calls in (1, 2, 3):
+        with pytest.raises(gd.ConfigError, match="out") as caught:
+            step(torch.full((3, 3), 2.0))
+        assert count.item() == calls
+        assert torch.equal(caught.value.answer, torch.full((3, 3), 2.0 * calls))  # type: ignore[arg-type]
+
+
+def test_out_is_written_whole_or_not_at_all() -> None:
+    """A nest of which the second tensor does not fit leaves the first as it was."""
+    out = (torch.zeros(4, 3), torch.zeros(4, 2))
+    step = gd.graphed(lambda x: (x * 2, x * 3), dynamic={"x": 0}, sizes=(4,), out=out)
+    with pytest.raises(gd.ConfigError, match="out"):
+        step(X)
+    assert not out[0].any()
+
+
+def test_out_with_a_tensor_too_many() -> None:
+    """A tensor where the callable returns a constant is a mistake, in every call and above the largest size."""
+    out = (torch.zeros(4, 3), torch.zeros(4, 3))
+    step = gd.graphed(lambda x: (x * 2, 5), dynamic={"x": 0}, sizes=(4,), capture_after=1, out=out)
+    for rows in (3, 4, 5, 3):
+        with pytest.raises(gd.ConfigError, match="out"):
+            step(torch.ones(rows, 3))
+
+
+@pytest.mark.parametrize("how", [{"mode": "default"}, {"mode": "reduce-overhead"}, {"options": {"trace": True}}])
+def test_the_compiler_may_say_how_to_generate_code(how: dict[str, Any]) -> None:
+    """``torch.compile`` passes its ``mode`` and ``options`` to a backend; they say nothing to one without code."""
+    torch._dynamo.reset()
+    compiled = torch.compile(double, backend=gd.piecewise_backend(), **how)
+    assert torch.equal(compiled(X), X * 2)
+    torch._dynamo.reset()

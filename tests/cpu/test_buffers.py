@@ -15,8 +15,9 @@ from graphdispatch.call.spec import CallSpec
 from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
 from graphdispatch.decide.decision import SizeTable
 from graphdispatch.errors import CaptureError, ConfigError, StaleOutputError
-from graphdispatch.memory.buffers import CallerBuffers, OutputRing, copy_into
+from graphdispatch.memory.buffers import OutputRing
 from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.given import CallerBuffers, copy_into
 from graphdispatch.memory.outputs import OutputRule, Outputs, OutputView
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason

@@ -13,7 +13,7 @@ from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError, check_count
+from ..errors import ConfigError, check_callable, check_count, shown
 from ..memory.admission import Admission
 from ..memory.budget import MemoryBudget
 from ..memory.eviction import Frecency, Probation
@@ -75,8 +75,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         Calls count since ``clear_cache`` or the beginning, with or without a graph; prewarming does not. Calls that
         no graph can ever serve do not count either.
         """
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ConfigError(f"top_k must be an integer >= 1, got {top_k!r}")
+        check_count("top_k", top_k)
         with self._server.lock:
             calls = {group.route.descriptor: group.num_calls for group in self._graphs.groups.values()}
         ranked = sorted(calls.items(), key=lambda item: -item[1])
@@ -95,8 +94,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         Raises ``ConfigError`` for what is no shape, and for more shapes than ``max_cached_graphs``, before anything is
         captured, and what ``dummy_fn`` raises, and the runnable on dummy arguments.
         """
-        if not callable(dummy_fn):
-            raise ConfigError(f"dummy_fn must be a function from a descriptor to arguments, got {dummy_fn!r}")
+        check_callable("dummy_fn", dummy_fn, "a function from a descriptor to arguments")
         self._dummy_fn = dummy_fn
         wanted = dict.fromkeys(_descriptors(shapes))
         most = self._graphs.cache.limit.max_cached_graphs
@@ -141,7 +139,9 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
 
 def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:
     if not isinstance(shapes, Iterable) or isinstance(shapes, (str, BatchDescriptor)):
-        raise ConfigError(f"shapes must be several descriptors or numbers of tokens, got {shapes!r}; put one in a list")
+        raise ConfigError(
+            f"shapes must be several descriptors or numbers of tokens, got {shown(shapes)}; put one in a list"
+        )
     for shape in shapes:
         descriptor = shape if isinstance(shape, BatchDescriptor) else BatchDescriptor(shape)
         check_count("shapes: a number of tokens", descriptor.num_tokens)

@@ -14,7 +14,7 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
 from ..descriptors import DispatchKey
-from ..errors import ConfigError, ReplayError
+from ..errors import ConfigError, ReplayError, check_callable, check_type, shown
 from ..memory.accounting import bytes_of
 from ..memory.backoff import Backoff, Quarantine
 from ..memory.budget import MemoryBudget
@@ -103,6 +103,11 @@ class CompositeDispatcher:
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[str, CUDAGraphEntry], None] | None = None,
     ) -> None:
+        for what, value in (("backoff_s", backoff_s), ("max_backoff_s", max_backoff_s)):
+            check_type(what, value, (int, float), "a number of seconds")
+        check_callable("clock", clock, "a function that gives seconds")
+        if on_evict is not None:
+            check_callable("on_evict", on_evict, "a function of a name and an entry, or None")
         if not 0 < backoff_s <= max_backoff_s:
             raise ConfigError(f"backoff_s must be positive and at most max_backoff_s={max_backoff_s}, got {backoff_s}")
         self.memory_budget_bytes = MemoryBudget(memory_budget_bytes).memory_budget_bytes
@@ -127,10 +132,11 @@ class CompositeDispatcher:
         Raises ``ConfigError`` for a name that is taken, and for what is no dispatcher.
         """
         for what, value, kind in (("name", name, str), ("priority", priority, int)):
-            if not isinstance(value, kind):
-                raise ConfigError(f"{what} must be of type {kind.__name__}, got {value!r}")
-        if not hasattr(dispatcher, "attempt") or dispatcher is self:
-            raise ConfigError(f"dispatcher must be another dispatcher, got {dispatcher!r}")
+            check_type(what, value, kind, f"of type {kind.__name__}")
+        if accepts is not None:
+            check_callable("accepts", accepts, "a function of a key, or None")
+        if not hasattr(type(dispatcher), "attempt") or dispatcher is self:
+            raise ConfigError(f"dispatcher must be another dispatcher, got {shown(dispatcher)}")
         with self._lock:
             if any(other.name == name for other in self._members):
                 raise ConfigError(f"name {name!r} is taken; names are {[m.name for m in self._members]}")
@@ -307,7 +313,7 @@ class CompositeDispatcher:
         for member in self._members:
             if member.name == name:
                 return member
-        raise ConfigError(f"name must be one of {[m.name for m in self._members]}, got {name!r}")
+        raise ConfigError(f"name must be one of {[m.name for m in self._members]}, got {shown(name)}")
 
 
 def _accept_all(key: DispatchKey) -> bool:

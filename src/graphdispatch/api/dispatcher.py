@@ -8,7 +8,7 @@ from ..decide.decision import Decision
 from ..decide.latency import LatencyMeter
 from ..decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from ..descriptors import DispatchKey
-from ..errors import ConfigError, ReplayError, check_count
+from ..errors import ConfigError, ReplayError, check_callable, check_count, shown
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
@@ -16,7 +16,7 @@ from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..stats import DispatchStats
 from .registered import Registered
-from .workers import Worker, first_registered
+from .workers import Worker, check_key, first_registered
 
 __all__ = ["Chosen", "CudagraphDispatcher"]
 
@@ -46,8 +46,7 @@ class CudagraphDispatcher:
         policy: DispatchPolicy | None = None,
         max_cached_graphs: int = 64,
     ) -> None:
-        if not callable(eager_runner):
-            raise ConfigError(f"eager_runner must be callable, got {eager_runner!r}")
+        check_callable("eager_runner", eager_runner)
         check_count("max_cached_graphs", max_cached_graphs)
         self.eager_runner = eager_runner
         self.policy = policy
@@ -68,7 +67,7 @@ class CudagraphDispatcher:
     @policy.setter
     def policy(self, policy: DispatchPolicy | None) -> None:
         if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {policy!r}")
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self._policy = policy or DefaultDispatchPolicy()
         self._meter = LatencyMeter(self._policy) if self._policy.learns else None
 
@@ -124,6 +123,7 @@ class CudagraphDispatcher:
 
         ``spent`` is the time that this decision took, in nanoseconds. Raises what the runner raises.
         """
+        check_key(key)
         return self._run(
             key, Chosen(self.workers[0], None, Decision.eager(reason, key.num_tokens)), spent, args, kwargs
         )
@@ -255,7 +255,7 @@ class CudagraphDispatcher:
 
 def _check_mode(mode: DispatchMode) -> None:
     if not isinstance(mode, DispatchMode):
-        raise ConfigError(f"mode must be a DispatchMode, got {mode!r}; write for example DispatchMode.PIECEWISE")
+        raise ConfigError(f"mode must be a DispatchMode, got {shown(mode)}; write for example DispatchMode.PIECEWISE")
 
 
 def _raised_in_graph(error: BaseException, key: DispatchKey) -> Decision:

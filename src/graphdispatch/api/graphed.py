@@ -15,7 +15,7 @@ from ..call.rules import ArgumentRules, callable_name, make_rules
 from ..capture.piecewise import BreakFigures, break_figures
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, resized, roomy_config
 from ..decide.decision import Decision, SizeTable
-from ..errors import ConfigError
+from ..errors import ConfigError, check_callable
 from ..memory.accounting import MemoryReport
 from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
@@ -120,11 +120,6 @@ def _loaded(sizes: Any) -> Any:
 
 
 def _server(fn: Callable[..., Any], config: CUDAGraphConfig, budget: MemoryBudget | None, out: Any) -> Server:
-    if budget is not None and not isinstance(budget, MemoryBudget):
-        raise ConfigError(
-            f"budget must be a MemoryBudget or None, got {budget!r}; memory_budget_bytes= takes a number of bytes, "
-            "and a MemoryBudget bounds several callables together"
-        )
     return Server(
         fn,
         config.options,
@@ -158,8 +153,8 @@ def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphC
             f"uniform_decode must be a function in mode {config.mode.name}, got None; "
             "it is given a call's arguments and tells uniform decode batches from others"
         )
-    if uniform_decode is not None and not callable(uniform_decode):
-        raise ConfigError(f"uniform_decode must be a function of a call's arguments, got {uniform_decode!r}")
+    if uniform_decode is not None:
+        check_callable("uniform_decode", uniform_decode, "a function of a call's arguments")
     return uniform_decode if config.mode.separate_routine() else None
 
 

@@ -1,5 +1,6 @@
 """What the doors around one callable share: letting its graphs go, and its bookkeeping."""
 
+from ..errors import check_type
 from ..serve.server import Server
 from ..stats import EvictionReason
 
@@ -17,6 +18,7 @@ class Lifecycle:
 
         ``tag`` says what changed, and is kept with the statistics' ``last_evictions``.
         """
+        check_type("tag", tag, str, "text that says what changed")
         with self._server.lock:
             self._server.graphs.rearm(EvictionReason.INVALIDATED, tag)
 
@@ -25,6 +27,7 @@ class Lifecycle:
 
         Waits for calls that a graph serves now. The pool is released too, unless it was given and is its owner's.
         """
+        check_type("tag", tag, str, "text that says why")
         with self._server.lock:
             self._server.graphs.sleep(tag)
 

@@ -10,7 +10,7 @@ import torch
 
 from ..config import CUDAGraphConfig, parse_mode
 from ..decide.decision import Decision
-from ..errors import CaptureError, ConfigError, GuardError, ReplayError
+from ..errors import ConfigError, GuardError, ReplayError, check_callable
 from ..memory.budget import MemoryBudget
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
@@ -18,7 +18,7 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.server import Choice
 from ..stats import CUDAGraphStats
-from .registry import CUDAGraphRegistry, Shapes, batch_dims, check_callable, check_input_shapes, check_output_shapes
+from .registry import CUDAGraphRegistry, Shapes, batch_dims, check_input_shapes, check_output_shapes
 
 __all__ = ["CUDAGraphManager"]
 
@@ -35,7 +35,6 @@ class CUDAGraphManager:
         self._mode = self.config.mode
         self._sizes = self.config.replace(mode=CUDAGraphMode.FULL)
         self.registry = CUDAGraphRegistry(self.config, budget=budget)
-        self._is_asleep = False
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -63,7 +62,7 @@ class CUDAGraphManager:
     def should_capture(self, batch_size: int, seq_len: int) -> bool:
         """Whether the next ``execute_or_capture`` of such a batch would capture."""
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        if not mode.has_graphs() or self._is_asleep:
+        if not mode.has_graphs() or self.registry.is_asleep:
             return False
         size = self._sizes.get_padded_batch_size(batch_size)
         latest = self.registry.latest()
@@ -93,8 +92,6 @@ class CUDAGraphManager:
         The shapes are those of ``batch_size`` rows. Raises ``ConfigError`` for a batch that no graph may serve, and
         ``CaptureError`` if there can be no graph or between ``sleep()`` and ``wake()``.
         """
-        if self._is_asleep:
-            raise CaptureError(f"no capture: {Reason.ASLEEP.text}", Reason.ASLEEP)
         mode = self.get_mode_for_batch(batch_size, seq_len)
         if not mode.has_graphs():
             raise ConfigError(
@@ -161,7 +158,7 @@ class CUDAGraphManager:
         check_callable("execute_fn", execute_fn)
         check_input_shapes(inputs, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        may_serve = mode.has_graphs() and not self._is_asleep
+        may_serve = mode.has_graphs() and not self.registry.is_asleep
         reason = None if may_serve else self._eager_reason(batch_size, seq_len)
         one = self.registry.find(execute_fn)
         if reason is not None:
@@ -189,12 +186,11 @@ class CUDAGraphManager:
     def sleep(self, tag: str = "") -> None:
         """Release graphs, buffers and pool, and run batches eagerly until ``wake()``: while weights are unloaded or
         replaced. Waits for batches that a graph serves now."""
-        self._is_asleep = True
         self.registry.sleep(tag)
 
     def wake(self) -> None:
         """End ``sleep()``: graphs are captured again as batches come. Harmless when awake."""
-        self._is_asleep = False
+        self.registry.wake()
 
     def reset(self) -> None:
         """Release all graphs and forget what was seen and counted."""
@@ -209,7 +205,7 @@ class CUDAGraphManager:
         is_within = self._sizes.should_use_cudagraph(batch_size, seq_len)
         if not self.is_enabled:
             return Reason.DISABLED
-        if self._is_asleep:
+        if self.registry.is_asleep:
             return Reason.ASLEEP
         if batch_size < 1:
             return Reason.NO_ROWS

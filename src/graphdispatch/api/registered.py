@@ -9,7 +9,7 @@ from ..decide.decision import Decision
 from ..decide.memo import Memo
 from ..decide.table import KeyTable
 from ..descriptors import BatchDescriptor, DispatchKey
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
@@ -104,7 +104,7 @@ class RegisteredGraphs:
 
     def _find(self, key: DispatchKey) -> Candidates:
         if not isinstance(key, DispatchKey):
-            raise ConfigError(f"key must be a DispatchKey, got {key!r}; create_dispatch_key() makes one")
+            raise ConfigError(f"key must be a DispatchKey, got {shown(key)}; create_dispatch_key() makes one")
         found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, mode)) is not None}
         enabled = {mode: best for mode, best in found.items() if mode in self.modes}
         eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._why_none(key)

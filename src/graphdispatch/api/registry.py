@@ -13,18 +13,19 @@ from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..config import CUDAGraphConfig
 from ..decide.decision import SizeTable
-from ..errors import CaptureError, ConfigError, check_count
+from ..errors import CaptureError, ConfigError, check_callable, check_count, check_type, shown
 from ..memory.accounting import memory_report
 from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
+from ..reasons import Reason
 from ..serve.group import GraphGroup, Route, Routes
 from ..serve.server import Server
 from ..state.guards import same_callable
 from ..stats import CUDAGraphStats, EvictionReason
 
-__all__ = ["CUDAGraphRegistry", "Shapes", "batch_dims", "check_callable", "check_input_shapes", "check_output_shapes"]
+__all__ = ["CUDAGraphRegistry", "Shapes", "batch_dims", "check_input_shapes", "check_output_shapes"]
 
 Shapes = Mapping[str, Sequence[int]]
 _MOST_WAITING = 8  # callables that have no graph
@@ -63,6 +64,8 @@ class CUDAGraphRegistry:
         self._cache = make_cache(self.config, budget, self.stats)
         self._callables: list[_Callable] = []
         self._numbers = 0
+        self.is_asleep = False
+        """Whether nothing is captured now: between ``sleep()`` and ``wake()``."""
         self._lock = threading.Lock()
         resolved = self.config.replace(mode=CUDAGraphMode.FULL).resolve()
         self._tables = {mode: SizeTable.of(resolved, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
@@ -91,10 +94,14 @@ class CUDAGraphRegistry:
         Raises ``ConfigError`` for arguments that contradict each other, ``CaptureError`` if there can be no graph.
         """
         check_callable("capture_fn", capture_fn)
+        if self.is_asleep:
+            raise CaptureError(f"no capture: {Reason.ASLEEP.text}", Reason.ASLEEP)
         example = self._example(batch_size, input_shapes, inputs, dtypes)
         size = batch_size if size is None else size
-        if size < batch_size:
-            raise ConfigError(f"size must be at least batch_size={batch_size}, got {size!r}")
+        check_count("size", size, batch_size)
+        check_count("seq_len", seq_len, 0)
+        if mode not in self._tables:
+            raise ConfigError(f"mode must be CUDAGraphMode.FULL or PIECEWISE, got {shown(mode)}")
         one = self.find(capture_fn)
         for other in self._callables:
             if other is not one:
@@ -137,14 +144,21 @@ class CUDAGraphRegistry:
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
         ``stats.last_evictions``."""
+        check_type("tag", tag, str, "text that says what changed")
         for one in self._callables:
             with one.server.lock:
                 one.server.graphs.rearm(EvictionReason.INVALIDATED, tag)
 
     def sleep(self, tag: str = "") -> None:
-        """Release all graphs, their buffers and the pool, until captures bring them back."""
+        """Release all graphs, their buffers and the pool; nothing is captured until ``wake()``."""
+        check_type("tag", tag, str, "text that says why")
+        self.is_asleep = True
         self._forget_callables(tag)
         self._renew_pool()
+
+    def wake(self) -> None:
+        """End ``sleep()``. Harmless when awake."""
+        self.is_asleep = False
 
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
@@ -268,6 +282,9 @@ class CUDAGraphRegistry:
     ) -> Mapping[str, torch.Tensor]:
         check_count("batch_size", batch_size)
         if inputs is None:
+            check_type("dtypes", {} if dtypes is None else dtypes, Mapping, "a mapping from input names to dtypes")
+            for name, dtype in (dtypes or {}).items():
+                check_type(f"dtypes[{name!r}]", dtype, torch.dtype, "a torch.dtype")
             if not input_shapes:
                 raise ConfigError("input_shapes must name the inputs and their shapes, or give inputs= as an example")
             device = self._backend.device
@@ -279,19 +296,15 @@ class CUDAGraphRegistry:
         return inputs
 
 
-def check_callable(name: str, fn: Any) -> None:
-    """Raise ``ConfigError`` that names the argument if ``fn`` cannot be called."""
-    if not callable(fn):
-        raise ConfigError(f"{name} must be callable, got {fn!r}")
-
-
 def check_input_shapes(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None) -> None:
     """Raise ``ConfigError`` if ``inputs`` are no mapping of tensors, or not what ``shapes`` says."""
     if not isinstance(inputs, Mapping):
         raise ConfigError(f"inputs must be a mapping from name to tensor, got a {type(inputs).__name__}")
     for name, tensor in inputs.items():
+        if type(name) is not str:
+            raise ConfigError(f"the name of an input must be text, got {shown(name)}")
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"input {name!r} must be a tensor, got {tensor!r}; give others to the callable itself")
+            raise ConfigError(f"input {name!r} must be a tensor, got {shown(tensor)}; bind others to the callable")
     for name, shape in _checked_shapes("input_shapes", shapes or {}).items():
         if name not in inputs:
             raise ConfigError(f"input_shapes names {name!r}, which inputs does not; inputs are {list(inputs)}")
@@ -316,18 +329,20 @@ def _checked_shapes(argument: str, shapes: Shapes) -> dict[str, tuple[int, ...]]
     try:
         checked = {name: tuple(map(index, shape)) for name, shape in shapes.items()}
     except (AttributeError, TypeError):
-        raise ConfigError(f"{argument} must map names to shapes, as {{'x': (8, 64)}}, got {shapes!r}") from None
+        raise ConfigError(f"{argument} must map names to shapes, as {{'x': (8, 64)}}, got {shown(shapes)}") from None
     if any(length < 0 for shape in checked.values() for length in shape):
-        raise ConfigError(f"{argument} must hold lengths >= 0, got {shapes!r}")
+        raise ConfigError(f"{argument} must hold lengths >= 0, got {shown(shapes)}")
     return checked
 
 
 def batch_dims(inputs: Mapping[str, torch.Tensor], rows: int, dynamic: Mapping[str, int] | None) -> Mapping[str, int]:
     """The batch dimension of each input that has one. Raises ``ConfigError`` for inputs without ``rows`` rows."""
     if dynamic is not None:
-        for name in dynamic:
+        check_type("dynamic", dynamic, Mapping, "a mapping from input names to batch dimensions")
+        for name, dim in dynamic.items():
             if name not in inputs:
                 raise ConfigError(f"dynamic names {name!r}, which is no input; inputs are {list(inputs)}")
+            check_type(f"dynamic[{name!r}]", dim, int, "the number of a dimension")
         return dynamic
     for name, tensor in inputs.items():
         if tensor.dim() == 0 or tensor.shape[0] != rows:

@@ -1,7 +1,7 @@
 """``StreamDispatcher``: a dispatcher over several streams, whose graphs run at the same time."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from time import perf_counter_ns
 from typing import Any, Literal, cast
@@ -11,14 +11,14 @@ from ..config import CUDAGraphOptions
 from ..decide.decision import Decision
 from ..decide.policies import DispatchPolicy
 from ..descriptors import DispatchKey
-from ..errors import BackendError, ConfigError
+from ..errors import BackendError, ConfigError, check_count, check_type, shown
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
 from ..modes import DispatchMode
 from ..reasons import Reason
 from .dispatcher import Chosen, CudagraphDispatcher
 from .registered import Registered
-from .workers import StreamResult, StreamWorker, first_registered
+from .workers import StreamResult, StreamWorker, check_key, first_registered
 
 __all__ = ["StreamDispatcher"]
 
@@ -53,14 +53,13 @@ class StreamDispatcher(CudagraphDispatcher):
         backend: Backend | None = None,
         options: CUDAGraphOptions | None = None,
     ) -> None:
-        if isinstance(num_streams, bool) or not isinstance(num_streams, int) or num_streams < 1:
-            raise ConfigError(f"num_streams must be an integer >= 1, got {num_streams!r}")
+        check_count("num_streams", num_streams)
         if selection not in ("least_busy", "sticky"):
-            raise ConfigError(f"selection must be 'least_busy' or 'sticky', got {selection!r}")
+            raise ConfigError(f"selection must be 'least_busy' or 'sticky', got {shown(selection)}")
         if shared_writes not in ("refuse", "allow"):
-            raise ConfigError(f"shared_writes must be 'refuse' or 'allow', got {shared_writes!r}")
+            raise ConfigError(f"shared_writes must be 'refuse' or 'allow', got {shown(shared_writes)}")
         if eager not in ("caller", "worker"):
-            raise ConfigError(f"eager must be 'caller' or 'worker', got {eager!r}")
+            raise ConfigError(f"eager must be 'caller' or 'worker', got {shown(eager)}")
         self.backend = backend or get_backend("auto")
         self.options = CUDAGraphOptions.or_default(options, "options")
         self._num_streams = num_streams
@@ -116,6 +115,10 @@ class StreamDispatcher(CudagraphDispatcher):
         shapes, dtypes and constants, while the runner's weights are as they are now. Raises ``CaptureError``,
         or ``ConfigError`` for workers that would write the same memory; then no worker has the graph.
         """
+        check_key(key)
+        check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
+        check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")
+        check_type("workers", () if workers is None else workers, Sequence, "several numbers of workers, or None")
         chosen = [self._worker(index) for index in workers] if workers is not None else list(self.workers)
         call = tuple(args), dict(kwargs or {})
         made: list[tuple[StreamWorker, Registered]] = []
@@ -205,7 +208,7 @@ class StreamDispatcher(CudagraphDispatcher):
 
     def _worker(self, index: int) -> StreamWorker:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.workers):
-            raise ConfigError(f"worker must be an integer from 0 to {len(self.workers) - 1}, got {index!r}")
+            raise ConfigError(f"worker must be an integer from 0 to {len(self.workers) - 1}, got {shown(index)}")
         return self.workers[index]
 
     def _among(self, worker: int | None) -> Sequence[StreamWorker]:

@@ -29,7 +29,7 @@ from ..config import CUDAGraphOptions
 from ..decide.decision import Decision, SizeTable
 from ..decide.policies import DispatchPolicy
 from ..descriptors import BatchDescriptor, DispatchKey
-from ..errors import CaptureError, ConfigError
+from ..errors import CaptureError, ConfigError, check_type, shown
 from ..memory.budget import Victim
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
@@ -41,7 +41,7 @@ from ..serve.server import Server
 from ..stats import EvictionReason
 from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot, pads
 
-__all__ = ["Leaving", "StreamResult", "StreamWorker", "Worker", "first_registered"]
+__all__ = ["Leaving", "StreamResult", "StreamWorker", "Worker", "check_key", "first_registered"]
 
 
 class Leaving(NamedTuple):
@@ -99,10 +99,9 @@ class Worker:
         idempotent: bool,
     ) -> Registered:
         """What ``CudagraphDispatcher.register_graph`` was given, checked and ready for ``publish``."""
-        if not isinstance(key, DispatchKey) or key.num_tokens < 1:
-            raise ConfigError(f"key must be a DispatchKey with num_tokens >= 1, got {key!r}")
-        if mode not in GRAPH_MODES:
-            raise ConfigError(f"mode must be CUDAGRAPH or PIECEWISE for a graph, got {mode!r}")
+        check_key(key)
+        if not isinstance(mode, DispatchMode) or mode not in GRAPH_MODES:
+            raise ConfigError(f"mode must be CUDAGRAPH or PIECEWISE for a graph, got {shown(mode)}")
         if isinstance(graph, CUDAGraphEntry):
             entry = graph
             mode = DispatchMode.PIECEWISE if entry.mode is CUDAGraphMode.PIECEWISE else mode
@@ -114,7 +113,7 @@ class Worker:
             piecewise = mode is DispatchMode.PIECEWISE
             entry = entry_around(graph, key, outputs, piecewise=piecewise, idempotent=idempotent, addresses=addresses)
         else:
-            raise ConfigError(f"graph must have a replay() method, got {graph!r}")
+            raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
         route = Route(
             (key, mode, next(self._numbers)),
             SizeTable.of_one(entry.size, entry.mode, entry.descriptor, pads=pads(entry)),
@@ -125,6 +124,7 @@ class Worker:
 
     def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Registered:
         """Capture the runner on these example arguments; ``publish`` serves the graph, ``drop`` releases it."""
+        check_key(key)
         descriptor = BatchDescriptor(key.num_tokens, key.num_reqs)
         route = Route(
             (key, DispatchMode.CUDAGRAPH, next(self._numbers)),
@@ -179,7 +179,11 @@ class Worker:
     def choose(self, key: DispatchKey, policy: DispatchPolicy) -> tuple[Registered | None, Decision]:
         """The graph that shall serve a key and its decision, or None and why eager does. Takes no lock."""
         graphs = self._graphs
-        candidates = graphs.candidates[key]
+        try:
+            candidates = graphs.candidates[key]
+        except TypeError:
+            check_key(key)
+            raise
         if not candidates.graphs:
             return None, candidates.eager
         if not policy.should_use_graph(key, True):
@@ -222,10 +226,21 @@ class Worker:
         return f"<{type(self).__name__} {len(self.graphs)} graphs>"
 
 
+def check_key(key: Any) -> None:
+    """Raise ``ConfigError`` unless ``key`` is the key of a batch."""
+    if not isinstance(key, DispatchKey) or type(key.num_tokens) is not int or key.num_tokens < 1:
+        raise ConfigError(
+            f"key must be a DispatchKey with num_tokens >= 1, got {shown(key)}; create_dispatch_key() makes one"
+        )
+
+
 def first_registered(
     workers: Sequence[Worker], key: DispatchKey, modes: Sequence[DispatchMode] = tuple(GRAPH_MODES)
 ) -> Registered | None:
     """The graph of a key on the first worker that has it in one of these modes, or None."""
+    check_key(key)
+    for mode in modes:
+        check_type("mode", mode, DispatchMode, "a DispatchMode")
     found = (worker.graphs.get((key, mode)) for worker in workers for mode in modes)
     return next((one for one in found if one is not None), None)
 
@@ -356,7 +371,7 @@ class StreamWorker(Worker):
 
 def _checked_addresses(input_ptrs: Sequence[int]) -> tuple[int, ...]:
     if not isinstance(input_ptrs, Sequence) or not all(isinstance(pointer, int) for pointer in input_ptrs):
-        raise ConfigError(f"input_ptrs must be addresses (tensor.data_ptr()) or None, got {input_ptrs!r}")
+        raise ConfigError(f"input_ptrs must be addresses (tensor.data_ptr()) or None, got {shown(input_ptrs)}")
     return tuple(input_ptrs)
 
 

@@ -13,7 +13,7 @@ from ..call.rules import ArgumentRules
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError
+from ..errors import ConfigError, check_callable, check_type, shown
 from ..memory.budget import MemoryBudget
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
@@ -65,10 +65,12 @@ class CUDAGraphWrapper(Lifecycle):
         mode = parse_mode(runtime_mode)
         if mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             raise ConfigError(f"runtime_mode must be PIECEWISE or FULL, got {mode.name}")
-        if not callable(runnable):
-            raise ConfigError(f"runnable must be callable, got {runnable!r}")
+        check_callable("runnable", runnable)
         if (backend is None) is not (pool is None):
             raise ConfigError("backend and pool must be given together, since a pool belongs to a backend")
+        if backend is not None:
+            check_type("backend", backend, Backend, "a Backend, as get_backend() gives")
+            check_type("pool", pool, Pool, "a Pool, as backend.make_pool() gives")
         self.runnable = runnable
         self.runtime_mode = mode
         self.options = CUDAGraphOptions.or_default(options, "options")
@@ -94,9 +96,14 @@ class CUDAGraphWrapper(Lifecycle):
             batch_descriptor = batch_descriptor if batch_descriptor is not None else descriptor
         if cudagraph_runtime_mode is not self.runtime_mode or batch_descriptor is None:
             if cudagraph_runtime_mode is not None and not isinstance(cudagraph_runtime_mode, CUDAGraphMode):
-                raise ConfigError(f"cudagraph_runtime_mode must be a CUDAGraphMode, got {cudagraph_runtime_mode!r}")
+                raise ConfigError(
+                    f"cudagraph_runtime_mode must be a CUDAGraphMode, got {shown(cudagraph_runtime_mode)}"
+                )
             return self.runnable(*args, **kwargs)
-        route = self._routes.get(batch_descriptor)
+        try:
+            route = self._routes.get(batch_descriptor)
+        except TypeError:
+            raise ConfigError(f"batch_descriptor must be hashable, got {shown(batch_descriptor)}") from None
         if route is None:
             with self._server.lock:
                 route = self._routes[batch_descriptor]
@@ -105,7 +112,7 @@ class CUDAGraphWrapper(Lifecycle):
     def _make_route(self, descriptor: Any) -> Route:
         """The route of a descriptor: one signature, whose shapes never change."""
         if not isinstance(descriptor, BatchDescriptor) or descriptor.num_tokens < 1:
-            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {descriptor!r}")
+            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {shown(descriptor)}")
         rules = ArgumentRules({}, {}, frozenset()) if self.options.inputs == "copy" else None
         table = SizeTable.of_one(1, self.runtime_mode)
         return Route(descriptor, table, rules, descriptor=descriptor, is_single=True)
@@ -121,6 +128,7 @@ class CUDAGraphWrapper(Lifecycle):
 
     def get_entry(self, descriptor: BatchDescriptor) -> CUDAGraphEntry | None:
         """The entry of a descriptor, or None."""
+        check_type("descriptor", descriptor, BatchDescriptor, "a BatchDescriptor")
         return self._graphs.cache.get((descriptor, 1))
 
     def get_stats(self) -> CUDAGraphStats:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 __all__ = ["BREAKS", "BreakRunner", "eager_break", "is_break", "is_marked", "remove_eager_break"]
 
@@ -79,7 +79,7 @@ def eager_break(target: Any, *more: Any) -> Any:
         return target
     if callable(target):
         return target if is_break(target) else _as_break(target, getattr(target, "__qualname__", repr(target)))
-    raise ConfigError(f"eager_break takes a function, a module or names of operators, got {target!r}")
+    raise ConfigError(f"eager_break takes a function, a module or names of operators, got {shown(target)}")
 
 
 def is_marked(module: nn.Module) -> bool:
@@ -106,7 +106,7 @@ def remove_eager_break(*targets: Any) -> None:
             if getattr(target.forward, "__func__", None) is not original:  # not the class's forward, but its own
                 target.forward = original
         else:
-            raise ConfigError(f"remove_eager_break takes marked modules and names of operators, got {target!r}")
+            raise ConfigError(f"remove_eager_break takes marked modules and names of operators, got {shown(target)}")
 
 
 def _as_break(fn: Callable[..., Any], name: str) -> Callable[..., Any]:

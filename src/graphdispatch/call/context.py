@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 
 __all__ = ["cudagraph_context", "current_context"]
@@ -27,9 +27,9 @@ def cudagraph_context(mode: CUDAGraphMode, descriptor: BatchDescriptor | None = 
     its own blocks. Raises ``ConfigError`` for another mode, or for a graph mode without a descriptor.
     """
     if mode not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-        raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {mode!r}")
+        raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {shown(mode)}")
     if mode is not CUDAGraphMode.NONE and not isinstance(descriptor, BatchDescriptor):
-        raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got {descriptor!r}")
+        raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got {shown(descriptor)}")
     token = _CURRENT.set((mode, descriptor))
     try:
         yield

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 __all__ = ["Pad", "as_pad"]
 
@@ -86,5 +86,5 @@ def as_pad(name: str, rule: Any) -> Pad:
         return Pad.function(rule)
     raise ConfigError(
         f"pad[{name!r}] must be a Pad, a number, one of {', '.join(map(repr, named))}, or a function "
-        f"(padding, real) -> None, got {rule!r}"
+        f"(padding, real) -> None, got {shown(rule)}"
     )

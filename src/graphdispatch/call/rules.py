@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_callable, shown
 from .padding import Pad, as_pad
 from .spec import FlatCall, Leaf, describe, parameter_names
 
@@ -62,15 +62,14 @@ def make_rules(
     fn: Callable[..., Any], dynamic: Mapping[str, int], pad: Mapping[str, Any], static: Iterable[str]
 ) -> ArgumentRules:
     """The rules from a user's options. Raises ``ConfigError`` for mistakes that can be seen before any call."""
-    if not callable(fn):
-        raise ConfigError(f"fn must be callable, got {fn!r}")
+    check_callable("fn", fn)
     if not isinstance(dynamic, Mapping):
-        raise ConfigError(f"dynamic must map argument names to batch dimensions, got {dynamic!r}")
+        raise ConfigError(f"dynamic must map argument names to batch dimensions, got {shown(dynamic)}")
     for name, dim in dynamic.items():
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise ConfigError(f"dynamic[{name!r}] must be the number of a dimension, got {dim!r}")
+            raise ConfigError(f"dynamic[{name!r}] must be the number of a dimension, got {shown(dim)}")
     if not isinstance(pad, Mapping):
-        raise ConfigError(f"pad must map argument names to pad rules, as {{'ids': 0}}, got {pad!r}")
+        raise ConfigError(f"pad must map argument names to pad rules, as {{'ids': 0}}, got {shown(pad)}")
     if not isinstance(static, Iterable):
         raise ConfigError(f"static must name arguments, got {describe(static)}")
     names = frozenset([static] if isinstance(static, str) else static)

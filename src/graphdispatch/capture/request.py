@@ -107,6 +107,7 @@ def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage:
     """
     request.backend.raise_if_lost(error)
     if isinstance(error, ConfigError):
+        error.answer = answer
         raise error
     reason = error.reason if isinstance(error, CaptureError) else request.backend.classify_error(error)
     if isinstance(error, VerificationError):

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 from ..descriptors import DispatchKey
-from ..errors import ConfigError, check_count
+from ..errors import ConfigError, check_count, shown
 from ..modes import DispatchMode
 from ..sizes import check_sizes
 from .memo import Memo
@@ -213,7 +213,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         check_count("history_size", history_size)
         check_limits(min_tokens_for_graph, max_tokens_for_graph)
         if not 0 <= exploration <= 1:
-            raise ConfigError(f"exploration must be a share of the time, from 0 to 1, got {exploration!r}")
+            raise ConfigError(f"exploration must be a share of the time, from 0 to 1, got {shown(exploration)}")
         self.history_size = history_size
         self.sizes = None if sizes is None else check_sizes(sizes, "sizes")
         self.exploration = exploration
@@ -260,9 +260,9 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         once where a cost has changed. Raises ``ConfigError`` for values that no step can have.
         """
         if mode not in _DEFAULT_ORDER:
-            raise ConfigError(f"mode must be EAGER, CUDAGRAPH or PIECEWISE, got {mode!r}; record what really ran")
+            raise ConfigError(f"mode must be EAGER, CUDAGRAPH or PIECEWISE, got {shown(mode)}; record what really ran")
         if not 0 <= latency < inf:
-            raise ConfigError(f"latency must be a finite number of milliseconds >= 0, got {latency!r}")
+            raise ConfigError(f"latency must be a finite number of milliseconds >= 0, got {shown(latency)}")
         bucket = self._bucket_of[key.num_tokens, key.is_prefill]
         with self._lock:
             self._records += 1

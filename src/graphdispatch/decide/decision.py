@@ -1,12 +1,12 @@
 """Decisions: mode, descriptor, padded size and reason, from an immutable table of sizes."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..config import ResolvedConfig
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .memo import Memo
@@ -76,11 +76,18 @@ class SizeTable:
         return cls(resolved.sizes, mode, pad_batches=resolved.config.pad_batches, min_batches=resolved.min_batches)
 
     def checked(self, sizes: Sequence[int] | None) -> tuple[int, ...]:
-        """``sizes``, or all. Raises ``ConfigError`` for one that is not captured here."""
-        for size in sizes or ():
-            if size not in self.sizes:
-                raise ConfigError(f"sizes must be among the capture sizes {self.sizes}, got {size!r}")
-        return self.sizes if sizes is None else tuple(sizes)
+        """``sizes``, or all. Raises ``ConfigError`` for one that is not captured here, and for what is no sequence."""
+        if sizes is None:
+            return self.sizes
+        if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, Iterable):
+            raise ConfigError(
+                f"sizes must be several of the capture sizes {self.sizes}, as [8, 16], got {shown(sizes)}"
+            )
+        given = tuple(sizes)
+        for size in given:
+            if type(size) is not int or size not in self.sizes:
+                raise ConfigError(f"sizes must be among the capture sizes {self.sizes}, got {shown(size)}")
+        return given
 
     def min_batch_of(self, size: int) -> int:
         """The smallest batch that a graph of ``size`` serves, or would serve if it were among the sizes."""

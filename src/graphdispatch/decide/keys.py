@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError, check_count
+from ..errors import ConfigError, check_count, shown
 from ..modes import CUDAGraphMode
 from ..sizes import check_sizes, get_cudagraph_sizes
 from .decision import Decision
@@ -90,7 +90,9 @@ class CudagraphKeyDispatcher:
         """
         _check_runtime_mode(runtime_mode)
         if not isinstance(batch_descriptor, BatchDescriptor) or batch_descriptor.num_tokens < 1:
-            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {batch_descriptor!r}")
+            raise ConfigError(
+                f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {shown(batch_descriptor)}"
+            )
         with self._lock:
             keys = self.table.keys
             self._swap({**keys, runtime_mode: keys[runtime_mode] | {batch_descriptor}})
@@ -111,7 +113,7 @@ class CudagraphKeyDispatcher:
         lint is a warning. Raises ``ConfigError`` if the mode needs a split model and ``piecewise`` is False.
         """
         if not isinstance(cudagraph_mode, CUDAGraphMode):
-            raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {cudagraph_mode!r}")
+            raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {shown(cudagraph_mode)}")
         check_count("uniform_decode_query_len", uniform_decode_query_len)
         if cudagraph_mode.has_piecewise_cudagraphs() and not self.piecewise:
             raise ConfigError(
@@ -216,4 +218,4 @@ def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:
 
 def _check_runtime_mode(mode: CUDAGraphMode) -> None:
     if mode not in (PIECEWISE, FULL):
-        raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {mode!r}")
+        raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {shown(mode)}")

@@ -19,7 +19,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError, FallbackError
+from ..errors import ConfigError, FallbackError, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .decision import Decision
@@ -230,7 +230,7 @@ class KeyTable:
     def _answer(self, modes: Collection[CUDAGraphMode], asked: BatchDescriptor) -> _Answer:
         """What vLLM 0.11.1's rules give for a batch that the caller has padded."""
         if not isinstance(asked, BatchDescriptor):
-            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, got {asked!r}")
+            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, got {shown(asked)}")
         num_tokens, num_reqs, uniform, variant = asked
         if self.mode is None:
             return NONE, None

@@ -16,7 +16,7 @@ from torch.fx.passes.split_module import split_module
 from ..api.graphed import Graphed, graphed
 from ..call.breaks import eager_break
 from ..config import CUDAGraphOptions
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 __all__ = ["PiecewiseBackend", "piecewise_backend"]
 
@@ -37,10 +37,15 @@ def piecewise_backend(
     other options are those of ``graphed``. Call the compiled model under ``torch.no_grad()``: a call that needs
     gradients runs eagerly.
     """
+    if isinstance(split_ops, str) or not isinstance(split_ops, Iterable):
+        raise ConfigError(
+            f"split_ops must be several functions, operators or names, as ['aten::nonzero'], got {shown(split_ops)}; "
+            "leave it out for none"
+        )
     ops = tuple(split_ops)
     for op in ops:
         if not isinstance(op, str) and not callable(op):
-            raise ConfigError(f"split_ops must be functions, operators or names, got {op!r}")
+            raise ConfigError(f"split_ops must be functions, operators or names, got {shown(op)}")
     settings = {"max_size": max_size, "sizes": sizes, "strict": strict, "options": options}
     return PiecewiseBackend(ops, settings)
 
@@ -54,8 +59,9 @@ class PiecewiseBackend:
         self._settings = settings
         self.graphs: list[Graphed[..., Any]] = []
 
-    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Make the callable that serves one FX graph."""
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_generation: Any) -> Callable[..., Any]:
+        """Make the callable that serves one FX graph. What ``torch.compile`` was given as ``mode=`` and ``options=``
+        says how code is generated; no code is generated here."""
         shape = _GraphShape(module)
         parts, broken = self._split(module)
         for name in broken:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
-from ..errors import ConfigError, IntegrityError
+from ..errors import ConfigError, IntegrityError, shown
 from ..stats import Eviction, EvictionReason
 from .accounting import bytes_of
 from .entry import CUDAGraphEntry
@@ -87,7 +87,7 @@ class MemoryBudget:
     ) -> None:
         for name, value in (("max_cached_graphs", max_cached_graphs), ("memory_budget_bytes", memory_budget_bytes)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be at least 1 or None, got {value!r}")
+                raise ConfigError(f"{name} must be at least 1 or None, got {shown(value)}")
         self.memory_budget_bytes = memory_budget_bytes
         self.max_cached_graphs = max_cached_graphs
         self.eviction = make_eviction(eviction)

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator
 
 from ..backends.base import Pool
 from ..config import CUDAGraphConfig
-from ..errors import IntegrityError
+from ..errors import ConfigError, IntegrityError, shown
 from ..modes import EntryState
 from ..reasons import Reason
 from ..stats import CUDAGraphStats, Eviction, EvictionReason
@@ -38,6 +38,11 @@ class GraphCache:
         stats: CUDAGraphStats | None = None,
         admission: Admission | None = None,
     ) -> None:
+        if budget is not None and not isinstance(budget, MemoryBudget):
+            raise ConfigError(
+                f"budget must be a MemoryBudget or None, got {shown(budget)}; memory_budget_bytes= takes a number of "
+                "bytes, and a MemoryBudget bounds several callables together"
+            )
         self.limit = MemoryBudget(max_bytes, max_graphs, eviction=eviction)
         self.budget = budget
         self.stats = stats or CUDAGraphStats()

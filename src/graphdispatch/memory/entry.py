@@ -195,6 +195,8 @@ class CUDAGraphEntry:
 
         Every copied tensor must be given; static tensors and constants may be, and must be those of the capture.
         """
+        if not isinstance(inputs, Mapping):
+            raise GuardError(f"inputs must be a mapping from name to tensor, got a {type(inputs).__name__}")
         names = [spec.name for spec in self.inputs.specs]
         values = list(self.example)
         if len(inputs) != len(names) or not set(names) <= inputs.keys():

@@ -19,7 +19,7 @@ from math import log2
 from statistics import median, median_low
 from weakref import WeakKeyDictionary, WeakSet
 
-from ..errors import ConfigError, check_count
+from ..errors import ConfigError, check_count, shown
 from .entry import CUDAGraphEntry
 
 __all__ = ["GDSF", "LFU", "LRU", "EvictionPolicy", "Frecency", "Probation", "available_evictions", "make_eviction"]
@@ -203,7 +203,9 @@ def make_eviction(eviction: str | EvictionPolicy) -> EvictionPolicy:
         return _BUILT_IN[eviction]()
     found = _installed().get(eviction) if isinstance(eviction, str) else None
     if found is None:
-        raise ConfigError(f"eviction must be one of {', '.join(map(repr, available_evictions()))}, got {eviction!r}")
+        raise ConfigError(
+            f"eviction must be one of {', '.join(map(repr, available_evictions()))}, got {shown(eviction)}"
+        )
     made = found.load()()
     if not isinstance(made, EvictionPolicy):
         raise ConfigError(f"eviction {eviction!r} must be a subclass of EvictionPolicy, got {found.value!r}")

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
-from .buffers import CallerBuffers, OutputBuffers, OutputRing, copy_into
+from .buffers import OutputBuffers, OutputRing
 from .outputs import OutputRule, OutputView
 
 __all__ = ["Handout"]
@@ -22,20 +22,28 @@ class Handout:
     def __init__(self, options: CUDAGraphOptions, out: Any = None) -> None:
         if out is not None and options.outputs != "clone":
             raise ConfigError(f"out must come with outputs='clone', got outputs={options.outputs!r}")
-        self.out = CallerBuffers(out, 0).given if out is not None else None
+        self.out = None
         """The caller's tensors, if any; checked."""
+        if out is not None:
+            self.out = _given().CallerBuffers(out, 0).given
         self._options = options
 
     def make_buffers(self, capacity: int) -> OutputBuffers | None:
         """The places for copies of a group's outputs, of at most ``capacity`` rows, if they go to such."""
         if self.out is not None:
-            return CallerBuffers(self.out, capacity)
+            buffers: OutputBuffers = _given().CallerBuffers(self.out, capacity)
+            return buffers
         return OutputRing(self._options.ring_length, capacity) if self._options.ring_length else None
 
     def give(self, answer: Any) -> Any:
-        """What an eager step returned, as a hit would hand it out."""
+        """What an eager step returned, as a hit would hand it out. A ``ConfigError`` of an ``out`` that it does not
+        fit has the answer, which is not lost."""
         if self.out is not None:
-            return copy_into(self.out, answer)
+            try:
+                return _given().copy_into(self.out, answer)
+            except ConfigError as error:
+                error.answer = answer
+                raise
         return OutputView(answer, None) if self._options.returns_handles else answer
 
     def check_room(self, rule: OutputRule | None, rows: int, largest: int) -> None:
@@ -54,3 +62,10 @@ class Handout:
                     f"out has no room for {rows} rows in a tensor of shape {tuple(tensor.shape)}; give a larger one, "
                     "or smaller batches"
                 )
+
+
+def _given() -> Any:
+    """What ``out=`` needs; loaded when it is given, since few callers do."""
+    from . import given
+
+    return given

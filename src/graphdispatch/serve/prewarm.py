@@ -11,7 +11,7 @@ from ..capture.collector import swept_collector
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphConfig
 from ..decide.decision import Decision
-from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError
+from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from .estimate import MemoryEstimate, estimate_memory
@@ -32,7 +32,7 @@ class Limits(NamedTuple):
         """Itself. Raises ``ConfigError`` for what is no amount."""
         for name, value in self._asdict().items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-                raise ConfigError(f"{name} must be a number above 0 or None, got {value!r}")
+                raise ConfigError(f"{name} must be a number above 0 or None, got {shown(value)}")
         return self
 
 
@@ -60,6 +60,7 @@ def estimate(
     server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
 ) -> MemoryEstimate:
     """See ``Graphed.estimate_memory``. Called with the server's lock held."""
+    _check_open(server, route, "estimate_memory")
     group, leaves = _example(server, route, args, kwargs)
     wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
     return estimate_memory(server.graphs, group, leaves, wanted)
@@ -69,7 +70,7 @@ def capture_size(server: Server, routes: Sequence[Route], size: int) -> bool:
     """See ``Graphed.capture_size``. Called with the server's lock held."""
     largest = max((route.table.largest for route in routes), default=0)
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= largest:
-        raise ConfigError(f"size must be an integer from 1 to {largest}, the largest size, got {size!r}")
+        raise ConfigError(f"size must be an integer from 1 to {largest}, the largest size, got {shown(size)}")
     graphs = server.graphs
     if server.closed(routes[0]) is not None or not graphs.guard_holds():
         return False
@@ -114,9 +115,7 @@ class CaptureBatch:
         self, routes: Sequence[Route], args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
     ) -> PrewarmReport:
         """Capture the sizes that have no graph yet, from an example call. See ``Graphed.prewarm``."""
-        closed = self._server.closed(routes[0])
-        if closed is not None:
-            raise ConfigError(f"prewarm cannot capture now: {Decision.eager(closed).explain()}")
+        _check_open(self._server, routes[0], "prewarm")
         self._server.graphs.refresh()
         with swept_collector(self._config.options.gc_disable):
             for route in routes:
@@ -180,6 +179,13 @@ class CaptureBatch:
                 latest = time.perf_counter() - begun
                 beyond = 0 if is_first else max(graphs.memory_bytes - held - guess, 0)
                 is_first = False
+
+
+def _check_open(server: Server, route: Route, what: str) -> None:
+    """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``."""
+    closed = server.closed(route)
+    if closed is not None:
+        raise ConfigError(f"{what} cannot capture now: {Decision.eager(closed).explain()}")
 
 
 def _example(
