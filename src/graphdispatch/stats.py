@@ -1,12 +1,12 @@
 """Counters of what happened, bounded in memory, with a reason for each step that no graph served."""
 
-import threading
 from collections import Counter, deque
 from collections.abc import Hashable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from .descriptors import BatchDescriptor
+from .forking import make_lock
 from .modes import DispatchMode
 from .reasons import Reason
 
@@ -63,7 +63,7 @@ class CUDAGraphStats:
     """
 
     def __init__(self, *, knows_rows: bool = True) -> None:
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._knows_rows = knows_rows
         self.reset()
 
@@ -178,7 +178,7 @@ class DispatchStats:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self.reset()
 
     def reset(self) -> None:

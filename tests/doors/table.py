@@ -17,6 +17,7 @@ DOCUMENT = ROOT / "docs" / "doors.md"
 SUITES = {
     "Guarantees": ROOT / "tests" / "doors" / "test_guarantees.py",
     "Effects and failures": ROOT / "tests" / "doors" / "test_effects.py",
+    "Surroundings": ROOT / "tests" / "doors" / "test_surroundings.py",
     "Footguns": ROOT / "tests" / "footguns",
 }
 THROUGH_A_DOOR = {"opened", "settled", "tried"}

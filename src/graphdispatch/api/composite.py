@@ -5,7 +5,6 @@ runs. Members are asked for graphs only, so that a runner is entered once, by th
 tried: an error that it raises passes through, and nothing of it runs twice.
 """
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, ReplayError, check_callable, check_type, shown
+from ..forking import make_lock
 from ..memory.accounting import bytes_of
 from ..memory.backoff import Backoff, Quarantine
 from ..memory.budget import MemoryBudget
@@ -116,7 +116,7 @@ class CompositeDispatcher:
         self._clock = clock
         self._on_evict = on_evict
         self._members: tuple[_Member, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = make_lock()
 
     def add_dispatcher(
         self,

@@ -12,7 +12,6 @@ import torch
 
 from ..backends import get_backend
 from ..call.rules import ArgumentRules, callable_name, make_rules
-from ..capture.piecewise import BreakFigures, break_figures
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, resized, roomy_config
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, check_callable
@@ -27,6 +26,7 @@ from ..serve.server import Server
 from .lifecycle import Lifecycle
 
 if TYPE_CHECKING:
+    from ..capture.piecewise import BreakFigures
     from ..report import Report
     from ..serve.estimate import MemoryEstimate
     from ..serve.prewarm import PrewarmReport
@@ -302,8 +302,10 @@ class Graphed(Lifecycle, Generic[P, R]):
             return captured_sizes(self._routes)
 
     @property
-    def breaks(self) -> list[BreakFigures]:
+    def breaks(self) -> "list[BreakFigures]":
         """Where PIECEWISE graphs break, how often, and which share of their time that takes; the longest first."""
+        from ..capture.piecewise import break_figures
+
         return break_figures(self.entries)
 
     @property

@@ -1,6 +1,5 @@
 """``CUDAGraphRegistry``: graphs by (batch size, sequence length), captured from functions of named tensors."""
 
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from operator import index
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from ..call.signature import Refusal
 from ..config import CUDAGraphConfig
 from ..decide.decision import SizeTable
 from ..errors import CaptureError, ConfigError, check_callable, check_count, check_type, shown
+from ..forking import make_lock
 from ..memory.accounting import memory_report
 from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
@@ -66,7 +66,7 @@ class CUDAGraphRegistry:
         self._numbers = 0
         self.is_asleep = False
         """Whether nothing is captured now: between ``sleep()`` and ``wake()``."""
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         resolved = self.config.replace(mode=CUDAGraphMode.FULL).resolve()
         self._tables = {mode: SizeTable.of(resolved, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
 

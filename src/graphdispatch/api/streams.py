@@ -12,6 +12,7 @@ from ..decide.decision import Decision
 from ..decide.policies import DispatchPolicy
 from ..descriptors import DispatchKey
 from ..errors import BackendError, ConfigError, check_count, check_type, shown
+from ..forking import make_lock
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
 from ..modes import DispatchMode
@@ -70,7 +71,7 @@ class StreamDispatcher(CudagraphDispatcher):
         self._own = threading.local()
         self._turns = count(1)
         self._last_turns = [0] * num_streams
-        self._lock = threading.Lock()
+        self._lock = make_lock()
 
     def _make_workers(self) -> Sequence[StreamWorker]:
         return tuple(

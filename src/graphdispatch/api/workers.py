@@ -12,7 +12,6 @@ Note [locks of a worker]
     published under those locks, and what it displaces is released after.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
@@ -30,6 +29,7 @@ from ..decide.decision import Decision, SizeTable
 from ..decide.policies import DispatchPolicy
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import CaptureError, ConfigError, check_type, shown
+from ..forking import make_lock, renew_in_child
 from ..memory.budget import Victim
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
@@ -71,7 +71,7 @@ class Worker:
         self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache, backend=backend, pool=pool)
         self._graphs = RegisteredGraphs({}, frozenset(DispatchMode))
         self._numbers = count()
-        self._lock = threading.Lock()
+        self._lock = make_lock()
 
     @property
     def graphs(self) -> Mapping[Slot, Registered]:
@@ -316,9 +316,16 @@ class StreamWorker(Worker):
         """Steps that were given to this worker."""
         self.is_closed = False
         """Whether it takes no more steps."""
-        self._counts = threading.Lock()
+        self._counts = make_lock()
         self._marks: deque[Event] = deque()
         self._claims = 0
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        """Take no more steps, so that they run eagerly: see Note [after a fork] in ``forking.py``."""
+        self.is_closed = True
+        self._claims = 0
+        self._marks.clear()
 
     @property
     def busy(self) -> int:

@@ -1,16 +1,16 @@
 """Backends by name. To add one, add a file and call ``register_backend`` once."""
 
-import threading
 from collections.abc import Callable
 
 import torch
 
 from ..errors import BackendError
+from ..forking import make_lock
 from .base import Backend, Capture, Graph, Pool, Timer
 
 __all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends", "get_backend", "register_backend"]
 
-_LOCK = threading.Lock()
+_LOCK = make_lock()
 
 
 def _cpu() -> type[Backend]:

@@ -25,11 +25,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 
 from ..errors import BackendError, DeviceLostError, ReplayError
+from ..forking import make_rlock, renew_in_child
 from ..reasons import Reason
 
 __all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "MemoryFigures", "Pool", "Stream", "Timer"]
 
-CAPTURE_LOCK = threading.RLock()
+CAPTURE_LOCK = make_rlock()
 
 
 class MemoryFigures(NamedTuple):
@@ -137,10 +138,16 @@ class Pool(ABC):
     """The memory of an output is used again after this many replays."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = make_rlock()
         self.generation = 0
         self.replaying_on: int | None = None
         """The identifier of the thread that runs a replay with breaks; None if there is none."""
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        """A thread that ran a replay is gone: see Note [after a fork] in ``forking.py``."""
+        if not self.is_inside_replay():
+            self.replaying_on = None
 
     def is_inside_replay(self) -> bool:
         """Whether the calling thread is in a break of one of the pool's graphs. Needs no lock."""

@@ -9,14 +9,42 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
+
+from ..forking import make_lock, renew_in_child
 
 __all__ = ["paused_collector", "swept_collector"]
 
 
-_LOCK = threading.Lock()
-_PAUSES: list[
-    bool
-] = []  # for each pause under way, whether the collector ran before it; the last to end pops the first
+class _Pauses(threading.local):
+    """The pauses under way, of this thread and of all together."""
+
+    own = 0
+    lock = make_lock()
+    states: ClassVar[list[bool]] = []
+    """For each pause of any thread, whether the collector ran before it; the last to end pops the first."""
+
+    def begin(self) -> None:
+        with self.lock:
+            self.own += 1
+            self.states.append(gc.isenabled())
+            gc.disable()
+
+    def end(self) -> None:
+        with self.lock:
+            self.own -= 1
+            if self.states.pop():
+                gc.enable()
+
+    def after_fork(self) -> None:
+        """Only the pauses of this thread go on: see Note [after a fork] in ``forking.py``."""
+        if self.states and not self.own and self.states[0]:
+            gc.enable()
+        del self.states[self.own :]
+
+
+_PAUSES = _Pauses()
+renew_in_child(_PAUSES)
 
 
 @contextmanager
@@ -25,15 +53,11 @@ def paused_collector(enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
-    with _LOCK:
-        _PAUSES.append(gc.isenabled())
-        gc.disable()
+    _PAUSES.begin()
     try:
         yield
     finally:
-        with _LOCK:
-            if _PAUSES.pop():
-                gc.enable()
+        _PAUSES.end()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ Note [autocast inside a capture]
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -21,9 +21,11 @@ from ..call.breaks import ACTIVE
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from .piecewise import EagerPart, PiecewiseGraph
 from .request import CaptureRequest
 from .watch import CaptureWatch
+
+if TYPE_CHECKING:
+    from .piecewise import EagerPart
 
 __all__ = ["Recording", "record", "uncached_casts"]
 
@@ -75,7 +77,11 @@ def _record_once(
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs
         parts.append(capture.graph)
-        graph = PiecewiseGraph(parts, watch.crossing, request.pool, request.clock) if is_piecewise else capture.graph
+        graph = capture.graph
+        if is_piecewise:
+            from .piecewise import PiecewiseGraph  # here, since most callables are captured as one graph
+
+            graph = PiecewiseGraph(parts, watch.crossing, request.pool, request.clock)
         return Recording(graph, capture.outputs, is_own, mode)
     except BaseException as error:
         for part in parts:
@@ -98,7 +104,7 @@ class _Breaks:
     request: CaptureRequest
     capture: Capture
     watch: CaptureWatch
-    parts: list[Graph | EagerPart]
+    parts: "list[Graph | EagerPart]"
     _failed: str | None = None
     """The break that raised, if one did; nothing has been recorded since."""
 
@@ -116,6 +122,8 @@ class _Breaks:
 
     def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
+        from .piecewise import EagerPart
+
         if self.watch.is_paused or self._failed is not None:
             return fn(*args, **kwargs)
         self.watch.check_returned(args, kwargs)

@@ -1,6 +1,5 @@
 """``AdaptiveDispatchPolicy``: learns from measured latencies which mode serves which size best."""
 
-import threading
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -11,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
+from ..forking import make_lock
 from ..modes import DispatchMode
 from ..sizes import check_sizes
 from .memo import Memo
@@ -218,7 +218,7 @@ class AdaptiveDispatchPolicy(DispatchPolicy):
         self.sizes = None if sizes is None else check_sizes(sizes, "sizes")
         self.exploration = exploration
         self._limits = (min_tokens_for_graph, max_tokens_for_graph)
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._costs: dict[tuple[bool, DispatchMode], dict[int, _Cost]] = {
             (is_prefill, mode): {} for is_prefill in (False, True) for mode in _DEFAULT_ORDER
         }

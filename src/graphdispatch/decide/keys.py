@@ -1,6 +1,5 @@
 """``CudagraphKeyDispatcher``: which graph serves a batch, by vLLM's key sets and by the rules of its later versions."""
 
-import threading
 import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
@@ -8,6 +7,7 @@ from itertools import product
 
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_count, shown
+from ..forking import make_lock
 from ..modes import CUDAGraphMode
 from ..sizes import check_sizes, get_cudagraph_sizes
 from .decision import Decision
@@ -68,7 +68,7 @@ class CudagraphKeyDispatcher:
             )
         self.piecewise = piecewise
         self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self.table = self._build({})
         """The table of decisions as it is now."""
 

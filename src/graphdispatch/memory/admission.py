@@ -1,11 +1,11 @@
 """When a key deserves a graph: at its n-th miss within a window, and later if its earlier graphs did not pay."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from ..errors import check_count
+from ..forking import make_lock
 from ..reasons import Reason
 from .backoff import Backoff
 from .replay import next_use
@@ -51,7 +51,7 @@ class Admission:
         self._clock = clock
         self._misses: dict[Hashable, deque[int]] = {}
         self._shortfalls: dict[Hashable, _Shortfall] = {}
-        self._lock = threading.Lock()
+        self._lock = make_lock()
 
     def since(self, key: Hashable) -> int | None:
         """If a miss of ``key`` now leads to a capture: the time of the first miss that counts; else None.

@@ -1,12 +1,12 @@
 """``MemoryBudget``: at most so many graphs and bytes, over one cache or over several, and who has to go for that."""
 
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
 from ..errors import ConfigError, IntegrityError, shown
+from ..forking import make_rlock
 from ..stats import Eviction, EvictionReason
 from .accounting import bytes_of
 from .entry import CUDAGraphEntry
@@ -91,7 +91,7 @@ class MemoryBudget:
         self.memory_budget_bytes = memory_budget_bytes
         self.max_cached_graphs = max_cached_graphs
         self.eviction = make_eviction(eviction)
-        self.lock = threading.RLock()
+        self.lock = make_rlock()
         """Guards the policy, and the content of the caches that were made with this budget."""
         self._references: tuple[ReferenceType[Owner], ...] = ()
 

@@ -12,6 +12,7 @@ import torch
 
 from ..backends.operators import bits_equal
 from ..call.signature import InputSpec
+from ..forking import renew_in_child
 
 __all__ = ["StaticInputs"]
 
@@ -32,6 +33,11 @@ class StaticInputs:
         self._follows_data = any(self.specs[i].pad.follows_data for i in self._padded)
         self._one_layout = all(spec.dim is None or spec.order[0] == spec.dim for spec in self.specs)
         self.free()
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        """A thread may have been filling them: see Note [after a fork] in ``forking.py``."""
+        self.mark_dirty()
 
     def free(self) -> None:
         """Let go of the buffers, when no graph reads them any more; the next capture gets new ones."""

@@ -1,7 +1,6 @@
 """``AutoPlan``: keeps the capture sizes of a live callable fitted to its traffic, working only in its pauses."""
 
 import atexit
-import threading
 import weakref
 from collections.abc import Sequence
 from enum import StrEnum
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ..errors import ConfigError
+from ..forking import make_lock
 from ..memory.backoff import Backoff, Quarantine
 from ..reasons import Reason
 from ..stats import CUDAGraphStats
@@ -147,7 +147,7 @@ class AutoPlan:
         if isinstance(self.horizon_steps, bool) or not 0 < self.horizon_steps < float("inf"):
             raise ConfigError(f"horizon_steps must be a finite number above 0, got {horizon_steps!r}")
         self._base = cost or (profile.cost if profile is not None else CostModel.default())
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._planned_at = 0
         self._steps = 0
         self._before: tuple[int, ...] = ()

@@ -1,11 +1,11 @@
 """``Pauses``: when there is time to capture graphs, and how much of the time captures may take."""
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import ConfigError
+from ..forking import make_lock
 
 __all__ = ["CapturesSizes", "Pauses"]
 
@@ -53,7 +53,7 @@ class Pauses:
         self._budget = budget
         self._allowance_ms = allowance_ms
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._start = clock()
         self._running = 0
         self._last_end: float | None = None

@@ -1,6 +1,5 @@
 """Prediction: which sizes come next, and which of them to capture in a pause."""
 
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count
+from ..forking import make_lock
 from ..sizes import check_sizes
 from .pauses import CapturesSizes, Pauses
 
@@ -43,7 +43,7 @@ class SizePredictor:
             raise ConfigError(f"sizes must hold at most {_MOST_SIZES} sizes, got {len(self.sizes)}; use fewer")
         check_count("memory", memory)
         count = len(self.sizes) + 1
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._last: int | None = None
         # Each observation counts a little more than the one before, instead of making all older counts smaller: so its
         # cost does not depend on the number of sizes.

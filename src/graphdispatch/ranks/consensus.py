@@ -11,7 +11,6 @@ Note [collectives inside a graph]
     early has run fewer collectives than its peers, and they wait until the group's timeout.
 """
 
-import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from ..decide.decision import Decision
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, ConsensusError
+from ..forking import make_lock
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 
@@ -173,7 +173,7 @@ class RankConsensus:
         self.rank = dist.get_rank(group) if in_use else 0
         self.exchanges = 0
         """The number of all-reduces made so far."""
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         coupled = coupled and self.world_size > 1
         self._channel = _Channel(group, self.rank, timeout_s, grace_s) if coupled else None
         self._compare_sizes()

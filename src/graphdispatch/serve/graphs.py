@@ -1,7 +1,6 @@
 """The graphs of one callable: their pool, cache, guard and statistics, and the slow work that makes and ends them."""
 
 import logging
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
 from ..errors import BackendError, GraphDispatchError
+from ..forking import make_rlock
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.budget import Victim
 from ..memory.cache import GraphCache
@@ -73,7 +73,7 @@ class GraphSet:
         """The modules that cost this callable its full graph, if breaks are automatic."""
         self.groups: dict[Hashable, GraphGroup] = {}
         self.is_asleep = False
-        self.lock = threading.RLock()
+        self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._capturer = capturer or Capturer()
 

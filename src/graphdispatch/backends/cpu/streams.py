@@ -27,6 +27,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from ...errors import BackendError, CaptureError
+from ...forking import make_lock, renew_in_child
 from ...reasons import Reason
 from ..base import Event, Stream
 
@@ -59,7 +60,13 @@ class _Mark:
                 f"work on {self.owner!r} waits for a mark behind itself in the same queue, which it can never reach; "
                 "wait from another thread or stream"
             )
-        self.done.wait()
+        if not self.done.is_set():
+            if self.owner is not None and self.owner.is_lost:
+                raise BackendError(
+                    f"{self.owner!r} has no thread in this process, which was forked while its work was under way; "
+                    "wait for it before the fork, or in the parent"
+                )
+            self.done.wait()
         if self.error is not None:
             raise self.error
 
@@ -115,13 +122,21 @@ class CPUStream(InlineStream):
         super().__init__(streams)
         self.name = name
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self._closed = False
         self._error: BaseException | None = None
         # The thread holds only the queue, so that a stream that nobody holds is collected and its thread ends.
         self._thread = threading.Thread(target=_serve, args=(self._queue,), name=f"graphdispatch-{name}", daemon=True)
         self._thread.start()
         self._stop = weakref.finalize(self, self._queue.put, None)
+        self.is_lost = False
+        """Whether its thread ended with a fork, so that no work on it is ever done here."""
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        """Take no more work, for want of a thread: see Note [after a fork] in ``forking.py``."""
+        if not self.is_own_thread():
+            self._closed = self.is_lost = True
 
     def is_own_thread(self) -> bool:
         """Whether the caller is a piece of work of this stream."""
@@ -190,7 +205,8 @@ class CPUStream(InlineStream):
     def _enqueue(self, job: _Job) -> None:
         with self._lock:
             if self._closed:
-                raise BackendError(f"{self!r} takes no work after close(); make another with make_stream()")
+                why = "in a forked process" if self.is_lost else "after close()"
+                raise BackendError(f"{self!r} takes no work {why}; make another with make_stream()")
             self._queue.put(job)
 
     def _run(self, work: _Job) -> None:

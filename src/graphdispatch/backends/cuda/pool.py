@@ -78,6 +78,11 @@ class CUDAPool(Pool):
         self._mark: torch.cuda.Event | None = None
         self._mark_generation = -1
 
+    def after_fork(self) -> None:
+        """CUDA cannot be used in a forked child, and every use of the pool says so."""
+        super().after_fork()
+        self._raw_stream = _refuse_forked
+
     def handle(self) -> _Handle:
         """The handle to capture into, made on first use.
 
@@ -187,6 +192,13 @@ class CUDAPool(Pool):
     def __repr__(self) -> str:
         condition = "closed" if self._closed else "open" if self._hold is not None else "empty"
         return f"<CUDAPool {self.device} {condition} generation={self.generation}>"
+
+
+def _refuse_forked(index: int) -> int:
+    raise BackendError(
+        f"cuda:{index} cannot be used in a process that was forked after CUDA was; start it with the method 'spawn' "
+        "(multiprocessing.set_start_method), and make its graphs there"
+    )
 
 
 def begin_recording(graph: torch.cuda.CUDAGraph, handle: _Handle) -> None:

@@ -1,0 +1,101 @@
+"""What happens around a served callable: forks."""
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable
+
+import torch
+
+import graphdispatch as gd
+from graphdispatch.capture.collector import paused_collector
+
+from .door import Door
+from .forks import all_locks_held, in_child
+
+Open = Callable[..., Door]
+
+
+def test_fork_while_locks_are_held(settled: Open) -> None:
+    """A child that was forked while other threads held all locks serves, by its graphs or eagerly."""
+    step = settled(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0})
+
+    def serve() -> None:
+        with torch.no_grad():
+            for rows in (3, 4, 1, 9, 3):
+                x = torch.randn(rows, 3)
+                assert torch.allclose(step(x), step.fn(x))
+
+    with all_locks_held():
+        in_child(serve)
+    serve()
+
+
+def test_fork_while_a_thread_captures(opened: Open) -> None:
+    """A child that was forked in the middle of another thread's capture serves and captures."""
+    inside, go_on = threading.Event(), threading.Event()
+    forking_thread = threading.get_ident()
+
+    def wait_here() -> None:
+        if threading.get_ident() != forking_thread:
+            inside.set()
+            go_on.wait()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        wait_here()
+        return x * 2
+
+    step = opened(fn)
+
+    def capture() -> None:
+        with torch.no_grad():
+            step.settle(lambda rows: (torch.randn(rows, 3),))
+
+    def serve() -> None:
+        assert gc.isenabled()
+        with torch.no_grad():
+            with contextlib.suppress(gd.BackendError):  # a stream's thread stayed in the parent
+                step.settle(lambda rows: (torch.randn(rows, 3),))
+            x = torch.randn(3, 3)
+            assert torch.equal(step(x), x * 2)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert inside.wait(60)
+    try:
+        in_child(serve)
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_fork_inside_a_break_of_the_collector() -> None:
+    """A child has the pauses of the collector that the forking thread made, and no others."""
+    paused, go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with paused_collector():
+            paused.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    assert paused.wait(60)
+
+    def check() -> None:
+        assert gc.isenabled()
+        with paused_collector():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+
+    def check_inside() -> None:
+        assert not gc.isenabled()
+
+    try:
+        in_child(check)
+        with paused_collector():
+            in_child(check_inside)
+    finally:
+        go_on.set()
+        thread.join()
+    assert gc.isenabled()
