@@ -42,6 +42,7 @@ _HOMES = {
         "CaptureError",
         "ConfigError",
         "ConsensusError",
+        "CopyError",
         "DeviceLostError",
         "FallbackError",
         "GraphDispatchError",

@@ -38,6 +38,7 @@ from .errors import BackendError as BackendError
 from .errors import CaptureError as CaptureError
 from .errors import ConfigError as ConfigError
 from .errors import ConsensusError as ConsensusError
+from .errors import CopyError as CopyError
 from .errors import DeviceLostError as DeviceLostError
 from .errors import FallbackError as FallbackError
 from .errors import GraphDispatchError as GraphDispatchError

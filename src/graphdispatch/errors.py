@@ -7,6 +7,7 @@ __all__ = [
     "CaptureError",
     "ConfigError",
     "ConsensusError",
+    "CopyError",
     "DeviceLostError",
     "FallbackError",
     "GraphDispatchError",
@@ -78,6 +79,10 @@ class FallbackError(GraphDispatchError, RuntimeError):
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class CopyError(GraphDispatchError, TypeError):
+    """Something that holds a graph or a device's memory was copied or pickled."""
 
 
 class ConsensusError(GraphDispatchError, RuntimeError):

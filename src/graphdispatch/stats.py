@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from .copying import Unlocked
 from .descriptors import BatchDescriptor
 from .forking import make_lock
 from .modes import DispatchMode
@@ -53,7 +54,7 @@ class Eviction(NamedTuple):
     tag: str = ""
 
 
-class CUDAGraphStats:
+class CUDAGraphStats(Unlocked):
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
     A graph serves a *hit*. Every other call is a *miss*. A *fallback* is a miss that only ran eagerly: it captured and
@@ -171,7 +172,7 @@ class CUDAGraphStats:
         )
 
 
-class DispatchStats:
+class DispatchStats(Unlocked):
     """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide.
 
     A *fallback* is an eager call for which a graph was wanted. Times are wall-clock nanoseconds. Thread-safe.

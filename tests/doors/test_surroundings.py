@@ -1,10 +1,14 @@
-"""What happens around a served callable: forks."""
+"""What happens around a served callable: copies, pickles, forks."""
 
 import contextlib
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
 import graphdispatch as gd
@@ -14,6 +18,63 @@ from .door import Door
 from .forks import all_locks_held, in_child
 
 Open = Callable[..., Door]
+
+
+def front_of(step: Door) -> tuple[str, Any]:
+    """The front door's own object behind an adapter, and the attribute that holds it."""
+    names = ("step", "wrapper", "dispatcher", "manager") if step.name != "entry" else ("entries",)
+    return next((name, getattr(step, name)) for name in names if hasattr(step, name))
+
+
+def twin_of(step: Door, made: Any, fn: Callable[..., Any]) -> Door:
+    """The same adapter around another object of the same kind, which serves ``fn``."""
+    twin = copy.copy(step)
+    setattr(twin, front_of(step)[0], made)
+    twin.fn = fn
+    return twin
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copied_with_its_model(settled: Open, how: str) -> None:
+    """A copy of what holds a served callable serves the copied model, from the beginning, and this one goes on."""
+    model = torch.nn.Linear(3, 3).eval()
+    step = settled(model, dynamic={"input": 0})
+    name, front = front_of(step)
+    hits = step.hits
+    held = {"model": model, "front": front, "again": front}
+
+    def copied() -> Any:
+        return copy.deepcopy(held) if how == "deepcopy" else pickle.loads(pickle.dumps(held))
+
+    if name == "entries":
+        with pytest.raises(gd.CopyError, match="CUDAGraphEntry"):
+            copied()
+        return
+    other = copied()
+    assert other["front"] is other["again"]
+    assert other["front"] is not front
+    other["model"].weight.mul_(2)
+    twin = twin_of(step, other["front"], other["model"])
+    for rows in (3, 4, 3, 4, 3):
+        x = torch.randn(rows, 3)
+        assert torch.allclose(twin(x), other["model"](x))
+        assert torch.allclose(step(x), model(x))
+    assert step.hits > hits
+
+
+def test_copied_shallowly(settled: Open) -> None:
+    """A shallow copy serves the same callable by graphs of its own, or says that it cannot be."""
+    model = torch.nn.Linear(3, 3).eval()
+    step = settled(model, dynamic={"input": 0})
+    name, front = front_of(step)
+    if name == "entries":
+        with pytest.raises(gd.CopyError, match="CUDAGraphEntry"):
+            copy.copy(next(iter(front.values())))
+        return
+    twin = twin_of(step, copy.copy(front), model)
+    for rows in (3, 4, 3, 4, 3):
+        x = torch.randn(rows, 3)
+        assert torch.allclose(twin(x), model(x))
 
 
 def test_fork_while_locks_are_held(settled: Open) -> None:

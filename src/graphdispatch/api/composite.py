@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
+from ..copying import MadeAnew
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, ReplayError, check_callable, check_type, shown
 from ..forking import make_lock
@@ -79,7 +80,7 @@ class _Member:
     skips: Counter[Reason] = field(default_factory=Counter)
 
 
-class CompositeDispatcher:
+class CompositeDispatcher(MadeAnew):
     """Dispatches over members by priority: the first graph that can serve a call does, else the first member's runner.
 
     A member whose graph cannot be replayed is skipped, with the reason counted in ``skips``, and quarantined: its
@@ -117,6 +118,10 @@ class CompositeDispatcher:
         self._on_evict = on_evict
         self._members: tuple[_Member, ...] = ()
         self._lock = make_lock()
+
+    def _recipe(self) -> Any:
+        make, args, kwargs, _ = super()._recipe()
+        return make, args, kwargs, {"_members": self._members}
 
     def add_dispatcher(
         self,

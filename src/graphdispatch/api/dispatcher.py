@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
+from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..decide.latency import LatencyMeter
 from ..decide.policies import DefaultDispatchPolicy, DispatchPolicy
@@ -29,7 +30,7 @@ class Chosen(NamedTuple):
     decision: Decision
 
 
-class CudagraphDispatcher:
+class CudagraphDispatcher(MadeAnew):
     """Runs a key by a registered graph where the policy and the enabled modes allow it, and eagerly elsewhere.
 
     ``eager_runner(*args, **kwargs)`` is always right, and registered entries are compared with it as ``graphed``
@@ -70,6 +71,19 @@ class CudagraphDispatcher:
             raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self._policy = policy or DefaultDispatchPolicy()
         self._meter = LatencyMeter(self._policy) if self._policy.learns else None
+
+    def _recipe(self) -> Any:
+        make, args, kwargs, _ = super()._recipe()
+        return make, args, kwargs, {"policy": self.policy, "_forbidden": frozenset(DispatchMode) - self.enabled_modes}
+
+    @property
+    def _forbidden(self) -> frozenset[DispatchMode]:
+        return frozenset(DispatchMode) - self.enabled_modes
+
+    @_forbidden.setter
+    def _forbidden(self, modes: frozenset[DispatchMode]) -> None:
+        for mode in modes:
+            self.disable_mode(mode)
 
     def register_graph(
         self,

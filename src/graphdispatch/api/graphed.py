@@ -131,6 +131,17 @@ def _server(fn: Callable[..., Any], config: CUDAGraphConfig, budget: MemoryBudge
     )
 
 
+def _made_anew(
+    fn: Callable[..., Any],
+    config: CUDAGraphConfig,
+    budget: MemoryBudget | None,
+    out: Any,
+    rules: ArgumentRules,
+    uniform_decode: Callable[..., bool] | None,
+) -> "Graphed[..., Any]":
+    return Graphed(_server(fn, config, budget, out), config, rules, uniform_decode)
+
+
 def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
     """The options with ``outputs``. Raises ``ConfigError`` where the two contradict each other."""
     chosen = CUDAGraphOptions.or_default(options, "options")
@@ -162,7 +173,17 @@ class Graphed(Lifecycle, Generic[P, R]):
     """A callable served by graphs; made by ``graphed()``. Attributes of the wrapped callable are reachable on it, but
     are set on the callable itself."""
 
-    __slots__ = ("__weakref__", "_config", "_decode", "_graphs", "_mixed", "_server", "_uniform_decode", "stats")
+    __slots__ = (
+        "__weakref__",
+        "_config",
+        "_decode",
+        "_graphs",
+        "_mixed",
+        "_rules",
+        "_server",
+        "_uniform_decode",
+        "stats",
+    )
 
     def __init__(
         self,
@@ -179,8 +200,16 @@ class Graphed(Lifecycle, Generic[P, R]):
         if uniform_decode is not None:
             table = SizeTable.of(config.resolve(mixed=True), config.mode.mixed_mode())
             self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
+        self._rules = rules
         self.stats = server.stats
         """What happened so far: hits, captures, padding, and the reason for every eager step."""
+
+    def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Not these: they hold the server, which a copy makes anew."""
+
+    def _recipe(self) -> Any:
+        shared = (self._graphs.cache.budget, self._graphs.handout.out)
+        return _made_anew, (self._server.fn, self._config, *shared, self._rules, self._uniform_decode), {}, {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""

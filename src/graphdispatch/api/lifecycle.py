@@ -1,5 +1,6 @@
 """What the doors around one callable share: letting its graphs go, and its bookkeeping."""
 
+from ..copying import MadeAnew
 from ..errors import check_type
 from ..serve.server import Server
 from ..stats import EvictionReason
@@ -7,7 +8,7 @@ from ..stats import EvictionReason
 __all__ = ["Lifecycle"]
 
 
-class Lifecycle:
+class Lifecycle(MadeAnew):
     """Graphs that can be invalidated, put to sleep and woken. Thread-safe."""
 
     __slots__ = ()

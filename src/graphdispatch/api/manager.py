@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..config import CUDAGraphConfig, parse_mode
+from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..errors import ConfigError, GuardError, ReplayError, check_callable
 from ..memory.budget import MemoryBudget
@@ -23,7 +24,7 @@ from .registry import CUDAGraphRegistry, Shapes, batch_dims, check_input_shapes,
 __all__ = ["CUDAGraphManager"]
 
 
-class CUDAGraphManager:
+class CUDAGraphManager(MadeAnew):
     """Decides by configuration which batches graphs serve, and serves them. Thread-safe.
 
     ``execute_or_capture`` is the whole job in one call. A batch whose ``seq_len`` is 1 is uniform decode; in mode
@@ -47,6 +48,10 @@ class CUDAGraphManager:
     @mode.setter
     def mode(self, mode: CUDAGraphMode | str | int) -> None:
         self._mode = parse_mode(mode)
+
+    def _recipe(self) -> Any:
+        make, args, kwargs, _ = super()._recipe()
+        return make, args, kwargs, {"mode": self.mode}
 
     @property
     def is_enabled(self) -> bool:

@@ -11,6 +11,7 @@ from ..backends import get_backend
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..config import CUDAGraphConfig
+from ..copying import MadeAnew
 from ..decide.decision import SizeTable
 from ..errors import CaptureError, ConfigError, check_callable, check_count, check_type, shown
 from ..forking import make_lock
@@ -46,7 +47,7 @@ class _Callable(NamedTuple):
     routes: Routes[_KeyedRoute]
 
 
-class CUDAGraphRegistry:
+class CUDAGraphRegistry(MadeAnew):
     """Graphs by (batch size, sequence length); all share one pool, one cache and one set of statistics.
 
     A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every

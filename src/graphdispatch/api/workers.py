@@ -25,6 +25,7 @@ from ..backends.base import Event, Stream
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..config import CUDAGraphOptions
+from ..copying import NotCopied
 from ..decide.decision import Decision, SizeTable
 from ..decide.policies import DispatchPolicy
 from ..descriptors import BatchDescriptor, DispatchKey
@@ -51,7 +52,7 @@ class Leaving(NamedTuple):
     graphs: list[Registered]
 
 
-class Worker:
+class Worker(NotCopied):
     """The graphs that are registered in one place, and the server that serves them. Thread-safe.
 
     At most ``max_cached_graphs`` are kept; the least recently used goes. Graphs, modes and decisions are one immutable
@@ -245,7 +246,7 @@ def first_registered(
     return next((one for one in found if one is not None), None)
 
 
-class StreamResult:
+class StreamResult(NotCopied):
     """What a submitted call gives back; ``worker`` is the index of the worker that runs it, None for an eager call."""
 
     def __init__(self, backend: Backend, worker: int | None = None) -> None:

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
+from ..copying import NotCopied, Shared
 from ..errors import BackendError, DeviceLostError, ReplayError
 from ..forking import make_rlock, renew_in_child
 from ..reasons import Reason
@@ -46,7 +47,7 @@ class MemoryFigures(NamedTuple):
     total: int
 
 
-class Event(ABC):
+class Event(NotCopied, ABC):
     """A point in a stream's order of work."""
 
     @abstractmethod
@@ -73,7 +74,7 @@ class Event(ABC):
         """Milliseconds of device time from this mark to ``end``. Both need ``timing=True``, and both must be done."""
 
 
-class Stream(ABC):
+class Stream(NotCopied, ABC):
     """A queue of work that runs in order; two streams run independently of each other."""
 
     @abstractmethod
@@ -127,7 +128,7 @@ class Timer:
         return self._start.elapsed_ms(self._end)
 
 
-class Pool(ABC):
+class Pool(Shared, ABC):
     """The memory that a set of graphs shares, and the lock that guards it: see Note [who may touch a pool].
 
     Each replay in the pool increases ``generation``. An output that was not cloned is stale once ``generation``
@@ -183,7 +184,7 @@ class Pool(ABC):
         """Release the memory as soon as the last graph is gone; idempotent."""
 
 
-class Graph(ABC):
+class Graph(NotCopied, ABC):
     """Recorded work. A replay runs it again, on the same memory, as one launch."""
 
     @abstractmethod
@@ -269,7 +270,7 @@ class _Watch(threading.local):
     """How many ``watched`` blocks the thread is in."""
 
 
-class Backend(ABC):
+class Backend(Shared, ABC):
     """Capture, replay, streams, events and memory of one device.
 
     ``capture_executes`` tells whether recording also runs the operators (the CPU backend) or only notes them
@@ -378,6 +379,11 @@ class Backend(ABC):
             raise DeviceLostError(
                 f"{self.device} is lost, so no step can run on it, not even eagerly ({error}); restart the process"
             ) from error
+
+    def __reduce__(self) -> Any:
+        from . import get_backend  # here, since the registry of backends imports this module
+
+        return get_backend, (self.name, self.device)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.device}>"

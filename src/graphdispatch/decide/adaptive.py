@@ -8,6 +8,7 @@ from math import hypot, inf, log, sqrt
 from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
+from ..copying import Unlocked
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
@@ -182,7 +183,7 @@ class _Bucket:
         self.order = (*known[:index], *unknown, *known[index:], *(() if _EAGER in found else (_EAGER,)))
 
 
-class AdaptiveDispatchPolicy(DispatchPolicy):
+class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
     """Learns the fastest mode by kind and size of batch from measured latencies; prefers graphs until it knows better.
 
     Feed it with ``record``. Latencies may come late and out of order. A graph costs what its capture size costs, and an

@@ -5,6 +5,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import product
 
+from ..copying import Unlocked
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
@@ -18,7 +19,7 @@ __all__ = ["CudagraphKeyDispatcher"]
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 
-class CudagraphKeyDispatcher:
+class CudagraphKeyDispatcher(Unlocked):
     """Decides which mode and which graph serve a batch; the keys are the only source of truth for valid graphs.
 
     ``capture_sizes`` are numbers of tokens in any order, ``"auto"``, or the name of an engine's sizes (see

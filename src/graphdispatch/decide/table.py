@@ -18,6 +18,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from types import MappingProxyType
 
+from ..copying import MadeAnew
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, FallbackError, shown
 from ..modes import CUDAGraphMode
@@ -55,7 +56,7 @@ def query_len_of(key: BatchDescriptor, default: int | None) -> int | None:
     return key.num_tokens // key.num_reqs if key.num_reqs > 0 and key.num_tokens % key.num_reqs == 0 else None
 
 
-class KeyTable:
+class KeyTable(MadeAnew):
     """Every decision that a set of keys allows. Immutable, so that any number of threads may ask it.
 
     ``mode`` is the configured mode and ``query_len`` the uniform query length. Both are None until the keys are

@@ -2,9 +2,11 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
+from ..copying import Shared
 from ..errors import ConfigError, IntegrityError, shown
 from ..forking import make_rlock
 from ..stats import Eviction, EvictionReason
@@ -69,7 +71,7 @@ class Choice(NamedTuple):
     is_enough: bool
 
 
-class MemoryBudget:
+class MemoryBudget(Shared):
     """At most ``max_cached_graphs`` graphs and ``memory_budget_bytes`` bytes; None sets no limit.
 
     The bytes are those of pools, static inputs, output buffers and graphs, shared ones counted once. Give a budget to
@@ -220,6 +222,9 @@ class MemoryBudget:
         if not self._is_small(entries):
             held = bytes_of(entries)
             raise IntegrityError(f"{held} bytes, more than memory_budget_bytes={self.memory_budget_bytes}")
+
+    def __reduce__(self) -> Any:
+        return partial(MemoryBudget, eviction=self.eviction), (self.memory_budget_bytes, self.max_cached_graphs)
 
     def __repr__(self) -> str:
         most = "" if self.max_cached_graphs is None else f" of {self.max_cached_graphs}"

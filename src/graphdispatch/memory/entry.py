@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall
+from ..copying import NotCopied
 from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
@@ -25,7 +26,7 @@ __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 
 
 @dataclass(eq=False)
-class CUDAGraphEntry:
+class CUDAGraphEntry(NotCopied):
     """One captured graph: what it serves, its buffers, outputs, pool, state and statistics.
 
     Made complete by ``capture_entry`` and published after. ``serve`` is thread-safe; it holds the pool's lock.

@@ -19,6 +19,7 @@ from math import log2
 from statistics import median, median_low
 from weakref import WeakKeyDictionary, WeakSet
 
+from ..copying import MadeAnew
 from ..errors import ConfigError, check_count, shown
 from .entry import CUDAGraphEntry
 
@@ -35,7 +36,7 @@ _LATEST_CAPTURES = 7
 _LATEST_OF_ALL = 63
 
 
-class EvictionPolicy(ABC):
+class EvictionPolicy(MadeAnew, ABC):
     """Scores graphs; the one of the lowest score goes, and among equal ones the least recently used.
 
     Called with the lock of the cache or budget held, and only when a graph may have to go.

@@ -58,6 +58,12 @@ class OutputView:
             )
         return self._value
 
+    def __copy__(self) -> "OutputView":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OutputView, (self.get(), None)  # a copy has tensors of its own, which no replay touches
+
     def __repr__(self) -> str:
         return f"<OutputView {'stale' if self.is_stale else 'fresh'}>"
 

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ..copying import MadeAnew
 from ..errors import ConfigError
 from ..forking import make_lock
 from ..memory.backoff import Backoff, Quarantine
@@ -82,7 +83,7 @@ class _Resizable(Protocol):
     def use_sizes(self, sizes: tuple[int, ...]) -> None: ...
 
 
-class AutoPlan:
+class AutoPlan(MadeAnew):
     """Re-plans the sizes of ``step``, a ``Graphed``, by what it really serves: call ``idle()`` in pauses.
 
     It reads the traffic from the counters that a hit keeps anyway, so that serving takes no longer. A step weighs half

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ..copying import Unlocked
 from ..errors import ConfigError
 from ..forking import make_lock
 
@@ -22,7 +23,7 @@ class CapturesSizes(Protocol):
         """Capture one size now; whether there is a graph of it then."""
 
 
-class Pauses:
+class Pauses(Unlocked):
     """Finds the pauses between steps that are long enough for a capture, and limits what captures take of the time.
 
     A pause counts once it has lasted as long as a capture is expected to take, and four times as long as the usual

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..copying import Unlocked
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count
 from ..forking import make_lock
@@ -26,7 +27,7 @@ _UNSEEN = 1e-3
 _REPLACES_FROM = 0.5  # the probability from which a size may take the place of a graph
 
 
-class SizePredictor:
+class SizePredictor(Unlocked):
     """Forecasts padded sizes from the sequence of keys so far. It combines three habits, and older steps count less.
 
     The first is what followed this size before (a Markov chain of order one). The second is by how many capture sizes

@@ -1,0 +1,214 @@
+"""What copies and pickles of single objects keep, share, and refuse."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import graphdispatch as gd
+from graphdispatch import BatchDescriptor, CUDAGraphMode, DispatchKey, DispatchMode, Reason
+
+HOW: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=HOW)
+def copied(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Each way of making a copy."""
+    return HOW[request.param]
+
+
+@pytest.fixture(params=["deepcopy", "pickle"])
+def cloned(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """Each way of copying what it holds, too."""
+    return HOW[request.param]
+
+
+class Model(torch.nn.Module):
+    """A module that holds a served callable around its own method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.step = gd.graphed(self.run, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """One layer."""
+        return self.layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """By a graph."""
+        return self.step(x)
+
+
+def serve(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Call it until a graph serves."""
+    for rows in (3, 4, 3):
+        step(torch.randn(rows, 3))
+
+
+def test_a_module_that_holds_its_own_step(cloned: Callable[[Any], Any]) -> None:
+    """The step of the copy runs the copy's method on the copy's weights."""
+    model = Model().eval()
+    serve(model)
+    other = cloned(model)
+    assert other.step.unwrap().__self__ is other
+    other.layer.weight.zero_()
+    serve(other)
+    x = torch.randn(3, 3)
+    assert torch.equal(other(x), other.run(x))
+    assert torch.equal(model(x), model.run(x))
+    assert (other.step.stats.hits, model.step.stats.hits) == (2, 2)
+
+
+def test_a_step_whose_callable_holds_it(cloned: Callable[[Any], Any]) -> None:
+    """The same, from the other end."""
+    model = Model().eval()
+    step = cloned(model.step)
+    assert step.unwrap().__self__.step is step
+
+
+def test_options_are_kept(copied: Callable[[Any], Any]) -> None:
+    """A copy pads to the same sizes by the same rules, and has no graphs."""
+    step = gd.graphed(
+        torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, pad={"input": 7}, sizes=(2, 4), outputs="view"
+    )
+    step.use_sizes((3, 5))
+    other = copied(step)
+    assert other.sizes == (3, 5)
+    assert other.entries == []
+    assert other.stats.calls == 0
+    assert isinstance(other(torch.randn(3, 3)), gd.OutputView)
+
+
+def test_dispatchers_keep_what_they_were_told(copied: Callable[[Any], Any]) -> None:
+    """Policy and forbidden modes, as they are now; the graphs stay where they are."""
+    dispatcher = gd.CudagraphDispatcher(torch.nn.Linear(3, 3).eval(), max_cached_graphs=7)
+    dispatcher.policy = gd.DefaultDispatchPolicy(3, 9)
+    dispatcher.disable_mode(DispatchMode.PIECEWISE)
+    dispatcher.register_graph(DispatchKey(3, 3), gd.MockCUDAGraph())
+    other = copied(dispatcher)
+    assert isinstance(other.policy, gd.DefaultDispatchPolicy)
+    assert other.policy.min_tokens_for_graph == 3
+    assert DispatchMode.PIECEWISE not in other.enabled_modes
+    assert (other.max_cached_graphs, other.num_graphs) == (7, 0)
+
+
+def test_a_composite_has_its_members(cloned: Callable[[Any], Any]) -> None:
+    """Copied, and in the same order."""
+    composite = gd.CompositeDispatcher()
+    composite.add_dispatcher("a", gd.CudagraphDispatcher(torch.nn.Linear(3, 3).eval()))
+    composite.add_dispatcher("b", gd.CudagraphDispatcher(torch.nn.Linear(3, 3).eval()), priority=1)
+    other = cloned(composite)
+    assert [member.name for member in other.members] == ["b", "a"]
+    assert other.dispatch(DispatchKey(3, 3), torch.ones(3, 3)).shape == (3, 3)
+    assert composite.stats.total == 0
+
+
+def test_a_manager_keeps_its_mode(copied: Callable[[Any], Any]) -> None:
+    """As it is now."""
+    manager = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4))
+    manager.mode = CUDAGraphMode.NONE
+    assert copied(manager).mode is CUDAGraphMode.NONE
+
+
+def test_counters_are_a_snapshot(copied: Callable[[Any], Any]) -> None:
+    """What counts keeps its figures, and counts by itself from then on."""
+    stats, dispatched = gd.CUDAGraphStats(), gd.DispatchStats()
+    stats.record_miss(Reason.POLICY, 3)
+    dispatched.record(DispatchMode.EAGER, Reason.POLICY, 5)
+    others = copied(stats), copied(dispatched)
+    stats.record_miss(Reason.POLICY, 3)
+    dispatched.record(DispatchMode.EAGER, Reason.POLICY, 5)
+    assert [other.to_dict()["reasons"] for other in others] == [{Reason.POLICY.value: 1}] * 2
+    others[0].record_miss(Reason.POLICY)
+    assert (stats.misses, others[0].misses) == (2, 2)
+
+
+def test_policies_keep_what_they_learnt(copied: Callable[[Any], Any]) -> None:
+    """A copy of a policy decides like it."""
+    policy = gd.AdaptiveDispatchPolicy()
+    key = DispatchKey(8, 8)
+    for _ in range(64):
+        policy.record(key, DispatchMode.EAGER, 1.0)
+        policy.record(key, DispatchMode.CUDAGRAPH, 9.0)
+    other = copied(policy)
+    assert other.should_use_graph(key, True) is policy.should_use_graph(key, True)
+    keys = gd.CudagraphKeyDispatcher(capture_sizes=(1, 2, 4))
+    keys.initialize_cudagraph_keys(CUDAGraphMode.FULL)
+    assert copied(keys).cudagraph_keys == keys.cudagraph_keys
+
+
+def test_eviction_begins_anew(copied: Callable[[Any], Any]) -> None:
+    """A policy of eviction that was given as an object is copied with what it was made with."""
+    wrapper = gd.AdaptiveCUDAGraphWrapper(torch.nn.Linear(3, 3).eval(), min_replays_to_keep=5)
+    other = copied(wrapper)
+    other(torch.ones(3, 3), batch_descriptor=BatchDescriptor(3), cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    assert len(other.get_cached_descriptors()) == 1
+
+
+def test_a_budget_is_shared_by_copies_and_made_anew_by_a_pickle() -> None:
+    """It bounds what this process holds."""
+    budget = gd.MemoryBudget(2**20, 3)
+    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(4,), budget=budget, capture_after=1)
+    other = copy.deepcopy(step)
+    serve(step)
+    serve(other)
+    assert budget.num_graphs == 2
+    there = pickle.loads(pickle.dumps(budget))
+    assert (there.memory_budget_bytes, there.max_cached_graphs, there.num_graphs) == (2**20, 3, 0)
+
+
+def test_views_are_copied_with_their_values() -> None:
+    """A copy of a handle has tensors of its own; a stale one cannot be copied."""
+    step = gd.graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), outputs="view", capture_after=1)
+    serve(step)
+    view = step(torch.ones(3, 3))
+    kept = copy.deepcopy(view)
+    step(torch.zeros(3, 3))
+    assert torch.equal(kept.get(), torch.full((3, 3), 2.0))
+    with pytest.raises(gd.StaleOutputError):
+        copy.deepcopy(view)
+
+
+def test_graphs_and_memory_are_not_copied(copied: Callable[[Any], Any]) -> None:
+    """An entry, a graph and the result of a step under way say so in one line."""
+    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    serve(step)
+    entry = step.entries[0]
+    streams = gd.StreamDispatcher(torch.nn.Linear(3, 3).eval(), 1)
+    result = streams.submit(DispatchKey(3, 3), torch.ones(3, 3))
+    for thing in (entry, entry.graph, result, streams.workers[0], streams.workers[0].stream):
+        with pytest.raises(gd.CopyError, match=type(thing).__name__) as caught:
+            copied(thing)
+        assert "\n" not in str(caught.value)
+    streams.close()
+
+
+def test_pools_and_backends_are_shared() -> None:
+    """Copies of what was given a pool use it, too; a pool cannot go to another process, a backend can."""
+    backend = gd.get_backend("cpu")
+    pool = backend.make_pool()
+    wrapper = gd.CUDAGraphWrapper(torch.nn.Linear(3, 3).eval(), backend=backend, pool=pool)
+    assert copy.deepcopy({"a": wrapper, "pool": pool})["pool"] is pool
+    assert pickle.loads(pickle.dumps(backend)) is backend
+    with pytest.raises(gd.CopyError, match="Pool"):
+        pickle.dumps(wrapper)
+
+
+def test_what_cannot_be_pickled_is_named_by_pickle() -> None:
+    """A lambda inside is pickle's own error, as in any object."""
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(gd.graphed(lambda x: x, dynamic={"x": 0}))
