@@ -11,6 +11,8 @@ from typing import Any
 _HOMES = {
     "backends": ("available_backends", "get_backend", "register_backend"),
     "api.adaptive_wrapper": ("AdaptiveCUDAGraphWrapper",),
+    "auditing.audit": ("audit",),
+    "auditing.result": ("Audit",),
     "plan.autoplan": ("AutoPlan", "IdleAction", "IdleReport"),
     "calibration.calibrate": ("Calibration", "calibrate"),
     "memory.budget": ("MemoryBudget",),
@@ -65,7 +67,7 @@ _HOMES = {
     "plan.scheduler": ("SchedulerModel",),
     "plan.workload": ("Workload",),
     "reasons": ("Reason",),
-    "report": ("Report", "callable_report", "plan_report"),
+    "report": ("Report", "audit_report", "callable_report", "plan_report"),
     "simulation.simulator": ("SimulationResult", "simulate"),
     "sizes": ("get_cudagraph_sizes", "named_sizes"),
     "stats": ("CUDAGraphStats", "DispatchStats"),

@@ -10,6 +10,8 @@ from .api.registry import CUDAGraphRegistry as CUDAGraphRegistry
 from .api.streams import StreamDispatcher as StreamDispatcher
 from .api.workers import StreamResult as StreamResult
 from .api.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
+from .auditing.audit import audit as audit
+from .auditing.result import Audit as Audit
 from .backends import available_backends as available_backends
 from .backends import get_backend as get_backend
 from .backends import register_backend as register_backend
@@ -80,6 +82,7 @@ from .ranks.consensus import RankConsensus as RankConsensus
 from .ranks.consensus import RankVote as RankVote
 from .reasons import Reason as Reason
 from .report import Report as Report
+from .report import audit_report as audit_report
 from .report import callable_report as callable_report
 from .report import plan_report as plan_report
 from .simulation.simulator import SimulationResult as SimulationResult

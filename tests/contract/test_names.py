@@ -76,7 +76,18 @@ def test_deciding_and_configuring_need_no_torch(module: str) -> None:
     assert python(f"import graphdispatch{module}, sys; print('torch' in sys.modules)") == "False"
 
 
-COMPANIONS = ("plan", "report", "simulation", "calibration", "ranks", "integrations", "demo", "cli", "testing")
+COMPANIONS = (
+    "plan",
+    "report",
+    "auditing",
+    "simulation",
+    "calibration",
+    "ranks",
+    "integrations",
+    "demo",
+    "cli",
+    "testing",
+)
 SERVE_AND_LIST_MODULES = """
 import sys
 import torch

@@ -28,7 +28,7 @@ from graphdispatch.plan.workload import Workload
 from graphdispatch.report import Report, callable_report, plan_report
 from graphdispatch.report.page import Chart, Section, Table, make_report
 from graphdispatch.report.served import least_step_ms, padding_of, shares_of
-from graphdispatch.report.units import count, milliseconds, percent, size_range, storage
+from graphdispatch.units import count, milliseconds, percent, size_range, storage
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY

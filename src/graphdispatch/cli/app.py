@@ -46,6 +46,7 @@ def build_app() -> "typer.Typer":
     import typer
 
     from ..demo.command import demo
+    from .audit import audit
     from .calibrate import calibrate
     from .lint import lint
     from .plan import plan
@@ -58,7 +59,7 @@ def build_app() -> "typer.Typer":
         pretty_exceptions_enable=False,
         add_completion=False,
     )
-    for command in (demo, plan, simulate, lint, calibrate):
+    for command in (demo, audit, plan, simulate, lint, calibrate):
         app.command()(command)
 
     @app.callback()

@@ -1,43 +1,29 @@
 """``graphdispatch calibrate``: measures what a model's steps and graphs cost here, to plan with."""
 
-import inspect
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..api.graphed import graphed
 from ..calibration.calibrate import Calibration
 from ..calibration.calibrate import calibrate as measure
-from ..errors import ConfigError, GraphDispatchError
 from ..modes import CUDAGraphMode
 from ..plan.cost import Curve
 from .inputs import read_numbers, runtime_mode
 from .options import ModeOption
 from .outputs import make_table, print_text, require_writable, writing
+from .targets import TargetName, load_target, naming
 
 __all__ = ["calibrate"]
 
-_DEMO = "graphdispatch.demo.models:tiny"
 _NOISY = 0.1
-_RESERVED = ("sizes", "max_size", "mode")
 
 
 def calibrate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="module:function. The function takes nothing and returns the callable, the keyword arguments of one "
-            "call, and, if wanted, options for graphed as a third. Or demo, the built-in decoder."
-        ),
-    ],
+    model: TargetName,
     sizes: Annotated[
         str | None,
         typer.Option(help="Rows to measure: 1,8,64. Default: powers of two up to the example's.", metavar="SIZES"),
@@ -52,9 +38,9 @@ def calibrate(
     """Measure eager steps, replays, captures and memory of your model on this machine, as costs to plan with."""
     require_writable(output=output)
     rows = read_numbers("--sizes", sizes) if sizes is not None else None
-    fn, example, options = _build(_DEMO if model == "demo" else model)
+    fn, example, options = load_target(model)
     console = Console()
-    at_fault = _named(f"MODEL {model!r}: measuring it", "; call it with its example, and with other numbers of rows")
+    at_fault = naming(f"MODEL {model!r}: measuring it", "; call it with its example, and with other numbers of rows")
     with console.status("measuring"), at_fault:
         found = measure(fn, example, sizes=rows, mode=runtime_mode(mode), repeats=repeats, **options)
     for each in found.held_bytes:
@@ -70,47 +56,6 @@ def calibrate(
     if output is not None:
         with writing("output", output):
             found.cost.save(output)
-
-
-def _build(model: str) -> tuple[Callable[..., Any], Mapping[str, Any], Mapping[str, Any]]:
-    """What ``module:function`` returns, checked."""
-    module, _, name = model.partition(":")
-    if not module or not name:
-        raise ConfigError(f"MODEL must be module:function, or demo, got {model!r}")
-    sys.path.insert(0, os.getcwd())  # a console script, unlike python -m, does not look there
-    try:
-        found = import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"MODEL {model!r}: there is no module {error.name}, here or installed") from error
-    build = getattr(found, name, None)
-    if not callable(build):
-        raise ConfigError(f"MODEL {model!r}: {module} has no function {name}")
-    with _named(f"MODEL {model!r}: {name}()"):
-        built = build()
-    fn, example, options = (*built, {})[:3] if isinstance(built, tuple) and len(built) in (2, 3) else (None, None, None)
-    if not callable(fn) or not isinstance(example, Mapping) or not isinstance(options, Mapping):
-        raise ConfigError(
-            f"MODEL {model!r} must return (callable, keyword arguments of a call) or (callable, keyword arguments, "
-            f"options for graphed), got {type(built).__name__}"
-        )
-    known = inspect.signature(graphed).parameters.keys() - {"fn", *_RESERVED}
-    unknown = [str(key) for key in options if key not in known]
-    if unknown:
-        raise ConfigError(f"MODEL {model!r}: options must be of graphed, without {_RESERVED}; got {', '.join(unknown)}")
-    return fn, example, options
-
-
-@contextmanager
-def _named(what: str, remedy: str = "") -> Iterator[None]:
-    """Within the block the user's own code runs; an error of it is named as that, in one line."""
-    try:
-        yield
-    except GraphDispatchError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{what} raised {type(error).__name__}: {error}{remedy}") from error
 
 
 def _table(found: Calibration, mode: CUDAGraphMode) -> Table:

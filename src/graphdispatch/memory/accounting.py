@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..backends.base import Graph, Pool
+from ..units import storage
 from .buffers import OutputBuffers
 from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
@@ -65,10 +66,9 @@ class MemoryReport:
             ("driver", self.driver_bytes),
             ("total", self.total),
         ]
-        lines = [f"{name:<14}{_readable(count):>12}" for name, count in rows]
+        lines = [f"{name:<14}{storage(count):>12}" for name, count in rows]
         lines += [
-            f"  {e.mode} {e.size} rows: {_readable(e.own)} own, {_readable(e.driver)} driver, writes "
-            f"{_readable(e.outputs)}"
+            f"  {e.mode} {e.size} rows: {storage(e.own)} own, {storage(e.driver)} driver, writes {storage(e.outputs)}"
             for e in self.entries
         ]
         return "\n".join(lines)
@@ -106,12 +106,3 @@ def bytes_of(entries: Iterable[CUDAGraphEntry]) -> int:
 def _row(entry: CUDAGraphEntry) -> EntryMemory:
     driver = entry.graph.driver_nbytes
     return EntryMemory(entry.size, entry.mode.name, entry.nbytes - driver, driver, entry.outputs.nbytes)
-
-
-def _readable(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"

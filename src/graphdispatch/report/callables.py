@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..stats import CUDAGraphStats
+from ..units import count, milliseconds, percent, storage
 from . import charts
 from .page import Chart, Note, Report, Section, Table, Tile, make_report
-from .units import count, milliseconds, percent, storage
 
 if TYPE_CHECKING:
     from ..capture.piecewise import BreakFigures

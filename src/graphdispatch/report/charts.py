@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..plan.traffic import Floats, Ints
-from .units import percent, size_range
+from ..units import percent, size_range
 
 __all__ = ["Bars", "CaptureSizes", "Line", "Points", "Traffic", "frontier", "padding", "shares", "traffic"]
 

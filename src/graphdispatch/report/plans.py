@@ -9,10 +9,10 @@ from ..plan.cost import CostModel
 from ..plan.plan import Evaluation, Plan
 from ..plan.planner import plan_capture_sizes
 from ..plan.workload import Workload
+from ..units import count, milliseconds, percent, size_range, storage
 from . import charts
 from .page import Chart, Note, Report, Section, Table, Tile, make_report
 from .served import graph_shares, least_step_ms, padding_of, shares_of
-from .units import count, milliseconds, percent, size_range, storage
 
 __all__ = ["Finding", "plan_report"]
 

@@ -1,0 +1,351 @@
+"""``audit``: what graphs would do with a callable, without a trace of the audit."""
+
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch.api.graphed import graphed
+from graphdispatch.auditing.audit import audit
+from graphdispatch.auditing.result import Audit
+from graphdispatch.call.breaks import eager_break
+from graphdispatch.cli.app import main
+from graphdispatch.errors import ConfigError
+from graphdispatch.report import audit_report
+
+from . import examples
+
+X = torch.arange(12.0).view(4, 3)
+
+
+class Doubled(nn.Module):
+    """Rows are independent; the state is a counter in place and a buffer that is only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, plus: float = 0.0) -> torch.Tensor:
+        """Doubles, and counts."""
+        self.calls += 1
+        return x * self.factor + plus
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        """Another method."""
+        return x * self.factor
+
+
+def texts(found: Any) -> list[str]:
+    """What was found, in a few words each."""
+    return [one.what for one in found]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        Doubled(),
+        Doubled().twice,
+        lambda x: x * 2,
+        partial(Doubled(), plus=1.0),
+        graphed(Doubled(), dynamic={"x": 0}),
+        torch.relu,
+    ],
+    ids=["module", "method", "function", "partial", "graphed", "builtin"],
+)
+def test_any_callable(fn: Callable[..., Any]) -> None:
+    """It is captured at the powers of two up to the example's rows, and rows are found independent."""
+    found = audit(fn, (X,))
+    assert found.capturable
+    assert [one.size for one in found.replays] == [1, 2, 4]
+    assert found.independence.verdict == "independent"
+    assert found.failures == found.forbidden == found.rebinds == ()
+    assert found.breaks is None
+
+
+def test_arguments_by_position_and_by_name() -> None:
+    """One tensor, a tuple, a mapping and keyword arguments mean the same; a constant is named."""
+    model = Doubled()
+    given = [audit(model, X, {"plus": 1.5}), audit(model, (X, 1.5)), audit(model, {"x": X, "plus": 1.5})]
+    assert given[0] == given[1] == given[2]
+    assert texts(given[0].frozen) == ["argument plus = 1.5"]
+
+
+def test_rules_are_those_of_graphed() -> None:
+    """Batch dimensions, pad rules, nests, static tensors, sizes and modes."""
+    table = torch.ones(3)
+
+    def fn(batch: dict[str, torch.Tensor], table: torch.Tensor) -> torch.Tensor:
+        return 1 / batch["x"] + table
+
+    rules: dict[str, Any] = {"dynamic": {"batch['x']": 1}, "pad": {"batch['x']": 1.0}, "static": "table"}
+    found = audit(
+        lambda batch, table: fn(batch, table).t(), ({"x": X.t() + 1}, table.view(3, 1)), sizes=[3, 5], **rules
+    )
+    assert found.capturable
+    assert [(one.serves, one.size) for one in found.replays] == [(1, 3), (4, 5)]
+    assert [one.padding for one in found.replays] == pytest.approx([1 / 3, 0.1])
+    with pytest.raises(ConfigError, match="dynamic names 'y'"):
+        audit(fn, ({"x": X}, table), dynamic={"y": 0})
+    with pytest.raises(ConfigError, match="out of range"):
+        audit(fn, ({"x": X}, table), dynamic={"batch['x']": 2})
+    with pytest.raises(ConfigError, match="dynamic must map"):
+        audit(fn, ({"x": X}, table), dynamic=0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="args must be a tuple"):
+        audit(fn, 3)
+
+
+def test_batch_dimensions_are_guessed() -> None:
+    """Dimension 0 of the first tensor, and of those that are as long; others are copied whole."""
+    found = audit(lambda x, y, table: x + y + table.sum(), (X, X, torch.ones(2, 3)))
+    assert found.dynamic == {"x": 0, "y": 0}
+    assert found.capturable
+
+
+def test_everything_that_cuda_forbids_is_listed() -> None:
+    """All of it in one run, with line, module and number of times: host reads past the dispatcher, too."""
+
+    class Reader(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                scale = x.sum().item()
+            scale += x.numpy().mean() + np.asarray(x).sum() + sum(x.flatten().tolist())
+            scale += x.data_ptr() * 0 + torch.utils.dlpack.from_dlpack(x.detach()).sum() * 0
+            picked = x[x > 3].sum() + x.nonzero().sum() + torch.unique(x).sum()
+            return x * scale + picked + x.cpu().sum() + x.to("cpu").sum()
+
+    model = nn.Sequential(nn.Identity(), Reader())
+    found = audit(model, X)
+    assert not found.capturable
+    kinds = ["_local_scalar_dense", "numpy", "__array__", "tolist", "data_ptr", "dlpack", "index", "nonzero", "unique"]
+    names = " ".join(texts(found.forbidden))
+    assert [kind for kind in [*kinds, "Tensor.cpu", "Tensor.to"] if kind not in names] == []
+    item = found.forbidden[0]
+    assert (item.times, item.module, item.where.split(": ")[1]) == (2, "1", "scale = x.sum().item()")
+    assert found.breaks is not None
+    assert found.breaks.modules == ("1",)
+
+
+def test_a_break_at_the_least_set_of_modules() -> None:
+    """The innermost modules that cannot be captured, and what then lies in graphs."""
+
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (1 if x.max().item() > -9 else 2)
+
+    inner = nn.Sequential(nn.ReLU(), Reads())
+    model = nn.Sequential(nn.Linear(3, 3), inner, nn.ReLU(), nn.Tanh(), Reads(), nn.Tanh())
+    found = audit(model, X)
+    assert found.breaks is not None
+    assert found.breaks.modules == ("1.1", "4")
+    assert found.breaks.graphs == 3
+    assert found.breaks.share == pytest.approx(1 - 6 / 11)
+    assert found.breaks.failure == ""
+    assert found.independence.verdict == "independent"
+    assert [one.graphs for one in found.replays] == [3, 3, 3]
+
+
+def test_marked_breaks_may_do_what_they_like() -> None:
+    """In PIECEWISE mode, what a marked part does is neither forbidden nor in a graph; in FULL mode it is both."""
+
+    @eager_break
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return middle(x + 1) + 1
+
+    full, pieces = audit(fn, X), audit(fn, X, mode="PIECEWISE", sizes=[4])
+    assert (full.capturable, len(full.forbidden)) == (False, 1)
+    assert pieces.forbidden == ()
+    assert full.breaks is not None
+    assert full.breaks.modules == ()
+    assert "in no module" in full.breaks.failure
+
+
+def test_state_is_named() -> None:
+    """Weights read, buffers written and how much of them, arguments written."""
+
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("cache", torch.zeros(10, 3))
+
+        def forward(self, x: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            self.cache[slots] = self.layer(x)
+            out.copy_(x)
+            return self.cache[slots] + 1
+
+    rows = torch.arange(4)
+    found = audit(Cache(), (X, rows, torch.empty(4, 3)), pad={"slots": 9})
+    assert [(one.name, one.nbytes) for one in found.reads] == [("parameters", 48), ("buffers", 120)]
+    assert [(one.name, one.touched, one.nbytes) for one in found.writes] == [
+        ("Cache.cache", 48, 120),
+        ("argument out", 48, 48),
+    ]
+
+
+def test_rebound_state_is_found_and_frozen_values_are_shown() -> None:
+    """A counter in Python, with the value that a graph would keep, and random numbers of Python."""
+
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * self.calls + random.random()
+
+    model = Counts()
+    found = audit(model, X)
+    assert not found.capturable
+    assert len(found.rebinds) >= 1
+    assert any("gets 2 in one call and 3 in the next" in one.why for one in found.frozen)
+    assert any("random numbers" in one.what for one in found.frozen)
+    assert model.calls == 0
+    assert "calls" not in vars(model)
+
+
+def test_literals_and_paths_are_frozen() -> None:
+    """A tensor of Python values, and a branch that two equal calls take differently."""
+    turns = [0]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        turns[0] += 1
+        return x + torch.tensor([1.0, 2.0, 3.0]) if turns[0] % 2 else x.relu() + 1
+
+    found = audit(fn, X)
+    assert any("the path through the code" in one.what for one in found.frozen)
+    assert turns == [0]
+    found = audit(lambda x: x + torch.tensor([1.0, 2.0, 3.0]), X)
+    assert texts(found.frozen) == ["a tensor made from Python values"]
+
+
+def test_rows_that_depend_on_each_other() -> None:
+    """The verdict, and what changed."""
+    found = audit(lambda x: x - x.mean(0), X)
+    assert not found.capturable
+    assert found.independence.verdict == "dependent"
+    assert "output 0" in found.independence.proof
+
+
+def test_no_batch_dimension_and_one_row() -> None:
+    """Nothing to pad is said so; one row is tried with another."""
+    assert audit(lambda x: x + 1, X, dynamic={}).independence.verdict == "no batch dimension"
+    assert [one.size for one in audit(lambda x: x + 1, X[:1]).replays] == [1, 2]
+
+
+def test_nothing_is_left_behind() -> None:
+    """Weights, buffers, arguments, attributes, containers, random generators and marks are as before."""
+
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.seen = nn.Dropout(0.5), [1]
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor, log: dict[str, Any]) -> torch.Tensor:
+            self.steps += 1
+            self.table = x.shape
+            self.seen.append(2)
+            log["latest"] = x
+            x.mul_(2)
+            return self.drop(x) * np.random.rand() * random.random() * x.sum().item()
+
+    model, log, x = Leaves(), {"first": X}, X.clone()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    before = set(vars(model)), set(vars(model.drop))
+    audit(model, (x, log))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]  # type: ignore[union-attr]
+    assert (set(vars(model)), set(vars(model.drop))) == before
+    assert (model.steps.item(), model.seen, list(log)) == (0, [1], ["first"])
+    assert torch.equal(x, X)
+
+
+def test_an_error_of_the_call_passes_through() -> None:
+    """Nothing can be said of a call that fails; what it did before is undone."""
+    done = torch.zeros(())
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        done.add_(1)
+        raise LookupError("no such row")
+
+    with pytest.raises(LookupError, match="no such row"):
+        audit(fn, X)
+    assert done.item() == 0
+
+
+def test_an_error_at_another_number_of_rows_is_part_of_the_result() -> None:
+    """The call itself went well."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x.view(2, 2, 3).sum((0, 1))
+
+    found = audit(fn, X)
+    assert not found.capturable
+    assert "[4] rows would need a call that raises RuntimeError: shape '[2, 2, 3]' is invalid" in found.failures[0]
+
+
+def test_arguments_that_no_graph_can_take() -> None:
+    """They are refused with the reason of a call."""
+    found = audit(lambda x, config: x, (X, object()))
+    assert not found.capturable
+    assert "argument 'config'" in found.failures[0]
+
+
+def test_too_much_state_to_save() -> None:
+    """The run stops before it writes, and the remedy is named."""
+    from graphdispatch.config import CUDAGraphOptions
+
+    state = torch.zeros(1024)
+    found = audit(lambda x: x + state.add_(1)[0], X, options=CUDAGraphOptions(state_limit_bytes=1024))
+    assert not found.capturable
+    assert "state_limit_bytes" in found.failures[0]
+    assert state.sum().item() == 0
+
+
+def test_plain_data() -> None:
+    """An audit goes through JSON and back, to the same text; anything else is refused."""
+    model, example, options = examples.ranker()
+    found = audit(model, example, **options)
+    again = Audit.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert (again, str(again)) == (found, str(found))
+    with pytest.raises(ConfigError, match="no audit"):
+        Audit.from_dict({"name": 3})
+
+
+@pytest.mark.parametrize("name", ["ranker", "experts"])
+def test_the_page_has_what_the_text_has(name: str, tmp_path: Path) -> None:
+    """Every finding, failure and size; nothing from the user's code is taken for HTML."""
+    model, example, options = getattr(examples, name)()
+    found = audit(model, example, **options)
+    audit_report(found).save(tmp_path / "audit.html")
+    page = (tmp_path / "audit.html").read_text()
+    for text in (found.name, found.independence.verdict, *texts(found.forbidden)):
+        assert text in page
+    assert "scores[scores > 0.9" not in page
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0 and 1, the same figures as JSON, a page, and one line for a mistake."""
+    target, json_file, html = "tests.audit.examples:ranker", tmp_path / "audit.json", tmp_path / "audit.html"
+    assert main(["audit", target, "--json", str(json_file), "--html", str(html)]) == 1
+    printed = capsys.readouterr().out
+    found = Audit.from_dict(json.loads(json_file.read_text()))
+    assert printed == f"{found}\n"
+    assert "NOT capturable" in printed
+    assert html.read_text().startswith("<!doctype html>")
+    assert main(["audit", "demo", "--sizes", "2,4", "--mode", "PIECEWISE"]) == 0
+    assert "capturable: PIECEWISE graphs of 2, 4 rows" in capsys.readouterr().out
+    assert main(["audit", "tests.audit.examples:nothing"]) == 2
+    assert main(["audit", "tests.audit.examples:failing"]) == 2
+    (_, line) = capsys.readouterr().err.splitlines()
+    assert "calling it raised ValueError: bad weights" in line
