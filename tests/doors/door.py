@@ -138,7 +138,7 @@ class Door(ABC):
         fn = self.fn.forward if isinstance(self.fn, torch.nn.Module) else self.fn
         try:
             names = list(inspect.signature(fn).parameters)
-        except ValueError:  # a scripted module has none
+        except Exception:  # a scripted module has none, and an odd object raises anything
             names = list(self.dynamic)
         if names[:1] == ["args"]:
             names = list(self.dynamic)

@@ -1,4 +1,4 @@
-"""What happens around a served callable: copies, pickles, forks."""
+"""What happens around a served callable: copies, pickles, forks, odd objects."""
 
 import contextlib
 import copy
@@ -15,7 +15,9 @@ import graphdispatch as gd
 from graphdispatch.capture.collector import paused_collector
 
 from .door import Door
+from .features import needs
 from .forks import all_locks_held, in_child
+from .odd import ODD, ODD_CALLABLES
 
 Open = Callable[..., Door]
 
@@ -160,3 +162,44 @@ def test_fork_inside_a_break_of_the_collector() -> None:
         go_on.set()
         thread.join()
     assert gc.isenabled()
+
+
+def called(step: Door, *more: Any) -> None:
+    """Prepare and call a door of a callable that doubles ``x``; every answer is right."""
+    for rows in (3, 4):
+        if step.captures_ahead:
+            step.prepare(torch.randn(rows, 3), *more)
+    for rows in (3, 4, 3, 4, 3, 3):
+        x = torch.randn(rows, 3)
+        answer = step(x, *more)
+        assert torch.equal(answer[0] if isinstance(answer, tuple) else answer, x * 2)
+        step.explanation(x, *more)
+
+
+@pytest.mark.parametrize("kind", sorted(set(ODD) - {"ClassRaises"}))
+def test_odd_object_held(opened: Open, kind: str) -> None:
+    """The callable holds an object that cannot be compared, printed, measured or asked: it is served, or runs."""
+    thing = ODD[kind]()
+    called(opened(lambda x, kept=thing: x * 2, dynamic={"x": 0}))
+
+
+@pytest.mark.parametrize("kind", ODD)
+@needs("constants")
+def test_odd_object_passed(opened: Open, kind: str) -> None:
+    """Such an object is an argument: the call runs eagerly, and nothing is asked of the object."""
+    called(opened(lambda x, y: x * 2), ODD[kind]())
+    called(opened(lambda x, y: x * 2), [ODD[kind]()])
+
+
+@pytest.mark.parametrize("kind", sorted(set(ODD) - {"ClassRaises"}))
+def test_odd_object_returned(opened: Open, kind: str) -> None:
+    """Such an object is an output beside a tensor: the same one each time, or a new one."""
+    thing, make = ODD[kind](), ODD[kind]
+    called(opened(lambda x: (x * 2, thing)))
+    called(opened(lambda x: (x * 2, make())))
+
+
+@pytest.mark.parametrize("kind", ODD_CALLABLES)
+def test_odd_callable(opened: Open, kind: str) -> None:
+    """The callable itself is such an object."""
+    called(opened(ODD_CALLABLES[kind]()))

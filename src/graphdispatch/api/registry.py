@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from ..backends import get_backend
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
+from ..call.spec import is_tensor
 from ..config import CUDAGraphConfig
 from ..copying import MadeAnew
 from ..decide.decision import SizeTable
@@ -304,7 +305,7 @@ def check_input_shapes(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None
     for name, tensor in inputs.items():
         if type(name) is not str:
             raise ConfigError(f"the name of an input must be text, got {shown(name)}")
-        if not isinstance(tensor, torch.Tensor):
+        if not is_tensor(tensor):
             raise ConfigError(f"input {name!r} must be a tensor, got {shown(tensor)}; bind others to the callable")
     for name, shape in _checked_shapes("input_shapes", shapes or {}).items():
         if name not in inputs:
@@ -321,8 +322,8 @@ def check_output_shapes(outputs: Any, shapes: Shapes | None) -> None:
         return
     named = outputs if isinstance(outputs, Mapping) else dict(zip(shapes, tree_leaves(outputs), strict=False))
     for name, shape in _checked_shapes("output_shapes", shapes).items():
-        if not isinstance(named.get(name), torch.Tensor) or tuple(named[name].shape) != shape:
-            found = tuple(named[name].shape) if isinstance(named.get(name), torch.Tensor) else named.get(name)
+        if not is_tensor(named.get(name)) or tuple(named[name].shape) != shape:
+            found = tuple(named[name].shape) if is_tensor(named.get(name)) else named.get(name)
             raise ConfigError(f"output {name!r} must have shape {shape} as output_shapes says, got {found}")
 
 

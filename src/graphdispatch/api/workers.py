@@ -24,6 +24,7 @@ from ..backends import Backend, Pool
 from ..backends.base import Event, Stream
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
+from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied
 from ..decide.decision import Decision, SizeTable
@@ -391,5 +392,5 @@ def _hold(tree: Any, stream: Stream) -> None:
     native = getattr(stream, "native", None)
     if native is not None:
         for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+            if is_tensor(leaf) and leaf.is_cuda:
                 leaf.record_stream(native)

@@ -102,7 +102,7 @@ class CUDAGraphWrapper(Lifecycle):
             return self.runnable(*args, **kwargs)
         try:
             route = self._routes.get(batch_descriptor)
-        except TypeError:
+        except Exception:  # of the variant's class, too
             raise ConfigError(f"batch_descriptor must be hashable, got {shown(batch_descriptor)}") from None
         if route is None:
             with self._server.lock:
@@ -119,8 +119,8 @@ class CUDAGraphWrapper(Lifecycle):
 
     def unwrap(self) -> Any:
         """The runnable, however many wrappers are around it."""
-        inner = self.runnable
-        return inner.unwrap() if isinstance(inner, CUDAGraphWrapper) else inner
+        inner: Any = self.runnable
+        return inner.unwrap() if issubclass(type(inner), CUDAGraphWrapper) else inner
 
     def get_cached_descriptors(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""

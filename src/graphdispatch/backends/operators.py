@@ -97,7 +97,7 @@ def is_composite(func: OpOverload) -> bool:
 def tensors_in(*trees: Any) -> Iterator[torch.Tensor]:
     """All tensors in nests of arguments or results."""
     for leaf in tree_iter(trees):
-        if isinstance(leaf, torch.Tensor):
+        if issubclass(type(leaf), torch.Tensor):
             yield leaf
 
 

@@ -7,13 +7,14 @@ one lookup of a context variable. In a FULL capture it is part of the graph.
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import MethodType
-from typing import Any, TypeVar, overload
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, TypeGuard, TypeVar, overload
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError, shown
+from .rules import callable_name
 
 __all__ = ["BREAKS", "BreakRunner", "eager_break", "is_break", "is_marked", "remove_eager_break"]
 
@@ -60,7 +61,7 @@ def eager_break(target: Any, *more: Any) -> Any:
     A module is marked in place and returned; ``remove_eager_break`` takes the mark back. Nested marks run inside the
     outer one. ``torch.compile`` traces through a mark. Raises ``ConfigError`` for anything else.
     """
-    if isinstance(target, str):
+    if type(target) is str:
         for name in (target, *more):
             namespace, _, rest = name.partition("::")
             if not rest or not hasattr(getattr(torch.ops, namespace), rest.split(".")[0]):
@@ -69,7 +70,7 @@ def eager_break(target: Any, *more: Any) -> Any:
         return None
     if more:
         raise ConfigError("eager_break takes one function or module, or names of operators")
-    if isinstance(target, nn.Module):
+    if is_module(target):
         forward, name = target.forward, type(target).__name__
         if isinstance(forward, MethodType) and forward.__self__ is target and not is_break(forward):
             # A method again, so that a deep copy of the module calls the copy and not this module.
@@ -78,8 +79,13 @@ def eager_break(target: Any, *more: Any) -> Any:
             target.forward = _as_break(forward, name)
         return target
     if callable(target):
-        return target if is_break(target) else _as_break(target, getattr(target, "__qualname__", repr(target)))
+        return target if is_break(target) else _as_break(target, callable_name(target))
     raise ConfigError(f"eager_break takes a function, a module or names of operators, got {shown(target)}")
+
+
+def is_module(value: Any) -> TypeGuard[nn.Module]:
+    """Whether a value is a module by its type, whatever it says of its class."""
+    return issubclass(type(value), nn.Module)
 
 
 def is_marked(module: nn.Module) -> bool:
@@ -89,7 +95,8 @@ def is_marked(module: nn.Module) -> bool:
 
 def is_break(fn: Callable[..., Any]) -> bool:
     """Whether a function is marked to run eagerly in PIECEWISE captures."""
-    return hasattr(fn, _ORIGINAL)
+    plain = fn.__func__ if type(fn) is MethodType else fn
+    return type(plain) is FunctionType and _ORIGINAL in vars(plain)
 
 
 def remove_eager_break(*targets: Any) -> None:
@@ -98,9 +105,9 @@ def remove_eager_break(*targets: Any) -> None:
     Raises ``ConfigError`` for anything but marked modules and names.
     """
     for target in targets:
-        if isinstance(target, str):
+        if type(target) is str:
             BREAKS.discard(target)
-        elif isinstance(target, nn.Module) and is_marked(target):
+        elif is_module(target) and is_marked(target):
             original = getattr(target.forward, _ORIGINAL)
             del target.forward
             if getattr(target.forward, "__func__", None) is not original:  # not the class's forward, but its own
@@ -110,7 +117,6 @@ def remove_eager_break(*targets: Any) -> None:
 
 
 def _as_break(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         # The compiler cannot trace a context variable. What it compiles is one piece without breaks.
         runner = None if torch.compiler.is_dynamo_compiling() else ACTIVE.get()
@@ -118,5 +124,7 @@ def _as_break(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         return runner(name, fn, args, kwargs)
 
+    if issubclass(type(fn), (FunctionType, BuiltinFunctionType, MethodType)):  # others may answer for any name
+        functools.update_wrapper(run, fn)
     setattr(run, _ORIGINAL, fn)
     return run

@@ -1,6 +1,7 @@
 """What the user says of the arguments: which have a batch dimension, how to pad them, which are static."""
 
 from collections.abc import Callable, Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -94,5 +95,6 @@ def make_rules(
 
 def callable_name(fn: Callable[..., Any]) -> str:
     """The name of a callable, for messages."""
-    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+    kinds = (FunctionType, BuiltinFunctionType, MethodType, type)
+    name: str = fn.__qualname__ if issubclass(type(fn), kinds) else type(fn).__qualname__
     return name

@@ -14,7 +14,7 @@ import torch
 from ..reasons import Reason
 from .padding import Pad
 from .rules import ArgumentRules
-from .spec import Leaf, describe
+from .spec import Leaf, describe, is_tensor
 
 __all__ = ["PLAIN_TENSORS", "ForeignSignature", "InputSpec", "Refusal", "Signature", "no_tensors", "refusal"]
 
@@ -27,7 +27,7 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 # Values whose equality is known to mean that a callable cannot tell them apart.
 _CONSTANTS = (
     bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Size, Enum,
+    torch.memory_format, torch.Size,
 )  # fmt: skip
 # Constants whose equality is too coarse (0.0 equals -0.0) or too fine (NaN is not NaN), and what to compare instead.
 _EXACT: dict[type, Callable[[Any], str]] = {float: float.hex, complex: repr}
@@ -104,11 +104,11 @@ class Signature:
         self._objects: list[tuple[int, Any]] = []
         self.rows = NO_MATCH
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
-            if isinstance(value, torch.Tensor):
+            if is_tensor(value):
                 self._add_tensor(position, leaf, value, rules)
             elif type(value) in _EXACT:
                 self._constants.append((position, type(value), _EXACT[type(value)](value)))
-            elif isinstance(value, _CONSTANTS):
+            elif type(value) in _CONSTANTS:
                 self._constants.append((position, type(value), value))
             else:
                 self._objects.append((position, value))
@@ -202,7 +202,7 @@ class ForeignSignature(Signature):
         """1 if the call's tensors lie where the graph reads, else ``NO_MATCH``."""
         if self.addresses is None:
             return 1
-        found = tuple(value.data_ptr() for value in values if isinstance(value, torch.Tensor))
+        found = tuple(value.data_ptr() for value in values if is_tensor(value))
         return 1 if found == self.addresses else NO_MATCH
 
 
@@ -213,7 +213,7 @@ def refusal(
 
     Raises ``ConfigError`` if a batch dimension is out of range.
     """
-    tensors = [(leaf, v) for leaf, v in zip(leaves, values, strict=True) if isinstance(v, torch.Tensor)]
+    tensors = [(leaf, v) for leaf, v in zip(leaves, values, strict=True) if is_tensor(v)]
     for leaf, tensor in tensors:
         if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
             what = f"{type(tensor).__name__} of layout {tensor.layout}"
@@ -248,7 +248,8 @@ def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _EXACT or isinstance(value, (torch.Tensor, *_CONSTANTS))
+    kind = type(value)
+    return kind in _EXACT or kind in _CONSTANTS or issubclass(kind, (torch.Tensor, Enum))
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

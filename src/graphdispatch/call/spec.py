@@ -9,16 +9,22 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from operator import is_
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-__all__ = ["VALUES", "CallSpec", "FlatCall", "Leaves", "describe", "parameter_names"]
+__all__ = ["VALUES", "CallSpec", "FlatCall", "Leaves", "describe", "is_tensor", "parameter_names"]
 
 
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Types of plain constants: equal ones cannot be told apart, and each is its own description."""
+
+
+def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor by its type, whatever it says of its class."""
+    return issubclass(type(value), torch.Tensor)
 
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -30,12 +36,19 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    module = getattr(fn, "_orig_mod", fn)  # what torch.compile made of a module takes anything, by its signature
-    target = module.forward if isinstance(module, torch.nn.Module) else fn
-    try:
-        return list(inspect.signature(target).parameters.values())
-    except (TypeError, ValueError):  # a builtin without a signature
-        return None
+    target: Any = fn
+    if issubclass(type(fn), torch.nn.Module):
+        module: Any = vars(fn)["_modules"].get("_orig_mod", fn)  # what torch.compile made of a module takes anything
+        target = module.forward
+    by_class = inspect.getattr_static(type(target), "__call__", None)
+    for wanted in (target, *([MethodType(by_class, target)] if type(by_class) is FunctionType else [])):
+        try:
+            return list(inspect.signature(wanted).parameters.values())
+        except (TypeError, ValueError):  # a builtin without a signature
+            continue
+        except Exception:  # of an object that does not let itself be looked at; its class does
+            continue
+    return None
 
 
 def describe(value: Any) -> str:
@@ -115,6 +128,13 @@ class Leaves(list[Any]):
         return len(now) == len(self) and all(map(is_, now, self))
 
 
+def _path(path: Any, place: int) -> str:
+    try:
+        return keystr(path)
+    except Exception:  # of a key that cannot be printed
+        return f"[{place}]"
+
+
 class FlatCall:
     """Calls ``fn`` with a flat list of leaves, in the spelling and structure of one recorded call.
 
@@ -129,7 +149,9 @@ class FlatCall:
         for name, value in zip(spec.names, values, strict=True):
             paths, tree = tree_flatten_with_path(value)
             self._specs.append(tree)
-            self.leaves += [Leaf(name + keystr(path), name.partition("[")[0]) for path, _ in paths]
+            self.leaves += [
+                Leaf(name + _path(path, place), name.partition("[")[0]) for place, (path, _) in enumerate(paths)
+            ]
         self.is_flat = all(spec.is_leaf() for spec in self._specs)
         inverse = spec.order if spec.order is not None else range(len(values))
         self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
@@ -146,7 +168,10 @@ class FlatCall:
         leaves: list[Any] = []
         for value, expected in zip(values, self._specs, strict=True):
             flat, spec = tree_flatten(value)
-            if spec != expected:
+            try:
+                if spec != expected:
+                    return None
+            except Exception:  # of a key that cannot be compared
                 return None
             leaves += flat
         return Leaves(leaves, values)

@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..backends.operators import storage_key
+from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
@@ -131,7 +132,7 @@ class CaptureAttempt:
         outputs = Outputs(output, rule, recording.is_own, request.options.outputs, request.pool, request.buffers)
         buffers = request.buffer_storages()
         held = {key: tensor for key, tensor in warm_run.outside.items() if key not in buffers}
-        arguments = {storage_key(value) for value in request.values if isinstance(value, torch.Tensor)}
+        arguments = {storage_key(value) for value in request.values if is_tensor(value)}
         workspaces = [held[key] for key in held.keys() - request.guard.storages - arguments]
         written = [region.target for region in self._writes_outside_inputs()]
         return CUDAGraphEntry(
@@ -154,7 +155,7 @@ class CaptureAttempt:
             call=request.call,
             example=request.values_with(repeat(None)),
             warm_batch=tuple(
-                value.detach().clone() if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL_BYTES else None
+                value.detach().clone() if is_tensor(value) and value.nbytes <= _SMALL_BYTES else None
                 for value in request.values
             ),
         )

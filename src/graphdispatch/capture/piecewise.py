@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..backends.base import Graph, Pool
 from ..backends.operators import storage_key, tensors_in
-from ..call.spec import describe
+from ..call.spec import describe, is_tensor
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import is_same_value
@@ -98,7 +98,7 @@ class EagerPart:
     def __post_init__(self) -> None:
         self._arguments = {storage_key(t) for t in _strided((self.args, self.kwargs))}
         self._sharing = _sharing(self.leaves)
-        self._is_one_tensor = self.spec.is_leaf() and isinstance(self.leaves[0], torch.Tensor)
+        self._is_one_tensor = self.spec.is_leaf() and is_tensor(self.leaves[0])
 
     def run(self) -> None:
         """Call it on the static arguments and put its results where the next graph reads them.
@@ -122,7 +122,7 @@ class EagerPart:
         if len(leaves) > 1 and _sharing(leaves) != self._sharing:
             raise ReplayError(f"break {self.name!r} returned tensors that share memory otherwise than at the capture")
         for index, (now, then) in enumerate(zip(leaves, self.leaves, strict=True)):
-            if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
+            if is_tensor(now) and is_tensor(then):
                 self._put(index, now, then)
             elif not is_same_value(now, then):
                 raise ReplayError(

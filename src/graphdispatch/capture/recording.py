@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..backends.base import Capture, Graph
 from ..backends.operators import is_expanded, storage_key, tensors_in, user_line
 from ..call.breaks import ACTIVE
+from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
@@ -63,7 +64,7 @@ def _record_once(
 ) -> Recording:
     start_over(f"capturing {request.size} rows")
     values, buffers = request.static_values(), request.buffer_storages()
-    watch = CaptureWatch(existing | {storage_key(value) for value in values if isinstance(value, torch.Tensor)})
+    watch = CaptureWatch(existing | {storage_key(value) for value in values if is_tensor(value)})
     parts: list[Graph | EagerPart] = []
     is_piecewise = mode is CUDAGraphMode.PIECEWISE
     try:
@@ -156,7 +157,7 @@ class _Breaks:
         results, made = [], []
         for leaf in leaves:
             is_made = False
-            if isinstance(leaf, torch.Tensor):
+            if is_tensor(leaf):
                 if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
                     what = f"{type(leaf).__name__} with layout {leaf.layout}"
                     raise CaptureError(f"break {name!r} returned a {what}; return dense tensors", Reason.CAPTURE_UNSAFE)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..call.signature import ForeignSignature, InputSpec, Signature
-from ..call.spec import FlatCall
+from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError
@@ -300,8 +300,8 @@ class CUDAGraphEntry(NotCopied):
 
 def _rows_of(spec: InputSpec, tensor: Any, rows: int) -> int:
     """The rows of a call, as far as an input tells (-1: not yet). Raises ``GuardError`` if it does not fit."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+    if not is_tensor(tensor) or tensor.layout is not torch.strided:
+        got = tensor.layout if is_tensor(tensor) else type(tensor).__name__
         raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise GuardError(

@@ -3,12 +3,12 @@
 from collections.abc import Hashable
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch.utils._pytree import tree_leaves
 
 from ..backends import get_backend
 from ..backends.base import Graph, Pool
 from ..call.signature import ForeignSignature
+from ..call.spec import is_tensor
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ReplayError
 from ..modes import CUDAGraphMode, EntryState
@@ -90,7 +90,7 @@ def entry_around(
     half-way, whatever that wrote.
     """
     pool = _ForeignPool()
-    tensors = sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(outputs))
+    tensors = sum(is_tensor(leaf) for leaf in tree_leaves(outputs))
     rows = key.num_tokens if isinstance(key, (DispatchKey, BatchDescriptor)) else 1
     return CUDAGraphEntry(
         descriptor=key if isinstance(key, BatchDescriptor) else BatchDescriptor(rows),

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.operators import is_expanded
-from ..call.spec import describe
+from ..call.spec import describe, is_tensor
 from ..errors import ConfigError, shown
 from .buffers import OutputBuffers, OutputSpec, first_part
 
@@ -27,7 +27,7 @@ class CallerBuffers(OutputBuffers):
         super().__init__(capacity)
         self.given = out
         self._leaves, self._spec = tree_flatten(out)
-        tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in self._leaves if is_tensor(leaf)]
         if not tensors:
             raise ConfigError(f"out must be a tensor or a nest of tensors, got {shown(out)}")
         for tensor in tensors:
@@ -64,7 +64,7 @@ def copy_into(out: Any, result: Any) -> Any:
     buffers, expected = tree_flatten(out)
     leaves, spec = tree_flatten(result)
     _check_structure(expected, spec)
-    found = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    found = {place: leaf for place, leaf in enumerate(leaves) if is_tensor(leaf)}
     _check_places(buffers, found.keys())
     for place, leaf in found.items():  # all of them first: a nest that does not fit leaves ``out`` as it is
         buffer = buffers[place]
@@ -93,13 +93,13 @@ def _check_structure(given: TreeSpec, spec: TreeSpec) -> None:
 def _check_places(given: Sequence[Any], places: Collection[int]) -> None:
     """Compare where the caller gave tensors with where outputs are tensors."""
     for place, leaf in enumerate(given):
-        if isinstance(leaf, torch.Tensor) and place not in places:
+        if is_tensor(leaf) and place not in places:
             raise ConfigError(f"out has a tensor in place {place} of the outputs, which is none; put None there")
 
 
 def _check_kind(buffer: Any, output: torch.Tensor) -> None:
     if (
-        not isinstance(buffer, torch.Tensor)
+        not is_tensor(buffer)
         or (buffer.dtype, buffer.device, buffer.dim()) != (output.dtype, output.device, output.dim())
         or (buffer.is_inference() and not torch.is_inference_mode_enabled())
     ):
@@ -109,7 +109,7 @@ def _check_kind(buffer: Any, output: torch.Tensor) -> None:
 
 
 def _kind(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if not is_tensor(value):
         return describe(value)
     mode = ", an inference tensor" if value.is_inference() else ""
     return f"{value.dim()} dimensions of {value.dtype} on {value.device}{mode}"

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_leaves
 
+from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
 from .buffers import OutputBuffers, OutputRing
@@ -54,7 +54,7 @@ class Handout:
         """
         if self.out is None or rows <= largest:
             return
-        tensors = [leaf for leaf in tree_leaves(self.out) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(self.out) if is_tensor(leaf)]
         guessed = [((0, 1),) if tensor.dim() and tensor.shape[0] >= largest else () for tensor in tensors]
         for tensor, dims in zip(tensors, rule.follows if rule is not None else guessed, strict=True):
             if any(tensor.shape[dim] < rows * factor for dim, factor in dims):

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Pool
-from ..call.spec import VALUES, describe
+from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
@@ -110,7 +110,7 @@ def _unknown(index: int, a: torch.Tensor, m: int, b: torch.Tensor, n: int) -> Ca
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_flatten(tree)[0] if is_tensor(leaf)]
 
 
 class Outputs:
@@ -134,7 +134,7 @@ class Outputs:
         self.rule = rule
         self.buffers = buffers
         leaves, spec = tree_flatten(tree)
-        self._tensors = [(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._tensors = [(place, leaf) for place, leaf in enumerate(leaves) if is_tensor(leaf)]
         self._is_own = tuple(is_own)
         self._mode = mode
         self._pool = pool
@@ -199,7 +199,7 @@ _only: Callable[[list[torch.Tensor]], Any] = itemgetter(0)
 
 def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]], Any]:
     """How a list of output tensors becomes the callable's own structure again."""
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    places = [place for place, leaf in enumerate(leaves) if is_tensor(leaf)]
     if spec.is_leaf():
         return _only if places else lambda _: leaves[0]
     if spec.type is tuple and spec.num_nodes == len(leaves) + 1 == len(places) + 1:
@@ -216,7 +216,7 @@ def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]]
 
 def is_same_value(a: Any, b: Any) -> bool:
     """Whether two values that are no tensors cannot be told apart: one object, or equal constants of one type."""
-    return a is b or (type(a) is type(b) and isinstance(a, VALUES) and repr(a) == repr(b))
+    return a is b or (type(a) is type(b) and type(a) in VALUES and repr(a) == repr(b))
 
 
 def _line(spec: TreeSpec) -> str:
@@ -242,7 +242,7 @@ def check_values(eager: Any, graph: Any) -> None:
             Reason.OUTPUT_UNSUPPORTED,
         )
     for a, b in zip(eager_leaves, graph_leaves, strict=True):
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if is_tensor(a) and is_tensor(b):
             continue
         if not is_same_value(a, b):
             raise CaptureError(

@@ -7,12 +7,10 @@ from dataclasses import replace
 from sys import maxsize
 from typing import Any, NamedTuple
 
-import torch
-
 from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, no_tensors, refusal
-from ..call.spec import CallSpec, FlatCall
+from ..call.spec import CallSpec, FlatCall, is_tensor
 from ..capture.autobreak import AutoBreaks
 from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.request import CaptureRequest, CaptureResult
@@ -108,7 +106,7 @@ class GraphSet:
 
     def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
         """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
-        tensor = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        tensor = next((leaf for leaf in leaves if is_tensor(leaf)), None)
         if tensor is None:
             return no_tensors(call.leaves, leaves)
         if self.backend is None:

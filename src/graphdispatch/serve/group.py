@@ -11,7 +11,7 @@ import torch
 from ..backends.operators import bits_equal
 from ..call.rules import ArgumentRules
 from ..call.signature import Signature
-from ..call.spec import CallSpec, FlatCall
+from ..call.spec import CallSpec, FlatCall, is_tensor
 from ..decide.decision import Decision, SizeTable
 from ..descriptors import BatchDescriptor
 from ..memory.backoff import Backoff, Failure, Quarantine
@@ -276,7 +276,7 @@ class GraphGroup:
         """Whether a batch is another one than that with which the entry was captured (yes, if that was not kept)."""
         comparable = False
         for now, then in zip(values, entry.warm_batch, strict=False):
-            if isinstance(then, torch.Tensor):
+            if is_tensor(then):
                 comparable = True
                 if not bits_equal(now, then):
                     return True

@@ -126,7 +126,7 @@ class Server(HitPath):
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
         leaves = [*args, *kwargs.values()]
-        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        if not all(issubclass(type(leaf), torch.Tensor) for leaf in leaves):
             leaves = tree_leaves(leaves)
         return any(map(wants_gradient, leaves)) or self.graphs.guard.trainable
 
