@@ -1,4 +1,4 @@
-"""What happens around a served callable: copies, pickles, forks, odd objects."""
+"""What happens around a served callable: copies, pickles, forks, odd objects, static outputs."""
 
 import contextlib
 import copy
@@ -203,3 +203,79 @@ def test_odd_object_returned(opened: Open, kind: str) -> None:
 def test_odd_callable(opened: Open, kind: str) -> None:
     """The callable itself is such an object."""
     called(opened(ODD_CALLABLES[kind]()))
+
+
+def test_static_outputs_stay_where_they_are(opened: Open) -> None:
+    """With ``outputs="static"`` each call answers in the same tensors: one that captures or compares, too."""
+    count = torch.zeros(1)
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+        count.add_(1)
+        return x * count, x.sum(1), 5
+
+    step = opened(fn, outputs="static")
+    step.prepare(torch.randn(4, 3))
+    places = set()
+    for calls in range(1, 6):
+        x = torch.randn(4, 3)
+        first, second, five = step(x)
+        assert torch.equal(first, x * calls)
+        assert torch.equal(second, x.sum(1))
+        assert five == 5
+        places.add((first.data_ptr(), second.data_ptr()))
+    assert step.was_hit()
+    assert len(places) == 1
+
+
+@needs("padding", "comparisons")
+def test_static_outputs_of_padded_batches(opened: Open) -> None:
+    """The same for batches that do not fill the graph, with the rows of the batch alone."""
+    step = opened(lambda x: x * 2, outputs="static")
+    step.prepare(torch.randn(4, 3))
+    places = set()
+    for rows in (4, 3, 4, 2, 3, 2, 1):
+        x = torch.randn(rows, 3)
+        answer = step(x)
+        assert torch.equal(answer, x * 2)
+        places.add(answer.data_ptr())
+    assert len(places) == 1
+
+
+def test_static_outputs_that_are_state(opened: Open) -> None:
+    """A cache that the callable returns is handed out itself, on every call."""
+    cache = torch.zeros(4, 3)
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache.add_(1)
+        return cache, x * 2
+
+    step = opened(fn, outputs="static")
+    step.prepare(torch.randn(4, 3))
+    for calls in range(1, 6):
+        kept, _ = step(torch.randn(4, 3))
+        assert kept.data_ptr() == cache.data_ptr()
+        assert float(cache[0, 0]) == calls
+
+
+def test_compiled_around(settled: Open) -> None:
+    """``torch.compile`` around a served callable compiles what is around it, and nothing inside."""
+    torch._dynamo.reset()
+    seen: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        seen.extend(node.name for node in module.graph.nodes if node.op.startswith("call"))
+        return module.forward
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    step = settled(fn)
+    plain = step.plain
+    compiled = torch.compile(lambda x: plain(x - 1) - 1, backend=backend)
+    hits = step.hits
+    for rows in (3, 4, 3, 4):
+        x = torch.randn(rows, 3)
+        assert torch.equal(compiled(x), fn(x - 1) - 1)
+    assert step.hits == hits + 4
+    assert {name.partition("_")[0] for name in seen} <= {"sub"}
+    torch._dynamo.reset()

@@ -10,6 +10,7 @@ import torch
 
 from ..backends import Backend, Pool
 from ..call.signature import Refusal
+from ..call.tracing import untraced
 from ..capture.collector import swept_collector
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
@@ -81,6 +82,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         ranked = sorted(calls.items(), key=lambda item: -item[1])
         return [(shape, count) for shape, count in ranked if shape is not None and count][:top_k]
 
+    @untraced
     def prewarm(
         self, shapes: Iterable[BatchDescriptor | int], dummy_fn: Callable[[BatchDescriptor], Any]
     ) -> list[BatchDescriptor]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
+from ..call.tracing import untraced
 from ..copying import MadeAnew
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, ReplayError, check_callable, check_type, shown
@@ -155,6 +156,7 @@ class CompositeDispatcher(MadeAnew):
             self._members = tuple(member for member in self._members if member is not gone)
             self._failures.forgive(gone)
 
+    @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run one call. Raises what the graph or the runner raises, and ``ConfigError`` if no member takes the key."""
         start = perf_counter_ns()
@@ -165,6 +167,7 @@ class CompositeDispatcher(MadeAnew):
             return comparing.dispatch(key, *args, **kwargs)
         return self.run_eagerly(key, reason, args, kwargs, perf_counter_ns() - start)
 
+    @untraced
     def run_eagerly(
         self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
     ) -> Any:
@@ -174,6 +177,7 @@ class CompositeDispatcher(MadeAnew):
                 return member.dispatcher.run_eagerly(key, reason, args, kwargs, spent)
         raise ConfigError(f"no member accepts {key}; members are {[m.name for m in self._members]}")
 
+    @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Serve a call by a member's graph if one can, so that composites nest; see ``GraphMember``."""
         return self._try_graphs(key, args, kwargs)[:3]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
+from ..call.tracing import untraced
 from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..decide.latency import LatencyMeter
@@ -120,6 +121,7 @@ class CudagraphDispatcher(MadeAnew):
         found = first_registered(self.workers, key, (mode,))
         return found.entry if found is not None else None
 
+    @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run one call: a graph's outputs, or ``eager_runner(*args, **kwargs)``.
 
@@ -130,6 +132,7 @@ class CudagraphDispatcher(MadeAnew):
         chosen = self._choose(key, args, kwargs)
         return self._run(key, chosen, perf_counter_ns() - start, args, kwargs)
 
+    @untraced
     def run_eagerly(
         self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
     ) -> Any:
@@ -142,6 +145,7 @@ class CudagraphDispatcher(MadeAnew):
             key, Chosen(self.workers[0], None, Decision.eager(reason, key.num_tokens)), spent, args, kwargs
         )
 
+    @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Serve a call by a graph and count it: whether one did, the outputs, and the reason. Never runs the runner.
 
@@ -258,6 +262,7 @@ class CudagraphDispatcher(MadeAnew):
         for worker in self.workers:
             worker.clear()
 
+    @untraced
     def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
         """How ``dispatch`` would run this call, and why, as one line. Nothing is run or counted."""
         worker, found, decision = self._choose(key, args, kwargs)

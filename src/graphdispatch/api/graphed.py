@@ -12,6 +12,7 @@ import torch
 
 from ..backends import get_backend
 from ..call.rules import ArgumentRules, callable_name, make_rules
+from ..call.tracing import untraced
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, resized, roomy_config
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, check_callable
@@ -211,6 +212,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         shared = (self._graphs.cache.budget, self._graphs.handout.out)
         return _made_anew, (self._server.fn, self._config, *shared, self._rules, self._uniform_decode), {}, {}
 
+    @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         route = self._decode if self._uniform_decode is None else self._route(args, kwargs)
@@ -226,10 +228,12 @@ class Graphed(Lifecycle, Generic[P, R]):
         """The decision of the calling thread's latest call, or None before the first."""
         return self._server.decision
 
+    @untraced
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """How such a call would be served now, in one line; nothing is run or counted."""
         return self._server.explain(self._route(args, kwargs), args, kwargs)
 
+    @untraced
     def prewarm(
         self,
         *args: Any,
@@ -256,6 +260,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             batch = CaptureBatch(self._server, self._config, Limits(max_seconds, max_bytes), progress=progress)
             return batch.run(self._routes, args, kwargs, sizes)
 
+    @untraced
     def estimate_memory(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> "MemoryEstimate":
         """What graphs of ``sizes`` (default: all) will hold, from an example call, before they are captured.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..call.tracing import untraced
 from ..config import CUDAGraphConfig, parse_mode
 from ..copying import MadeAnew
 from ..decide.decision import Decision
@@ -80,6 +81,7 @@ class CUDAGraphManager(MadeAnew):
                 server.admit(group, size)[0] is Reason.CAPTURED_NOW for group in groups
             )
 
+    @untraced
     def capture_graph(
         self,
         batch_size: int,
@@ -116,6 +118,7 @@ class CUDAGraphManager(MadeAnew):
             mode=mode,
         )
 
+    @untraced
     def replay_graph(self, batch_size: int, seq_len: int, inputs: Mapping[str, torch.Tensor]) -> Any:
         """Serve a batch by its graph: the outputs for ``batch_size`` rows, owned as ``options.outputs`` says.
 
@@ -143,6 +146,7 @@ class CUDAGraphManager(MadeAnew):
                 return server.perform(choice)[1]
         return entry.serve_timed(values, rows, self.stats)
 
+    @untraced
     def execute_or_capture(
         self,
         batch_size: int,

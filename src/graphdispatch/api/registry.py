@@ -11,6 +11,7 @@ from ..backends import get_backend
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..call.spec import is_tensor
+from ..call.tracing import untraced
 from ..config import CUDAGraphConfig
 from ..copying import MadeAnew
 from ..decide.decision import SizeTable
@@ -72,6 +73,7 @@ class CUDAGraphRegistry(MadeAnew):
         resolved = self.config.replace(mode=CUDAGraphMode.FULL).resolve()
         self._tables = {mode: SizeTable.of(resolved, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
 
+    @untraced
     def capture(
         self,
         batch_size: int,

@@ -7,6 +7,7 @@ from time import perf_counter_ns
 from typing import Any, Literal, cast
 
 from ..backends import Backend, get_backend
+from ..call.tracing import untraced
 from ..config import CUDAGraphOptions
 from ..decide.decision import Decision
 from ..decide.policies import DispatchPolicy
@@ -102,6 +103,7 @@ class StreamDispatcher(CudagraphDispatcher):
             leaving = chosen.publish(chosen.wrap(key, graph, input_ptrs, outputs, mode, idempotent))
         chosen.let_go(leaving)
 
+    @untraced
     def capture(
         self,
         key: DispatchKey,
@@ -155,10 +157,12 @@ class StreamDispatcher(CudagraphDispatcher):
         found = first_registered(self._among(worker), key, (mode,))
         return found.entry if found is not None else None
 
+    @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run one call and give its outputs to the caller's stream. Raises what the runner raises."""
         return self.submit(key, *args, **kwargs).result()
 
+    @untraced
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
         """Start one call on a worker; one without a graph runs here and now, unless the dispatcher was made with
         ``eager="worker"``. Never raises what the call raises."""
@@ -174,6 +178,7 @@ class StreamDispatcher(CudagraphDispatcher):
         done.fill(lambda: self._run(key, chosen, spent, args, kwargs))
         return done
 
+    @untraced
     def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
         """How ``dispatch`` would run this call, on which worker, and why, as one line. Nothing is run or counted."""
         worker, found, decision = self._choose(key, args, kwargs)
@@ -183,6 +188,7 @@ class StreamDispatcher(CudagraphDispatcher):
             else f"{decision.explain()}, on worker {cast(StreamWorker, worker).index}"
         )
 
+    @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Serve a call by a graph and count it; see ``CudagraphDispatcher.attempt``."""
         chosen = self._choose(key, args, kwargs)

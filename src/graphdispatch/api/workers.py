@@ -25,6 +25,7 @@ from ..backends.base import Event, Stream
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..call.spec import is_tensor
+from ..call.tracing import untraced
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied
 from ..decide.decision import Decision, SizeTable
@@ -263,6 +264,7 @@ class StreamResult(NotCopied):
         """Whether the device has finished the step. Never blocks."""
         return self._is_filled and (self._done is None or self._done.query())
 
+    @untraced
     def result(self) -> Any:
         """The outputs, which are the caller's; raises what the step raised.
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..backends import Backend, Pool
 from ..call.context import current_context
 from ..call.rules import ArgumentRules
+from ..call.tracing import untraced
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
@@ -82,6 +83,7 @@ class CUDAGraphWrapper(Lifecycle):
         self._graphs = self._server.graphs
         self._routes = Routes(self._make_route)
 
+    @untraced
     def __call__(
         self,
         *args: Any,

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
+from ..call.tracing import untraced
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError
@@ -157,6 +158,7 @@ class CUDAGraphEntry(NotCopied):
             values[self.inputs.specs[index].position].copy_(self.inputs.real(index, rows, self.size))
         self.inputs.mark_dirty()
 
+    @untraced
     def replay(self, inputs: Mapping[str, torch.Tensor] | None = None, stats: CUDAGraphStats | None = None) -> Any:
         """Check ``inputs`` (name to tensor, of at most ``size`` rows), copy them in, replay; the real rows' outputs.
 

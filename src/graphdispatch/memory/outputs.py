@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Pool
 from ..call.spec import VALUES, describe, is_tensor
+from ..call.tracing import untraced
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
@@ -49,6 +50,7 @@ class OutputView:
         source = self._source
         return source is not None and source.generation - self._generation >= source.lifetime
 
+    @untraced
     def get(self) -> Any:
         """The outputs. Raises ``StaleOutputError`` if a later replay has used their memory."""
         if self.is_stale:
@@ -175,6 +177,17 @@ class Outputs:
             return OutputView(value, buffers) if isinstance(buffers, OutputRing) else value
 
         return take
+
+    def with_values(self, answer: Any, rows: int) -> Any:
+        """Eager's answer for ``rows`` rows, in the tensors that a replay would hand out: with ``outputs="static"`` the
+        graph's own, so that their addresses hold from the first call on. Call it with the pool's lock held."""
+        if self._mode != "static":
+            return answer
+        cut = self.peek(rows)
+        for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
+            if own:
+                target.copy_(source)
+        return self._build(cut)
 
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""

@@ -381,7 +381,11 @@ class Server(HitPath):
         self.stats.record_miss(decision.reason, decision.rows)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from result.error
-        return self.graphs.handout.give(result.take_answer())
+        answer, entry = result.take_answer(), result.entry
+        if entry is not None:
+            with entry.pool.lock:
+                answer = entry.outputs.with_values(answer, choice.rows)
+        return self.graphs.handout.give(answer)
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""

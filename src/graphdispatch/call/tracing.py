@@ -1,0 +1,26 @@
+"""Keeps ``torch.compile`` out of the library.
+
+A compiler that traces through a server would freeze what it decides, and compile what it captures. So a compiled
+function breaks its graph at each call of a front door, and whatever runs inside runs uncompiled. The mark is set once
+on a function's code, so a call costs nothing more.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["untraced"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """Mark a function that ``torch.compile`` neither traces nor enters, with all that it calls; returns itself."""
+    marked: Any = function
+    marked._torchdynamo_disable = True  # asked where a compiled caller would inline it
+    marked._torchdynamo_disable_msg = "graphdispatch serves this call by graphs of its own"
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP  # the function's own frame, and those of all that it calls
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
