@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +22,11 @@ from ..memory.outputs import OutputRule
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.guards import StateGuard
-from .autobreak import AutoBreaks
 
-__all__ = ["CaptureRequest", "CaptureResult", "failed_result"]
+if TYPE_CHECKING:
+    from .autobreak import AutoBreaks
+
+__all__ = ["CaptureRequest", "CaptureResult", "automatic_breaks", "failed_result"]
 
 _log = logging.getLogger("graphdispatch")
 
@@ -51,7 +53,7 @@ class CaptureRequest:
     """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
     buffers: OutputBuffers | None = None
     """Where copies of outputs go, if they go to preallocated memory."""
-    auto_breaks: AutoBreaks | None = None
+    auto_breaks: "AutoBreaks | None" = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     keep_effects: bool = True
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
@@ -97,6 +99,15 @@ class CaptureResult:
         """The answer. Drops the error, whose traceback would keep the frames of this call and its batch alive."""
         self.error = None
         return self.answer
+
+
+def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> "AutoBreaks | None":
+    """Where a callable breaks by itself, if the options want that; loaded only then."""
+    if options.breaks != "auto":
+        return None
+    from .autobreak import AutoBreaks
+
+    return AutoBreaks(fn, options.max_breaks)
 
 
 def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage: str) -> CaptureResult:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..backends.base import Graph, Pool
-from ..units import storage
 from .buffers import OutputBuffers
 from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
@@ -58,6 +57,8 @@ class MemoryReport:
         return plain | {"entries": [entry._asdict() for entry in self.entries]}
 
     def __str__(self) -> str:
+        from ..units import storage  # here, since a report is seldom printed
+
         rows = [
             ("pool", self.pool_bytes),
             ("static inputs", self.input_bytes),

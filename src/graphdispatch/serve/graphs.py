@@ -11,9 +11,8 @@ from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall, is_tensor
-from ..capture.autobreak import AutoBreaks
 from ..capture.capturer import capture_entry, verify_entry, warm_up
-from ..capture.request import CaptureRequest, CaptureResult
+from ..capture.request import CaptureRequest, CaptureResult, automatic_breaks
 from ..config import CUDAGraphOptions
 from ..errors import BackendError, GraphDispatchError
 from ..forking import make_rlock
@@ -67,7 +66,7 @@ class GraphSet:
         self._owns_pool = pool is None
         self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self.stats = cache.stats
-        self.auto_breaks = AutoBreaks(fn, options.max_breaks) if options.breaks == "auto" else None
+        self.auto_breaks = automatic_breaks(fn, options)
         """The modules that cost this callable its full graph, if breaks are automatic."""
         self.groups: dict[Hashable, GraphGroup] = {}
         self.is_asleep = False
