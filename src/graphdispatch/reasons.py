@@ -75,8 +75,8 @@ class Reason(StrEnum):
     )
     PADDING_UNPROVEN = (
         "padding_unproven",
-        "the batch needs padding, and no padded batch of this graph was compared with eager yet; capture the "
-        "graph from a smaller example whose rows differ (size=), or with verify=False",
+        "the batch needs padding, and no batch of so many rows was compared with eager; capture the graph from a "
+        "smaller example whose rows differ (size=), or with verify=False",
     )
     OUTPUT_UNSUPPORTED = "output_unsupported", "an output is an object that a graph cannot return"
     OUTPUT_ROWS_UNKNOWN = "output_rows_unknown", "the rows of an output do not follow the batch, so it cannot be cut"

@@ -40,7 +40,7 @@ def test_changing_batches_are_padded_and_equal_eager(name: object) -> None:
     backend = gd.piecewise_backend([name], max_size=16)
     compiled = torch.compile(model, backend=backend, dynamic=True)
     with torch.no_grad():
-        for rows in (3, 4, 3, 2, 7, 8, 5, 6, 7, 20):
+        for rows in (3, 4, 3, 2, 7, 8, 5, 6, 7, 20, 3, 7):
             x = torch.randn(rows, 8)
             (y, count), (want, _) = compiled(x), model(x)
             assert torch.allclose(y, want, atol=1e-5)

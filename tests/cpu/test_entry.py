@@ -42,10 +42,12 @@ def test_a_batch_is_cut_to_its_rows(entry: CUDAGraphEntry) -> None:
 def test_padding_that_nobody_compared_is_refused() -> None:
     """Without eager at hand nothing shows that the rows are independent; a full batch is served."""
     entry = capture(lambda x: x - x.mean(0))
-    with pytest.raises(ReplayError, match="3 rows in a graph of 4: the batch needs padding"):
+    with pytest.raises(ReplayError, match="3 rows in a graph of 4: real rows depend on padding"):
         entry.replay({"x": torch.randn(3, 3)})
     x = torch.randn(4, 3)
     assert torch.equal(entry.replay({"x": x}), x - x.mean(0))
+    with pytest.raises(ReplayError, match="3 rows in a graph of 4: the batch needs padding"):
+        capture(lambda x: x * 2).replay({"x": torch.randn(3, 3)})
 
 
 def test_a_comparison_that_is_due_is_not_skipped() -> None:

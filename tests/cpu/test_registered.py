@@ -41,12 +41,13 @@ def prefill(tokens: int, reqs: int = 1) -> DispatchKey:
 def entry(size: int) -> CUDAGraphEntry:
     """A graph of ``double`` that was compared with eager for every number of rows, and on a second batch."""
     made = CUDAGraphRegistry().capture(size - 1, 1, double, inputs={"x": torch.randn(size - 1, 3)}, size=size)
-    assert not made.unproven
+    assert made.proof is not None
+    assert made.proof.is_complete
     dispatcher = over((decode(size), made))
     for rows in range(1, size):
         dispatcher.dispatch(decode(rows), torch.randn(rows, 3))
     assert made.state is EntryState.VERIFIED
-    assert made.min_batch == 1
+    assert made.compared == set(range(1, size))
     return made
 
 
@@ -134,7 +135,7 @@ def test_a_graph_captured_elsewhere_serves_only_its_key(four: CUDAGraphEntry) ->
 
 
 def test_a_graph_whose_padding_nobody_compared_does_not_pad() -> None:
-    """A model that mixes rows would give wrong answers: the padded batch is compared, and the graph goes."""
+    """A model that mixes rows would give wrong answers: its graph serves full batches alone."""
 
     def mixes(x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)
@@ -144,12 +145,8 @@ def test_a_graph_whose_padding_nobody_compared_does_not_pad() -> None:
     for rows in (4, 4, 3, 4):
         x = torch.randn(rows, 3)
         assert torch.allclose(dispatcher.dispatch(decode(rows), x), mixes(x), atol=1e-6)
-    assert dispatcher.stats.graph == 1
-    assert dispatcher.stats.reasons == {
-        Reason.VERIFIED_NOW: 1,
-        Reason.VERIFICATION_FAILED: 1,
-        Reason.NOT_CAPTURED: 1,
-    }
+    assert dispatcher.stats.graph == 2
+    assert dispatcher.stats.reasons == {Reason.VERIFIED_NOW: 1, Reason.VERIFICATION_FAILED: 1}
 
 
 def test_a_graph_that_fails_on_a_padded_batch_is_dropped() -> None:

@@ -104,9 +104,15 @@ def test_branch_on_rows(settled: Settle) -> None:
 
 
 @needs("padding", "comparisons")
-def test_branch_on_some_rows(settled: Settle) -> None:
-    """LIMIT: a branch for numbers of rows between those compared is taken for the padded number."""
-    step = settled(lambda x: x * 3 if x.shape[0] == 2 else x * 2)
-    step(torch.randn(1, 3))
-    x = torch.randn(2, 3)
-    assert torch.equal(step(x), x * 2)
+def test_branch_on_some_rows(opened: Settle) -> None:
+    """A branch for one number of rows is found, since up to 64 rows each number is compared once."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 3 if x.shape[0] == 2 else x * 2
+
+    step = opened(fn)
+    step.prepare(torch.randn(3, 3))
+    for rows in (3, 3, 1, 1, 4, 2, 1, 2, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), fn(x))
+    step.check(Reason.VERIFICATION_FAILED)

@@ -140,6 +140,8 @@ class CUDAGraphManager(MadeAnew):
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
+        if entry.proof is not None and entry.depends_on_padding(rows):
+            raise ReplayError(f"{rows} rows in a graph of {size}: {entry.proof.text}")
         if group.needs_check(entry, values, rows):
             choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, rows, size, entry)
             with torch.no_grad(), server.lock:

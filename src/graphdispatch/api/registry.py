@@ -24,6 +24,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.group import GraphGroup, Route, Routes
+from ..serve.prewarm import compare_numbers
 from ..serve.server import Server
 from ..state.guards import same_callable
 from ..stats import CUDAGraphStats, EvictionReason
@@ -120,6 +121,8 @@ class CUDAGraphRegistry(MadeAnew):
             group, leaves, _ = found
             one.server.graphs.warm_up(group, group.resized(leaves, size), size)
             result = one.server.graphs.capture(group, leaves, batch_size, size, keep_effects=False)
+            if result.entry is not None and batch_size < size:
+                result = compare_numbers(one.server, group, leaves, batch_size, result)
         if result.entry is None:
             raise CaptureError(
                 f"no graph for batch_size={batch_size}, seq_len={seq_len}: {result.detail}", result.reason

@@ -104,7 +104,11 @@ def _rows(failures: Mapping[Reason, str], entries: list[CUDAGraphEntry], replays
     if not any(spec.dim is not None for entry in entries for spec in entry.inputs.specs):
         return Rows("no batch dimension", "")
     padded = [entry for entry, replay in zip(entries, replays, strict=True) if replay.serves < replay.size]
-    unproven = sorted({entry.inputs.specs[index].name for entry in padded for index in entry.unproven})
-    if unproven:
-        return Rows("untested", f"the rows of {', '.join(unproven)} are all alike in the example")
-    return Rows("independent", "replays with padding agreed with eager")
+    proofs = [entry.proof for entry in padded if entry.proof is not None]
+    for proof in proofs:
+        if not proof.independent:
+            return Rows("dependent", proof.text)
+    untested = sorted({name for proof in proofs for name in proof.untested})
+    if untested:
+        return Rows("untested", f"the rows of {', '.join(untested)} are all alike in the example")
+    return Rows("independent", "real rows have the same bits whatever the padding rows hold")

@@ -52,6 +52,8 @@ class InputSpec:
     is_dense: bool = True
     """Whether the caller's tensors leave no gaps in memory; the buffer never does, so that eager may compute a tensor
     with gaps by another kernel."""
+    is_pad_given: bool = False
+    """Whether the user gave the pad rule; then nothing but its padding is ever put into padding rows."""
 
     def sized(self, rows: int) -> tuple[int, ...]:
         """The shape with ``rows`` rows."""
@@ -119,8 +121,9 @@ class Signature:
         order, dense = _memory_order(tensor)
         if dim is not None and self.rows == NO_MATCH:
             self.rows = tensor.shape[dim]
-        pad = rules.pad.get(leaf.path, rules.pad.get(leaf.argument, Pad.zero()))
-        spec = InputSpec(leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense)
+        given = rules.pad.get(leaf.path, rules.pad.get(leaf.argument))
+        pad, is_given = given or Pad.zero(), given is not None
+        spec = InputSpec(leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense, is_given)
         self._forms[position] = spec
         self._checks.append(_TensorCheck(position, tensor.dtype, tensor.device, {}, tensor.is_contiguous()))
         if not rules.is_static(leaf):

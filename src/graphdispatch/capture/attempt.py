@@ -1,5 +1,6 @@
 """What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -12,12 +13,13 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
-from ..modes import EntryState
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import WorkspaceGuard
 from .collector import paused_collector
 from .eager_run import EagerRun, check_may_capture, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
+from .proof import Padding, RowProver
 from .recording import Recording, record, uncached_casts
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay
@@ -64,7 +66,7 @@ class CaptureAttempt:
                 self._compare_replay(entry)
             else:
                 entry.state = EntryState.VERIFIED
-                entry.note_comparison(1, entry.unproven)
+                entry.trust()
         except BaseException:
             recording.graph.reset()
             raise
@@ -73,7 +75,8 @@ class CaptureAttempt:
     def verify(self, entry: CUDAGraphEntry) -> None:
         """Compare the entry's replay on this batch with the eager run. Raises as ``capture`` does."""
         check_may_capture(self.request, self.eager)
-        self._warm_up()
+        if entry.written is not None or entry.mode is not CUDAGraphMode.FULL:  # else it writes its inputs at most
+            self._warm_up()
         check_values(self.eager.answer, entry.output)
         self._compare_replay(entry)
 
@@ -108,12 +111,23 @@ class CaptureAttempt:
         self.request.backend.set_rng_state(self.eager.rng_before)
         self.stage = stage
 
-    def _load(self) -> None:
-        self.request.inputs.load(self.request.values, self.request.rows, self.request.size)
+    def _load(self, rows: int = 0, padding: Sequence[torch.Tensor | None] = ()) -> None:
+        """Load the first ``rows`` rows (0: all). Where ``padding`` has no rows, padding is that of the pad rules."""
+        request, values = self.request, self.request.values
+        if rows not in (0, request.rows):
+            parts = zip(request.inputs.specs, request.arguments(), strict=True)
+            values = request.values_with(v if s.dim is None else v.narrow(s.dim, 0, rows) for s, v in parts)
+        request.inputs.load(values, rows or request.rows, request.size)
+        if padding:
+            request.inputs.put(padding, rows, request.size)
 
     def _warm_up(self) -> None:
         self._start_over(f"warming up with {self.request.size} rows")
         self._load()
+        self._run_watched()
+
+    def _run_watched(self) -> None:
+        """Run the call on what the static inputs hold, and note what it writes."""
         self._warm_run = EffectRecorder(self.request.options.state_limit_bytes, strict=True)
         with uncached_casts(), self._warm_run:
             output = self.request.call(self.request.static_values())
@@ -217,7 +231,18 @@ class CaptureAttempt:
         request = self.request
         self._start_over(f"comparing the replay of {request.rows} rows with eager")
         self._load()
-        padding_tested = entry.inputs.tells_rows_apart(request.size) if request.is_padded else set()
+        prover = RowProver(request, self.eager, entry, self._replay_with)
+        alike = request.inputs.alike(request.size) if prover.is_wanted else {}
+        self._replay(entry)
+        check_replay(request, self.eager, entry)
+        if request.is_padded and request.options.padding_writes == "refuse":
+            check_padding_writes(request, self.eager, self._writes_outside_inputs())
+        if prover.is_wanted:
+            entry.proof = prover.prove(alike)
+        entry.compared.add(request.rows)
+
+    def _replay(self, entry: CUDAGraphEntry) -> None:
+        request = self.request
         request.backend.set_rng_state(self.eager.rng_before)  # a pad rule may have drawn random numbers
         try:
             entry.graph.replay()
@@ -225,7 +250,22 @@ class CaptureAttempt:
             if isinstance(error, ReplayError) or request.backend.is_out_of_memory(error):
                 raise
             raise ReplayError(f"{type(error).__name__}: {error}") from error
-        check_replay(request, self.eager, entry)
-        if request.is_padded and request.options.padding_writes == "refuse":
-            check_padding_writes(request, self.eager, self._writes_outside_inputs())
-        entry.note_comparison(request.rows, padding_tested)
+
+    def _replay_with(self, entry: CUDAGraphEntry, rows: int, padding: Padding) -> None:
+        """Replay the first ``rows`` rows from where the eager run began, with this padding.
+
+        What the graph writes is undone by what a run of the callable wrote. Where a write goes may depend on values, in
+        indexed writes and in breaks; then the callable is run on the same padding before. Raises ``CaptureError`` if
+        padding rows write where they must not.
+        """
+        request = self.request
+        stage = f"replaying {rows} rows with other padding"
+        self._start_over(stage)
+        if entry.mode is CUDAGraphMode.PIECEWISE or any(region.indices for region in self._warm_run.regions):
+            self._load(rows, padding.rows)
+            self._run_watched()
+            if request.options.padding_writes == "refuse":
+                check_padding_writes(request, self.eager, self._writes_outside_inputs())
+            self._start_over(stage)
+        self._load(rows, padding.rows)
+        self._replay(entry)

@@ -1,7 +1,7 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats
 from .inputs import StaticInputs
 from .outputs import Outputs
+from .proof import MOST_COMPARED, RowProof
 from .replay import ReplayPlan, next_use
 
 __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
@@ -58,11 +59,10 @@ class CUDAGraphEntry(NotCopied):
     last_used: int = field(default_factory=next_use)
     warm_batch: tuple[Any, ...] = ()
     """The first batch, until a different one has been verified."""
-    unproven: set[int] = field(init=False)
-    """Inputs (by index) with a batch dimension that no padded batch compared with eager has tested; nothing else shows
-    that the model keeps their rows apart."""
-    min_batch: int = field(init=False)
-    """The smallest batch that was compared with eager: a smaller one may take another branch of the Python code."""
+    proof: RowProof | None = None
+    """Whether its real rows are independent of padding; None until a comparison has tested that."""
+    compared: set[int] = field(default_factory=set)
+    """The numbers of rows that were compared with eager: another one may take another branch of the Python code."""
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
     verify_every: int | None = None
@@ -87,13 +87,6 @@ class CUDAGraphEntry(NotCopied):
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
-        self.unproven = {index for index, spec in enumerate(self.inputs.specs) if spec.dim is not None}
-        self.min_batch = self.size
-
-    def note_comparison(self, rows: int, proven: Collection[int]) -> None:
-        """A batch of ``rows`` rows agreed with eager; ``proven`` are the inputs whose padding that tested."""
-        self.unproven = self.unproven.difference(proven)
-        self.min_batch = min(self.min_batch, rows)
 
     def schedule_check(self) -> None:
         """Have a batch compared with eager after ``verify_every`` further replays."""
@@ -102,9 +95,27 @@ class CUDAGraphEntry(NotCopied):
 
     def may_pad(self, rows: int) -> bool:
         """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one
-        if padding was tested, and a batch that is no larger. Code that takes another branch below some number of rows
-        is found so."""
-        return rows == self.size or (not self.unproven and rows >= self.min_batch)
+        if rows are proven to be independent and so many were compared. Above ``MOST_COMPARED`` rows it is enough that
+        fewer were: code that takes another branch below some number of rows is found so."""
+        if rows == self.size:
+            return True
+        proof = self.proof
+        if proof is None or not proof.independent or proof.untested:
+            return False
+        return rows in self.compared or (self.size > MOST_COMPARED and rows > min(self.compared, default=rows))
+
+    def compares(self, rows: int) -> bool:
+        """Whether a batch of ``rows`` rows would be padded, and has to be compared with eager before."""
+        return rows != self.size and not self.may_pad(rows) and not self.depends_on_padding(rows)
+
+    def trust(self) -> None:
+        """Serve batches of all numbers of rows without any comparison."""
+        self.proof = RowProof(True)
+        self.compared.update(range(min(self.size, MOST_COMPARED + 1)))
+
+    def depends_on_padding(self, rows: int) -> bool:
+        """Whether a batch of ``rows`` rows would be padded although rows are known to depend on padding."""
+        return rows != self.size and self.proof is not None and not self.proof.independent
 
     def is_current(self) -> bool:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
@@ -172,6 +183,8 @@ class CUDAGraphEntry(NotCopied):
         if inputs is None:
             return self.plan(self.size).run(None, stats)
         values, rows = self.check(inputs)
+        if self.depends_on_padding(rows) and self.proof is not None:
+            raise ReplayError(f"{rows} rows in a graph of {self.size}: {self.proof.text}")
         if not self.may_pad(rows):
             raise ReplayError(
                 f"{rows} rows in a graph of {self.size}: {Reason.PADDING_UNPROVEN.text}; or serve the batch through "

@@ -4,7 +4,7 @@ One buffer for each argument, as large as the largest size needs; every size is 
 All graphs of one signature share them, which is why a pool's lock is held from the copy to the replay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -49,7 +49,7 @@ class StaticInputs:
         self._clean_from = self.capacity
         self._layout_size = 0
         self._flat: list[torch.Tensor] = []
-        self._constants: dict[int, tuple[torch.Tensor | None, int]] = {}
+        self._constants: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -101,10 +101,8 @@ class StaticInputs:
         view = self.views(size)[index]
         return view if spec.dim is None else view.narrow(spec.dim, 0, rows)
 
-    def tells_rows_apart(self, size: int) -> set[int]:
-        """The arguments (by index in ``specs``) whose rows, as they lie in the buffers, are not all alike, so that a
-        model which mixes rows of them shows it; and those taken for constants: alike, and the same, in the latest
-        16 such batches, while others differed.
+    def alike(self, size: int) -> dict[int, torch.Tensor]:
+        """The arguments (by index in ``specs``) whose rows, as they lie in the buffers, are all alike, with that row.
 
         Reads values back to the host.
         """
@@ -114,16 +112,26 @@ class StaticInputs:
                 first = view.narrow(spec.dim, 0, 1)
                 every = first.expand_as(view)
                 if bits_equal(view, every) or torch.equal(view, every):  # by value too: 0.0 is no other row than -0.0
-                    alike[index] = first
-        apart = {index for index, spec in enumerate(self.specs) if spec.dim is not None} - alike.keys()
-        if not apart:  # a dummy batch tells nothing
-            return apart
+                    alike[index] = first.clone()
+        return alike
+
+    def constants(self, alike: Mapping[int, torch.Tensor]) -> set[int]:
+        """Note a batch in which these arguments were ``alike`` while others differed; those taken for constants since
+        they were alike, and the same, in the latest 16 such batches."""
         before, self._constants = self._constants, {}
-        for index, first in alike.items():
-            value, times = before.get(index, (None, 0))
-            is_same = value is not None and bits_equal(value, first)
-            self._constants[index] = (first.clone(), times + 1 if is_same else 1)
-        return apart | {index for index, (_, times) in self._constants.items() if times >= _CONSTANT_AFTER}
+        for index, row in alike.items():
+            value, times = before.get(index, (row, 0))
+            self._constants[index] = (row, times + 1 if bits_equal(value, row) else 1)
+        return {index for index, (_, times) in self._constants.items() if times >= _CONSTANT_AFTER}
+
+    def put(self, padding: Sequence[torch.Tensor | None], rows: int, size: int) -> None:
+        """Put other padding behind the ``rows`` rows that were loaded: for each argument its rows, or None to leave
+        those of its pad rule."""
+        for index, given in enumerate(padding):
+            dim = self.specs[index].dim
+            if given is not None and dim is not None:
+                self.views(size)[index].narrow(dim, rows, size - rows).copy_(given)
+        self.mark_dirty()
 
     def mark_dirty(self) -> None:
         """Forget that any row holds padding: a graph wrote to its own inputs."""

@@ -257,12 +257,13 @@ class GraphGroup:
     def needs_check(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> bool:
         """Whether this batch must be compared with eager before the entry serves it.
 
-        That is the second batch, the first padded one, one smaller than all before, one after a replay that failed, and
-        one in every ``verify_every``. What a graph of somebody else does to memory is not known, so it is not compared.
+        That is the second batch, a padded one of a number of rows that was not compared (above ``MOST_COMPARED`` rows:
+        one smaller than all before), one after a replay that failed, and one in every ``verify_every``. What a graph of
+        somebody else does to memory is not known, so it is not compared.
         """
         if not entry.knows_effects:
             return False
-        if not entry.may_pad(rows) or entry.replay_count >= entry.verify_at:
+        if entry.compares(rows) or entry.replay_count >= entry.verify_at:
             return True
         return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
 

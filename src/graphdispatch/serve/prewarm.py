@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..capture.request import CaptureResult
@@ -19,7 +21,10 @@ from .group import GraphGroup, Route
 from .progress import progress_bar
 from .server import Server
 
-__all__ = ["CaptureBatch", "Limits", "PrewarmReport", "capture_checked", "capture_size", "captured_sizes", "estimate"]
+__all__ = [
+    "CaptureBatch", "Limits", "PrewarmReport", "capture_checked", "capture_size", "captured_sizes", "compare_numbers",
+    "estimate",
+]  # fmt: skip
 
 
 class Limits(NamedTuple):
@@ -204,16 +209,49 @@ def _example(
 
 
 def capture_checked(server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int) -> CaptureResult:
-    """Capture one size from its smallest batch, then check it with its largest; what came of it.
+    """Capture one size from its smallest batch, then check it with its largest and, up to ``MOST_COMPARED`` rows, with
+    every number of rows between them; what came of it.
 
     Raises ``FallbackError`` with ``strict``.
     """
-    few = group.resized(leaves, rows)
-    result = server.graphs.capture(group, few, rows, size, keep_effects=False)
+    result = server.graphs.capture(group, group.resized(leaves, rows), rows, size, keep_effects=False)
     if result.entry is not None and result.entry.state is EntryState.CAPTURED:
-        other = group.resized(leaves, size, shift=1)
+        other = varied(group, leaves, size)
         if group.differs(result.entry, other):
             result = server.graphs.verify(group, other, size, result.entry, keep_effects=False)
+    if result.entry is not None:
+        result = compare_numbers(server, group, leaves, rows, result)
     if result.entry is None and server.strict:
         raise FallbackError(f"prewarm could not capture {size} rows: {result.detail}", result.reason)
     return result
+
+
+def compare_numbers(
+    server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, captured: CaptureResult
+) -> CaptureResult:
+    """Compare a new graph with eager for each number of rows above ``rows`` that it pads; ``captured`` itself if all
+    agree. The example's rows are repeated, so that this is no second batch."""
+    entry = captured.entry
+    assert entry is not None
+    state, batch = entry.state, entry.warm_batch
+    for number in range(rows + 1, entry.size):
+        if entry.compares(number):
+            result = server.graphs.verify(group, varied(group, leaves, number), number, entry, keep_effects=False)
+            if result.entry is None:
+                return result
+    entry.state, entry.warm_batch = state, batch
+    return captured
+
+
+def varied(group: GraphGroup, leaves: Sequence[Any], rows: int) -> list[Any]:
+    """Another batch, made of an example: its rows in turn, from the second one on, with other floating-point numbers.
+
+    Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay.
+    """
+    generator = torch.Generator().manual_seed(rows)
+    batch = group.resized(leaves, rows, shift=1)
+    for spec in group.inputs.specs:
+        if spec.dim is not None and spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+            factor = 0.75 + torch.rand(spec.sized(rows), generator=generator) / 2
+            batch[spec.position] *= factor.to(spec.device, spec.dtype)
+    return batch

@@ -176,6 +176,8 @@ class Server(HitPath):
         clash = entry.plan(rows).clash(leaves)
         if clash is not None:
             return Reason.ALIASED_ARGUMENTS, clash
+        if entry.proof is not None and entry.depends_on_padding(rows):
+            return entry.proof.reason, entry.proof.text
         return (Reason.VERIFIED_NOW if group.needs_check(entry, leaves, rows) else None), ""
 
     def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:

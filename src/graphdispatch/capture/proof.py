@@ -1,0 +1,263 @@
+"""Proves that the real rows of a graph do not depend on its padding rows.
+
+A replay runs the same kernels on the same shapes. So if rows are independent, the real rows have the same bits whatever
+the padding rows hold. The proof replays a graph on the same real rows with other padding, and compares bits.
+
+Note [what padding rows may hold]
+    Only values that cannot break the callable. Floating-point arguments get large, small and random numbers, finite
+    ones. Integers may be indices, so they get rows that occur in the batch, or the padding of their rule. All integer
+    arguments of a padding row come from one real row, since they may belong together (the begin and end of a range).
+    An argument with a pad rule of the user's keeps its rule: what padding rows hold there is what the user promised.
+    With ``padding_writes="allow"`` and no pad rule of the user's all integers keep zero, which may be a scratch slot.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..backends.operators import bits_equal, storage_key
+from ..call.signature import InputSpec
+from ..errors import CaptureError
+from ..memory.entry import CUDAGraphEntry
+from ..memory.proof import RowProof
+from ..reasons import Reason
+from .eager_run import EagerRun
+from .effects import Region
+from .request import CaptureRequest
+from .verify import difference, tolerance_for
+
+__all__ = ["Padding", "RowProver", "paddings"]
+
+_WIDEST = 20  # powers of two
+
+
+class Padding(NamedTuple):
+    """Other padding: what it is, in words, and for each argument (by index) its rows, or None for those of its rule."""
+
+    name: str
+    rows: Sequence[torch.Tensor | None]
+
+
+class _Value(NamedTuple):
+    """What a replay left that must not depend on padding."""
+
+    name: str
+    tensor: torch.Tensor
+    is_state: bool = False
+
+
+class _DependentRowsError(Exception):
+    """Padding changed a real row, or could not be replayed."""
+
+    def __init__(self, proof: RowProof) -> None:
+        super().__init__()
+        self.proof = proof
+
+
+class RowProver:
+    """Replays a graph, just compared with eager, with other padding. A full batch is cut in half for it.
+
+    ``replay_with`` puts everything back to where the eager run began, loads the first so many rows and a padding, and
+    replays.
+    """
+
+    def __init__(
+        self,
+        request: CaptureRequest,
+        eager: EagerRun,
+        entry: CUDAGraphEntry,
+        replay_with: Callable[[CUDAGraphEntry, int, Padding], None],
+    ) -> None:
+        self.rows = request.rows if request.is_padded else (request.size + 1) // 2
+        self._request = request
+        self._eager = eager
+        self._entry = entry
+        self._replay_with = replay_with
+        self._is_deterministic: bool | None = None
+        written = list(self._written_state())
+        # Nothing tells which state the first half of a full batch writes. If padding must write none, it is all of it.
+        may_write = not request.is_padded and request.options.padding_writes == "allow"
+        self._state, self._unseen = ([], written) if may_write else (written, [])
+        specs = request.inputs.specs
+        # The second half of a full batch is padding like any other, unless a pad rule says what padding is.
+        is_told = entry.written is not None or any(spec.is_pad_given for spec in specs)
+        self._is_cut = not request.is_padded and is_told
+        self._base = _BY_RULE if request.is_padded or is_told else _other_rows(request, self.rows, backwards=False)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there can be padding, and no earlier batch has tested all arguments."""
+        proof, specs = self._entry.proof, self._request.inputs.specs
+        has_padding = self.rows < self._request.size and any(spec.dim is not None for spec in specs)
+        return has_padding and (proof is None or (self._request.is_padded and not proof.is_complete))
+
+    def prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
+        """The proof. Call it right after the replay of the request's batch.
+
+        ``alike`` are the arguments whose rows were all alike in that replay, padding rows among them.
+        """
+        with torch.no_grad():
+            base = self._read()
+            try:
+                if self._is_cut:
+                    self._replay(_BY_RULE)
+                    base = self._read()
+                for padding in paddings(self._request, self.rows):
+                    is_other = self._base.rows or any(rows is not None for rows in padding.rows)
+                    if is_other and padding.name != self._base.name:
+                        self._replay(padding)
+                        self._compare(padding.name, base, self._read())
+            except _DependentRowsError as found:
+                return found.proof
+        return RowProof(True, self._is_deterministic is not False, untested=self._untested(alike))
+
+    def _replay(self, padding: Padding) -> None:
+        try:
+            self._replay_with(self._entry, self.rows, padding)
+        except Exception as error:
+            if self._request.backend.is_out_of_memory(error):
+                raise
+            self._request.backend.raise_if_lost(error)
+            writes = isinstance(error, CaptureError) and error.reason is Reason.PADDING_WRITES_STATE
+            reason = Reason.PADDING_WRITES_STATE if writes else Reason.VERIFICATION_FAILED
+            what = str(error) if writes else f"the call raises {type(error).__name__}: {error}"
+            raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
+
+    def _compare(self, name: str, base: Sequence[_Value], got: Sequence[_Value]) -> None:
+        for a, b in _differing(base, got):
+            if self._is_deterministic is None:
+                self._is_deterministic = self._repeats(base)
+            gap = difference(a.tensor, b.tensor, tolerance_for(a.tensor.dtype, exact=self._is_deterministic))
+            if gap is not None:
+                writes = a.is_state and self._request.options.padding_writes == "refuse"
+                reason = Reason.PADDING_WRITES_STATE if writes else Reason.VERIFICATION_FAILED
+                what = f"{a.name} changes: {gap}"
+                raise _DependentRowsError(RowProof(False, self._is_deterministic, name, what, reason))
+
+    def _repeats(self, base: Sequence[_Value]) -> bool:
+        """Whether equal replays give equal bits."""
+        for _ in range(2):
+            self._replay(self._base)
+            if _differing(base, self._read()):
+                return False
+        return True
+
+    def _written_state(self) -> Iterator[Region]:
+        """The state that the eager run wrote."""
+        arguments = set(map(storage_key, self._request.arguments()))
+        for region in self._eager.effects.regions:
+            if not region.is_generator and storage_key(region.target) not in arguments:
+                yield region
+
+    def _read(self) -> list[_Value]:
+        """Copies of the real rows of what the latest replay gave, and of the state that padding must leave alone."""
+        request, entry, rows = self._request, self._entry, self.rows
+        values = [_Value(f"output {i}", t.clone()) for i, t in enumerate(entry.outputs.peek(rows))]
+        for index in entry.mutated:
+            name = f"argument {request.inputs.specs[index].name!r}, which the call writes,"
+            values.append(_Value(name, request.inputs.real(index, rows, request.size).clone()))
+        for region in self._state:
+            values.append(_Value(f"state of shape {tuple(region.target.shape)}", region.read().clone(), is_state=True))
+        return values
+
+    def _untested(self, alike: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
+        """Of which arguments this batch could not tell."""
+        request, specs = self._request, self._request.inputs.specs
+        fixed = {i for i, spec in enumerate(specs) if spec.dim is not None and not _takes_any_value(spec)}
+        if request.is_padded:
+            fixed &= alike.keys()
+        else:
+            fixed = {i for i in fixed if i in alike or specs[i].is_pad_given}
+        if any(i not in fixed for i, spec in enumerate(specs) if spec.dim is not None):  # a dummy batch tells nothing
+            fixed -= request.inputs.constants({i: alike[i] for i in fixed if i in alike})
+        return (*(specs[i].name for i in sorted(fixed)), *(["state"] if self._unseen else []))
+
+
+_BY_RULE = Padding("the padding of the pad rules", [])
+
+
+def _differing(base: Sequence[_Value], got: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
+    return [(a, b) for a, b in zip(base, got, strict=True) if not bits_equal(a.tensor, b.tensor)]
+
+
+def _takes_any_value(spec: InputSpec) -> bool:
+    """Whether padding rows may hold values that occur nowhere in the batch."""
+    return not spec.is_pad_given and (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
+
+
+def paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
+    """Other padding behind the first ``rows`` rows of the request's batch. See Note [what padding rows may hold]."""
+    generator = torch.Generator().manual_seed(0)
+    count, every = request.size - rows, range(len(request.inputs.specs))
+    yield _other_rows(request, rows, backwards=True)
+    signs = ((torch.arange(count) % 2) * 2 - 1,) if count > 1 else (torch.ones(1), -torch.ones(1))
+    for sign in signs:
+        fill = partial(_large, sign)
+        yield Padding("large numbers", [_rows_for(request, i, count, None, fill, generator) for i in every])
+    shuffled = torch.randint(request.rows, (count,), generator=generator)
+    name = "random numbers of all magnitudes"
+    yield Padding(name, [_rows_for(request, i, count, shuffled, _wide, generator) for i in every])
+
+
+def _other_rows(request: CaptureRequest, rows: int, *, backwards: bool) -> Padding:
+    """Rows of the batch, from its last one backwards, or those behind the first ``rows``."""
+    places = torch.arange(request.size - rows)
+    source = (request.rows - 1 - places if backwards else rows + places) % request.rows
+    every = range(len(request.inputs.specs))
+    return Padding("other real rows", [_rows_for(request, i, len(places), source, None, None) for i in every])
+
+
+_Fill = Callable[[torch.Tensor, torch.Size, int, torch.Generator], torch.Tensor]
+
+
+def _rows_for(
+    request: CaptureRequest,
+    index: int,
+    count: int,
+    source: torch.Tensor | None,
+    fill: _Fill | None,
+    generator: torch.Generator | None,
+) -> torch.Tensor | None:
+    """Padding rows of one argument: made by ``fill`` if it takes any value, else the real rows ``source``."""
+    specs = request.inputs.specs
+    spec, value = specs[index], request.arguments()[index].detach()
+    if spec.dim is None or spec.is_pad_given:
+        return None
+    if fill is not None and generator is not None and _takes_any_value(spec):
+        return fill(value, torch.Size(spec.sized(count)), spec.dim, generator)
+    is_told = request.options.padding_writes == "refuse" or any(other.is_pad_given for other in specs)
+    if source is None or not (is_told or _takes_any_value(spec)):
+        return None
+    return value.index_select(spec.dim, source.to(value.device))
+
+
+def _large(
+    signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Numbers several times as large as those of the real rows, with one sign for each row."""
+    signs = signs.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
+    if value.dtype is torch.bool:
+        return (signs > 0).expand(shape)
+    magnitude = (value if value.is_complex() else value.to(torch.float64)).abs()
+    largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
+    numbers = (torch.rand(shape, generator=generator, dtype=torch.float64) + 1).to(value.device)
+    return _as_finite(numbers * signs * (4 * largest + 4), value.dtype)
+
+
+def _wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Numbers of both signs from tiny to large, such that squares of them are finite."""
+    signs = torch.randint(2, shape, generator=generator) * 2 - 1
+    if value.dtype is torch.bool:
+        return (signs > 0).to(value.device)
+    exponent = min(_WIDEST, math.log2(torch.finfo(value.dtype).max) / 2)
+    numbers = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return _as_finite((signs * 2 ** ((2 * numbers - 1) * exponent)).to(value.device), value.dtype)
+
+
+def _as_finite(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Wide numbers as finite numbers of a narrower type; of a complex one, the real part alone."""
+    largest = torch.finfo(dtype).max
+    return numbers.clamp(-largest, largest).to(dtype)

@@ -1,0 +1,41 @@
+"""``RowProof``: what replays with other padding have shown of one graph's rows."""
+
+from dataclasses import dataclass
+
+from ..reasons import Reason
+
+__all__ = ["MOST_COMPARED", "RowProof"]
+
+MOST_COMPARED = 64
+"""The largest size of which each number of rows is compared with eager by itself."""
+
+
+@dataclass(frozen=True)
+class RowProof:
+    """Whether a graph's real rows are the same whatever its padding rows hold; ``capture/proof.py`` finds out."""
+
+    independent: bool
+    deterministic: bool = True
+    """Whether equal replays gave equal bits. If not, rows were compared within the tolerance."""
+    perturbation: str = ""
+    """What the padding rows held when a real row changed; empty if none did."""
+    what: str = ""
+    """What changed, and by how much."""
+    reason: Reason = Reason.VERIFICATION_FAILED
+    """Why padded batches run eagerly, if a real row changed."""
+    untested: tuple[str, ...] = ()
+    """The arguments (and ``"state"``) of which the batch could not tell; padded batches are compared until one can."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no further batch needs to be asked."""
+        return not (self.independent and self.untested)
+
+    @property
+    def text(self) -> str:
+        """What was found, as a sentence."""
+        if not self.independent:
+            return f"real rows depend on padding: with {self.perturbation} in the padding rows, {self.what}"
+        if not self.deterministic:
+            return "equal replays differ in bits, so that rows were compared within the tolerance"
+        return f"padding was not tested for {', '.join(self.untested)}" if self.untested else "rows are independent"
