@@ -16,7 +16,17 @@ from .padding import Pad
 from .rules import ArgumentRules
 from .spec import Leaf, describe, is_tensor
 
-__all__ = ["PLAIN_TENSORS", "ForeignSignature", "InputSpec", "Refusal", "Signature", "no_tensors", "refusal"]
+__all__ = [
+    "PLAIN_TENSORS",
+    "ForeignSignature",
+    "InputSpec",
+    "Refusal",
+    "Signature",
+    "device_of",
+    "has_odd",
+    "no_tensors",
+    "refusal",
+]
 
 NO_MATCH = -1
 FIXED = -2
@@ -226,21 +236,37 @@ def refusal(
     if len({tensor.device for _, tensor in tensors}) > 1:
         on = ", ".join(f"{leaf.path!r} on {tensor.device}" for leaf, tensor in tensors)
         return Refusal(Reason.DEVICES_DISAGREE, f"arguments are on different devices: {on}")
-    if not tensors:
+    if not tensors and rules.dynamic:
         return no_tensors(leaves, values)
-    if tensors[0][1].device.type != device.type:
+    if tensors and tensors[0][1].device.type != device.type:
         return Refusal(Reason.DEVICE_UNSUPPORTED, f"the arguments are on {tensors[0][1].device}, not on {device}")
     rows = {leaf.path: t.shape[d] for leaf, t in tensors if (d := rules.dim_of(leaf, t)) is not None}
     if len(set(rows.values())) > 1:
         return Refusal(Reason.ROWS_DISAGREE, f"arguments have different numbers of rows: {rows}")
     for leaf, value in zip(leaves, values, strict=True):
-        if not _is_plain(value) and not rules.is_static(leaf):
+        if has_odd([leaf], [value], rules):
             return Refusal(
                 Reason.UNGUARDED_ARGUMENT,
                 f"argument {leaf.path!r} is {describe(value)}, whose change cannot be seen; "
                 "pass tensors and constants, or name it in static= if it is the same each time",
             )
     return None
+
+
+def device_of(
+    leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, held: Callable[[], Sequence[torch.Tensor]]
+) -> torch.device | None:
+    """The device of a call's tensors; None without any. A call of constants alone, none of them with a batch dimension,
+    may read and write what the callable holds: then it is the device of ``held()``."""
+    tensors: list[torch.Tensor] = list(filter(is_tensor, values))
+    if not tensors and not rules.dynamic and not has_odd(leaves, values, rules):
+        tensors = sorted(held(), key=lambda tensor: tensor.device.type == "cpu")
+    return tensors[0].device if tensors else None
+
+
+def has_odd(leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules) -> bool:
+    """Whether there is an argument whose change cannot be seen: no tensor, no constant, and not declared static."""
+    return any(not (_is_plain(value) or rules.is_static(leaf)) for leaf, value in zip(leaves, values, strict=True))
 
 
 def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
-from ..call.signature import ForeignSignature, Refusal, Signature, no_tensors, refusal
-from ..call.spec import CallSpec, FlatCall, is_tensor
+from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
+from ..call.spec import CallSpec, FlatCall
 from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.request import CaptureRequest, CaptureResult, automatic_breaks
 from ..config import CUDAGraphOptions
@@ -105,16 +105,16 @@ class GraphSet:
 
     def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
         """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
-        tensor = next((leaf for leaf in leaves if is_tensor(leaf)), None)
-        if tensor is None:
+        rules = route.rules or ArgumentRules({}, {}, frozenset(call.names), self.options.validate_addresses)
+        device = device_of(call.leaves, leaves, rules, lambda: self.guard._tensors)
+        if device is None:
             return no_tensors(call.leaves, leaves)
         if self.backend is None:
             try:
-                self.backend = get_backend("auto", tensor.device)
+                self.backend = get_backend("auto", device)
             except BackendError as error:
                 return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
             self.pool = self.backend.make_pool()
-        rules = route.rules or ArgumentRules({}, {}, frozenset(call.names), self.options.validate_addresses)
         rules.check_names(self.fn, call)
         why_not = refusal(call.leaves, leaves, rules, self.backend.device)
         return why_not if why_not is not None else Signature(call.leaves, leaves, rules, self.backend.device)
