@@ -75,10 +75,9 @@ def graphed(
     """Serve ``fn`` by graphs of a few sizes, padding each batch to the next; what cannot be served runs eagerly.
 
     ``dynamic`` names the batch dimension of each argument that has one, ``{"input_ids": 0}``; an argument in a nest is
-    named by its path, ``"batch['ids']"``. All of them have the same number of rows in a call. Other tensors are copied
-    whole on each call; constants (numbers, strings, None, enums) select the graph; ``static`` names tensors whose
-    address never changes and objects that are the same each time. A callable of constants alone, or of no argument,
-    has ``dynamic={}``: it reads and writes tensors that it holds.
+    named by its path, ``"batch['ids']"``; ``{}`` is for none, of a callable that works on what it holds. All have the
+    same number of rows in a call. Other tensors are copied whole each time; constants (numbers, strings, None, enums)
+    select the graph; ``static`` names tensors whose address never changes and objects that are the same each time.
 
     ``pad`` gives the rule for padding rows of an argument: a ``Pad``, a number, ``"zero"`` (default),
     ``"repeat_last"``, ``"leave"``, or a function ``(padding, real)``. Rows of the model must be independent of each

@@ -141,6 +141,11 @@ class CUDAGraphEntry(NotCopied):
         """
         return self.plan(rows).run(values, stats)
 
+    def with_values(self, answer: Any, rows: int) -> Any:
+        """Eager's answer where a replay would put it; see ``Outputs.with_values``."""
+        with self.pool.lock:
+            return self.outputs.with_values(answer, rows)
+
     def fail(self, error: BaseException, before: Any) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way; after one without effects the caller can run the
         step eagerly, and the generator is where it was. Returns for an error that is the caller's own."""

@@ -383,10 +383,9 @@ class Server(HitPath):
         self.stats.record_miss(decision.reason, decision.rows)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from result.error
-        answer, entry = result.take_answer(), result.entry
-        if entry is not None:
-            with entry.pool.lock:
-                answer = entry.outputs.with_values(answer, choice.rows)
+        answer = result.take_answer()
+        if result.entry is not None:
+            answer = result.entry.with_values(answer, choice.rows)
         return self.graphs.handout.give(answer)
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
