@@ -162,6 +162,51 @@ def test_difference(eager: list[float], graph: list[float], tolerance: Tolerance
         assert re.search(words, found)
 
 
+@pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min, -1e9, 0.0])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.95], ids=str)
+@pytest.mark.parametrize("shape", [(4, 512), (8, 16), (4096,)], ids=str)
+def test_masked_logits_hide_nothing(mask: float, share: float, shape: tuple[int, ...]) -> None:
+    """However many logits are masked, an error of 0.7 in another one is found, and rounding is none."""
+    eager = torch.randn(shape).masked_fill(torch.rand(shape) < share, mask)
+    live = eager.ne(mask).nonzero()[0]
+    wrong = eager.clone()
+    wrong[tuple(live)] += 0.7
+    tolerance = tolerance_for(torch.float32, exact=False)
+    assert difference(eager, wrong, tolerance) is not None
+    assert difference(eager, eager + eager.ne(mask) * 1e-6 * torch.randn(shape), tolerance) is None
+
+
+def test_an_outlier_hides_nothing() -> None:
+    """One element of a cache that is a million times the others does not loosen the comparison of its row."""
+    eager = torch.randn(10, 64)
+    eager[3, 5] = 1e6
+    for at in ((3, 6), (4, 5)):
+        wrong = eager.clone()
+        wrong[at] += 0.7
+        assert difference(eager, wrong, tolerance_for(torch.float32, exact=False)) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [1, 3, 512])
+def test_rounding_of_sums_that_cancel_is_no_difference(dtype: torch.dtype, width: int) -> None:
+    """Products summed in another order agree, also where the sum is a thousandth of its terms; one wrong term of a
+    hundred does not."""
+    terms, weights = torch.randn(16, 2048, dtype=torch.float64), torch.randn(2048, width, dtype=torch.float64)
+    terms[:, ::2] = terms[:, 1::2] + torch.randn(16, 1024) * 1e-2
+    weights[::2] = -weights[1::2]
+    narrow = terms.to(dtype).float(), weights.to(dtype).float()
+    eager, graph = ((narrow[0][:, order] @ narrow[1][order]).to(dtype) for order in (slice(None), torch.randperm(2048)))
+    tolerance = tolerance_for(dtype, exact=False)
+    assert difference(eager, graph, tolerance) is None
+    assert difference(eager, graph.roll(1, 0), tolerance) is not None
+
+
+def test_given_tolerances_hold_where_bits_are_promised() -> None:
+    """An unpadded replay may differ from eager as far as the user allows."""
+    assert tolerance_for(torch.float32, exact=True).is_exact
+    assert tolerance_for(torch.float32, exact=True, rtol=1e-3) == Tolerance(1e-3, 0.0)
+
+
 def test_difference_counts_integers() -> None:
     """For integers the number of differing elements is told."""
     assert difference(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0]), EXACT) == "2 of 3 elements differ"
