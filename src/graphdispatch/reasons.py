@@ -24,6 +24,11 @@ class Reason(StrEnum):
 
     DISABLED = "disabled", "graphs are switched off (mode NONE, or disable_mode)"
     ASLEEP = "asleep", "sleep() released the graphs; call wake() to capture them again"
+    FROZEN = (
+        "frozen",
+        "freeze() forbids captures and comparisons, and no graph was compared for such a batch before; prewarm with "
+        "real examples, or call unfreeze()",
+    )
     FIRST_SIGHTING = "first_sighting", "this size was seen for the first time; it is captured when it comes again"
     BACKING_OFF = (
         "backing_off",

@@ -79,6 +79,10 @@ class Door(ABC):
         """Tell the door, or the owner of its graphs, that something changed that no guard sees."""
         raise NotImplementedError
 
+    def freeze(self, is_frozen: bool) -> None:
+        """Forbid captures and comparisons, or allow them again."""
+        raise NotImplementedError
+
     def settle(self, batch: Callable[[int], tuple[Any, ...]]) -> "Door":
         """Prepare it and call it until a graph serves whatever can be served."""
         if self.captures_ahead:

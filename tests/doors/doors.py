@@ -49,6 +49,10 @@ class GraphedDoor(Door):
     def forget(self, tag: str) -> None:
         self.step.invalidate(tag)
 
+    def freeze(self, is_frozen: bool) -> None:
+        (self.step.freeze if is_frozen else self.step.unfreeze)()
+        assert self.step.is_frozen is is_frozen
+
     @property
     def hits(self) -> int:
         return self.step.stats.hits
@@ -86,6 +90,10 @@ class WrapperDoor(Door):
 
     def forget(self, tag: str) -> None:
         self.wrapper.invalidate(tag)
+
+    def freeze(self, is_frozen: bool) -> None:
+        (self.wrapper.freeze if is_frozen else self.wrapper.unfreeze)()
+        assert self.wrapper.is_frozen is is_frozen
 
     @property
     def hits(self) -> int:
@@ -127,6 +135,10 @@ class ManagerDoor(Door):
 
     def forget(self, tag: str) -> None:
         self.manager.invalidate(tag)
+
+    def freeze(self, is_frozen: bool) -> None:
+        (self.manager.freeze if is_frozen else self.manager.unfreeze)()
+        assert self.manager.is_frozen is is_frozen
 
     @property
     def hits(self) -> int:
@@ -206,6 +218,10 @@ class _Ahead(Door):
         self.manager.invalidate(tag)
         if self.source is not None:
             self.source.invalidate(tag)
+
+    def freeze(self, is_frozen: bool) -> None:
+        (self.manager.freeze if is_frozen else self.manager.unfreeze)()
+        assert self.manager.is_frozen is is_frozen
 
     @property
     def captures(self) -> int:

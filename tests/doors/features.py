@@ -11,6 +11,7 @@ _NO_STATIC = "it has no `static=`"
 _COPIES = "it always copies its inputs"
 _FULL_ONLY = "it captures FULL graphs only"
 _NO_POLICY = "it has no dispatch policy"
+_NO_FREEZE = "it has no `freeze()`; the owner of its graphs has"
 _GRAPH_ALONE = "it is a graph without the callable, so that there is nothing to compare it with"
 
 FEATURES = {
@@ -22,6 +23,7 @@ FEATURES = {
     "pieces": "PIECEWISE graphs",
     "policy": "a dispatch policy",
     "comparisons": "a callable to compare the graph with again",
+    "freezing": "`freeze()`",
 }
 """What a case may need beyond tensors and a callable, by the word that ``needs`` takes."""
 
@@ -49,22 +51,39 @@ LACKS: dict[str, dict[str, str]] = {
         "policy": _NO_POLICY,
     },
     "entry": {
+        "freezing": _NO_FREEZE,
         "constants": _TENSORS,
         "pad_rules": _NO_RULE,
         "static_objects": _NO_STATIC,
         "policy": _NO_POLICY,
         "comparisons": _GRAPH_ALONE,
     },
-    "dispatcher": {"constants": _TENSORS, "pad_rules": _NO_RULE, "static_objects": _NO_STATIC},
+    "dispatcher": {
+        "constants": _TENSORS,
+        "pad_rules": _NO_RULE,
+        "static_objects": _NO_STATIC,
+        "freezing": _NO_FREEZE,
+    },
     "streams": {
+        "freezing": _NO_FREEZE,
         "padding": _PADDED,
         "pad_rules": _PADDED,
         "static_objects": _NO_STATIC,
         "static_inputs": _COPIES,
         "pieces": _FULL_ONLY,
     },
-    "streams_entry": {"constants": _TENSORS, "pad_rules": _NO_RULE, "static_objects": _NO_STATIC},
-    "composite": {"constants": _TENSORS, "pad_rules": _NO_RULE, "static_objects": _NO_STATIC},
+    "streams_entry": {
+        "constants": _TENSORS,
+        "pad_rules": _NO_RULE,
+        "static_objects": _NO_STATIC,
+        "freezing": _NO_FREEZE,
+    },
+    "composite": {
+        "constants": _TENSORS,
+        "pad_rules": _NO_RULE,
+        "static_objects": _NO_STATIC,
+        "freezing": _NO_FREEZE,
+    },
 }
 """For each door what it cannot express, and why. A case that needs it is not run through that door."""
 

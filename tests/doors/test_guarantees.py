@@ -106,6 +106,35 @@ def test_invalidated(settled: Open) -> None:
     assert step.was_hit()
 
 
+@needs("freezing")
+def test_frozen(tried: Open) -> None:
+    """Frozen, verified graphs go on serving, and nothing is captured or compared: other calls run eagerly."""
+    count = torch.zeros((), dtype=torch.int64)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * 2
+
+    step = tried(fn, options=CUDAGraphOptions(verify_every=2))
+    step.freeze(True)
+    captures, calls = step.captures, step.calls
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 2)
+        assert step.was_hit()
+    for _ in range(4):
+        x = torch.randn(2, 5)
+        assert torch.equal(step(x), x * 2)
+        assert not step.was_hit()
+    assert step.captures == captures
+    assert int(count) == calls + 8
+    step.freeze(False)
+    step.renew(*one_tensor(4))
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 2)
+
+
 def test_inside_capture(settled: Open) -> None:
     """Within the capture of somebody else the callable runs as it is, and becomes a part of that graph."""
     step = settled(lambda x: x + 1)

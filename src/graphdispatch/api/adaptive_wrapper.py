@@ -21,6 +21,7 @@ from ..memory.eviction import Frecency, Probation
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.group import GraphGroup
+from ..serve.prewarm import capture_checked
 from .wrapper import CUDAGraphWrapper
 
 __all__ = ["AdaptiveCUDAGraphWrapper"]
@@ -107,6 +108,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             )
         if self._graphs.is_asleep:
             raise ConfigError(f"prewarm cannot capture now: {Reason.ASLEEP.text}")
+        if self._graphs.is_frozen:
+            raise ConfigError(f"prewarm cannot capture now: {Reason.FROZEN.text}")
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
         with torch.no_grad(), self._server.lock, swept_collector(self.options.gc_disable):
             self._graphs.refresh()
@@ -115,7 +118,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             for group, leaves in todo:
                 self._graphs.warm_up(group, leaves, 1)
             for group, leaves in todo:
-                self._graphs.capture(group, leaves, 1, 1, keep_effects=False)
+                capture_checked(self._server, group, leaves, 1, 1)
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
 
     @property

@@ -5,11 +5,19 @@ from ..errors import check_type
 from ..serve.server import Server
 from ..stats import EvictionReason
 
-__all__ = ["Lifecycle"]
+__all__ = ["Lifecycle", "freeze"]
+
+
+def freeze(server: Server, *, is_frozen: bool) -> None:
+    """Forbid captures and comparisons of one callable, or allow them again. Thread-safe."""
+    with server.lock:
+        server.graphs.is_frozen = is_frozen
+        for group in server.graphs.groups.values():
+            group.freeze(is_frozen)
 
 
 class Lifecycle(MadeAnew):
-    """Graphs that can be invalidated, put to sleep and woken. Thread-safe."""
+    """Graphs that can be invalidated, put to sleep and woken, frozen and unfrozen. Thread-safe."""
 
     __slots__ = ()
     _server: Server
@@ -36,6 +44,23 @@ class Lifecycle(MadeAnew):
         """End ``sleep()``: graphs are captured again as calls come. Harmless when awake."""
         with self._server.lock:
             self._server.graphs.wake()
+
+    def freeze(self) -> None:
+        """Allow no capture and no comparison with eager from now on, so that no call takes longer than an eager one.
+
+        A call that no verified graph serves runs eagerly, with the reason ``frozen``. That is also a batch that would
+        have to be compared first: prewarm with real examples, which compares. ``verify_every`` rests.
+        """
+        freeze(self._server, is_frozen=True)
+
+    def unfreeze(self) -> None:
+        """End ``freeze()``. Harmless when not frozen."""
+        freeze(self._server, is_frozen=False)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether captures and comparisons are forbidden."""
+        return self._server.graphs.is_frozen
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""

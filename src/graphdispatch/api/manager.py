@@ -140,9 +140,10 @@ class CUDAGraphManager(MadeAnew):
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
-        if entry.proof is not None and entry.depends_on_padding(rows):
-            raise ReplayError(f"{rows} rows in a graph of {size}: {entry.proof.text}")
-        if group.needs_check(entry, values, rows):
+        reason, detail = group.objection(entry, values, rows, is_frozen=self.is_frozen)
+        if reason is not None and reason is not Reason.VERIFIED_NOW:
+            raise ReplayError(f"{rows} rows in a graph of {size}: {detail or reason.text}")
+        if reason is not None:
             choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, rows, size, entry)
             with torch.no_grad(), server.lock:
                 return server.perform(choice)[1]
@@ -202,6 +203,20 @@ class CUDAGraphManager(MadeAnew):
     def wake(self) -> None:
         """End ``sleep()``: graphs are captured again as batches come. Harmless when awake."""
         self.registry.wake()
+
+    def freeze(self) -> None:
+        """Allow no capture and no comparison with eager from now on: batches that no verified graph serves run eagerly,
+        with the reason ``frozen``."""
+        self.registry.freeze()
+
+    def unfreeze(self) -> None:
+        """End ``freeze()``. Harmless when not frozen."""
+        self.registry.freeze(False)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether captures and comparisons are forbidden."""
+        return self.registry.is_frozen
 
     def reset(self) -> None:
         """Release all graphs and forget what was seen and counted."""

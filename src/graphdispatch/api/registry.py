@@ -28,6 +28,7 @@ from ..serve.prewarm import compare_numbers
 from ..serve.server import Server
 from ..state.guards import same_callable
 from ..stats import CUDAGraphStats, EvictionReason
+from .lifecycle import freeze
 
 __all__ = ["CUDAGraphRegistry", "Shapes", "batch_dims", "check_input_shapes", "check_output_shapes"]
 
@@ -69,6 +70,7 @@ class CUDAGraphRegistry(MadeAnew):
         self._callables: list[_Callable] = []
         self._numbers = 0
         self.is_asleep = False
+        self.is_frozen = False
         """Whether nothing is captured now: between ``sleep()`` and ``wake()``."""
         self._lock = make_lock()
         resolved = self.config.replace(mode=CUDAGraphMode.FULL).resolve()
@@ -99,6 +101,8 @@ class CUDAGraphRegistry(MadeAnew):
         Raises ``ConfigError`` for arguments that contradict each other, ``CaptureError`` if there can be no graph.
         """
         check_callable("capture_fn", capture_fn)
+        if self.is_frozen:
+            raise CaptureError(f"no capture: {Reason.FROZEN.text}", Reason.FROZEN)
         if self.is_asleep:
             raise CaptureError(f"no capture: {Reason.ASLEEP.text}", Reason.ASLEEP)
         example = self._example(batch_size, input_shapes, inputs, dtypes)
@@ -167,6 +171,12 @@ class CUDAGraphRegistry(MadeAnew):
         """End ``sleep()``. Harmless when awake."""
         self.is_asleep = False
 
+    def freeze(self, is_frozen: bool = True) -> None:
+        """Allow no capture and no comparison from now on; or allow them again."""
+        self.is_frozen = is_frozen
+        for one in self._callables:
+            freeze(one.server, is_frozen=is_frozen)
+
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
         for entry in self._cache.clear():
@@ -215,6 +225,7 @@ class CUDAGraphRegistry(MadeAnew):
             strict=self.config.strict,
             times_replays=True,
         )
+        server.graphs.is_frozen = self.is_frozen
         self._numbers += 1
         number = self._numbers
         self._callables = [one for one in self._callables if one not in gone]

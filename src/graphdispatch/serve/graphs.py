@@ -70,6 +70,8 @@ class GraphSet:
         """The modules that cost this callable its full graph, if breaks are automatic."""
         self.groups: dict[Hashable, GraphGroup] = {}
         self.is_asleep = False
+        self.is_frozen = False
+        """Whether captures and comparisons with eager are forbidden."""
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._capturer = capturer or Capturer()

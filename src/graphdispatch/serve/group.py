@@ -1,6 +1,7 @@
 """Graph groups: all graphs of one signature, the static inputs that they share, and the calls that lead to them."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -253,6 +254,23 @@ class GraphGroup:
         """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
         shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
         _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
+
+    def objection(
+        self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int, *, is_frozen: bool
+    ) -> tuple[Reason | None, str]:
+        """Why the entry may not serve this batch now, in a word and in detail; None and nothing if it may."""
+        if entry.proof is not None and entry.depends_on_padding(rows):
+            return entry.proof.reason, entry.proof.text
+        if not self.needs_check(entry, values, rows):
+            return None, ""
+        return (Reason.FROZEN if is_frozen else Reason.VERIFIED_NOW), ""
+
+    def freeze(self, is_frozen: bool) -> None:
+        """Let comparisons that ``verify_every`` wants rest, or come again."""
+        for entry in self.entries.values():
+            entry.verify_at = math.inf
+            if not is_frozen:
+                entry.schedule_check()
 
     def needs_check(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> bool:
         """Whether this batch must be compared with eager before the entry serves it.

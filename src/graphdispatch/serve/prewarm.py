@@ -77,7 +77,7 @@ def capture_size(server: Server, routes: Sequence[Route], size: int) -> bool:
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= largest:
         raise ConfigError(f"size must be an integer from 1 to {largest}, the largest size, got {shown(size)}")
     graphs = server.graphs
-    if server.closed(routes[0]) is not None or not graphs.guard_holds():
+    if server.closed(routes[0]) is not None or graphs.is_frozen or not graphs.guard_holds():
         return False
     for group in _groups(routes):
         table = group.route.table
@@ -187,8 +187,8 @@ class CaptureBatch:
 
 
 def _check_open(server: Server, route: Route, what: str) -> None:
-    """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``."""
-    closed = server.closed(route)
+    """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``, or frozen."""
+    closed = server.closed(route) or (Reason.FROZEN if server.graphs.is_frozen else None)
     if closed is not None:
         raise ConfigError(f"{what} cannot capture now: {Decision.eager(closed).explain()}")
 
@@ -246,12 +246,15 @@ def compare_numbers(
 def varied(group: GraphGroup, leaves: Sequence[Any], rows: int) -> list[Any]:
     """Another batch, made of an example: its rows in turn, from the second one on, with other floating-point numbers.
 
-    Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay.
+    Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of zeros
+    alone gets other numbers.
     """
     generator = torch.Generator().manual_seed(rows)
     batch = group.resized(leaves, rows, shift=1)
     for spec in group.inputs.specs:
-        if spec.dim is not None and spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
             factor = 0.75 + torch.rand(spec.sized(rows), generator=generator) / 2
-            batch[spec.position] *= factor.to(spec.device, spec.dtype)
+            value = batch[spec.position] if spec.dim is not None else batch[spec.position].clone()
+            factor = factor.to(spec.device, spec.dtype)
+            batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
     return batch

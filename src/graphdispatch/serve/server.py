@@ -176,9 +176,7 @@ class Server(HitPath):
         clash = entry.plan(rows).clash(leaves)
         if clash is not None:
             return Reason.ALIASED_ARGUMENTS, clash
-        if entry.proof is not None and entry.depends_on_padding(rows):
-            return entry.proof.reason, entry.proof.text
-        return (Reason.VERIFIED_NOW if group.needs_check(entry, leaves, rows) else None), ""
+        return group.objection(entry, leaves, rows, is_frozen=self.graphs.is_frozen)
 
     def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
         """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
@@ -187,8 +185,8 @@ class Server(HitPath):
         failure = group.blocked(size)
         if failure is not None:
             return failure.reason, failure.detail
-        if self.graphs.is_asleep:
-            return Reason.ASLEEP, ""
+        if self.graphs.is_asleep or self.graphs.is_frozen:
+            return (Reason.ASLEEP if self.graphs.is_asleep else Reason.FROZEN), ""
         key, cache = (group.key, size), self.graphs.cache
         reason = cache.admit(key)
         if reason is Reason.FIRST_SIGHTING and self._eager_captures and not cache.is_full:
