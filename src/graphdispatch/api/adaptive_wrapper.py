@@ -91,7 +91,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
 
         An integer stands for the descriptor of that many tokens. ``dummy_fn(descriptor)`` gives the arguments of a
         call: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a pair of the latter two.
-        Whatever the runs write is put back. The first real batch of a shape is still compared with eager. A shape that
+        Whatever the runs write is put back. A graph is compared with eager for the dummy and,
+        if that has floating-point numbers, for another one made of it; else the first real batch is. A shape that
         cannot be captured is left out, and stays eager.
 
         Raises ``ConfigError`` for what is no shape, and for more shapes than ``max_cached_graphs``, before anything is
