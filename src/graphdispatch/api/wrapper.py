@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..backends import Backend, Pool
-from ..call.context import current_context
+from ..call.context import current_context, told_rows
 from ..call.rules import ArgumentRules
+from ..call.spec import parameter_names
 from ..call.tracing import untraced
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
@@ -73,6 +74,7 @@ class CUDAGraphWrapper(Lifecycle):
             check_type("backend", backend, Backend, "a Backend, as get_backend() gives")
             check_type("pool", pool, Pool, "a Pool, as backend.make_pool() gives")
         self.runnable = runnable
+        self._takes_rows = "rows" in (parameter_names(runnable) or ())
         self.runtime_mode = mode
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
@@ -91,7 +93,20 @@ class CUDAGraphWrapper(Lifecycle):
         cudagraph_runtime_mode: CUDAGraphMode | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Serve one call. Raises what the runnable raises."""
+        """Serve one call. Raises what the runnable raises.
+
+        ``rows=`` says how many rows of a batch that the caller padded are real, as in ``cudagraph_context``. The
+        runnable does not get it, unless it has a parameter of that name itself.
+        """
+        if "rows" in kwargs and not self._takes_rows:
+            rows = kwargs.pop("rows")
+            with told_rows(rows, batch_descriptor or (current_context() or (None, None))[1]):
+                return self(
+                    *args,
+                    batch_descriptor=batch_descriptor,
+                    cudagraph_runtime_mode=cudagraph_runtime_mode,
+                    **kwargs,
+                )
         if cudagraph_runtime_mode is None or batch_descriptor is None:
             mode, descriptor = current_context() or (None, None)
             cudagraph_runtime_mode = cudagraph_runtime_mode if cudagraph_runtime_mode is not None else mode

@@ -8,23 +8,32 @@ from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 
-__all__ = ["cudagraph_context", "current_context"]
+__all__ = ["cudagraph_context", "current_context", "current_rows", "told_rows"]
 
 # A context variable, so that each thread and each asyncio task has its own value.
 _CURRENT: ContextVar[tuple[CUDAGraphMode, BatchDescriptor | None] | None] = ContextVar(
     "cudagraph_context", default=None
 )
 
+_ROWS: ContextVar[int | None] = ContextVar("cudagraph_rows", default=None)
+
+current_rows = _ROWS.get
+"""How many rows of the current step's batch are real, if its caller padded it and said so, or None."""
+
 current_context = _CURRENT.get
 """The mode and descriptor of the innermost ``cudagraph_context`` of this thread or task, or None."""
 
 
 @contextmanager
-def cudagraph_context(mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None) -> Iterator[None]:
+def cudagraph_context(
+    mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None, *, rows: int | None = None
+) -> Iterator[None]:
     """Within the block, wrappers that are called without a mode and descriptor use ``mode`` and ``descriptor``.
 
-    ``mode`` is a runtime mode: ``NONE``, ``PIECEWISE`` or ``FULL``. Blocks nest. Each thread and each asyncio task has
-    its own blocks. Raises ``ConfigError`` for another mode, or for a graph mode without a descriptor.
+    ``mode`` is a runtime mode: ``NONE``, ``PIECEWISE`` or ``FULL``. ``rows`` says how many rows of the padded batch are
+    real, if not all: comparisons with eager leave out the others. Blocks nest. Each thread and each asyncio task has
+    its own blocks. Raises ``ConfigError`` for another mode, for a graph mode without a descriptor, and for rows that the
+    descriptor does not have.
     """
     if mode not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
         raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {shown(mode)}")
@@ -32,6 +41,25 @@ def cudagraph_context(mode: CUDAGraphMode, descriptor: BatchDescriptor | None = 
         raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got {shown(descriptor)}")
     token = _CURRENT.set((mode, descriptor))
     try:
-        yield
+        with told_rows(rows, descriptor):
+            yield
     finally:
         _CURRENT.reset(token)
+
+
+@contextmanager
+def told_rows(rows: int | None, descriptor: BatchDescriptor | None) -> Iterator[None]:
+    """Within the block so many rows of a batch that its caller padded for ``descriptor`` are real; None: all.
+
+    Raises ``ConfigError`` for a number of rows that the descriptor does not have.
+    """
+    most = descriptor.num_tokens if descriptor is not None else 0
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= most):
+        raise ConfigError(
+            f"rows must be how many of the descriptor's {most} tokens are real, from 1 on, or None; got {shown(rows)}"
+        )
+    token = _ROWS.set(rows)
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)

@@ -123,6 +123,8 @@ class EffectRecorder(TorchDispatchMode):
         self.unsaved: Exception | None = None
         self.uses_rng = False
         """Whether the run drew from a random generator."""
+        self.reserves_memory = False
+        """Whether the run made memory that it did not write at once; see ``unwritten``."""
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
@@ -149,12 +151,27 @@ class EffectRecorder(TorchDispatchMode):
                 self.uses_rng = True
                 self._save_generators(args, kwargs)
             result = func(*args, **kwargs)
+            if kind is OperatorKind.EMPTY:
+                _mark_unwritten(result)
+                self.reserves_memory = True
             if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
                 self.outside.pop(storage_key(args[0]), None)
             for tensor in tensors_in(result):
                 if self._is_new(tensor):
                     self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
+
+    def unwritten(self, value: torch.Tensor) -> torch.Tensor | None:
+        """Which elements of a value that the run left hold what ``torch.empty`` gave, as nothing wrote them; or None.
+
+        Types of one byte are not asked: too many of their values look like that.
+        """
+        if not self.reserves_memory or value.dtype.itemsize == 1 or value.layout is not torch.strided:
+            return None
+        size = value.dtype.itemsize
+        marked = value.detach().resolve_conj().resolve_neg().reshape(-1, 1).contiguous().view(torch.uint8) == _UNWRITTEN
+        found = marked.view(-1, size).all(1).view(value.shape)
+        return found if bool(found.any()) else None
 
     def made_storages(self) -> set[int]:
         """The keys of the storages that the run made and that something still holds."""
@@ -205,6 +222,15 @@ class EffectRecorder(TorchDispatchMode):
                 self._generators[id(value)] = value
                 state = value.get_state()
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
+
+
+_UNWRITTEN = 0x5B
+
+
+def _mark_unwritten(made: Any) -> None:
+    """Fill new memory with one byte, so that it can be told later what was never written."""
+    if isinstance(made, torch.Tensor) and made.layout is torch.strided and made.dtype.itemsize > 1:
+        torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage()).fill_(_UNWRITTEN)
 
 
 def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from ..backends.operators import bits_equal, storage_key
 from ..call.signature import InputSpec
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
+from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
 from ..reasons import Reason
 from .eager_run import EagerRun
@@ -155,12 +156,17 @@ class RowProver:
     def _read(self) -> list[_Value]:
         """Copies of the real rows of what the latest replay gave, and of the state that padding must leave alone."""
         request, entry, rows = self._request, self._entry, self.rows
-        values = [_Value(f"output {i}", t.clone()) for i, t in enumerate(entry.outputs.peek(rows))]
+        values = []
+        for index, (output, dims) in enumerate(zip(entry.outputs.peek(rows), entry.outputs.rule.follows, strict=True)):
+            unwritten = self._eager.effects.unwritten(first_rows(self._eager.outputs[index], dims, rows))
+            values.append(_Value(f"output {index}", _without(output, unwritten)))
         for index in entry.mutated:
             name = f"argument {request.inputs.specs[index].name!r}, which the call writes,"
             values.append(_Value(name, request.inputs.real(index, rows, request.size).clone()))
         for region in self._state:
-            values.append(_Value(f"state of shape {tuple(region.target.shape)}", region.read().clone(), is_state=True))
+            assert region.after is not None
+            left = _without(region.read(), self._eager.effects.unwritten(region.after))
+            values.append(_Value(f"state of shape {tuple(region.target.shape)}", left, is_state=True))
         return values
 
     def _untested(self, alike: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
@@ -177,6 +183,11 @@ class RowProver:
 
 
 _BY_RULE = Padding("the padding of the pad rules", [])
+
+
+def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tensor:
+    """A copy, in which zeros stand for what nothing wrote."""
+    return value.clone() if unwritten is None else value.masked_fill(unwritten, 0)
 
 
 def _differing(base: Sequence[_Value], got: Sequence[_Value]) -> list[tuple[_Value, _Value]]:

@@ -3,13 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..backends.base import Backend, Pool
 from ..backends.operators import storage_key
+from ..call.context import current_rows
 from ..call.signature import Signature
 from ..call.spec import FlatCall
 from ..config import CUDAGraphOptions
@@ -57,6 +58,8 @@ class CaptureRequest:
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     keep_effects: bool = True
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
+    told_rows: int | None = field(default_factory=current_rows)
+    """How many rows of a batch that the caller has padded are real, if the caller says so."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the capture time, in seconds."""
 
@@ -64,6 +67,15 @@ class CaptureRequest:
     def is_padded(self) -> bool:
         """Whether the graph has more rows than the batch."""
         return self.rows != self.size
+
+    def told_rows_of(self, value: torch.Tensor) -> torch.Tensor:
+        """The real rows of an output or argument, if the caller padded the batch and said how many are real: of what
+        has as many rows as the descriptor has tokens. Else all of it."""
+        rows, padded = self.told_rows, self.descriptor.num_tokens
+        is_padded_by_caller = rows is not None and all(spec.dim is None for spec in self.inputs.specs)
+        if is_padded_by_caller and value.dim() and value.shape[0] == padded:
+            return value[:rows]
+        return value
 
     def arguments(self) -> list[torch.Tensor]:
         """The call's tensors that are copied to static inputs, in the order of ``inputs.specs``."""

@@ -26,7 +26,7 @@ from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
 
-__all__ = ["OutputRule", "OutputView", "Outputs", "fixed_rule", "learn_output_rule"]
+__all__ = ["OutputRule", "OutputView", "Outputs", "first_rows", "fixed_rule", "learn_output_rule"]
 
 
 class OutputView:
@@ -193,7 +193,7 @@ class Outputs:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
         with torch.inference_mode(False), torch.no_grad():
             tensors = zip(self._tensors, self.rule.follows, strict=True)
-            return [_cut(tensor, dims, rows) for (_, tensor), dims in tensors]
+            return [first_rows(tensor, dims, rows) for (_, tensor), dims in tensors]
 
     @property
     def nbytes(self) -> int:
@@ -201,7 +201,8 @@ class Outputs:
         return sum(tensor.nbytes for _, tensor in self._tensors)
 
 
-def _cut(tensor: torch.Tensor, dims: tuple[tuple[int, int], ...], rows: int) -> torch.Tensor:
+def first_rows(tensor: torch.Tensor, dims: tuple[tuple[int, int], ...], rows: int) -> torch.Tensor:
+    """An output cut to its first rows; ``dims`` are the dimensions that follow the batch, as in ``OutputRule``."""
     for dim, factor in dims:
         tensor = tensor.narrow(dim, 0, rows * factor)
     return tensor
