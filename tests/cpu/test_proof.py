@@ -1,0 +1,159 @@
+"""Replays with other padding: what they find, what they must not refuse, and that the caller sees one execution."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphdispatch as gd
+from graphdispatch import Graphed
+from graphdispatch.reasons import Reason
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def reason(step: Graphed[..., Any]) -> Reason:
+    """Of the latest call."""
+    assert step.last_decision is not None
+    return step.last_decision.reason
+
+
+@torch.library.custom_op("graphdispatch_test::store_rows", mutates_args=("cache",))
+def store_rows(cache: torch.Tensor, slot: torch.Tensor, x: torch.Tensor) -> None:
+    """Its schema says that it writes the whole cache."""
+    cache[slot] = x
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "custom operator": store_rows,
+    "scatter_": lambda cache, slot, x: cache.scatter_(0, slot[:, None].expand(-1, 3), x),
+    "index_copy_": lambda cache, slot, x: cache.index_copy_(0, slot, x),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_a_slot_that_padding_overwrites_is_noticed_while_it_holds_zeros(write: Any, first: int) -> None:
+    """Zero padding writes zeros to slot 0, where zeros are; other padding shows the write."""
+    cache, eager = torch.zeros(10, 3), torch.zeros(10, 3)
+
+    def fn(x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        write(cache, slot, x)
+        return x * 2
+
+    step = gd.graphed(fn, dynamic={"x": 0, "slot": 0}, sizes=(4,), capture_after=1)
+    for slots in ([5, 6, 7, 8][:first], [1, 2, 3, 4], [5, 6, 7], [0, 1, 2], [5, 6, 7], [3, 4]):
+        x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
+        step(x, slot)
+        write(eager, slot, x)
+        assert torch.equal(cache, eager)
+    assert reason(step) is Reason.PADDING_WRITES_STATE
+
+
+class Experts(nn.Module):
+    """Each row goes to its best expert; rows are sorted by expert in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.weights = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows in, rows out."""
+        best = self.gate(x).argmax(-1)
+        order = best.argsort(stable=True)
+        y = torch.bmm(x[order][:, None], self.weights[best[order]])[:, 0]
+        return torch.empty_like(y).index_copy_(0, order, y)
+
+
+class Attention(nn.Module):
+    """Each row of the batch is a sequence of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attends within each row."""
+        q, k, v = self.qkv(x.view(-1, 4, 8)).chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v).reshape(-1, 32)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)),
+    "attention": Attention,
+    "experts": Experts,
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (4, 8)), nn.Conv1d(4, 8, 3), nn.SiLU(), nn.Flatten()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_independent_rows_are_served_padded(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    """No model whose rows are independent is refused."""
+    model = make().to(dtype).eval()
+    step = gd.graphed(lambda x: model(x), dynamic={"x": 0}, sizes=(8,), capture_after=1)
+    for rows in (5, 8, 3, 5, 3):
+        x = torch.randn(rows, 32).to(dtype)
+        torch.testing.assert_close(step(x), model(x), rtol=2e-2, atol=2e-2)
+    assert reason(step) is Reason.PADDED
+    assert step.entries[0].proof is not None
+    assert step.entries[0].proof.is_complete
+
+
+def test_a_given_pad_rule_is_kept() -> None:
+    """Rows of one segment attend to each other, and padding rows have a segment of their own."""
+    first = nn.Linear(8, 24)
+
+    def fn(x: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
+        q, k, v = first(x).chunk(3, -1)
+        scores = (q @ k.T).masked_fill(segment[:, None] != segment[None], torch.finfo(x.dtype).min)
+        return scores.softmax(-1) @ v
+
+    for sizes in ((5, 8, 3, 5, 3), (8, 8, 5, 5, 3, 5)):
+        step = gd.graphed(fn, dynamic={"x": 0, "segment": 0}, pad={"segment": -1}, sizes=(8,), capture_after=1)
+        for rows in sizes:
+            x, segment = torch.randn(rows, 8), torch.arange(rows) // 2
+            torch.testing.assert_close(step(x, segment), fn(x, segment))
+        assert reason(step) is Reason.PADDED
+
+
+def test_the_caller_sees_one_execution() -> None:
+    """State, arguments and the random generator are as after one eager call, whatever is replayed."""
+    count, ours = torch.zeros((), dtype=torch.int64), torch.Generator().manual_seed(1)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        x.mul_(2)
+        return x + torch.rand(3) + torch.rand(3, generator=ours)
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    theirs = torch.Generator().manual_seed(1)
+    torch.manual_seed(7)
+    got = []
+    for _ in range(5):
+        x = torch.ones(3, 3)
+        got.append(step(x))
+        assert torch.equal(x, torch.full((3, 3), 2.0))
+    torch.manual_seed(7)
+    for answer in got:
+        assert torch.equal(answer, torch.full((3, 3), 2.0) + torch.rand(3) + torch.rand(3, generator=theirs))
+    assert int(count) == 5
+
+
+def test_the_proof_says_what_changed() -> None:
+    """The entry keeps it, and ``explain`` prints it."""
+    step = gd.graphed(lambda x: (x * 2, x - x.amax(0)), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step(torch.rand(3, 3))
+    proof = step.entries[0].proof
+    assert proof is not None
+    assert (proof.independent, proof.deterministic, proof.perturbation) == (False, True, "large numbers")
+    assert proof.what.startswith("output 1 changes")
+    assert "with large numbers in the padding rows, output 1 changes" in step.explain(torch.rand(3, 3))
