@@ -72,6 +72,7 @@ class Reason(StrEnum):
     TOO_MANY_SIGNATURES = "too_many_signatures", "max_signatures kinds of calls have graphs or failed captures already"
 
     STATE_TOO_LARGE = "state_too_large", "the state that the call writes is too large to save; raise state_limit_bytes"
+    STATE_SHARED = "state_shared", "other threads run callables that share its state, and did not end in time"
     STATE_REBOUND = "state_rebound", "the call rebinds a variable, parameter or dict entry; it must write in place"
     PADDING_WRITES_STATE = (
         "padding_writes_state",

@@ -13,6 +13,7 @@ with eager on the first batch only. If anything fails after the eager run, the c
 import logging
 
 from ..memory.entry import CUDAGraphEntry
+from ..memory.windows import WINDOWS
 from ..modes import EntryState
 from ..reasons import Reason
 from ..state.guards import same_objects
@@ -46,6 +47,17 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
 
 def _attempt(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
     """Run the call eagerly, then verify the entry ``known``, or capture one if there is none."""
+    with WINDOWS.capturing(request.reach, request.pool) as is_alone:
+        if is_alone:
+            return _attempt_alone(request, known)
+    answer = None
+    if request.keep_effects:
+        with WINDOWS.running(lambda: request.reach):
+            answer = request.call(request.values)
+    return CaptureResult(answer, None, Reason.STATE_SHARED, Reason.STATE_SHARED.text)
+
+
+def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
     with request.pool.lock, request.backend.watched():
         request.pool.order_after_last_use()
         eager = run_eagerly(request)
@@ -71,7 +83,10 @@ def warm_up(request: CaptureRequest) -> None:
     Python state that the first run alone changes (a table that the callable makes when it is first called) stays. State
     that every run changes is put back. An error of the callable is only logged here: ``capture_entry`` reports it.
     """
-    with request.pool.lock, request.backend.watched():
+    window = WINDOWS.capturing(request.reach, request.pool)
+    with window as is_alone, request.pool.lock, request.backend.watched():
+        if not is_alone:
+            return
         request.pool.order_after_last_use()
         snapshot = request.guard.snapshot()
         if _changes_state(request) and _changes_state(request):

@@ -56,6 +56,8 @@ class CaptureRequest:
     """Where copies of outputs go, if they go to preallocated memory."""
     auto_breaks: "AutoBreaks | None" = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
+    reach: set[int] = field(default_factory=set)
+    """The addresses of the storages that the callable reaches: see Note [windows] in ``memory/windows.py``."""
     keep_effects: bool = True
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
     told_rows: int | None = field(default_factory=current_rows)

@@ -23,6 +23,7 @@ from .inputs import StaticInputs
 from .outputs import Outputs
 from .proof import MOST_COMPARED, RowProof
 from .replay import ReplayPlan, next_use
+from .windows import WINDOWS
 
 __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 
@@ -87,6 +88,8 @@ class CUDAGraphEntry(NotCopied):
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
+        if self.written is not None:
+            WINDOWS.pools.add(self.pool)
 
     def schedule_check(self) -> None:
         """Have a batch compared with eager after ``verify_every`` further replays."""
@@ -139,6 +142,8 @@ class CUDAGraphEntry(NotCopied):
 
         Raises as ``ReplayPlan.run`` does.
         """
+        if WINDOWS.open:
+            WINDOWS.wait_for(self)
         return self.plan(rows).run(values, stats)
 
     def with_values(self, answer: Any, rows: int) -> Any:
@@ -255,6 +260,8 @@ class CUDAGraphEntry(NotCopied):
     def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
         """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known."""
         plan = self.plan(rows)
+        if WINDOWS.open:
+            WINDOWS.wait_for(self)
         with self.pool.lock:
             self._collect_time()
             if self._is_timed:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ReplayError
 from ..modes import EntryState
+from .windows import WINDOWS
 
 if TYPE_CHECKING:
     from ..stats import CUDAGraphStats
@@ -71,6 +72,8 @@ class ReplayPlan:
                 raise ReplayError(f"the graph for {entry.key} was evicted, or its last replay failed; capture it again")
             if pool.replaying_on is not None:
                 pool.refuse_inside_replay()
+            if WINDOWS.open and entry.written is not None:
+                WINDOWS.refuse(entry)
             pool.order_after_last_use()
             before = entry.backend.rng_state() if entry.uses_rng else None
             try:

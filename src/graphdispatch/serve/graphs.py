@@ -23,6 +23,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.handout import Handout
 from ..memory.inputs import StaticInputs
 from ..memory.replay import next_use
+from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.guards import StateGuard
@@ -391,6 +392,7 @@ class GraphSet:
             rule=group.rule,
             buffers=group.buffers,
             auto_breaks=self.auto_breaks,
+            reach=storages_of(self.guard._tensors),
         )
 
 

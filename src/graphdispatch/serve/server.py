@@ -25,6 +25,7 @@ from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
+from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
 from ..state.guards import wants_gradient
 from ..stats import EvictionReason
@@ -386,6 +387,10 @@ class Server(HitPath):
             answer = result.entry.with_values(answer, choice.rows)
         return self.graphs.handout.give(answer)
 
+    def reach(self) -> set[int]:
+        """The addresses of the storages that the callable reaches. Needs no lock."""
+        return storages_of(self.graphs.guard._tensors)
+
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
         self.local.decision = decision
@@ -393,6 +398,8 @@ class Server(HitPath):
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
         try:
-            return self.graphs.handout.give(self.fn(*args, **kwargs))
+            with WINDOWS.running(self.reach):
+                answer = self.fn(*args, **kwargs)
+            return self.graphs.handout.give(answer)
         finally:
             self.local.decision = decision  # the callable may have called this object, too

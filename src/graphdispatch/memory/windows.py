@@ -1,0 +1,128 @@
+"""Capture windows: while a capture undoes and redoes writes, nobody else writes the same memory.
+
+Note [windows]
+    A capture runs the callable several times and puts back what it wrote (Note [exactly once] in
+    ``capture/effects.py``). A write that another thread makes to the same memory meanwhile would be lost. So a capture
+    opens a window over the storages that its callable reaches. Another thread's eager run of a served callable that
+    reaches one of them waits until the window closes, and a replay that writes one is refused before it copies
+    anything. The capture first waits for such runs and replays that are under way. All these waits end: a capture gives
+    up with a reason, and a run goes on with a warning.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+
+from ..backends.base import Pool
+from ..errors import ReplayError
+from ..forking import make_lock, renew_in_child
+
+if TYPE_CHECKING:
+    from .entry import CUDAGraphEntry
+
+__all__ = ["WINDOWS", "Windows", "storages_of"]
+
+_log = logging.getLogger("graphdispatch")
+_PATIENCE_S = 5.0
+_Reach = Callable[[], set[int]]
+
+
+class Windows:
+    """The open capture windows of the process, and the eager runs under way: one set, as there is one memory."""
+
+    def __init__(self) -> None:
+        self.pools: WeakSet[Pool] = WeakSet()
+        """The pools of graphs that write memory of others."""
+        self.after_fork()
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        """Those of threads that are gone are closed: see Note [after a fork] in ``forking.py``."""
+        self.open: list[tuple[int, set[int]]] = []
+        """For each window its thread and the addresses of its storages; replays read it without a lock."""
+        self._runs: dict[object, tuple[int, _Reach]] = {}
+        self._changed = threading.Condition(make_lock())
+
+    def refuse(self, entry: "CUDAGraphEntry") -> None:
+        """Raise ``ReplayError`` if a replay writes what another thread's window covers. Call it with the pool's lock
+        held, which a capture takes after it has opened its window."""
+        written = {begin for begin, _ in entry.written.spans} if entry.written is not None else set()
+        if self._covers(written):
+            raise ReplayError("another thread captures a callable that shares state with this graph; call again")
+
+    def wait_for(self, entry: "CUDAGraphEntry") -> None:
+        """Wait, for a while, until a replay writes nothing that another thread's window covers."""
+        written = {begin for begin, _ in entry.written.spans} if entry.written is not None else set()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._covers(written), _PATIENCE_S)
+
+    @contextmanager
+    def running(self, reach: _Reach) -> Iterator[None]:
+        """A block in which the calling thread runs a callable eagerly, once no window covers what it reaches."""
+        token, here = object(), threading.get_ident()
+        with self._changed:
+            if self.open and not self._changed.wait_for(lambda: not self._covers(reach()), _PATIENCE_S):
+                _log.warning("a call ran during a capture of another thread that shares its state; a write may be lost")
+            self._runs[token] = (here, reach)
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._runs[token]
+                self._changed.notify_all()
+
+    @contextmanager
+    def capturing(self, storages: set[int], pool: Pool) -> Iterator[bool]:
+        """A block with a window over ``storages``; False if others could not be waited for, and there is no window."""
+        window = (threading.get_ident(), storages)
+        with self._changed:
+            is_open = self._changed.wait_for(lambda: not self._covers(storages), _PATIENCE_S)
+            if is_open:
+                self.open.append(window)
+        try:
+            yield is_open and self._drained(window, pool)
+        finally:
+            with self._changed:
+                if is_open:
+                    self.open.remove(window)
+                self._changed.notify_all()
+
+    def _covers(self, storages: set[int]) -> bool:
+        here = threading.get_ident()
+        return any(thread != here and not covered.isdisjoint(storages) for thread, covered in self.open)
+
+    def _drained(self, window: tuple[int, set[int]], own: Pool) -> bool:
+        """Wait for the runs and replays of other threads that began before the window; whether all have ended."""
+        here, storages = window
+        deadline = time.monotonic() + _PATIENCE_S
+
+        def is_quiet() -> bool:
+            runs = list(self._runs.values())
+            return all(thread == here or storages.isdisjoint(reach()) for thread, reach in runs)
+
+        with self._changed:
+            if not self._changed.wait_for(is_quiet, _PATIENCE_S):
+                return False
+        for pool in list(self.pools):
+            if pool is not own:
+                if not pool.lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+                    return False
+                try:
+                    pool.order_after_last_use()
+                finally:
+                    pool.lock.release()
+        return True
+
+
+WINDOWS = Windows()
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The addresses of the storages of some tensors."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}

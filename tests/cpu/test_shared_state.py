@@ -1,0 +1,147 @@
+"""Two served callables over the same state, on two threads: no write is lost while one of them is captured."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphdispatch as gd
+from graphdispatch.memory import windows
+
+
+class Gate(TorchDispatchMode):
+    """Stops the calling thread at its ``stops_at``-th multiplication, until it is opened."""
+
+    def __init__(self, stops_at: int) -> None:
+        super().__init__()
+        self.stops_in = stops_at
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul.Tensor:
+            self.stops_in -= 1
+            if self.stops_in == 0:
+                self.inside.set()
+                assert self.go_on.wait(20)
+        return func(*args, **(kwargs or {}))
+
+
+def served(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A callable that is captured at its first call."""
+    return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+
+
+@pytest.mark.parametrize("other_is", ["eager", "hit"])
+@pytest.mark.parametrize("run", [1, 2, 3])
+def test_no_write_is_lost_while_another_thread_captures(other_is: str, run: int) -> None:
+    """``prefill`` stops in the middle of its capture while ``decode`` counts in the same tensor."""
+    count, gate, x = torch.zeros(1), Gate(run), torch.ones(4, 3)
+
+    def prefill(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * 2
+
+    def decode(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x - 3
+
+    first, second = served(prefill), served(decode)
+    calls = 0
+    with torch.no_grad():
+        if other_is == "hit":
+            for number in range(4):
+                second(x + number)
+                calls += 1
+            assert second.stats.hits
+
+    def capture() -> None:
+        with torch.no_grad(), gate:
+            first(x)
+
+    def count_once() -> None:
+        with torch.no_grad():
+            if other_is == "hit":
+                second(x)
+            else:
+                second(torch.ones(9, 3))
+
+    threads = [threading.Thread(target=capture), threading.Thread(target=count_once)]
+    threads[0].start()
+    assert gate.inside.wait(20)
+    threads[1].start()
+    threads[1].join(0.2)  # it waits for the capture, or it is done and its write must stay
+    gate.go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert count.item() == calls + 2
+
+
+def test_a_capture_waits_for_a_run_under_way() -> None:
+    """``decode`` runs eagerly, and stops after its write: the capture of ``prefill`` begins when it has ended."""
+    count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
+    captured = threading.Event()
+
+    def decode(x: torch.Tensor) -> torch.Tensor:
+        kept = count.clone()
+        y = x * 3
+        count.copy_(kept + 1)
+        return y
+
+    def prefill(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * 2
+
+    first, second = served(prefill), gd.graphed(decode, dynamic={"x": 0}, mode="NONE")
+
+    def run() -> None:
+        with torch.no_grad(), gate:
+            second(x)
+
+    def capture() -> None:
+        with torch.no_grad():
+            first(x)
+        captured.set()
+
+    threads = [threading.Thread(target=run), threading.Thread(target=capture)]
+    threads[0].start()
+    assert gate.inside.wait(20)
+    threads[1].start()
+    assert not captured.wait(0.2)
+    gate.go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert count.item() == 2
+
+
+def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that itself waits for the capture's thread ends the wait: the call runs eagerly, with a reason."""
+    monkeypatch.setattr(windows, "_PATIENCE_S", 0.2)
+    count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
+
+    def decode(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * 3
+
+    def prefill(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * 2
+
+    first, second = served(prefill), gd.graphed(decode, dynamic={"x": 0}, mode="NONE")
+
+    def run() -> None:
+        with torch.no_grad(), gate:
+            second(x)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert gate.inside.wait(20)
+    with torch.no_grad():
+        assert torch.equal(first(x), x * 2)
+    assert first.last_decision is not None
+    assert first.last_decision.reason is gd.Reason.STATE_SHARED
+    gate.go_on.set()
+    thread.join(60)
+    assert count.item() == 2
