@@ -118,7 +118,7 @@ def test_a_capture_waits_for_a_run_under_way() -> None:
 
 def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that itself waits for the capture's thread ends the wait: the call runs eagerly, with a reason."""
-    monkeypatch.setattr(windows, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(windows, "_CAPTURE_WAITS_S", 0.2)
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
 
     def decode(x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["WINDOWS", "Windows", "storages_of"]
 
 _log = logging.getLogger("graphdispatch")
-_PATIENCE_S = 5.0
+_CAPTURE_WAITS_S, _RUN_WAITS_S = 1.0, 10.0
 _Reach = Callable[[], set[int]]
 
 
@@ -60,14 +60,14 @@ class Windows:
         """Wait, for a while, until a replay writes nothing that another thread's window covers."""
         written = {begin for begin, _ in entry.written.spans} if entry.written is not None else set()
         with self._changed:
-            self._changed.wait_for(lambda: not self._covers(written), _PATIENCE_S)
+            self._changed.wait_for(lambda: not self._covers(written), _RUN_WAITS_S)
 
     @contextmanager
     def running(self, reach: _Reach) -> Iterator[None]:
         """A block in which the calling thread runs a callable eagerly, once no window covers what it reaches."""
         token, here = object(), threading.get_ident()
         with self._changed:
-            if self.open and not self._changed.wait_for(lambda: not self._covers(reach()), _PATIENCE_S):
+            if self.open and not self._changed.wait_for(lambda: not self._covers(reach()), _RUN_WAITS_S):
                 _log.warning("a call ran during a capture of another thread that shares its state; a write may be lost")
             self._runs[token] = (here, reach)
         try:
@@ -82,7 +82,7 @@ class Windows:
         """A block with a window over ``storages``; False if others could not be waited for, and there is no window."""
         window = (threading.get_ident(), storages)
         with self._changed:
-            is_open = self._changed.wait_for(lambda: not self._covers(storages), _PATIENCE_S)
+            is_open = self._changed.wait_for(lambda: not self._covers(storages), _CAPTURE_WAITS_S)
             if is_open:
                 self.open.append(window)
         try:
@@ -100,14 +100,14 @@ class Windows:
     def _drained(self, window: tuple[int, set[int]], own: Pool) -> bool:
         """Wait for the runs and replays of other threads that began before the window; whether all have ended."""
         here, storages = window
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _CAPTURE_WAITS_S
 
         def is_quiet() -> bool:
             runs = list(self._runs.values())
             return all(thread == here or storages.isdisjoint(reach()) for thread, reach in runs)
 
         with self._changed:
-            if not self._changed.wait_for(is_quiet, _PATIENCE_S):
+            if not self._changed.wait_for(is_quiet, _CAPTURE_WAITS_S):
                 return False
         for pool in list(self.pools):
             if pool is not own:

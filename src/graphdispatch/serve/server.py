@@ -387,10 +387,6 @@ class Server(HitPath):
             answer = result.entry.with_values(answer, choice.rows)
         return self.graphs.handout.give(answer)
 
-    def reach(self) -> set[int]:
-        """The addresses of the storages that the callable reaches. Needs no lock."""
-        return storages_of(self.graphs.guard._tensors)
-
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
         self.local.decision = decision
@@ -398,8 +394,7 @@ class Server(HitPath):
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
         try:
-            with WINDOWS.running(self.reach):
-                answer = self.fn(*args, **kwargs)
-            return self.graphs.handout.give(answer)
+            with WINDOWS.running(lambda: storages_of(self.graphs.guard._tensors)):
+                return self.graphs.handout.give(self.fn(*args, **kwargs))
         finally:
             self.local.decision = decision  # the callable may have called this object, too
