@@ -167,7 +167,7 @@ class StreamDispatcher(CudagraphDispatcher):
         """Start one call on a worker; one without a graph runs here and now, unless the dispatcher was made with
         ``eager="worker"``. Never raises what the call raises.
 
-        It may wait: while a worker that has a graph for the key captures or compares another one, its choice is not known.
+        It may wait while a worker that has a graph for the key captures or compares another one.
         """
         start = perf_counter_ns()
         chosen = self._choose(key, args, kwargs)
