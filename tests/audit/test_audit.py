@@ -17,6 +17,7 @@ from graphdispatch.auditing.audit import audit
 from graphdispatch.auditing.result import Audit
 from graphdispatch.call.breaks import eager_break
 from graphdispatch.cli.app import main
+from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError
 from graphdispatch.report import audit_report
 
@@ -150,6 +151,36 @@ def test_a_break_at_the_least_set_of_modules() -> None:
     assert found.breaks.failure == ""
     assert found.independence.verdict == "independent"
     assert [one.graphs for one in found.replays] == [3, 3, 3]
+
+
+def test_breaks_of_a_call_that_fails_for_another_reason_too() -> None:
+    """They are named and their gain is counted, and what remains is said."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.calls = nn.Sequential(nn.ReLU(), examples.TopScores()), nn.Linear(3, 1), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            out: torch.Tensor = self.last(self.first(x)) * self.calls
+            return out
+
+    found = audit(Counts(), X)
+    assert found.breaks is not None
+    assert found.breaks.modules == ("first.1",)
+    assert 0.2 < found.breaks.share < 0.8
+    assert found.breaks.failure == found.failures[0]
+
+
+def test_automatic_breaks_make_it_capturable() -> None:
+    """Where the options ask for them, what is forbidden lies in breaks."""
+    model, example, _ = examples.ranker()
+    found = audit(model, example, options=CUDAGraphOptions(breaks="auto"))
+    assert found.capturable
+    assert found.forbidden
+    assert found.breaks is not None
+    assert (found.breaks.modules, found.breaks.failure) == (("top",), "")
 
 
 def test_marked_breaks_may_do_what_they_like() -> None:
@@ -303,8 +334,6 @@ def test_arguments_that_no_graph_can_take() -> None:
 
 def test_too_much_state_to_save() -> None:
     """The run stops before it writes, and the remedy is named."""
-    from graphdispatch.config import CUDAGraphOptions
-
     state = torch.zeros(1024)
     found = audit(lambda x: x + state.add_(1)[0], X, options=CUDAGraphOptions(state_limit_bytes=1024))
     assert not found.capturable

@@ -61,7 +61,9 @@ def audit(
         with torch.no_grad(), kept_streams():
             runs = watch_runs(call, piecewise=mode.has_piecewise_cudagraphs())
             trial = try_captures(fn, args, kwargs, settings)
-            if Reason.CAPTURE_UNSAFE in trial.failures and chosen.breaks != "auto":
+            if chosen.breaks == "auto":
+                pieces = trial
+            elif Reason.CAPTURE_UNSAFE in trial.failures:
                 auto = {"options": chosen.replace(breaks="auto", max_breaks=_MANY_BREAKS)}
                 pieces = try_captures(fn, args, kwargs, settings | auto)
     finally:
@@ -70,7 +72,7 @@ def audit(
 
 
 def _audit(call: AuditedCall, mode: CUDAGraphMode, runs: WatchedRuns, trial: Trial, pieces: Trial | None) -> Audit:
-    """What was found; ``pieces`` are the captures with breaks, if there were any."""
+    """What was found; ``pieces`` are the captures with automatic breaks, if there were any."""
     measured = trial if pieces is None or pieces.failures else pieces
     return Audit(
         name=call.name,
@@ -78,7 +80,7 @@ def _audit(call: AuditedCall, mode: CUDAGraphMode, runs: WatchedRuns, trial: Tri
         mode=mode.name,
         rows=call.rows,
         dynamic=dict(call.dims),
-        capturable=not (runs.failures or trial.failures or runs.forbidden),
+        capturable=not (runs.failures or trial.failures or (runs.forbidden and pieces is not trial)),
         failures=_failures(runs, trial),
         operators=sum(operation.works for operation in runs.operations),
         forbidden=runs.forbidden,
@@ -87,7 +89,7 @@ def _audit(call: AuditedCall, mode: CUDAGraphMode, runs: WatchedRuns, trial: Tri
         rebinds=runs.rebinds,
         guarded=call.state.guarded(),
         frozen=(*call.constants(), *runs.frozen),
-        breaks=_break_set(call, runs, pieces) if pieces is not None else None,
+        breaks=_break_set(call, runs, trial, pieces),
         independence=measured.rows,
         replays=tuple(measured.replays),
         pool_bytes=measured.pool_bytes,
@@ -116,17 +118,24 @@ def _failures(runs: WatchedRuns, trial: Trial) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*runs.failures, *texts]))
 
 
-def _break_set(call: AuditedCall, runs: WatchedRuns, trial: Trial) -> BreakSet:
-    """The outermost of the modules that the captures broke at, and what that gains."""
-    broken = [call.modules[id(module)] for module in trial.broken]
+def _break_set(call: AuditedCall, runs: WatchedRuns, trial: Trial, pieces: Trial | None) -> BreakSet | None:
+    """The outermost of the modules that captures broke at, and what that gains; without such captures, of the modules
+    that do what CUDA forbids. None if there is nothing to break at."""
+    if pieces is None:
+        broken = [found.module for found in runs.forbidden if found.module not in ("", call.served)]
+    else:
+        broken = [call.modules[id(module)] for module in pieces.broken]
+    if not broken and (pieces is None or pieces is trial):
+        return None
     working = [operation for operation in runs.operations if operation.works]
     inside = [operation for operation in working if not set(broken).isdisjoint(operation.modules)]
     share = 1 - len(inside) / max(len(working), 1)
     inner = {name for operation in runs.operations for name in _below(operation.modules, broken)}
-    modules = tuple(name for name in broken if name not in inner)
-    graphs = max((replay.graphs for replay in trial.replays), default=0)
-    failure = next(iter(trial.failures.values()), "")
-    if Reason.CAPTURE_UNSAFE in trial.failures:
+    modules = tuple(name for name in dict.fromkeys(broken) if name not in inner)
+    graphs = max((replay.graphs for replay in pieces.replays), default=0) if pieces is not None else 0
+    failures = (trial if pieces is None else pieces).failures
+    failure = next(iter(failures.values()), "")
+    if Reason.CAPTURE_UNSAFE in failures:
         where = f"; {failure}" if modules else ", but a function around it can be marked with eager_break"
         failure = f"what stands against lies in no module that could run eagerly by itself{where}"
     return BreakSet(modules, share, graphs, failure)

@@ -148,8 +148,9 @@ def _lines(audit: Audit) -> Iterable[str]:
     yield from _indented(filter(None, [audit.independence.proof]))
     if audit.breaks is not None:
         yield f"breaks: {', '.join(audit.breaks.modules) or 'no module'}"
-        gain = f"{100 * audit.breaks.share:.1f} % of the operators then lie in {audit.breaks.graphs} graphs"
-        yield from _indented([_shortened(audit.breaks.failure) or gain])
+        held = f"{audit.breaks.graphs} graphs" if audit.breaks.graphs else "graphs"
+        gain = f"{100 * audit.breaks.share:.1f} % of the operators then lie in {held}" if audit.breaks.modules else ""
+        yield from _indented(filter(None, [gain, _shortened(audit.breaks.failure)]))
     if audit.replays:
         yield f"each replay: the pool has {storage(audit.pool_bytes)}, static inputs {storage(audit.input_bytes)}"
         table = [REPLAY_COLUMNS, *map(replay_row, audit.replays)]

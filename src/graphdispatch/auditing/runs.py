@@ -50,6 +50,8 @@ class AuditedCall:
         """The rows of the first tensor that has a batch dimension; 1 if none has."""
         self.state = CallableState(fn)
         self.modules = names_of(self.state.modules)
+        self.served = self.modules.get(id(fn), self.modules.get(id(getattr(fn, "__self__", None)), ""))
+        """The name of the module that is called, or whose method is; empty for other callables."""
         self.effects = EffectRecorder(0)
         """What the latest run wrote, and which memory it used."""
 
