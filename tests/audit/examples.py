@@ -51,27 +51,27 @@ def experts() -> Target:
     return Experts().eval(), {"x": torch.randn(8, 16)}, {}
 
 
-class TopScores(nn.Module):
-    """Keeps the scores above a threshold."""
+class Checked(nn.Module):
+    """Keeps scores within bounds."""
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         """Reads the largest score back to the host, and selects by a mask."""
-        top = scores.max().item()
-        if len(scores[scores > 0.9 * top]) > 3:
-            scores = scores.clamp(max=top)
-        return scores
+        largest = scores.abs().max().item()
+        negative = scores[scores < 0]
+        bound = 1e4 if largest > 1e4 and len(negative) else largest
+        return scores.clamp(-bound, bound)
 
 
 class Ranker(nn.Module):
-    """Scores, filters, and scores again."""
+    """Scores, checks, and scores again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.top, self.last = nn.Linear(8, 8), TopScores(), nn.Linear(8, 1)
+        self.first, self.check, self.last = nn.Linear(8, 8), Checked(), nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One score for each row."""
-        out: torch.Tensor = self.last(self.top(self.first(x).relu()))
+        out: torch.Tensor = self.last(self.check(self.first(x).relu()))
         return out
 
 

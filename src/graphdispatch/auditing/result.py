@@ -14,6 +14,9 @@ from ..units import storage
 __all__ = ["Audit", "BreakSet", "Finding", "Replay", "Rows", "Tensors"]
 
 
+_MOST_GUARDED = 8
+
+
 @dataclass(frozen=True)
 class Finding:
     """Something at a line of the user's code. ``kind``: ``"forbidden"`` or ``"frozen"``."""
@@ -42,10 +45,16 @@ class Tensors:
 @dataclass(frozen=True)
 class Rows:
     """Whether padding can change real rows. ``verdict``: ``"independent"``, ``"dependent"``, ``"untested"`` or
-    ``"no batch dimension"``; ``proof`` says what was tried, or what showed otherwise."""
+    ``"no batch dimension"``, with what is to be said of it as ``text``.
+
+    Replays of the same real rows with other padding gave the same bits, or with ``perturbation`` in the padding rows
+    ``changed`` says what did not.
+    """
 
     verdict: str
-    proof: str
+    text: str = ""
+    perturbation: str = ""
+    changed: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,10 +151,11 @@ def _lines(audit: Audit) -> Iterable[str]:
     yield from _titled("reads", map(_tensors, audit.reads))
     yield from _titled("writes", map(_tensors, audit.writes))
     yield from _titled("rebinds Python state", audit.rebinds)
-    yield from _titled("compared at each hit", audit.guarded)
+    named = [*audit.guarded[:_MOST_GUARDED], *(["and others"] if len(audit.guarded) > _MOST_GUARDED else [])]
+    yield from _titled("compared at each hit", filter(None, [", ".join(named)]))
     yield from _titled("frozen in a graph", (line for found in audit.frozen for line in _finding(found)))
     yield f"rows: {audit.independence.verdict}"
-    yield from _indented(filter(None, [audit.independence.proof]))
+    yield from _indented(filter(None, [audit.independence.text]))
     if audit.breaks is not None:
         yield f"breaks: {', '.join(audit.breaks.modules) or 'no module'}"
         held = f"{audit.breaks.graphs} graphs" if audit.breaks.graphs else "graphs"

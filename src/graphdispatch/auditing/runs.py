@@ -149,6 +149,8 @@ class WatchedRuns(NamedTuple):
     frozen: tuple[Finding, ...] = ()
     rebinds: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
+    repeats: bool = True
+    """Whether equal calls did the same."""
 
 
 def watch_runs(call: AuditedCall, *, piecewise: bool) -> WatchedRuns:
@@ -172,8 +174,9 @@ def watch_runs(call: AuditedCall, *, piecewise: bool) -> WatchedRuns:
     if survey.draws_python_random:
         why = "are drawn in each call; a graph keeps those of its capture"
         frozen.append(Finding("frozen", "random numbers of Python or NumPy", "", why))
+    repeats = not frozen
     found = (*survey.findings("frozen"), *frozen)
-    return WatchedRuns(survey.operations, survey.findings("forbidden"), found, rebinds)
+    return WatchedRuns(survey.operations, survey.findings("forbidden"), found, rebinds, repeats=repeats)
 
 
 def _differences(first: Survey, second: Survey) -> list[Finding]:

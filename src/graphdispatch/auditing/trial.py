@@ -25,6 +25,8 @@ class Trial:
     rows: Rows = field(default_factory=lambda: Rows("untested", ""))
     broken: list[nn.Module] = field(default_factory=list)
     """The modules that run eagerly between the graphs, with ``breaks="auto"``."""
+    failed_padded: bool = False
+    """Whether a graph that pads batches differed from eager."""
     pool_bytes: int = 0
     input_bytes: int = 0
 
@@ -56,7 +58,10 @@ def try_captures(
                 trial.failures.setdefault(reason, text)
                 continue
             for (mode, size), why in report.left_out.items():
-                trial.failures.setdefault(report.reasons[mode, size], f"{mode.name} graph of {size} rows: {why}")
+                reason, text = report.reasons[mode, size], f"{mode.name} graph of {size} rows: {why}"
+                trial.failures.setdefault(reason, text)
+                is_padded = size > 1 and size - 1 not in served.sizes
+                trial.failed_padded |= is_padded and reason is Reason.VERIFICATION_FAILED
         _measure(trial, served)
     finally:
         trial.broken = list(served.automatic_breaks)
@@ -71,7 +76,7 @@ def _measure(trial: Trial, served: Graphed[..., Any]) -> None:
     for entry in entries:
         trial.replays.append(_replay(entry, smaller[entry.mode] + 1))
         smaller[entry.mode] = entry.size
-    trial.rows = _rows(trial.failures, entries, trial.replays)
+    trial.rows = _rows(entries, trial.replays)
 
 
 def _replay(entry: CUDAGraphEntry, first: int) -> Replay:
@@ -94,21 +99,17 @@ def _replay(entry: CUDAGraphEntry, first: int) -> Replay:
     )
 
 
-def _rows(failures: Mapping[Reason, str], entries: list[CUDAGraphEntry], replays: list[Replay]) -> Rows:
-    if Reason.VERIFICATION_FAILED in failures:
-        return Rows("dependent", failures[Reason.VERIFICATION_FAILED])
-    if Reason.PADDING_WRITES_STATE in failures:
-        return Rows("dependent", failures[Reason.PADDING_WRITES_STATE])
+def _rows(entries: list[CUDAGraphEntry], replays: list[Replay]) -> Rows:
+    """What the proofs of all graphs that pad batches come to: the first that failed, or what none could test."""
     if not entries:
         return Rows("untested", "no graph was captured that could be tried with other padding")
     if not any(spec.dim is not None for entry in entries for spec in entry.inputs.specs):
-        return Rows("no batch dimension", "")
-    padded = [entry for entry, replay in zip(entries, replays, strict=True) if replay.serves < replay.size]
-    proofs = [entry.proof for entry in padded if entry.proof is not None]
-    for proof in proofs:
+        return Rows("no batch dimension")
+    proofs = [entry.proof for entry, one in zip(entries, replays, strict=True) if one.serves < one.size]
+    known = [proof for proof in proofs if proof is not None]
+    for proof in known:
         if not proof.independent:
-            return Rows("dependent", proof.text)
-    untested = sorted({name for proof in proofs for name in proof.untested})
-    if untested:
-        return Rows("untested", f"the rows of {', '.join(untested)} are all alike in the example")
-    return Rows("independent", "real rows have the same bits whatever the padding rows hold")
+            return Rows("dependent", proof.text, proof.perturbation, proof.what)
+    if not known or any(not proof.is_complete for proof in known):
+        return Rows("untested", next((proof.text for proof in known if not proof.is_complete), "no batch was padded"))
+    return Rows("independent", next((proof.text for proof in known if not proof.deterministic), ""))

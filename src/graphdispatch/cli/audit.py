@@ -20,7 +20,7 @@ def audit(
     model: TargetName,
     sizes: Annotated[
         str | None,
-        typer.Option(help="Rows to capture: 1,8,64. Default: powers of two up to the example's.", metavar="SIZES"),
+        typer.Option(help="Rows to capture: 1,8,64. Default: powers of two, at most 16.", metavar="SIZES"),
     ] = None,
     mode: ModeOption = None,
     json_file: JsonFile = None,

@@ -33,7 +33,7 @@ def _verdict(audit: Audit) -> Section:
     if audit.forbidden:
         parts.append(_findings(audit.forbidden))
     kind = audit.independence
-    parts.append(Note(f"Rows: {kind.verdict}", kind.proof, kind.verdict in ("dependent", "untested")))
+    parts.append(Note(f"Rows: {kind.verdict}", kind.text, kind.verdict in ("dependent", "untested")))
     if audit.breaks is not None:
         names = ", ".join(audit.breaks.modules) or "none"
         gain = f"{percent(audit.breaks.share)} of the operators then lie in {audit.breaks.graphs} graphs."
