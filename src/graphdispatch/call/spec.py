@@ -38,8 +38,8 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
     target: Any = fn
     if issubclass(type(fn), torch.nn.Module):
-        modules: Any = vars(fn)["_modules"]  # of a scripted module, something that has no get()
-        module: Any = modules["_orig_mod"] if "_orig_mod" in modules else fn  # torch.compile's takes anything
+        modules = dict(vars(fn)["_modules"].items())  # of a scripted module it is no dict
+        module: Any = modules.get("_orig_mod", fn)  # what torch.compile made of a module takes anything
         target = module.forward
     by_class = inspect.getattr_static(type(target), "__call__", None)
     for wanted in (target, *([MethodType(by_class, target)] if type(by_class) is FunctionType else [])):
