@@ -110,6 +110,21 @@ def test_batch_dimensions_are_guessed() -> None:
     assert found.capturable
 
 
+def test_a_call_without_arguments() -> None:
+    """All that it reads and writes is state, which is named by its shape and left as it was; nothing is copied."""
+    given, answer = X.clone(), torch.zeros(4, 3)
+
+    def step() -> torch.Tensor:
+        return answer.copy_(given * 2)
+
+    found = audit(step)
+    assert found.capturable
+    assert [one.name for one in found.writes] == ["a tensor of shape (4, 3)"]
+    assert (found.replays[0].copied_in, found.replays[0].copied_out) == (0, 0)
+    assert "step on cpu\ncapturable: one FULL graph\n" in str(found)
+    assert answer.sum().item() == 0
+
+
 def test_everything_that_cuda_forbids_is_listed() -> None:
     """All of it in one run, with line, module and number of times: host reads past the dispatcher, too."""
 

@@ -142,9 +142,10 @@ class Audit:
 def _lines(audit: Audit) -> Iterable[str]:
     """The report as text, line by line."""
     dims = ", ".join(f"{name}[{dim}]" for name, dim in audit.dynamic.items())
-    yield f"{audit.name} on {audit.device}, {audit.rows} rows" + (f" in {dims}" if dims else "")
+    yield f"{audit.name} on {audit.device}" + (f", {audit.rows} rows in {dims}" if dims else "")
     sizes = ", ".join(str(one.size) for one in audit.replays)
-    yield f"capturable: {audit.mode} graphs of {sizes} rows" if audit.capturable else "NOT capturable"
+    graphs = f"{audit.mode} graphs of {sizes} rows" if dims else f"one {audit.mode} graph"
+    yield f"capturable: {graphs}" if audit.capturable else "NOT capturable"
     yield from _indented(map(_shortened, audit.failures))
     yield f"operators: {audit.operators} in one eager run, {len(audit.forbidden) or 'none'} that CUDA forbids"
     yield from _indented(line for found in audit.forbidden for line in _finding(found))

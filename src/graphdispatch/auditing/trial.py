@@ -8,6 +8,7 @@ from torch import nn
 
 from ..api.graphed import Graphed, graphed
 from ..backends.cpu.graph import CPUGraph
+from ..backends.operators import storage_key, tensors_in
 from ..errors import CaptureError, ConfigError, DeviceLostError
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
@@ -84,7 +85,8 @@ def _replay(entry: CUDAGraphEntry, first: int) -> Replay:
     known = [part for part in parts if isinstance(part, CPUGraph)]
     has_rows = any(spec.dim is not None for spec in entry.inputs.specs)
     real = (first + entry.size) / 2 if has_rows else entry.size
-    views = entry.inputs.views(entry.size)
+    views, held = entry.inputs.views(entry.size), set(map(storage_key, entry.held))
+    copied = [one for one in tensors_in(entry.output) if storage_key(one) not in held]
     return Replay(
         mode=entry.mode.name,
         size=entry.size,
@@ -93,7 +95,7 @@ def _replay(entry: CUDAGraphEntry, first: int) -> Replay:
         recorded=sum(part.num_recorded for part in known),
         replayed=sum(part.num_replayed for part in known),
         copied_in=sum(view.nbytes for view in views),
-        copied_out=entry.outputs.nbytes + sum(views[index].nbytes for index in entry.mutated),
+        copied_out=sum(one.nbytes for one in copied) + sum(views[index].nbytes for index in entry.mutated),
         own_bytes=entry.nbytes,
         padding=1 - real / entry.size,
     )
