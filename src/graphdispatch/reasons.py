@@ -73,7 +73,15 @@ class Reason(StrEnum):
 
     STATE_TOO_LARGE = "state_too_large", "the state that the call writes is too large to save; raise state_limit_bytes"
     STATE_SHARED = "state_shared", "other threads run callables that share its state, and did not end in time"
-    STATE_REBOUND = "state_rebound", "the call rebinds a variable, parameter or dict entry; it must write in place"
+    STATE_REBOUND = (
+        "state_rebound",
+        "the call changes Python state (an attribute, variable or entry); it must keep it in tensors",
+    )
+    STATE_UNSEEN = (
+        "state_unseen",
+        "the call reads or advances Python state that cannot be compared at each call (an iterator, Python's random "
+        "numbers, too many objects)",
+    )
     PADDING_WRITES_STATE = (
         "padding_writes_state",
         "padding rows changed state that the real rows leave alone; give a pad rule that points at scratch "

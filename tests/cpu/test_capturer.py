@@ -19,7 +19,6 @@ from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.memory.inputs import StaticInputs
 from graphdispatch.modes import CUDAGraphMode, EntryState
 from graphdispatch.reasons import Reason
-from graphdispatch.state.guards import StateGuard
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,6 @@ def request(fn: Callable[[], Any], **changes: Any) -> CaptureRequest:
         pool=backend.make_pool(),
         backend=backend,
         options=CUDAGraphOptions(),
-        guard=StateGuard(fn),
         **changes,
     )
 

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from graphdispatch.state.discovery import StateDiscovery
 from torch import nn
 
 from graphdispatch.api.graphed import graphed
 from graphdispatch.call.breaks import eager_break
-from graphdispatch.state.discovery import StateDiscovery
 from graphdispatch.state.guards import StateGuard, same_callable, same_objects, wants_gradient
 
 _table = torch.ones(3)

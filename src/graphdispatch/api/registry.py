@@ -272,10 +272,10 @@ class CUDAGraphRegistry(MadeAnew):
 
     def _drop(self, one: _Callable, size: int, seq_len: int) -> bool:
         """Release the graphs of one callable for a key, and forget its failures there; whether there was a graph."""
-        found = list(self._of_key(one, size, seq_len))
+        found = [(group, entry) for group in self.groups_of(one, size, seq_len) for entry in group.of_size(size)]
         for group, entry in found:
             self._cache.remove(entry.key)
-            group.drop(size)
+            group.drop(entry)
             entry.release()
         return bool(found)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ..state.discovery import StateDiscovery
-from ..state.guards import StateGuard, same_objects
+from ..state.guards import StateGuard
+from ..state.walk import StateWalk
 
 __all__ = ["CallableState"]
 
@@ -15,19 +15,17 @@ class CallableState:
     """The Python state of a callable as it is now, and the names of its modules and tensors."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
+        self._walk = StateWalk(fn)
         self._guard = StateGuard(fn)
-        self._before = self._guard.attributes()
-        self._snapshot = self._guard.snapshot()
-        self.modules: list[nn.Module] = StateDiscovery(fn).modules
+        self.modules: list[nn.Module] = self._walk.modules
 
     def changed(self) -> tuple[str, ...]:
         """What is not as it was, by name."""
-        same = same_objects(self._before, self._guard.attributes())
-        return () if same else ("an attribute or captured variable",)
+        return tuple(self._walk.changes())
 
     def restore(self) -> None:
         """Put everything back."""
-        self._snapshot.restore()
+        self._walk.restore(generators=True)
 
     def guarded(self) -> tuple[str, ...]:
         """What a guard of the callable compares at each hit."""

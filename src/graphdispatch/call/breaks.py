@@ -7,7 +7,7 @@ one lookup of a context variable. In a FULL capture it is part of the graph.
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, TypeGuard, TypeVar, overload
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import ConfigError, shown
 from .rules import callable_name
 
-__all__ = ["BREAKS", "BreakRunner", "eager_break", "is_break", "is_marked", "remove_eager_break"]
+__all__ = ["BREAKS", "BREAK_CODE", "BreakRunner", "eager_break", "is_break", "is_marked", "remove_eager_break"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
@@ -128,3 +128,7 @@ def _as_break(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
         functools.update_wrapper(run, fn)
     setattr(run, _ORIGINAL, fn)
     return run
+
+
+BREAK_CODE = next(constant for constant in _as_break.__code__.co_consts if isinstance(constant, CodeType))
+"""The code that runs around every break, by which a trace of the interpreter knows one."""

@@ -143,7 +143,7 @@ class FlatCall:
     """
 
     def __init__(self, fn: Callable[..., Any], spec: CallSpec, values: Sequence[Any]) -> None:
-        self._fn = fn
+        self.fn = fn
         self._spec = spec
         self.leaves: list[Leaf] = []
         self._specs: list[TreeSpec] = []
@@ -183,7 +183,7 @@ class FlatCall:
         arguments = leaves.arguments if isinstance(leaves, Leaves) else self._unflatten(leaves)
         spelled = [arguments[place] for place in self._places]
         positional = self._spec.positional
-        return self._fn(*spelled[:positional], **dict(zip(self._spec.keywords, spelled[positional:], strict=True)))
+        return self.fn(*spelled[:positional], **dict(zip(self._spec.keywords, spelled[positional:], strict=True)))
 
     def _unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         arguments: list[Any] = []

@@ -1,6 +1,6 @@
 """What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -15,9 +15,9 @@ from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from ..state.guards import WorkspaceGuard
+from ..state.guards import StateGuard, WorkspaceGuard
 from .collector import paused_collector
-from .eager_run import EagerRun, check_may_capture, undo_run
+from .eager_run import EagerRun, check_may_capture, check_python_state, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
 from .proof import Padding, RowProver
 from .recording import Recording, record, uncached_casts
@@ -57,7 +57,7 @@ class CaptureAttempt:
         started = request.clock()
         for _ in range(request.options.warmup_iterations):
             self._warm_up()
-        with paused_collector(request.options.gc_disable):
+        with paused_collector(request.options.gc_disable), self.eager.trace:
             recording = record(request, self._existing, self._start_over)
         try:
             entry = self._make_entry(recording)
@@ -98,9 +98,12 @@ class CaptureAttempt:
 
     def _put_back(self) -> None:
         self._start_over("putting back what was written")
+        if self.eager.changed is None:  # else no run followed that could have changed more
+            self.eager.trace.walk.restore()
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
-            self.request.backend.set_rng_state(self.eager.rng_after)
+            if self.eager.draws:
+                self.request.backend.set_rng_state(self.eager.rng_after)
         self.request.inputs.mark_dirty()
 
     def _start_over(self, stage: str) -> None:
@@ -108,8 +111,13 @@ class CaptureAttempt:
         self._ran_again = True
         undo(self._warm_run.regions)
         undo(self.eager.effects.regions)
-        self.request.backend.set_rng_state(self.eager.rng_before)
+        self._reset_generator()
         self.stage = stage
+
+    def _reset_generator(self) -> None:
+        """Put the device's generator to where the eager run began, if that drew; else other threads may use it."""
+        if self.eager.draws:
+            self.request.backend.set_rng_state(self.eager.rng_before)
 
     def _load(self, rows: int = 0, padding: Sequence[torch.Tensor | None] = ()) -> None:
         """Load the first ``rows`` rows (0: all). Where ``padding`` has no rows, padding is that of the pad rules."""
@@ -129,8 +137,9 @@ class CaptureAttempt:
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
         self._warm_run = EffectRecorder(self.request.options.state_limit_bytes, strict=True)
-        with uncached_casts(), self._warm_run:
+        with uncached_casts(), self.eager.trace, self._warm_run:
             output = self.request.call(self.request.static_values())
+        self.eager.draws |= self._warm_run.uses_rng
         self._existing = set(self._warm_run.outside) | self._warm_run.made_storages()
         del output
 
@@ -147,7 +156,8 @@ class CaptureAttempt:
         buffers = request.buffer_storages()
         held = {key: tensor for key, tensor in warm_run.outside.items() if key not in buffers}
         arguments = {storage_key(value) for value in request.values if is_tensor(value)}
-        workspaces = [held[key] for key in held.keys() - request.guard.storages - arguments]
+        guard = self._make_guard(held.keys() | self.eager.effects.outside.keys())
+        workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
         written = [region.target for region in self._writes_outside_inputs()]
         return CUDAGraphEntry(
             descriptor=request.descriptor,
@@ -163,7 +173,8 @@ class CaptureAttempt:
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
-            guard=request.guard if request.options.guard_weights else None,
+            guard=guard if request.options.guard_weights else None,
+            bare=request.inputs.positions if guard.missing else (),
             uses_rng=warm_run.uses_rng,
             signature=request.signature,
             call=request.call,
@@ -173,6 +184,18 @@ class CaptureAttempt:
                 for value in request.values
             ),
         )
+
+    def _make_guard(self, used: Collection[int]) -> StateGuard:
+        """What of the callable's state the runs have read. Raises ``CaptureError`` if somebody cannot compare it, or if
+        a run with other rows changed it."""
+        request = self.request
+        guard = StateGuard(request.call.fn, self.eager.trace, used, request.roots)
+        if guard.unguarded and request.options.guard_weights:
+            raise CaptureError(
+                f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN
+            )
+        check_python_state(self.eager.trace.walk.change())
+        return guard
 
     def _find_output_rule(self, output: Any) -> OutputRule:
         """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch.
@@ -242,12 +265,11 @@ class CaptureAttempt:
         entry.compared.add(request.rows)
 
     def _replay(self, entry: CUDAGraphEntry) -> None:
-        request = self.request
-        request.backend.set_rng_state(self.eager.rng_before)  # a pad rule may have drawn random numbers
+        self._reset_generator()  # a pad rule may have drawn random numbers
         try:
             entry.graph.replay()
         except Exception as error:
-            if isinstance(error, ReplayError) or request.backend.is_out_of_memory(error):
+            if isinstance(error, ReplayError) or self.request.backend.is_out_of_memory(error):
                 raise
             raise ReplayError(f"{type(error).__name__}: {error}") from error
 

@@ -16,7 +16,8 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.windows import WINDOWS
 from ..modes import EntryState
 from ..reasons import Reason
-from ..state.guards import same_objects
+from ..state.trace import CodeTrace
+from ..state.walk import StateWalk
 from .attempt import CaptureAttempt
 from .eager_run import run_eagerly, undo_run
 from .effects import EffectRecorder
@@ -88,23 +89,28 @@ def warm_up(request: CaptureRequest) -> None:
         if not is_alone:
             return
         request.pool.order_after_last_use()
-        snapshot = request.guard.snapshot()
-        if _changes_state(request) and _changes_state(request):
-            snapshot.restore()
+        first = _run_once(request)
+        drew = first.drew()
+        if (first.change() is not None and _run_once(request).change() is not None) or drew is not None:
+            first.restore(generators=True)
 
 
-def _changes_state(request: CaptureRequest) -> bool:
-    """Run the call once and put back what it writes; whether it left other objects in Python's state."""
-    attributes, rng_before = request.guard.attributes(), request.backend.rng_state()
+def _run_once(request: CaptureRequest) -> StateWalk:
+    """Run the call once on the static inputs, if that can be undone, and put back what it writes; the Python state as
+    it was before."""
+    rng_before = request.backend.rng_state()
+    walk = StateWalk(*request.roots)
+    if walk.has_iterators:  # nobody could put them back
+        return walk
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
     try:
         values = request.static_values()
         request.inputs.load(request.values, request.rows, request.size)
-        with effects:
+        with CodeTrace(walk), effects:
             request.call(values)
     except Exception as error:
         request.backend.raise_if_lost(error)
         _log.debug("warming up %s failed: %s", request.key, error)
     finally:
         undo_run(request, effects, rng_before)
-    return not same_objects(attributes, request.guard.attributes())
+    return walk

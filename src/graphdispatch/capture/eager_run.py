@@ -11,11 +11,14 @@ from ..call.signature import PLAIN_TENSORS
 from ..call.spec import Leaves
 from ..errors import CaptureError
 from ..reasons import Reason
-from ..state.guards import StateSnapshot, same_objects
+from ..state.objects import attribute_table
+from ..state.reads import StateReads
+from ..state.trace import CodeTrace
+from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
 from .request import CaptureRequest, CaptureResult, failed_result
 
-__all__ = ["EagerRun", "check_may_capture", "run_eagerly", "undo_run"]
+__all__ = ["EagerRun", "check_may_capture", "check_python_state", "run_eagerly", "undo_run"]
 
 
 @dataclass
@@ -30,8 +33,14 @@ class EagerRun:
     """Copies of the arguments that the run wrote to, by index in the request's input specs."""
     rng_before: Any
     rng_after: Any
-    rebinds_state: bool
-    """Whether an attribute or variable of the callable is another object than before the run."""
+    draws: bool
+    """Whether it drew from the device's default generator, or may have; else nobody touches that generator."""
+    trace: CodeTrace
+    """The code that the run executed, and the Python state as it was before."""
+    changed: str | None
+    """What Python state the run changed, in words, or None."""
+    unseen: str | None
+    """What state it advanced that cannot be put back, in words, or None."""
 
 
 def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
@@ -42,43 +51,51 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     it did could not be noted (no memory left).
     """
     before = request.backend.rng_state()
-    attributes = request.guard.attributes()
-    snapshot = request.guard.snapshot() if not request.keep_effects else None
+    walk = StateWalk(*request.roots)
+    if walk.has_iterators and not request.keep_effects:
+        error = CaptureError(
+            "the callable holds an iterator, which a run for the graph's sake may advance for good; capture by calls",
+            Reason.STATE_UNSEEN,
+        )
+        return failed_result(request, None, error, "")
+    trace = CodeTrace(walk, skips_breaks=request.is_piecewise)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
     answer, has_run = None, False
     try:
-        with effects:
+        with trace, effects:
             answer = request.call(request.values)
         has_run = True
         after = request.backend.rng_state()
-        rebinds_state = not same_objects(attributes, request.guard.attributes())
+        changed, drew = walk.change(), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
         outputs = [tensor.detach().clone() for tensor in tensors_in(answer)]
         written = {i: t.detach().clone() for i, t in enumerate(request.arguments()) if effects.writes_to(t)}
     except BaseException as error:
         if not request.keep_effects:
-            undo_run(request, effects, before, snapshot)
+            undo_run(request, effects, before, walk)
         if isinstance(error, Exception) and has_run:
             return failed_result(request, answer, error, "noting what the eager run did")
         if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
             return failed_result(request, None, error, "saving what it overwrites")
         raise
-    if snapshot is not None and rebinds_state:
-        snapshot.restore()
-    return EagerRun(answer, effects, outputs, written, before, after, rebinds_state)
+    pads_by_code = request.is_padded and any(spec.pad.kind == "function" for spec in request.inputs.specs)
+    may_draw = effects.runs_custom or trace.sets_generator
+    draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
+    if not request.keep_effects and (changed or drew):
+        walk.restore(generators=True)
+    return EagerRun(answer, effects, outputs, written, before, after, draws, trace, changed, drew)
 
 
-def undo_run(
-    request: CaptureRequest, effects: EffectRecorder, rng_before: Any, snapshot: StateSnapshot | None = None
-) -> None:
-    """Put back what a run wrote and rebound, and the random generator. Raises ``DeviceLostError``."""
+def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:
+    """Put back what a run wrote and rebound, and the random generator if it drew. Raises ``DeviceLostError``."""
 
     def put_back() -> None:
-        if snapshot is not None:
-            snapshot.restore()
+        if walk is not None:
+            walk.restore(generators=True)
         undo(effects.regions)
-        request.backend.set_rng_state(rng_before)
+        if effects.uses_rng or effects.runs_custom:
+            request.backend.set_rng_state(rng_before)
 
     retry_once(put_back, request.backend)
 
@@ -95,11 +112,17 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
         raise CaptureError(
             f"saving what the call overwrites failed: {unsaved}", request.backend.classify_error(unsaved)
         )
-    if eager.rebinds_state or not request.guard.holds():
+    check_python_state(eager.changed)
+    if eager.unseen is not None:
         raise CaptureError(
-            "the call rebinds a parameter, buffer, attribute or captured variable (self.x = ..., self.n += 1); keep it "
-            "in a tensor and write that in place (self.x.copy_(...)), or a graph would go on using the old value",
-            Reason.STATE_REBOUND,
+            f"the call draws from {eager.unseen}, and a graph would keep the numbers of its capture; draw with torch",
+            Reason.STATE_UNSEEN,
+        )
+    if eager.trace.walk.overflow is not None:
+        raise CaptureError(
+            f"the call reaches too many Python objects to watch them all, at {eager.trace.walk.overflow}; keep large "
+            "tables out of the callable's reach, or in a tensor",
+            Reason.STATE_UNSEEN,
         )
     if getattr(parametrize, "_cache_enabled", 0):
         raise CaptureError(
@@ -113,6 +136,17 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             "as it is; return the new values instead",
             Reason.STATE_REBOUND,
         )
+    reads = StateReads(request.call.fn, eager.trace, request.roots) if eager.trace.walk.has_iterators else None
+    if reads is not None and reads.unguarded:
+        raise CaptureError(f"the call reads state that no guard can compare: {reads.unguarded}", Reason.STATE_UNSEEN)
+    for spec in request.inputs.specs:
+        attributes = (attribute_table(request.values[spec.position]) or {}).keys() & eager.trace.names
+        if attributes:
+            raise CaptureError(
+                f"argument {spec.name!r} carries the attributes {sorted(attributes)}, which a graph would not see "
+                "change; pass them as arguments",
+                Reason.STATE_UNSEEN,
+            )
     for output in tensors_in(eager.answer):
         if output.requires_grad:
             raise CaptureError("an output requires a gradient; call under torch.no_grad()", Reason.NEEDS_GRADIENTS)
@@ -120,3 +154,13 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             raise CaptureError(
                 f"an output is a {type(output).__name__} with layout {output.layout}", Reason.OUTPUT_UNSUPPORTED
             )
+
+
+def check_python_state(changed: str | None) -> None:
+    """Raise ``CaptureError`` if a run changed Python state; ``changed`` says what, in words."""
+    if changed is not None:
+        raise CaptureError(
+            f"the call changes Python state: {changed}; keep it in a tensor and write that in place "
+            "(self.x.copy_(...)), or a graph would go on using the old value",
+            Reason.STATE_REBOUND,
+        )

@@ -125,6 +125,8 @@ class EffectRecorder(TorchDispatchMode):
         """Whether the run drew from a random generator."""
         self.reserves_memory = False
         """Whether the run made memory that it did not write at once; see ``unwritten``."""
+        self.runs_custom = False
+        """Whether it ran an operator of somebody else's, which may draw without saying so."""
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
@@ -147,7 +149,8 @@ class EffectRecorder(TorchDispatchMode):
                     self.outside[storage_key(tensor)] = tensor.detach()
             if kind is OperatorKind.WRITE:
                 self._save_written(func, args, kwargs)
-            if kind is OperatorKind.RANDOM or kwargs.get("generator") is not None:
+            self.runs_custom |= func.namespace not in ("aten", "prims")
+            if torch.Tag.nondeterministic_seeded in func.tags or kwargs.get("generator") is not None:
                 self.uses_rng = True
                 self._save_generators(args, kwargs)
             result = func(*args, **kwargs)

@@ -22,7 +22,7 @@ from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..state.guards import StateGuard
+from ..state.objects import CONSTANTS
 
 if TYPE_CHECKING:
     from .autobreak import AutoBreaks
@@ -49,7 +49,6 @@ class CaptureRequest:
     pool: Pool
     backend: Backend
     options: CUDAGraphOptions
-    guard: StateGuard
     rule: OutputRule | None = None
     """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
     buffers: OutputBuffers | None = None
@@ -64,6 +63,19 @@ class CaptureRequest:
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the capture time, in seconds."""
+
+    @property
+    def is_piecewise(self) -> bool:
+        """Whether the user's marks break the capture into pieces."""
+        return self.mode is CUDAGraphMode.PIECEWISE
+
+    @property
+    def roots(self) -> list[Any]:
+        """Where the Python state of the call begins: the callable, and the objects among its arguments."""
+        return [
+            self.call.fn,
+            *(value for value in self.values if not issubclass(type(value), (torch.Tensor, *CONSTANTS))),
+        ]
 
     @property
     def is_padded(self) -> bool:

@@ -1,6 +1,7 @@
 """The one cache of entries: looked up without a lock, within a limit of its own and, if given, a shared budget."""
 
 from collections.abc import Hashable, Iterator
+from typing import NamedTuple
 
 from ..backends.base import Pool
 from ..config import CUDAGraphConfig
@@ -14,9 +15,16 @@ from .budget import Choice, MemoryBudget, Victim
 from .entry import CUDAGraphEntry
 from .eviction import EvictionPolicy
 
-__all__ = ["GraphCache", "make_cache"]
+__all__ = ["GraphCache", "StateKey", "make_cache"]
 
 _AS_ASKED = (EvictionReason.INVALIDATED, EvictionReason.ASLEEP, EvictionReason.DROPPED)
+
+
+class StateKey(NamedTuple):
+    """The key of a further entry of ``key``, captured in another state of the callable; ``number`` is unique."""
+
+    key: Hashable
+    number: int
 
 
 class GraphCache:
@@ -157,7 +165,8 @@ class GraphCache:
         """Count a release in ``stats``, and tell ``admission`` of it unless the user asked for it."""
         self.stats.record_eviction(eviction)
         if eviction.reason not in _AS_ASKED:
-            self.admission.evicted(eviction.key, eviction.replays)
+            key = eviction.key
+            self.admission.evicted(key.key if isinstance(key, StateKey) else key, eviction.replays)
 
     def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
         entry, borrowed = self._entries.pop(key, None), self._borrowed.pop(key, None)

@@ -70,6 +70,9 @@ class CUDAGraphEntry(NotCopied):
     """After how many replays a comparison is due again; None: never."""
     uses_rng: bool = False
     """Whether it draws from the device's default random generator."""
+    bare: tuple[int, ...] = ()
+    """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code asks for
+    some that they may have."""
     knows_effects: bool = True
     """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
     writes_outside: bool = field(init=False)

@@ -1,5 +1,6 @@
 """The graphs of one callable: their pool, cache, guard and statistics, and the slow work that makes and ends them."""
 
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from ..errors import BackendError, GraphDispatchError
 from ..forking import make_rlock
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.budget import Victim
-from ..memory.cache import GraphCache
+from ..memory.cache import GraphCache, StateKey
 from ..memory.entry import CUDAGraphEntry
 from ..memory.handout import Handout
 from ..memory.inputs import StaticInputs
@@ -75,18 +76,15 @@ class GraphSet:
         """Whether captures and comparisons with eager are forbidden."""
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
+        self._states = itertools.count(1)
         self._capturer = capturer or Capturer()
 
     @property
     def guard(self) -> StateGuard:
-        """The fingerprint of what the callable reaches; made when it is first asked for."""
-        if self._guard is None:
+        """Which modules and tensors the callable reaches now, whatever it reads of them. Needs no lock."""
+        if self._guard is None or not self._guard.holds():
             self._guard = StateGuard(self.fn)
         return self._guard
-
-    def guard_holds(self) -> bool:
-        """Whether weights, modules and captured variables are as they were. Needs no lock."""
-        return self._guard is None or not self.options.guard_weights or self._guard.holds()
 
     def make_group(
         self, key: Hashable, route: Route, spec: CallSpec, values: Sequence[Any]
@@ -166,7 +164,10 @@ class GraphSet:
         self._capturer.warm_up(self._request(group, values, size, size, group.route.table.mode))
 
     def current(self, group: GraphGroup, size: int) -> CUDAGraphEntry | None:
-        """The entry of ``size``, if there is one; one whose workspace has grown or moved is released."""
+        """The entry of ``size`` that was captured when the callable's state was as it is now, if there is one.
+
+        One whose workspace has grown or moved is released.
+        """
         entry = group.current(size)
         if entry is not None and group.route.entry is None and not _workspaces_hold(entry):
             self.release(self.cache.retire(entry, EvictionReason.STALE))
@@ -186,9 +187,6 @@ class GraphSet:
 
         Without ``keep_effects`` the call leaves none, as if it had not been made.
         """
-        if not self.guard.holds():  # a callable that rebinds its own state, or whose weights nobody guards
-            self.release(self._retire_all(EvictionReason.STALE) if self.options.guard_weights else [])
-            self._guard = None
         if self.current(group, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
         request = self._request(group, values, rows, size, group.route.table.mode)
@@ -209,6 +207,12 @@ class GraphSet:
         if self.options.debug_log_enable:
             _log.debug("captured %r in %.1f ms for %s", entry, entry.capture_time_ms, callable_name(self.fn))
         self.cache.admission.forget(entry.key)
+        is_further = group.current(entry.size) is None  # else it takes the place of the one of the same state
+        if is_further and entry.key in (other.key for other in group.of_size(entry.size)):
+            entry.key = StateKey((group.key, entry.size), next(self._states))
+        for other in self._entries():
+            if entry.guard is not None and other.guard is not None and other.guard.reads_like(entry.guard):
+                entry.guard = other.guard
         entry.verify_every = self.options.verify_every
         entry.schedule_check()
         held, limit = bytes_of([entry]), self.cache.max_bytes
@@ -219,8 +223,10 @@ class GraphSet:
             detail = f"its graph holds {held} bytes, for which there is no room in memory_budget_bytes={limit}"
             group.quarantine(entry.size, Reason.CACHE_FULL, detail, is_final=is_final)
             return replace(result, entry=None, reason=Reason.CACHE_FULL, detail=detail)
-        group.keep(entry)
+        displaced = group.keep(entry)
         self.release(victims)
+        for other in displaced:
+            self.release(self.cache.retire(other, EvictionReason.STALE))
         return result
 
     def verify(
@@ -245,7 +251,7 @@ class GraphSet:
             if entry.replay_count and result.reason is Reason.VERIFICATION_FAILED:
                 group.warn_of(entry, rows, result.detail)
             self.stats.record_capture_failure()
-            group.drop(entry.size)
+            group.drop(entry)
             group.quarantine(entry.size, result.reason, result.detail)
             if group.route.entry is None:
                 self.cache.remove(entry.key)
@@ -260,47 +266,41 @@ class GraphSet:
         with self.lock:
             for victim in victims:
                 for group in self.groups.values():
-                    if group.entries.get(victim.entry.size) is victim.entry:
-                        group.drop(victim.entry.size)
+                    group.drop(victim.entry)
                 victim.release()
             if victims:
                 # The static inputs of a graph that somebody else captured are not ours to free.
                 owned = [group for group in self.groups.values() if group.route.entry is None]
-                read = {entry.inputs for group in owned for entry in group.entries.values()}
+                read = {entry.inputs for group in owned for entry in group.all_entries}
                 for unread in {group.inputs for group in owned} - read:
                     unread.free()
                 for group in owned:
-                    if not group.entries:
+                    if not group.all_entries:
                         group.buffers = self.handout.make_buffers(group.inputs.capacity)
 
     def refresh(self) -> None:
-        """Release what is stale, before a graph is looked up.
+        """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.
 
-        A callable that rebinds its own state always looks stale. While all its captures fail for that, the failures are
-        kept, so that it is not captured in vain at each call.
+        Other graphs that do not fit the present state stay for when it comes back.
         """
-        if not self.guard_holds():
-            groups = self.groups.values()
-            reasons = set[Reason]().union(*(group.failures.reasons for group in groups))
-            if reasons != {Reason.STATE_REBOUND} or any(group.entries for group in groups):
-                self.rearm()
+        gone = {guard for entry in self._entries() if (guard := entry.guard) is not None and not guard.holds()}
+        gone = {guard for guard in gone if guard.has_moved() or not guard.within(self.guard)}
+        for entry in self._entries() if gone else ():
+            if entry.guard in gone:
+                self.release(self.cache.retire(entry, EvictionReason.STALE))
+
+    def _entries(self) -> list[CUDAGraphEntry]:
+        """The entries that the set has captured, of all states."""
+        owned = [group for group in self.groups.values() if group.route.entry is None]
+        return [entry for group in owned for entry in group.all_entries]
 
     def rearm(self, reason: EvictionReason = EvictionReason.STALE, tag: str = "") -> None:
-        """Release all graphs, with the buffers that they shared, since weights moved, a module changed its mode, or the
-        user says so; sizes are captured anew when they are asked for."""
+        """Release all graphs, with the buffers that they shared, since the user says so; sizes are captured anew when
+        they are asked for."""
         for group in self.groups.values():
             group.failures.clear()
-        self.release(self._retire_all(reason, tag))
-        # Last: hits ask the guard of their graph without a lock.
+        self.release([victim for entry in self._entries() for victim in self.cache.retire(entry, reason, tag)])
         self._guard = None
-
-    def _retire_all(self, reason: EvictionReason, tag: str = "") -> list[Victim]:
-        victims: list[Victim] = []
-        for group in self.groups.values():
-            for entry in list(group.entries.values()) if group.route.entry is None else ():
-                victims += self.cache.retire(entry, reason, tag)
-                group.drop(entry.size)
-        return victims
 
     def sleep(self, tag: str = "") -> None:
         """Release all graphs, their buffers, and the pool if it is the set's own; no graph is made until ``wake``."""
@@ -318,8 +318,7 @@ class GraphSet:
 
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
-        owned = [group for group in self.groups.values() if group.route.entry is None]
-        victims = [e for group in owned for e in group.entries.values() if self.cache.remove(e.key)]
+        victims = [entry for entry in self._entries() if self.cache.remove(entry.key)]
         self.cache.admission.clear()
         self.groups.clear()
         for entry in victims:
@@ -334,7 +333,7 @@ class GraphSet:
     def memory_report(self) -> MemoryReport:
         """The bytes held: the pool, static inputs, output rings, and what graphs hold for themselves. Needs no lock."""
         groups = list(self.groups.values())
-        entries = [entry for group in groups for entry in list(group.entries.values())]
+        entries = [entry for group in groups for entry in group.all_entries]
         pools = [self.pool] if self.pool is not None else []
         return memory_report(entries, pools, [group.inputs for group in groups])
 
@@ -388,7 +387,6 @@ class GraphSet:
             pool=pool,
             backend=backend,
             options=self.options,
-            guard=self.guard,
             rule=group.rule,
             buffers=group.buffers,
             auto_breaks=self.auto_breaks,

@@ -29,6 +29,7 @@ __all__ = ["GraphGroup", "Hit", "Hits", "Route", "Routes", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
 R = TypeVar("R", bound="Route")
+_MOST_STATES = 8
 _RETRY = Backoff(first=16, factor=4)  # misses of a size between a failed capture and the next try
 
 
@@ -166,6 +167,9 @@ class GraphGroup:
     inputs: StaticInputs
     failures: Quarantine[int]
     entries: dict[int, CUDAGraphEntry] = field(default_factory=dict)
+    """By size, the entry that served last, or was captured last."""
+    parked: dict[int, tuple[CUDAGraphEntry, ...]] = field(default_factory=dict)
+    """By size, the entries of other states of the callable; the latest first."""
     misses: Counter[int] = field(default_factory=Counter)
     """By size, the calls that no graph served; they are the clock of ``failures``."""
     past_replays: Counter[int] = field(default_factory=Counter)
@@ -190,12 +194,21 @@ class GraphGroup:
     @property
     def has_graphs(self) -> bool:
         """Whether there is a graph that was not evicted."""
-        return any(entry.state is not EntryState.EVICTED for entry in self.entries.values())
+        return any(entry.state is not EntryState.EVICTED for entry in self.all_entries)
+
+    @property
+    def all_entries(self) -> list[CUDAGraphEntry]:
+        """The entries of all sizes and states."""
+        return [*self.entries.values(), *(entry for entries in list(self.parked.values()) for entry in entries)]
+
+    def of_size(self, size: int) -> list[CUDAGraphEntry]:
+        """The entries of one size, of all states: the latest used first."""
+        return [*([self.entries[size]] if size in self.entries else []), *self.parked.get(size, ())]
 
     @property
     def num_calls(self) -> int:
         """Calls of all sizes, with or without a graph."""
-        replays = sum(entry.replay_count for entry in self.entries.values())
+        replays = sum(entry.replay_count for entry in self.all_entries)
         return self.misses.total() + self.past_replays.total() + replays
 
     def decide(self, rows: int) -> Decision:
@@ -217,25 +230,43 @@ class GraphGroup:
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
-        """The entry of ``size``, if there is one; forgets it if it was evicted, which another owner may do."""
-        entry = self.entries.get(size)
-        if entry is not None and entry.state is EntryState.EVICTED:
-            self.drop(size)
-            return None
-        return entry
+        """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.
 
-    def keep(self, entry: CUDAGraphEntry) -> None:
-        """Serve by ``entry`` from now on, as soon as it is verified."""
-        self.entries[entry.size] = entry
+        Forgets entries that were evicted, which another owner may do.
+        """
+        for entry in self.of_size(size):
+            if entry.state is EntryState.EVICTED:
+                self.drop(entry)
+            elif self.route.entry is not None or entry.guard is None or entry.guard.holds():
+                self._put_first(entry)
+                return entry
+        return None
+
+    def keep(self, entry: CUDAGraphEntry) -> list[CUDAGraphEntry]:
+        """Serve by ``entry`` from now on, as soon as it is verified. Returns what is one too many of its size."""
+        self._put_first(entry)
         self.rule = entry.outputs.rule
         self.failures.forgive(entry.size)
         self.hits.clear()
+        return self.of_size(entry.size)[_MOST_STATES:]
 
-    def drop(self, size: int) -> None:
-        """Forget the entry of ``size``."""
-        gone = self.entries.pop(size, None)
-        self.past_replays[size] += gone.replay_count if gone is not None else 0
-        self.hits.clear()
+    def _put_first(self, entry: CUDAGraphEntry) -> None:
+        if self.entries.get(entry.size) is not entry:
+            others = tuple(other for other in self.of_size(entry.size) if other is not entry)
+            self.entries[entry.size], self.parked[entry.size] = entry, others
+            self.hits.clear()
+
+    def drop(self, entry: CUDAGraphEntry) -> None:
+        """Forget an entry, if it is one of the group's."""
+        size = entry.size
+        kept = [other for other in self.of_size(size) if other is not entry]
+        if len(kept) < len(self.of_size(size)):
+            self.past_replays[size] += entry.replay_count
+            self.entries.pop(size)
+            self.parked.pop(size, None)
+            if kept:
+                self.entries[size], self.parked[size] = kept[0], tuple(kept[1:])
+            self.hits.clear()
 
     def quarantine(self, size: int, reason: Reason, detail: str, *, is_final: bool = False) -> None:
         """Note a failed capture: the size stays eager for a while, and for good after ``max_failures``.

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
+from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats
 from .group import Route
 
@@ -37,8 +38,7 @@ class HitPath(ABC):
 
     def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
-        if torch.is_grad_enabled():
-            return self.serve_with_gradients_on(route, args, kwargs)
+        gradients = torch.is_grad_enabled()
         spelling = route.spellings.get((len(args), *kwargs))
         if spelling is not None:
             group, is_flat = spelling.latest
@@ -54,7 +54,10 @@ class HitPath(ABC):
                     and (guard is None or guard.holds())
                     and (entry.workspaces is None or entry.workspaces.holds())
                     and (not entry.writes_outside or plan.clash(leaves) is None)
+                    and not (entry.bare and any(leaves[place].__dict__ for place in entry.bare))
+                    and not (gradients and self.may_need_gradients(leaves, guard))
                 ):
+                    torch._C._set_grad_enabled(False)
                     try:
                         result = (
                             self.observed(hit.entry, plan.rows, leaves)
@@ -68,6 +71,8 @@ class HitPath(ABC):
                     else:
                         self.local.decision = decision
                         return result
+                    finally:
+                        torch._C._set_grad_enabled(gradients)
         return self.step(route, args, kwargs)
 
     def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
@@ -81,5 +86,5 @@ class HitPath(ABC):
         """Serve a call that is no hit (yet)."""
 
     @abstractmethod
-    def serve_with_gradients_on(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call for which gradients are on: eagerly if anything needs one."""
+    def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
+        """Whether a call with these values may have to be differentiated, by a guard that holds."""

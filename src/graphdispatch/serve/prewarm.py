@@ -77,7 +77,7 @@ def capture_size(server: Server, routes: Sequence[Route], size: int) -> bool:
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= largest:
         raise ConfigError(f"size must be an integer from 1 to {largest}, the largest size, got {shown(size)}")
     graphs = server.graphs
-    if server.closed(routes[0]) is not None or graphs.is_frozen or not graphs.guard_holds():
+    if server.closed(routes[0]) is not None or graphs.is_frozen:
         return False
     for group in _groups(routes):
         table = group.route.table
@@ -137,7 +137,7 @@ class CaptureBatch:
         graphs, mode, most = self._server.graphs, route.table.mode, self._config.max_cached_graphs
         group, leaves = _example(self._server, route, args, kwargs)
         wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
-        todo = [size for size in sorted(wanted, reverse=True) if size not in group.entries]
+        todo = [size for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None]
         if len(todo) > most:
             raise ConfigError(
                 f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or name "

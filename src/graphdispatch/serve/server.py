@@ -27,7 +27,7 @@ from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
-from ..state.guards import wants_gradient
+from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
 from .graphs import Capturer, GraphSet
 from .group import GraphGroup, Route, Spelling
@@ -102,6 +102,14 @@ class Server(HitPath):
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
+        if not torch.is_grad_enabled():
+            return self._step(route, args, kwargs)
+        if self.needs_gradients(args, kwargs):
+            return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
+        with torch.no_grad():
+            return self._step(route, args, kwargs)
+
+    def _step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closed = self.closed(route)
         if closed is not None:
             return self.run_eagerly(Decision.eager(closed), args, kwargs)
@@ -117,19 +125,14 @@ class Server(HitPath):
                 choice = answer
         return self.run_eagerly(choice.decision, args, kwargs)
 
-    def serve_with_gradients_on(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call for which gradients are on: eagerly if it may have to be differentiated, else without them."""
-        if self.needs_gradients(args, kwargs):
-            return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
-        with torch.no_grad():
-            return self.serve(route, args, kwargs)
-
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        leaves = [*args, *kwargs.values()]
-        if not all(issubclass(type(leaf), torch.Tensor) for leaf in leaves):
-            leaves = tree_leaves(leaves)
-        return any(map(wants_gradient, leaves)) or self.graphs.guard.trainable
+        leaves = tree_leaves([*args, *kwargs.values()])
+        return self.may_need_gradients(leaves, self.graphs.guard)
+
+    def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
+        """Whether a call with these values may have to be differentiated, by a guard that holds."""
+        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
 
     def closed(self, route: Route) -> Reason | None:
         """Why no graph may replay on the calling thread now, whatever the call; or None.
@@ -174,6 +177,8 @@ class Server(HitPath):
             return self.admit(group, size)
         if group.route.entry is not None and not entry.is_current():
             return Reason.ADDRESS_CHANGED, ""
+        if any(leaves[place].__dict__ for place in entry.bare):
+            return Reason.STATE_UNSEEN, "an argument carries attributes that the code may read; pass them as arguments"
         clash = entry.plan(rows).clash(leaves)
         if clash is not None:
             return Reason.ALIASED_ARGUMENTS, clash
@@ -330,7 +335,7 @@ class Server(HitPath):
             return
         for route in tables:
             for group in (group for group in route.groups if group.signature.has_rows):
-                gone = [entry for size, entry in group.entries.items() if size not in route.table.sizes]
+                gone = [entry for entry in group.all_entries if entry.size not in route.table.sizes]
                 for entry in gone:
                     self.graphs.release(self.graphs.cache.retire(entry, EvictionReason.DROPPED))
                 group.hits.clear()

@@ -1,81 +1,92 @@
-"""Finds which attributes the code of a function reads, and of what, from its bytecode."""
+"""Finds the names of the attributes, variables and imports that a piece of code reads, from its bytecode.
+
+Of what an attribute is read is not asked: the guard compares every object that has an attribute of that name.
+"""
 
 import dis
+from collections.abc import Sequence
 from functools import lru_cache
 from types import CodeType
 from typing import NamedTuple
 
-import torch
+__all__ = ["CodeReads", "code_reads"]
 
-__all__ = ["AttributeReads", "attribute_reads"]
-
-_TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
-_KEEP_THE_TOP = ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "SWAP")
-_SELF = "<first>"
-
-
-class AttributeReads(NamedTuple):
-    """The names of the attributes that some code reads, told apart by what they are read from."""
-
-    of_self: frozenset[str] = frozenset()
-    """Read from the first parameter."""
-    of_named: frozenset[tuple[str, str]] = frozenset()
-    """Pairs (owner, attribute), read from a variable or attribute whose name is known."""
-    of_other: frozenset[str] = frozenset()
-    """Read from anything else, and strings that could be names; without the attributes that every tensor has."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """All attribute names."""
-        return self.of_self | self.of_other | {name for _, name in self.of_named}
-
-    def __or__(self, other: "AttributeReads") -> "AttributeReads":
-        return AttributeReads(
-            self.of_self | other.of_self, self.of_named | other.of_named, self.of_other | other.of_other
-        )
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
+_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_BY_NAME = ("getattr", "hasattr")
+_WHOLE = ("vars", "dir", "__dict__", "__getattribute__", "__getstate__", "__reduce_ex__")
+"""Names by which code gets at all attributes of an object."""
 
 
-@lru_cache(maxsize=4096)
-def attribute_reads(code: CodeType, outer: tuple[tuple[str, str | None], ...] = ()) -> AttributeReads:
-    """What ``code`` and the code nested in it read. ``outer`` are the variables of the code around it, by known name.
+class CodeReads(NamedTuple):
+    """What one code object reads, without the code that it calls or contains."""
 
-    A local variable that an attribute was assigned to (``config = self.config``) stands for that attribute. An
-    attribute that is only written is not read.
-    """
-    of_self, of_named, of_other = set[str](), set[tuple[str, str]](), set[str]()
-    aliases = {name: known for name, known in outer if name not in code.co_varnames}
-    if code.co_argcount and not outer:
-        aliases[code.co_varnames[0]] = _SELF
-    top: str | None = None  # the name of the value on top of the stack, if it has one
-    for instruction in dis.get_instructions(code):
+    attributes: frozenset[str]
+    """Names of attributes, and constants that could be names (``getattr(x, "scale")``)."""
+    variables: frozenset[str]
+    """Names of globals and builtins."""
+    imports: frozenset[str]
+    """Names of the modules that it imports when it runs."""
+    texts: frozenset[str]
+    """Constants that could be names of modules (``importlib.import_module("settings")``)."""
+    whole: bool
+    """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
+    whole_self: bool
+    """Whether it does so with its first parameter alone."""
+
+
+@lru_cache(maxsize=8192)
+def code_reads(code: CodeType) -> CodeReads:
+    """What ``code`` reads, from its instructions and constants alone."""
+    attributes, variables, imports = set[str](), set[str](), set[str]()
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+    owner = code.co_varnames[0] if code.co_argcount else None
+    of_self = of_others = False
+    for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
-        if kind in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-            if name.startswith("__"):
-                pass
-            elif top is _SELF:
-                of_self.add(name)
-            elif top is not None:
-                of_named.add((top, name))
-            elif name not in _TENSOR_ATTRIBUTES:
-                of_other.add(name)
-            top = name
-        elif kind.startswith("LOAD_FAST") or kind == "LOAD_DEREF":
-            name = name[-1] if isinstance(name, tuple) else name
-            top = aliases.get(name, name if kind == "LOAD_DEREF" else None)
-        elif kind in ("LOAD_GLOBAL", "LOAD_NAME"):
-            top = name
-        elif kind in ("STORE_FAST", "STORE_DEREF"):
-            aliases[name], top = top, None
-        elif kind == "STORE_FAST_LOAD_FAST":
-            aliases[name[0]], top = top, aliases.get(name[1])
-        elif kind == "STORE_FAST_STORE_FAST":
-            aliases[name[0]], aliases[name[1]], top = top, None, None
-        elif kind not in _KEEP_THE_TOP:
-            top = None
-    texts = {value for value in code.co_consts if isinstance(value, str)}
-    of_other |= {text for text in texts if text.isidentifier() and not text.startswith("__")}
-    found = AttributeReads(frozenset(of_self), frozenset(of_named), frozenset(of_other))
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            found |= attribute_reads(inner, tuple(aliases.items()))
-    return found
+        if kind in _ATTRIBUTES:
+            attributes.add(name)
+            is_own = _is_just(instructions[index - 1 : index + 1], owner)
+        elif kind in _VARIABLES:
+            variables.add(name)
+            is_own = _is_just(instructions[index + 1 : index + 3], owner)
+            if name in _BY_NAME and _names_a_constant(instructions[index + 1 :]):
+                continue
+        elif kind == "IMPORT_NAME":
+            imports.add(name)
+            continue
+        else:
+            continue
+        if name in _WHOLE or (kind in _VARIABLES and name in _BY_NAME):
+            of_self, of_others = of_self or is_own, of_others or not is_own
+    texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
+    attributes.update(filter(str.isidentifier, texts))
+    if any(instruction.opname == "MATCH_CLASS" for instruction in instructions):
+        attributes.update(text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
+    return CodeReads(frozenset(attributes), frozenset(variables), frozenset(imports), texts, of_others, of_self)
+
+
+def _is_just(pair: Sequence[dis.Instruction], variable: str | None) -> bool:
+    """Whether the first of two instructions loads the variable, and the second does not take a part of it."""
+    first, *rest = pair
+    is_loaded = variable is not None and first.opname.startswith("LOAD_FAST") and first.argval == variable
+    is_part = any(i.opname in _ATTRIBUTES or i.opname.startswith("BINARY") for i in rest)
+    return is_loaded and (not is_part or any(i.argval == "__dict__" for i in rest))
+
+
+def _names_a_constant(following: Sequence[dis.Instruction]) -> bool:
+    """Whether the call whose arguments ``following`` loads gets a constant as its second argument; False if unsure."""
+    depth, second = 0, list[dis.Instruction]()
+    for instruction in following:
+        kind = instruction.opname
+        if kind in ("PRECALL", "CALL") and depth == instruction.arg:
+            return len(second) == 1 and second[0].opname == "LOAD_CONST"
+        if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
+            return False
+        if kind not in ("PUSH_NULL", "PRECALL"):
+            depth += dis.stack_effect(instruction.opcode, instruction.arg)
+        if depth < 2:
+            second = []
+        elif depth == 2:
+            second.append(instruction)
+    return False

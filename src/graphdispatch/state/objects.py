@@ -1,160 +1,222 @@
-"""Questions about the objects that a callable reaches: what they hold, which code is behind them, whose code it is."""
+"""Questions about Python objects: what they hold, whose code they are, and whether two of them are the same.
 
+Nothing here calls code of the user: no comparison, no attribute hook, no ``__len__`` or ``__iter__`` of a subclass.
+"""
+
+import gc
 import os
 import sys
 import sysconfig
+import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from enum import Enum
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from ..call.breaks import is_break
-
 __all__ = [
+    "ABSENT",
+    "CACHES",
     "CONSTANTS",
     "CONTAINERS",
-    "OPAQUE",
-    "Container",
     "Reader",
-    "attributes_of",
+    "attribute_table",
     "cell_value",
     "content",
-    "functions_behind",
-    "holds_tensors",
-    "is_library_class",
-    "is_library_function",
-    "is_plain",
+    "functions_in",
+    "is_code",
+    "is_followed",
+    "is_iterator",
+    "is_library_code",
+    "is_opaque",
     "is_settings",
-    "live_table",
+    "referent",
+    "referents",
+    "same_objects",
+    "slots_of",
+    "user_classes",
     "variables_of",
 ]
 
-Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 Reader = Callable[[], Any]
 
-CONSTANTS = (bool, int, float, complex, str, type(None))
+ABSENT = object()
+"""Stands for an attribute or variable that is not there."""
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
 """Types whose values are compared by what they are, and not by identity."""
 CONTAINERS = (dict, list, set, deque)
-OPAQUE = (
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
+"""Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
+
+CACHES = (type(lru_cache(id)),)
+"""Caches of results in compiled code."""
+
+_OPAQUE = (
+    types.CodeType,
+    types.FrameType,
+    types.TracebackType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
     types.WrapperDescriptorType,
-    type(lru_cache(id)),
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    Enum,
     OpOverload,
     OpOverloadPacket,
     torch.dtype,
     torch.device,
+    torch.Size,
+    torch.UntypedStorage,
+    torch.Generator,
 )
-"""Types of objects that nothing is looked for in."""
-
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _SITE = (os.path.join(_STDLIB, "site-packages", ""), os.path.join(_STDLIB, "dist-packages", ""))
-_LIBRARIES = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__)))
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_PACKAGE_PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_DEMO = os.path.join(_PACKAGE_PATH, "demo", "")
+_PACKAGE = str(__package__).partition(".")[0]
+_TORCH_STATE = ("torch.nn", "torch.distributions", "torch.optim", "torch.jit")
+"""Where torch keeps classes of objects that belong to a model. Its other objects are machinery."""
+_MACHINERY = ("logging", "threading", "importlib", "inspect", "asyncio", "multiprocessing", "subprocess")
 
 
-def content(holder: Any) -> list[Any]:
-    """The values that a container holds, or the values of an object's attributes."""
-    table = holder if isinstance(holder, (tuple, *CONTAINERS)) else attributes_of(holder)
-    return list(table.values() if isinstance(table, Mapping) else table)
+def is_opaque(value: Any) -> bool:
+    """Whether nothing is looked for in a value: a constant, or a part of the interpreter or of torch."""
+    return issubclass(type(value), (*CONSTANTS, *_OPAQUE))
 
 
-def attributes_of(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object by name, live; empty if it has no ``__dict__``."""
+def is_followed(kind: type) -> bool:
+    """Whether the objects of a class are a part of the callable's state: not those of this package, and no machinery
+    of torch or of the standard library."""
+    module = kind.__module__ if isinstance(kind.__module__, str) else ""
+    root = module.partition(".")[0]
+    return root not in (_PACKAGE, *_MACHINERY) and (root != "torch" or module.startswith(_TORCH_STATE))
+
+
+@lru_cache(maxsize=8192)
+def is_library_code(path: str) -> bool:
+    """Whether a file of code belongs to torch, to the standard library or to this package (but for its demo)."""
+    is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
+    return is_stdlib or path.startswith(_TORCH) or (path.startswith(_PACKAGE_PATH) and not path.startswith(_DEMO))
+
+
+def user_classes(kind: type) -> list[type]:
+    """The class and those that it inherits from, without the library's and the interpreter's."""
+    return [base for base in type.mro(kind) if base.__flags__ & _HEAP and not _is_library_class(base)]
+
+
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
+
+
+def _is_library_class(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__) if isinstance(kind.__module__, str) else None
+    return is_library_code(getattr(module, "__file__", None) or "") or not is_followed(kind)
+
+
+def attribute_table(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object by name, live and writable; None if it has none."""
+    home: Any = threading.local if isinstance(value, threading.local) else object
     try:
-        table = vars(value)
-    except Exception:  # no __dict__, or one that its class computes
-        return {}
-    return table if isinstance(table, (dict, types.MappingProxyType)) else {}
+        table = home.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return table if isinstance(table, dict) else None
 
 
-def live_table(holder: Any) -> Any:
-    """The container or attribute table of an object, live and writable; None if it has none."""
-    if isinstance(holder, CONTAINERS):
-        return holder
-    table = attributes_of(holder)
-    return table if isinstance(table, dict) and table else None
+def slots_of(kind: type) -> dict[str, Any]:
+    """The descriptors of the slots of a class by attribute name."""
+    return {
+        name: member
+        for base in reversed(type.mro(kind))
+        if base.__flags__ & _HEAP
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    }
+
+
+def content(container: Any) -> list[Any]:
+    """The keys and values of a dict, or the entries of another container, as they are now."""
+    if isinstance(container, dict):
+        return [*dict.keys(container), *dict.values(container)]
+    kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
+    kind = next((kind for kind in kinds if isinstance(container, kind)), None)
+    return [] if kind is None else list(kind.__iter__(container))
+
+
+def referents(value: Any) -> list[Any]:
+    """What an object of compiled code holds (a cache, an iterator, a bound built-in), but for classes and modules;
+    nothing for one that holds it in attributes."""
+    if attribute_table(value) is not None and not isinstance(value, CACHES):
+        return []
+    return [held for held in gc.get_referents(value) if not isinstance(held, (type, types.ModuleType))]
 
 
 def cell_value(cell: types.CellType) -> Any:
-    """What a closure's variable holds; None if it is not assigned yet."""
+    """What a closure's variable holds; ``ABSENT`` if it is not assigned yet."""
     try:
         return cell.cell_contents
     except ValueError:
-        return None
+        return ABSENT
 
 
-def variables_of(fn: types.FunctionType) -> Iterator[tuple[Any, str, Reader]]:
-    """The closure variables and globals that a function uses: the holder, the name, and how to read each again."""
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        empty = cell_value(cell) is None
-        yield cell, name, partial(cell_value, cell) if empty else partial(getattr, cell, "cell_contents")
-    table = fn.__globals__
-    for name in {name for code in _nested_codes(fn.__code__) for name in code.co_names if name in table}:
-        yield table, name, partial(table.get, name)
+def variables_of(fn: types.FunctionType) -> Iterator[str]:
+    """The names of the globals that a function and the code nested in it use."""
+    names = {name for code in _nested_codes(fn.__code__) for name in code.co_names}
+    yield from (name for name in names if name in fn.__globals__)
 
 
 def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A piece of code and the code nested in it: lambdas, comprehensions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _nested_codes(constant)
 
 
-def functions_behind(value: Any) -> list[types.FunctionType]:
-    """The functions of the user behind a function, method or property, what its decorators wrap included.
-
-    Empty if ``eager_break`` marks one of them.
-    """
-    if issubclass(type(value), (property, staticmethod, classmethod, types.MethodType)):
-        value = value.fget if isinstance(value, property) else value.__func__
-    found: dict[int, types.FunctionType] = {}
-    while isinstance(value, types.FunctionType) and id(value) not in found and not is_break(value):
-        found[id(value)] = value
-        value = value.__dict__.get("__wrapped__")
-    return [] if is_break(value) else [fn for fn in found.values() if not is_library_function(fn)]
+def functions_in(value: Any) -> list[types.FunctionType]:
+    """The function of a method, property or partial; a function itself."""
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        value = value.__func__
+    elif isinstance(value, (partial, cached_property)):
+        value = value.func
+    parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+    return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
-def is_library_function(fn: types.FunctionType) -> bool:
-    """Whether its code belongs to torch, to this package or to the standard library."""
-    return _is_library_file(fn.__code__.co_filename)
+def is_code(value: Any) -> bool:
+    """Whether a class attribute is code: a function, method, property or built-in descriptor."""
+    kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_OPAQUE)
+    return issubclass(type(value), kinds) and not isinstance(value, Enum)
 
 
-def is_library_class(kind: type) -> bool:
-    """Whether a class belongs to torch, to this package or to the standard library."""
-    return _is_library_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+def is_iterator(value: Any) -> bool:
+    """Whether it is a generator or an iterator of compiled code, whose progress cannot be compared or put back."""
+    kind = type(value)
+    if isinstance(value, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+        return True
+    step = next((vars(base)["__next__"] for base in type.mro(kind) if "__next__" in vars(base)), None)
+    return step is not None and not isinstance(step, types.FunctionType)
 
 
-def _is_library_file(path: str) -> bool:
-    is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
-    return is_stdlib or path.startswith(_LIBRARIES)
+def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects. Equal constants of one type count as the same."""
+    return len(before) == len(after) and all(
+        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and repr(a) == repr(b))
+        for a, b in zip(before, after, strict=True)
+    )
 
 
-def holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether it is a container of tensors or modules, or of containers of them, ``depth`` levels deep."""
-    if depth and isinstance(value, (tuple, *CONTAINERS)):
-        return any(
-            isinstance(inner, (torch.Tensor, nn.Module)) or holds_tensors(inner, depth - 1) for inner in content(value)
-        )
-    return False
-
-
-def is_plain(value: Any) -> bool:
-    """Whether it is a plain object: of no class that tells by itself what it holds."""
-    known = (torch.Tensor, nn.Module, types.FunctionType, types.MethodType, partial, tuple, *CONTAINERS)
-    return not issubclass(type(value), (*known, *CONSTANTS, *OPAQUE))
+def referent(value: Any) -> Any:
+    """What a weak reference points to, or what a context variable holds here; ``ABSENT`` for anything else."""
+    if type(value) in (weakref.ref, weakref.KeyedRef):
+        return value()
+    return value.get(None) if type(value) is ContextVar else ABSENT
 
 
 def is_settings(value: Any) -> bool:
-    """Whether it is a Python module or class of the user, which may be a place for settings."""
-    if isinstance(value, type):
-        is_data = issubclass(value, (nn.Module, Enum, BaseException, tuple, *CONTAINERS))
-        return not is_data and not is_library_class(value)
-    return isinstance(value, types.ModuleType) and not _is_library_file(getattr(value, "__file__", None) or "")
+    """Whether it is a Python module of the user, which may be a place for settings."""
+    return isinstance(value, types.ModuleType) and not is_library_code(getattr(value, "__file__", None) or "")

@@ -1,0 +1,235 @@
+"""What an object that can change holds: read as plain data, compared without the user's code, written back.
+
+Each ``read_`` function gives a dict by label, or bytes; its ``write_`` function takes the same.
+"""
+
+import types
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from . import objects
+from .objects import ABSENT
+
+__all__ = [
+    "Holder",
+    "frozen",
+    "read_attributes",
+    "read_cell",
+    "read_container",
+    "read_function",
+    "read_names",
+    "read_slots",
+    "read_tensor",
+    "write_array",
+    "write_attributes",
+    "write_cell",
+    "write_class",
+    "write_container",
+    "write_context",
+    "write_function",
+    "write_names",
+    "write_slots",
+    "write_tensor",
+]
+
+
+class Holder(NamedTuple):
+    """An object that can change: where it was met, how to read all that it holds, how to write that back."""
+
+    path: Any
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    before: Any
+
+    def change(self) -> str | None:
+        """How it differs from before, in words, or None. ``read`` gives a dict by label, or bytes."""
+        now, before = self.read(), self.before
+        if not isinstance(before, dict):
+            return None if now == before else " was written"
+        if list(now) == list(before) and all(map(_same, before.values(), now.values())):
+            return None
+        for label in (*before, *now):
+            a, b = before.get(label, ABSENT), now.get(label, ABSENT)
+            if not _same(a, b):
+                name = f".{label}" if isinstance(label, str) and label.isidentifier() else label
+                return f"{name} was {'added' if a is ABSENT else 'removed' if b is ABSENT else 'rebound'}"
+        return " was put in another order"
+
+
+def frozen(state: Any) -> Any:
+    """The state of a random generator as nested tuples, which compare by value."""
+    if isinstance(state, dict):
+        return tuple((key, frozen(value)) for key, value in state.items())
+    if isinstance(state, (tuple, list)):
+        return tuple(map(frozen, state))
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or objects.same_objects([a], [b]) or (type(a) is tuple is type(b) and _same_entries(a, b))
+
+
+def _same_entries(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
+def read_attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object by name."""
+    return dict(objects.attribute_table(value) or {})
+
+
+def write_attributes(value: Any, before: dict[str, Any]) -> None:
+    """Make these the attributes of an object."""
+    table = objects.attribute_table(value)
+    assert table is not None
+    table.clear()
+    table.update(before)
+
+
+def read_slots(value: Any, slots: dict[str, Any]) -> dict[str, Any]:
+    """The slots of an object by name; ``ABSENT`` for an empty one."""
+    return {f".{name}": _slot(member, value) for name, member in slots.items()}
+
+
+def _slot(member: Any, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return ABSENT
+
+
+def write_slots(value: Any, slots: dict[str, Any], before: dict[str, Any]) -> None:
+    """Fill and empty the slots of an object."""
+    for name, member in slots.items():
+        held = before[f".{name}"]
+        if held is not ABSENT:
+            member.__set__(value, held)
+        elif _slot(member, value) is not ABSENT:
+            member.__delete__(value)
+
+
+def read_container(value: Any) -> dict[Any, Any]:
+    """The entries of a container, by key, index or identity."""
+    if isinstance(value, dict):
+        return {_Key(key): inner for key, inner in dict.items(value)}
+    if isinstance(value, set):
+        return {_Key(inner): inner for inner in set.__iter__(value)}
+    return {f"[{index}]": inner for index, inner in enumerate(objects.content(value))}
+
+
+class _Key:
+    """A key of a container, by identity or as a constant, so that no ``__eq__`` of the user is called."""
+
+    __slots__ = ("_by", "key")
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        is_constant = issubclass(type(key), objects.CONSTANTS)
+        self._by = (type(key), repr(key)) if is_constant else id(key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._by == other._by
+
+    def __hash__(self) -> int:
+        return hash(self._by)
+
+    def __format__(self, spec: str) -> str:
+        return f"[{self._by[1]}]" if isinstance(self._by, tuple) else "[key]"
+
+
+def write_container(value: Any, before: dict[Any, Any]) -> None:
+    """Make these the entries of a container."""
+    if isinstance(value, dict):
+        dict.clear(value)
+        for key, inner in before.items():
+            dict.__setitem__(value, key.key, inner)
+    elif isinstance(value, set):
+        set.clear(value)
+        set.update(value, before.values())
+    elif isinstance(value, list):
+        list.__setitem__(value, slice(None), list(before.values()))
+    else:
+        value.clear()
+        value.extend(before.values())
+
+
+def read_cell(cell: types.CellType) -> dict[str, Any]:
+    """What a closure's variable holds."""
+    return {"": objects.cell_value(cell)}
+
+
+def write_cell(cell: types.CellType, before: dict[str, Any]) -> None:
+    """Assign or delete a closure's variable."""
+    if before[""] is ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = before[""]
+
+
+def read_names(table: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    """The variables of a module under some names; ``ABSENT`` for one that is not there."""
+    return {name: table.get(name, ABSENT) for name in names}
+
+
+def write_names(table: dict[str, Any], before: dict[str, Any]) -> None:
+    """Assign or delete variables of a module."""
+    for name, value in before.items():
+        if value is ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+
+def write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
+    """Set a context variable of the running context."""
+    variable.set(None if before[""] is ABSENT else before[""])
+
+
+def write_array(array: Any, before: bytes) -> None:
+    """Copy bytes into a NumPy array."""
+    array[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
+
+
+def read_function(fn: types.FunctionType) -> dict[str, Any]:
+    """The code and the defaults of a function."""
+    return {".__code__": fn.__code__, ".__defaults__": fn.__defaults__, ".__kwdefaults__": fn.__kwdefaults__}
+
+
+def write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
+    """Give a function its code and defaults back."""
+    fn.__code__, fn.__defaults__, fn.__kwdefaults__ = before.values()
+
+
+def write_class(kind: type, before: dict[str, Any]) -> None:
+    """Make these the attributes of a class."""
+    now = dict(vars(kind))
+    for name in now.keys() - before.keys():
+        type.__delattr__(kind, name)
+    for name, value in before.items():
+        if now.get(name, ABSENT) is not value:
+            type.__setattr__(kind, name, value)
+
+
+def read_tensor(tensor: torch.Tensor, alias: torch.Tensor) -> dict[str, Any]:
+    """A tensor's gradient, memory and extent; ``alias`` stands for the memory that it had."""
+    with torch._C.DisableTorchFunction():
+        now = tensor.data
+        is_same = now.data_ptr() == alias.data_ptr() and now.shape == alias.shape and now.stride() == alias.stride()
+        is_same = (
+            is_same and now.dtype == alias.dtype and now.untyped_storage()._cdata == alias.untyped_storage()._cdata
+        )
+        grad = tensor.grad if tensor.is_leaf else None
+        return {".grad": grad, ".data": alias if is_same else now, ".requires_grad": tensor.requires_grad}
+
+
+def write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
+    """Give a tensor its gradient, memory and extent back."""
+    if tensor.is_leaf:
+        tensor.grad = before[".grad"]
+    if tensor.data.data_ptr() != before[".data"].data_ptr() or tensor.shape != before[".data"].shape:
+        tensor.data = before[".data"]
+    tensor.requires_grad_(before[".requires_grad"])

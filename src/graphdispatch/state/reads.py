@@ -1,0 +1,289 @@
+"""Collects what a guard compares: the state that traced code reads, as far as the callable reaches it.
+
+The code tells names, and not whose attributes they are. So every object within reach is compared under all these names:
+too much now and then, and never too little.
+"""
+
+import types
+from collections.abc import Callable, Iterable, Mapping, Sized
+from contextvars import ContextVar
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..call.breaks import is_break
+from . import objects
+from .objects import ABSENT, CONTAINERS, Reader
+from .trace import CodeTrace
+
+__all__ = ["StateReads"]
+
+_PACKAGE = str(__package__).partition(".")[0]
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+_TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
+_MOST_COMPARED = 1_000_000
+
+
+class StateReads:
+    """What the code in ``trace`` reads of what ``fn``, the traced variables and ``extra`` reach.
+
+    Without a trace: what tells which modules and tensors the callable reaches. Holds what it found.
+    """
+
+    def __init__(self, fn: Callable[..., Any], trace: CodeTrace | None, extra: Iterable[Any] = ()) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[torch.Tensor] = []
+        self.functions: list[types.FunctionType] = []
+        """Functions within reach; their code is compared."""
+        self.objects: list[Any] = []
+        """Objects and modules, whose class is compared."""
+        self.members: list[Iterable[Any]] = []
+        """The parameters, buffers and submodules of modules."""
+        self.contents: list[Iterable[Any]] = []
+        """Containers."""
+        self.attributes: list[tuple[Mapping[str, Any], list[str]]] = []
+        """Tables of attributes and variables, and the names in them that are compared."""
+        self.tables: list[Sized] = []
+        """Tables whose length is compared, so that a name that was not there is noticed."""
+        self.readers: list[Reader] = []
+        self.arrays: list[np.ndarray[Any, Any]] = []
+        self.hooks: list[dict[int, Any]] = []
+        self.unguarded = ""
+        self._found: set[str] = set()
+        self._trace = trace
+        self._names = frozenset(trace.names) if trace is not None else frozenset()
+        self._library_names = frozenset(trace.library_names) | self._names if trace is not None else frozenset()
+        self._all = trace is not None and (trace.is_blind or bool(trace.reads_whole))
+        self._seen: dict[int, Any] = {}
+        self._compared = 0
+        self._pending: list[Any] = [fn, *extra]
+        self._follow()
+        for table, names in trace.variables.values() if trace is not None else ():
+            self._compare_variables(table, names)
+        self._follow()
+        asked = trace.asked if trace is not None else set()
+        self.missing = asked - self._found - _TENSOR_ATTRIBUTES
+
+    def _follow(self) -> None:
+        while self._pending:
+            value = self._pending.pop()
+            if id(value) not in self._seen and not objects.is_opaque(value):
+                self._seen[id(value)] = value
+                self._visit(value)
+
+    def _visit(self, value: Any) -> None:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            table = objects.attribute_table(value)
+            if table or (self._trace is not None and self._trace.asked):
+                self._compare(table, self._names)
+        elif isinstance(value, nn.Module):
+            self._visit_module(value)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, types.MethodType):
+            self._pending += (value.__self__, value.__func__)
+        elif isinstance(value, partial):
+            self._pending += (value.func, value.args, value.keywords)
+        elif isinstance(value, type):
+            self._visit_class(value)
+        elif isinstance(value, types.ModuleType):
+            return
+        elif (held := objects.referent(value)) is not ABSENT:
+            self.readers.append(partial(value.get, None) if kind is ContextVar else value)
+            self._pending.append(held)
+        elif isinstance(value, np.ndarray):
+            self.arrays.append(value)
+            self._count(value.nbytes // 8, value)
+        elif objects.is_followed(kind):
+            self._visit_object(value)
+        elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
+            self._pending.append(value.unwrap())
+
+    def _visit_module(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        self.objects.append(module)
+        table = objects.attribute_table(module) or {}
+        for name in _MEMBERS:
+            members = table.get(name)
+            if members and isinstance(members, dict):  # a scripted module keeps its members elsewhere
+                self.members.append(members.values())
+                self._pending += members.values()
+        for name in _HOOKS:
+            if name in table:
+                self.hooks.append(table[name])
+                self._pending += table[name].values()
+        if not isinstance(table.get("_parameters"), dict):
+            self._pending += (*module.parameters(), *module.buffers())
+        kind = type(module)
+        is_library = any(base is not nn.Module for base in kind.__mro__ if base.__module__.startswith("torch."))
+        names = self._named(kind, self._library_names if is_library else self._names)
+        self._compare(table, names | {"training"})
+        self._pending.append(kind)
+
+    def _visit_object(self, value: Any) -> None:
+        """An object with attributes, slots or entries."""
+        kind = type(value)
+        if objects.is_iterator(value):
+            self._refuse(f"the {kind.__name__} {value!r} that it may advance")
+            return
+        if isinstance(value, CONTAINERS):
+            if self._trace is not None or _matters(value):
+                self.contents.append(value)
+            held = objects.content(value)
+            self._count(len(held), value)
+            self._pending += held
+        elif isinstance(value, (tuple, frozenset)):
+            self._pending += objects.content(value)
+        table, slots = objects.attribute_table(value), objects.slots_of(kind)
+        is_user = bool(objects.user_classes(kind))
+        names = self._named(kind, self._names if is_user else self._library_names)
+        if table is not None:
+            self.objects.append(value)
+            self._compare(table, names)
+        for name in slots.keys() & (slots.keys() if self._trace is None or self._all else names):
+            reader = partial(_slot, slots[name], value)
+            self.readers.append(reader)
+            self._pending.append(reader())
+        if not slots and not isinstance(value, (tuple, frozenset, *CONTAINERS)):
+            if isinstance(value, attrgetter):
+                self._names = self._library_names = self._names | _attributes_of(value)
+            if isinstance(value, objects.CACHES):
+                self.readers.append(partial(_is_filled, value, value.cache_info().misses))
+            for inner in objects.referents(value):
+                self._pending += objects.content(inner) if isinstance(inner, CONTAINERS) else [inner]
+        self._pending.append(kind)
+
+    def _visit_class(self, kind: type) -> None:
+        for base in objects.user_classes(kind):
+            if base is not kind:
+                self._pending.append(base)
+            elif self._trace is not None:
+                table = vars(base)
+                self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
+
+    def _is_read(self, name: str, member: Any) -> bool:
+        """Whether code reads a class attribute: a method that ran, or data under a name of the code.
+
+        Data under names with two underscores tells of the class itself: its fields, its annotations.
+        """
+        if not objects.is_code(member):
+            return not name.startswith("__") and (self._all or name in self._names)
+        assert self._trace is not None
+        is_named = self._trace.is_blind and name in self._names
+        return is_named or any(fn.__code__ in self._trace.codes for fn in objects.functions_in(member))
+
+    def _visit_function(self, fn: types.FunctionType) -> None:
+        """The closure and defaults of a function whose code ran, or of any without a trace; not of a break."""
+        cells = fn.__closure__ or ()
+        if objects.is_library_code(fn.__code__.co_filename):
+            if not is_break(fn):
+                wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
+                self._pending += (held for cell in cells if isinstance(held := objects.cell_value(cell), wrapped))
+            return
+        if self._trace is not None and not self._trace.is_blind and fn.__code__ not in self._trace.codes:
+            return
+        self.functions.append(fn)
+        for cell in cells:
+            held = objects.cell_value(cell)
+            is_empty = held is ABSENT
+            self.readers.append(
+                partial(objects.cell_value, cell) if is_empty else partial(getattr, cell, "cell_contents")
+            )
+            self._pending.append(held)
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(fn, name):
+                self.readers.append(partial(getattr, fn, name))
+                self._pending.append(getattr(fn, name))
+        if "__wrapped__" in fn.__dict__:
+            self._pending.append(fn.__dict__["__wrapped__"])
+        if self._trace is None:
+            self._compare_variables(fn.__globals__, objects.variables_of(fn))
+
+    def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
+        known = [name for name in names if name in table]
+        if known:
+            self.attributes.append((table, known))
+            self._pending += (table[name] for name in known)
+
+    def _named(self, kind: type, names: frozenset[str]) -> frozenset[str]:
+        """The names to compare of the objects of a class: all, if code reads them without spelling their names."""
+        is_whole = self._all or (self._trace is not None and kind in self._trace.whole_types) or _has_own_access(kind)
+        return _ALL if is_whole else names
+
+    def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
+        """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""
+        if table is None:
+            return
+        if self._trace is None:
+            chosen = [name for name, value in table.items() if name not in _MODULE_ATTRIBUTES and _matters(value)]
+            self._pending += (value for name, value in table.items() if name not in _MODULE_ATTRIBUTES)
+        else:
+            found = table if isinstance(names, _All) else (name for name in names if name in table)
+            chosen = [name for name in found if name not in _MODULE_ATTRIBUTES]
+            self._pending += (table[name] for name in chosen)
+        self.tables.append(table)
+        self._found.update(table)
+        self._count(len(chosen), table)
+        if chosen:
+            self.attributes.append((table, chosen))
+
+    def _count(self, number: int, value: Any) -> None:
+        self._compared += number
+        if self._compared > _MOST_COMPARED:
+            self._refuse(
+                f"a {type(value).__name__} with {number} entries, which makes too many to compare at each call"
+            )
+
+    def _refuse(self, what: str) -> None:
+        if self._trace is not None:
+            self.unguarded = self.unguarded or what
+
+
+class _All(frozenset[str]):
+    """Every name."""
+
+    def __or__(self, other: Any) -> "_All":
+        return self
+
+
+_ALL = _All()
+
+
+def _has_own_access(kind: type) -> bool:
+    """Whether a class of the user finds attributes by code of its own."""
+    hooks = ("__getattr__", "__getattribute__")
+    return any(name in vars(base) for base in objects.user_classes(kind) for name in hooks)
+
+
+def _slot(member: Any, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return ABSENT
+
+
+def _is_filled(cached: Any, misses: int) -> bool:
+    """Whether a ``functools.lru_cache`` was not cleared since it had missed so often."""
+    return bool(cached.cache_info().misses >= misses)
+
+
+def _matters(value: Any, depth: int = 3) -> bool:
+    """Whether it is a module or a tensor with a gradient, or a container of such, ``depth`` levels deep."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    is_container = depth > 0 and isinstance(value, (tuple, *CONTAINERS))
+    return isinstance(value, nn.Module) or (
+        is_container and any(_matters(inner, depth - 1) for inner in objects.content(value))
+    )
+
+
+def _attributes_of(getter: Any) -> set[str]:
+    return {part for name in getter.__reduce__()[1] for part in str(name).split(".")}

@@ -1,0 +1,119 @@
+"""Traces which Python code a call runs, and what that code reads: names of attributes, variables, whole objects.
+
+Only what was run counts. Code that takes the same path again reads the same, and whatever decides the path is read.
+"""
+
+import gc
+import importlib._bootstrap
+import sys
+import types
+from typing import Any
+
+import torch
+
+from ..call.breaks import BREAK_CODE
+from . import objects
+from .bytecode import code_reads
+from .walk import StateWalk
+
+__all__ = ["CodeTrace"]
+
+_READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py")
+"""Modules of the standard library that read all attributes of what they are given."""
+_IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
+"""The code around every first import. What runs inside of it runs once in the process."""
+
+
+class CodeTrace:
+    """Enter it around runs of a callable, on the thread that makes them; several runs add up.
+
+    What code is about to use of its module's variables goes to ``walk`` before the code runs. Code of torch and of the
+    standard library is trusted to keep no state of its own, and reads attributes of their classes alone. With
+    ``skips_breaks`` what runs inside ``eager_break`` is left out: it runs again at each replay. A profiler that was
+    written in Python goes on; under any other, ``is_blind`` says that nothing was seen.
+    """
+
+    def __init__(self, walk: StateWalk, *, skips_breaks: bool = False) -> None:
+        self.walk = walk
+        self.codes: set[types.CodeType] = set()
+        self.names: set[str] = set()
+        """Names of attributes that code of the user reads."""
+        self.asked: set[str] = set()
+        """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
+        self.library_names: set[str] = set()
+        """Those that code of libraries reads."""
+        self.whole_types: set[type] = set()
+        """Classes whose objects are read under names that are not spelled in the code."""
+        self.reads_whole: str = ""
+        """The code that reads objects of any class so; empty if none does."""
+        self.variables: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        """The global variables that code of the user uses: for each namespace, by its ``id``, the names."""
+        self.sets_generator = False
+        """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
+        self.is_blind = False
+        self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
+        self._depth = 0
+        self._outer: Any = None
+        self._whole_self: set[types.CodeType] = set()
+        """Code that reads its first parameter whole, which may be of another class each time."""
+
+    def __enter__(self) -> "CodeTrace":
+        self._outer = sys.getprofile()
+        self._depth = 0
+        self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
+        if self._outer is None or isinstance(self._outer, (types.FunctionType, types.MethodType)):
+            sys.setprofile(self._note if self._outer is None else self._note_both)
+        else:
+            self.is_blind = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_blind:
+            sys.setprofile(self._outer)
+
+    def _note_both(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        self._outer(frame, event, arg)
+        self._note(frame, event, arg)
+
+    def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            if code in self._skipped:
+                self._depth += 1
+            elif not self._depth and (code not in self.codes or code in self._whole_self):
+                self.codes.add(code)
+                self._read(code, frame)
+        elif event == "return" and self._depth and frame.f_code in self._skipped:
+            self._depth -= 1
+
+    def _read(self, code: types.CodeType, frame: types.FrameType) -> None:
+        reads = code_reads(code)
+        path = code.co_filename
+        if objects.is_library_code(path):
+            self.library_names |= reads.attributes
+            self.sets_generator |= path == torch.random.__file__
+            caller = frame.f_back
+            is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
+            if is_users and path.endswith(_READ_WHOLE) and not self.reads_whole:
+                self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
+            return
+        self.names |= reads.attributes
+        if not reads.variables.isdisjoint(("getattr", "hasattr")):
+            self.asked |= {text for text in reads.texts if text.isidentifier()}
+        # What a class reads to find its attributes is compared anyway: all of its objects' attributes are.
+        if reads.whole and not self.reads_whole and code.co_name not in ("__getattr__", "__getattribute__"):
+            self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
+        if reads.whole_self:
+            self._whole_self.add(code)
+            self.whole_types.add(type(frame.f_locals[code.co_varnames[0]]))
+        where = frame.f_globals.get("__name__", "")
+        self._use(frame.f_globals, [name for name in reads.variables if name in frame.f_globals], where)
+        named: list[Any] = [frame.f_globals.get(name) for name in reads.variables]
+        for module in (*named, *map(sys.modules.get, (*reads.imports, *reads.texts))):
+            if objects.is_settings(module):
+                table = vars(module)
+                self._use(table, [name for name in reads.attributes if name in table], module.__name__)
+
+    def _use(self, table: dict[str, Any], names: list[str], where: str) -> None:
+        self.variables.setdefault(id(table), (table, set()))[1].update(names)
+        self.walk.visit_variables(table, iter(names), where)

@@ -1,0 +1,245 @@
+"""Walks over everything that a callable reaches, notes what it holds, and puts back what a run changed.
+
+The walk follows attributes, slots, containers, closures, defaults, partials, weak references, hooks and the data of the
+user's classes, without a limit of depth. It reads globals of the functions that it meets as variables, and of all code
+that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
+"""
+
+import random
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..call.breaks import is_break
+from . import holders, objects
+from .holders import Holder
+from .objects import ABSENT, CONTAINERS
+
+__all__ = ["StateWalk"]
+
+_PACKAGE = str(__package__).partition(".")[0]
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+Edges = Iterator[tuple[str, Any]]
+
+
+class StateWalk:
+    """What the ``roots`` and the code that runs reach, as it was when the walk met it. Holds all of it.
+
+    ``most`` bounds the objects that are followed; ``overflow`` names the one at which the walk stopped. Meant for one
+    thread, and for as long as a capture lasts.
+    """
+
+    def __init__(self, *roots: Any, most: int = 250_000) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[torch.Tensor] = []
+        """Tensors wherever they are held, parameters and buffers included."""
+        self.has_iterators = False
+        """Whether it met an iterator, which a run may advance for good."""
+        self.overflow: str | None = None
+        self._most = most
+        self._seen: dict[int, Any] = {}
+        self._holders: list[Holder] = []
+        self._variables: dict[int, dict[str, Any]] = {}
+        self._generators: list[Holder] = []
+        for root in roots:
+            self.visit(root, ((), getattr(root, "__qualname__", type(root).__name__)))
+        for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
+            self._note_random(path, generator)
+
+    def visit(self, value: Any, path: Any) -> None:
+        """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
+        pending = [(value, path)]
+        while pending:
+            value, path = pending.pop()
+            if id(value) in self._seen or objects.is_opaque(value):
+                continue
+            if len(self._seen) >= self._most:
+                self.overflow = self.overflow or _text(path)
+                return
+            self._seen[id(value)] = value
+            pending += [(inner, (path, label)) for label, inner in self._edges(value, path)]
+
+    def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
+        """Note and follow the variables of a module under ``names``, which code is about to use."""
+        known = self._variables.get(id(table))
+        if known is None:
+            known = self._variables[id(table)] = {}
+            self._holders.append(
+                Holder(
+                    ((), where), partial(holders.read_names, table, known), partial(holders.write_names, table), known
+                )
+            )
+        self._seen[id(table)] = table
+        for name in names:
+            if name not in known:
+                known[name] = value = table.get(name, ABSENT)
+                self.visit(value, ((), f"{where}.{name}"))
+
+    def change(self) -> str | None:
+        """The first of ``changes``, or None."""
+        return next(self.changes(), None)
+
+    def changes(self) -> Iterator[str]:
+        """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``).
+
+        Random generators are not asked (see ``drew``).
+        """
+        for holder in self._holders:
+            how = holder.change()
+            if how is not None:
+                yield _text(holder.path) + how
+
+    def drew(self) -> str | None:
+        """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
+        return next((_text(holder.path) for holder in self._generators if holder.change() is not None), None)
+
+    def restore(self, *, generators: bool = False) -> None:
+        """Put back everything that is not as it was met, and random generators only if told so: others may use them."""
+        for holder in (*self._holders, *(self._generators if generators else ())):
+            if holder.change() is not None:
+                holder.write(holder.before)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def _hold(self, path: Any, read: Callable[[], Any], write: Callable[[Any], Any]) -> Any:
+        before = read()
+        self._holders.append(Holder(path, read, write, before))
+        return before
+
+    def _edges(self, value: Any, path: Any) -> Edges:
+        """What ``value`` holds, with labels; notes what of it can change."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            yield from self._tensor_edges(value, path)
+        elif isinstance(value, types.FunctionType):
+            yield from self._function_edges(value, path, with_globals=True)
+        elif isinstance(value, types.MethodType):
+            yield from (("", value.__self__), ("", value.__func__))
+        elif isinstance(value, (property, staticmethod, classmethod)):
+            yield from (("", fn) for fn in objects.functions_in(value))
+        elif isinstance(value, type):
+            yield from self._class_edges(value, path)
+        elif isinstance(value, types.ModuleType):
+            return
+        elif isinstance(value, types.CellType):
+            held = self._hold(path, partial(holders.read_cell, value), partial(holders.write_cell, value))
+            yield "", held[""]
+        elif kind in (weakref.ref, weakref.KeyedRef):
+            yield "()", value()
+        elif kind is ContextVar:
+            yield ".get()", self._hold(path, lambda: {"": value.get(ABSENT)}, partial(holders.write_context, value))[""]
+        elif isinstance(value, np.ndarray):
+            if not value.dtype.hasobject:
+                self._hold(path, value.tobytes, partial(holders.write_array, value))
+            else:
+                yield from (("[...]", inner) for inner in value.flat)
+        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+            self._note_random(path, value)
+        elif objects.is_followed(kind):
+            yield from self._object_edges(value, path)
+        elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
+            yield "", value.unwrap()
+
+    def _object_edges(self, value: Any, path: Any) -> Edges:
+        """An object with attributes, slots or entries: all of them."""
+        kind = type(value)
+        is_container = isinstance(value, CONTAINERS)
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        table, slots = objects.attribute_table(value), objects.slots_of(kind)
+        if table is not None:
+            held = self._hold(path, partial(holders.read_attributes, value), partial(holders.write_attributes, value))
+            yield from ((f".{name}" if name not in _MEMBERS else "", inner) for name, inner in held.items())
+        if slots:
+            held = self._hold(
+                path, partial(holders.read_slots, value, slots), partial(holders.write_slots, value, slots)
+            )
+            yield from held.items()
+        if is_container:
+            held = self._hold(path, partial(holders.read_container, value), partial(holders.write_container, value))
+            yield from held.items()
+            yield from (("[key]", inner) for inner in (dict.keys(value) if isinstance(value, dict) else ()))
+        elif isinstance(value, (tuple, frozenset)):
+            yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
+        elif isinstance(value, bytearray):
+            self._hold(path, lambda: bytes(value), lambda before: value.__setitem__(slice(None), before))
+        elif isinstance(value, partial):
+            yield from (("", inner) for inner in (value.func, value.args, value.keywords))
+        elif not slots:
+            yield from (("", inner) for inner in objects.referents(value))
+        if objects.is_iterator(value):
+            self.has_iterators = True
+        yield "", kind
+
+    def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
+        self.tensors.append(tensor)
+        if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
+            alias = tensor.data
+            self._hold(path, partial(holders.read_tensor, tensor, alias), partial(holders.write_tensor, tensor))
+        table = objects.attribute_table(tensor)
+        if table is not None:
+            held = self._hold(path, partial(holders.read_attributes, tensor), partial(holders.write_attributes, tensor))
+            yield from ((f".{name}", inner) for name, inner in held.items())
+
+    def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
+        """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
+        cells = [cell for cell in fn.__closure__ or () if isinstance(cell, types.CellType)]
+        if objects.is_library_code(fn.__code__.co_filename):
+            wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
+            yield from (("", held) for cell in cells if isinstance(held := objects.cell_value(cell), wrapped))
+            if is_break(fn):
+                return
+        else:
+            yield from ((f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, cells, strict=True))
+            if with_globals:
+                self.visit_variables(fn.__globals__, objects.variables_of(fn), fn.__module__ or "")
+        self._hold(path, partial(holders.read_function, fn), partial(holders.write_function, fn))
+        yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
+
+    def _class_edges(self, kind: type, path: Any) -> Edges:
+        """The data of a class of the user, and what the closures of its methods hold."""
+        for base in objects.user_classes(kind):
+            if base is not kind:
+                yield "", base
+            else:
+                held = self._hold(path, lambda: dict(vars(kind)), partial(holders.write_class, kind))
+                for name, inner in held.items():
+                    functions = objects.functions_in(inner)
+                    for fn in functions:
+                        if id(fn) not in self._seen:
+                            self._seen[id(fn)] = fn
+                            yield from self._function_edges(fn, (path, f".{name}"), with_globals=False)
+                    if not functions and not isinstance(inner, type) and name not in ("__dict__", "__weakref__"):
+                        yield f".{name}", inner
+
+    def _note_random(self, path: Any, generator: Any) -> None:
+        read: Callable[[], Any]
+        write: Any
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            read, write = lambda: bits.state, partial(setattr, bits, "state")
+        elif isinstance(generator, random.Random) or generator is random:
+            read, write = generator.getstate, generator.setstate
+        else:
+            read, write = generator.get_state, generator.set_state
+        saved = read()
+        self._generators.append(
+            Holder(path, lambda: holders.frozen(read()), lambda _: write(saved), holders.frozen(saved))
+        )
+
+
+def _text(path: Any) -> str:
+    labels = []
+    while path:
+        path, label = path
+        labels.append(label)
+    return "".join(reversed(labels))
