@@ -1,7 +1,4 @@
-"""The one server behind every door: everything that happens to a call, in this order.
-
-    ambient state -> guard -> lookup -> aliasing -> is a comparison due -> admission -> capture -> replay ->
-    what a failure leaves -> counting
+"""The one server behind every door: everything that happens to a call that is no hit.
 
 A door translates its caller's terms into a ``Route`` and hands the call over; it guarantees nothing of its own.
 """
@@ -127,8 +124,7 @@ class Server(HitPath):
 
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        leaves = tree_leaves([*args, *kwargs.values()])
-        return self.may_need_gradients(leaves, self.graphs.guard)
+        return self.may_need_gradients(tree_leaves([*args, *kwargs.values()]), self.graphs.guard)
 
     def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds."""
