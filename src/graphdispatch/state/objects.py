@@ -211,10 +211,16 @@ def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
 
 
 def referent(value: Any) -> Any:
-    """What a weak reference points to, or what a context variable holds here; ``ABSENT`` for anything else."""
-    if type(value) in (weakref.ref, weakref.KeyedRef):
+    """What a weak reference or proxy points to, or what a context variable holds here; ``ABSENT`` for anything else."""
+    kind = type(value)
+    if kind in (weakref.ref, weakref.KeyedRef):
         return value()
-    return value.get(None) if type(value) is ContextVar else ABSENT
+    if kind in weakref.ProxyTypes:
+        try:
+            return value.__reduce_ex__.__self__
+        except ReferenceError:
+            return None
+    return value.get(ABSENT) if kind is ContextVar else ABSENT
 
 
 def is_settings(value: Any) -> bool:

@@ -5,6 +5,7 @@ too much now and then, and never too little.
 """
 
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
 from contextvars import ContextVar
 from functools import partial
@@ -79,7 +80,11 @@ class StateReads:
 
     def _visit(self, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, torch.Tensor):
+        held = objects.referent(value)
+        if held is not ABSENT:
+            self.readers.append(partial(objects.referent, value) if kind in weakref.ProxyTypes else _direct(value))
+            self._pending.append(held)
+        elif isinstance(value, torch.Tensor):
             self.tensors.append(value)
             table = objects.attribute_table(value)
             if table or (self._trace is not None and self._trace.asked):
@@ -96,9 +101,6 @@ class StateReads:
             self._visit_class(value)
         elif isinstance(value, types.ModuleType):
             return
-        elif (held := objects.referent(value)) is not ABSENT:
-            self.readers.append(partial(value.get, None) if kind is ContextVar else value)
-            self._pending.append(held)
         elif isinstance(value, np.ndarray):
             self.arrays.append(value)
             self._count(value.nbytes // 8, value)
@@ -268,6 +270,11 @@ def _slot(member: Any, value: Any) -> Any:
         return member.__get__(value)
     except AttributeError:
         return ABSENT
+
+
+def _direct(value: Any) -> Reader:
+    """What reads a weak reference or a context variable without a call of Python."""
+    return partial(value.get, ABSENT) if type(value) is ContextVar else value
 
 
 def _is_filled(cached: Any, misses: int) -> bool:

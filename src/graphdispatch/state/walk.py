@@ -118,7 +118,9 @@ class StateWalk:
     def _edges(self, value: Any, path: Any) -> Edges:
         """What ``value`` holds, with labels; notes what of it can change."""
         kind = type(value)
-        if isinstance(value, torch.Tensor):
+        if kind in (weakref.ref, weakref.KeyedRef, *weakref.ProxyTypes):
+            yield "()", objects.referent(value)
+        elif isinstance(value, torch.Tensor):
             yield from self._tensor_edges(value, path)
         elif isinstance(value, types.FunctionType):
             yield from self._function_edges(value, path, with_globals=True)
@@ -133,8 +135,6 @@ class StateWalk:
         elif isinstance(value, types.CellType):
             held = self._hold(path, partial(holders.read_cell, value), partial(holders.write_cell, value))
             yield "", held[""]
-        elif kind in (weakref.ref, weakref.KeyedRef):
-            yield "()", value()
         elif kind is ContextVar:
             yield ".get()", self._hold(path, lambda: {"": value.get(ABSENT)}, partial(holders.write_context, value))[""]
         elif isinstance(value, np.ndarray):
@@ -242,4 +242,4 @@ def _text(path: Any) -> str:
     while path:
         path, label = path
         labels.append(label)
-    return "".join(reversed(labels))
+    return "".join(f"{label}" for label in reversed(labels))
