@@ -28,7 +28,6 @@ from .trace import CodeTrace
 __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "wants_gradient"]
 
 _END = (object(),)
-_GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _SETTINGS = (
     torch.get_default_dtype,
@@ -70,7 +69,7 @@ class StateGuard:
         """Names that the code asks for and nothing within reach has; an argument may."""
         self._modules = tuple(reads.modules)
         # Tables of hooks by the ids of their handles. Later hooks have larger ids.
-        self._hooks: list[dict[int, Any]] = [*_GLOBAL_HOOKS, *reads.hooks]
+        self._hooks: list[dict[int, Any]] = [*objects.GLOBAL_HOOKS, *reads.hooks]
         # A mark after each container, so that an entry cannot move from one container to the next unseen. At least two
         # names, so that the reader of attributes gives a tuple.
         watched = [part for values in (*reads.contents, *filter(None, self._hooks)) for part in _parts(values)]

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "CACHES",
     "CONSTANTS",
     "CONTAINERS",
+    "GLOBAL_HOOKS",
     "Reader",
     "attribute_table",
     "cell_value",
@@ -36,6 +38,7 @@ __all__ = [
     "is_library_code",
     "is_opaque",
     "is_settings",
+    "name_of",
     "referent",
     "referents",
     "same_objects",
@@ -55,6 +58,9 @@ CONTAINERS = (dict, list, set, deque)
 
 CACHES = (type(lru_cache(id)),)
 """Caches of results in compiled code."""
+
+GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+"""The hooks that torch calls for every module."""
 
 _OPAQUE = (
     types.CodeType,
@@ -221,6 +227,12 @@ def referent(value: Any) -> Any:
         except ReferenceError:
             return None
     return value.get(ABSENT) if kind is ContextVar else ABSENT
+
+
+def name_of(value: Any) -> str:
+    """What to call a callable or an object in a message."""
+    named = (types.FunctionType, types.BuiltinFunctionType, type)
+    return value.__qualname__ if isinstance(value, named) else type(value).__name__
 
 
 def is_settings(value: Any) -> bool:

@@ -64,6 +64,8 @@ class StateReads:
         self._seen: dict[int, Any] = {}
         self._compared = 0
         self._pending: list[Any] = [fn, *extra]
+        self._pending += [hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values()]
+        self._pending += trace.functions if trace is not None else ()
         self._follow()
         for table, names in trace.variables.values() if trace is not None else ():
             self._compare_variables(table, names)

@@ -5,6 +5,7 @@ Only what was run counts. Code that takes the same path again reads the same, an
 
 import gc
 import importlib._bootstrap
+import logging
 import sys
 import types
 from typing import Any
@@ -13,11 +14,12 @@ import torch
 
 from ..call.breaks import BREAK_CODE
 from . import objects
-from .bytecode import code_reads
+from .bytecode import CodeReads, code_reads
 from .walk import StateWalk
 
 __all__ = ["CodeTrace"]
 
+_log = logging.getLogger("graphdispatch")
 _READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py")
 """Modules of the standard library that read all attributes of what they are given."""
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
@@ -50,7 +52,11 @@ class CodeTrace:
         """The global variables that code of the user uses: for each namespace, by its ``id``, the names."""
         self.sets_generator = False
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
+        self.functions: list[types.FunctionType] = []
+        """Functions that ran and that nothing within reach holds, but for the interpreter."""
         self.is_blind = False
+        """Whether something ran unseen; then everything within reach counts as read."""
+        self._nested: set[types.CodeType] = set()
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
         self._depth = 0
         self._outer: Any = None
@@ -68,7 +74,7 @@ class CodeTrace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.is_blind:
+        if sys.getprofile() in (self._note, self._note_both):
             sys.setprofile(self._outer)
 
     def _note_both(self, frame: types.FrameType, event: str, arg: Any) -> None:
@@ -82,7 +88,11 @@ class CodeTrace:
                 self._depth += 1
             elif not self._depth and (code not in self.codes or code in self._whole_self):
                 self.codes.add(code)
-                self._read(code, frame)
+                try:
+                    self._read(code, frame)
+                except Exception as error:  # which would end the user's call
+                    self.is_blind = True
+                    _log.debug("cannot tell what %s reads: %r", code.co_name, error)
         elif event == "return" and self._depth and frame.f_code in self._skipped:
             self._depth -= 1
 
@@ -105,14 +115,30 @@ class CodeTrace:
             self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
         if reads.whole_self:
             self._whole_self.add(code)
-            self.whole_types.add(type(frame.f_locals[code.co_varnames[0]]))
-        where = frame.f_globals.get("__name__", "")
-        self._use(frame.f_globals, [name for name in reads.variables if name in frame.f_globals], where)
-        named: list[Any] = [frame.f_globals.get(name) for name in reads.variables]
-        for module in (*named, *map(sys.modules.get, (*reads.imports, *reads.texts))):
-            if objects.is_settings(module):
-                table = vars(module)
-                self._use(table, [name for name in reads.attributes if name in table], module.__name__)
+            self.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
+        self._note_variables(code, frame.f_globals, reads)
+        if code.co_freevars and code not in self._nested and code not in self.walk.codes:
+            # Nobody within reach holds the function: a hook of the whole process, a registered operator.
+            for fn in gc.get_referrers(code):
+                if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
+                    self.functions.append(fn)
+                    self.walk.visit(fn, ((), fn.__qualname__))
+        self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+    def _note_variables(self, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
+        """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
+        self._use(table, [name for name in reads.variables if name in table], table.get("__name__", ""))
+        package = table.get("__package__") or ""
+        imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
+        modules: list[Any] = [*(table.get(name) for name in reads.variables), *map(sys.modules.get, imported)]
+        seen = set[int]()
+        while modules:
+            module = modules.pop()
+            if objects.is_settings(module) and id(module) not in seen:
+                seen.add(id(module))
+                names = [name for name in reads.attributes if name in vars(module)]
+                self._use(vars(module), names, module.__name__)
+                modules += (vars(module)[name] for name in names)
 
     def _use(self, table: dict[str, Any], names: list[str], where: str) -> None:
         self.variables.setdefault(id(table), (table, set()))[1].update(names)

@@ -41,6 +41,8 @@ class StateWalk:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
+        self.codes: set[types.CodeType] = set()
+        """The code of the functions that it met."""
         self.has_iterators = False
         """Whether it met an iterator, which a run may advance for good."""
         self.overflow: str | None = None
@@ -50,7 +52,9 @@ class StateWalk:
         self._variables: dict[int, dict[str, Any]] = {}
         self._generators: list[Holder] = []
         for root in roots:
-            self.visit(root, ((), getattr(root, "__qualname__", type(root).__name__)))
+            self.visit(root, ((), objects.name_of(root)))
+        for hooks in objects.GLOBAL_HOOKS:
+            self.visit(hooks, ((), "hooks of all modules"))
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
             self._note_random(path, generator)
 
@@ -192,6 +196,7 @@ class StateWalk:
 
     def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
         """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
+        self.codes.add(fn.__code__)
         cells = [cell for cell in fn.__closure__ or () if isinstance(cell, types.CellType)]
         if objects.is_library_code(fn.__code__.co_filename):
             wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
