@@ -129,14 +129,14 @@ class StateGuard:
 
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
-        return (
-            same_objects(self._held, other._held)
-            and len(self._tensors) == len(other._tensors)
-            and all(map(is_, self._tensors, other._tensors))
-            and self._addresses == other._addresses
-            and len(self._objects) == len(other._objects)
-            and all(map(is_, self._objects, other._objects))
+        figures, others = (
+            (guard._addresses, guard._numels, guard._contiguous, guard._sizes, [held for _, held in guard._arrays])
+            for guard in (self, other)
         )
+        parts = (
+            (*g._tensors, *g._objects, *g._functions, *g._tables, *(a for a, _ in g._arrays)) for g in (self, other)
+        )
+        return figures == others and same_objects(*parts) and same_objects(self._held, other._held)
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
