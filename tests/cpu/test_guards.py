@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from graphdispatch.state.discovery import StateDiscovery
 from torch import nn
 
 from graphdispatch.api.graphed import graphed
 from graphdispatch.call.breaks import eager_break
-from graphdispatch.state.guards import StateGuard, same_callable, same_objects, wants_gradient
+from graphdispatch.state.guards import StateGuard, same_callable, wants_gradient
+from graphdispatch.state.objects import same_objects
+from graphdispatch.state.reads import StateReads
+
+from .traced import guard_of
 
 _table = torch.ones(3)
 _factor = 2.0
@@ -35,7 +38,8 @@ class Net(nn.Module):
         self._private = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x) * self.loose + self.offset
+        x = self.layers(x) * self.loose + self.offset + self.caches[0] * self.slope * self._private
+        return self.unregistered[0](self.activation(x))
 
 
 class Runner:
@@ -105,8 +109,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 def test_a_changed_module_is_noticed(wrap: Callable[[Net], Callable[..., Any]], change: Callable[[Net], Any]) -> None:
     """However a callable reaches the module, and whatever of it moved or was replaced."""
     net = Net().eval()
-    guard = StateGuard(wrap(net))
-    assert guard.holds()
+    guard = guard_of(wrap(net))
     change(net)
     assert not guard.holds()
 
@@ -124,7 +127,7 @@ def test_a_changed_module_is_noticed(wrap: Callable[[Net], Callable[..., Any]], 
 def test_writing_in_place_is_no_change(change: Callable[[Net], Any]) -> None:
     """A graph reads the same memory, so it sees the new values."""
     net = Net().eval()
-    guard = StateGuard(net)
+    guard = guard_of(net)
     change(net)
     assert guard.holds()
 
@@ -136,11 +139,10 @@ def test_a_closure_variable_is_compared() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return x * weight * factor
 
-    guard = StateGuard(fn)
-    assert guard.holds()
+    guard = guard_of(fn)
     weight = torch.zeros(3)
     assert not guard.holds()
-    guard = StateGuard(fn)
+    guard = guard_of(fn)
     factor = 3.0
     assert not guard.holds()
 
@@ -152,8 +154,7 @@ def test_a_global_variable_is_compared(monkeypatch: pytest.MonkeyPatch, name: st
     def fn(x: torch.Tensor) -> torch.Tensor:
         return x * _table * _factor
 
-    guard = StateGuard(fn)
-    assert guard.holds()
+    guard = guard_of(fn)
     monkeypatch.setitem(globals(), name, value)
     assert not guard.holds()
 
@@ -185,8 +186,7 @@ REACHES: dict[str, Callable[[Runner], Any]] = {
 def test_tensors_of_a_plain_object_are_compared(reach: Callable[[Runner], Any], change: Callable[[Any], None]) -> None:
     """An engine's runner that is no module holds tensors too, which methods read that the callable calls."""
     runner = Runner()
-    guard = StateGuard(reach(runner))
-    assert guard.holds()
+    guard = guard_of(reach(runner))
     change(runner)
     assert not guard.holds()
 
@@ -195,7 +195,9 @@ def test_tensors_of_a_plain_object_are_compared(reach: Callable[[Runner], Any], 
 def test_tensors_that_are_not_read_are_left_alone(reach: Callable[[Runner], Any]) -> None:
     """An object that keeps its last result does not make its graphs stale with each call."""
     runner = Runner()
-    guard = StateGuard(reach(runner))
+    fn = reach(runner)
+    fn(torch.ones(2, 3))  # the first call of a graphed callable reads more
+    guard = guard_of(fn)
     runner.last = torch.zeros(3)
     assert guard.holds()
 
@@ -229,8 +231,7 @@ def test_whatever_holds_an_attribute(change: Callable[[Slotted], None], monkeypa
     """Slots, properties and classes are read like the dict of an object."""
     monkeypatch.setattr(Slotted, "slope", 1.0)
     slotted = Slotted(torch.ones(3))
-    guard = StateGuard(slotted.step)
-    assert guard.holds()
+    guard = guard_of(slotted.step)
     change(slotted)
     assert not guard.holds()
 
@@ -238,11 +239,11 @@ def test_whatever_holds_an_attribute(change: Callable[[Slotted], None], monkeypa
 def test_an_equal_constant_is_no_change() -> None:
     """A number that is set again to what it was makes no graph stale; another sign of zero does."""
     options = types.SimpleNamespace(scale=0.5)
-    guard = StateGuard(lambda x: x * options.scale)
+    guard = guard_of(lambda x: x * options.scale)
     options.scale = float("0.5")
     assert guard.holds()
     options.scale = 0.0
-    guard = StateGuard(lambda x: x * options.scale)
+    guard = guard_of(lambda x: x * options.scale)
     options.scale = -0.0
     assert not guard.holds()
 
@@ -251,21 +252,21 @@ def test_what_a_break_reads_is_left_alone() -> None:
     """It runs eagerly in each replay."""
     factor = 2.0
     part = eager_break(lambda x: x * factor)
-    guard = StateGuard(lambda x: part(x))
+    guard = guard_of(lambda x: part(x), skips_breaks=True)
     factor = 3.0
     assert guard.holds()
 
 
 def test_an_empty_closure_is_held() -> None:
-    """A variable that is not assigned yet does not disturb."""
+    """A variable that is not assigned yet does not disturb, and is noticed once it is."""
+    weight = torch.ones(3)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        return x if later is None else x * later
+        return x * weight if len(x) < 9 else x * later
 
-    guard = StateGuard(fn)
-    assert guard.holds()
-    later = None
-    assert guard.holds()
+    guard = guard_of(fn)
+    later = weight
+    assert not guard.holds()
 
 
 @pytest.mark.parametrize("fn", [torch.relu, len, types.SimpleNamespace(a=1)], ids=["builtin", "len", "no callable"])
@@ -319,8 +320,8 @@ def test_modules_are_found_once() -> None:
     net = Net()
     modules = [*net.modules(), *net.unregistered]
     for fn in (partial(lambda x, a, b: a(b(x)), a=net, b=net), net.forward):
-        assert sorted(map(id, StateDiscovery(fn).modules)) == sorted(map(id, modules))
-    assert StateDiscovery(torch.relu).modules == []
+        assert sorted(map(id, StateReads(fn, None).modules)) == sorted(map(id, modules))
+    assert StateReads(torch.relu, None).modules == []
 
 
 def of_scale(scale: Any) -> Callable[[Any], Any]:
@@ -382,12 +383,3 @@ def test_same_callable(a: Any, b: Any, same: bool) -> None:
 def test_same_objects(before: list[Any], after: list[Any], same: bool) -> None:
     """Constants by value and type, everything else by identity."""
     assert same_objects(before, after) is same
-
-
-def test_attributes_reach_two_levels() -> None:
-    """What hangs on an object, and what lies in its dicts and lists."""
-    runner = Runner()
-    runner.state = {"cache": [_weight]}  # type: ignore[attr-defined]
-    attributes = StateGuard(runner.step).attributes()
-    assert any(value is runner.weight for value in attributes)
-    assert any(value == [_weight] for value in attributes if isinstance(value, list))

@@ -1,4 +1,4 @@
-"""What a guard follows: the code of modules, plain objects, hooks, and containers of all kinds."""
+"""What a guard compares: what the code that ran reads of modules, plain objects, hooks, and containers of all kinds."""
 
 import types
 from collections import deque
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from graphdispatch.call.breaks import eager_break
-from graphdispatch.state.guards import StateGuard
+
+from .traced import guard_of
 
 _factor = 2.0
 _weight = torch.ones(3)
@@ -75,8 +76,7 @@ def test_what_the_code_of_a_module_reads_is_compared(
     """Whatever ``forward``, the methods and the helpers that it calls read, behind a decorator, too."""
     monkeypatch.setitem(globals(), "_factor", 2.0)
     net = Outer().eval()
-    guard = StateGuard(net)
-    assert guard.holds()
+    guard = guard_of(net)
     change(net)
     assert not guard.holds()
 
@@ -108,7 +108,7 @@ class Adapted(Base):
         self.active = ["a"]
         self.nested = {"a": [[torch.ones(3)]]}
         self.heads = (nn.Linear(3, 3),)
-        self.cache = types.SimpleNamespace(parts={"k": torch.ones(3)}, head=nn.Linear(3, 3))
+        self.cache = types.SimpleNamespace(parts={"k": torch.ones(3)}, head=nn.Linear(3, 3), unread=0.0)
         self.log: list[int] = []
         self.power = 2
 
@@ -165,8 +165,7 @@ def test_whatever_a_module_reads_is_compared(
 ) -> None:
     """In containers, on objects and classes, in globals; of numbers the type, too."""
     net = Adapted().eval().requires_grad_(False)
-    guard = StateGuard(wrap(net))
-    assert guard.holds()
+    guard = guard_of(wrap(net))
     change(net)
     assert not guard.holds()
 
@@ -187,7 +186,7 @@ def test_whatever_a_module_reads_is_compared(
 def test_what_changes_nothing_for_a_module_is_left_alone(change: Callable[[Adapted], Any]) -> None:
     """Other containers and attributes, and constants that are set to what they are."""
     net = Adapted().eval()
-    guard = StateGuard(net)
+    guard = guard_of(net)
     change(net)
     assert guard.holds()
 
@@ -196,18 +195,27 @@ def test_a_method_of_a_module_is_followed_from_it() -> None:
     """What a method reads is compared where the method is what is called."""
     net = Adapted().eval()
     net.cache.factor = 1.0
-    guard = StateGuard(net.step)
-    assert guard.holds()
+    guard = guard_of(net.step)
     net.cache.factor = 2.0
     assert not guard.holds()
 
 
-def test_of_many_constants_the_number_is_compared() -> None:
-    """A container of thousands of constants costs a hit no more than a small one."""
+def test_each_of_many_constants_is_compared() -> None:
+    """A table of thousands is compared as a small one is."""
     vocabulary = {f"token {number}": number for number in range(5000)}
-    guard = StateGuard(lambda x: x * vocabulary["token 1"])
-    assert len(guard._held) < 10
-    vocabulary["more"] = 1
+    guard = guard_of(lambda x: x * vocabulary["token 1"])
+    vocabulary["token 1"] = 7
+    assert not guard.holds()
+
+
+def test_of_many_tensors_those_in_use_are_compared() -> None:
+    """A table of 20,000 tensors of which a run uses one costs the comparison of one address."""
+    table = {number: torch.ones(3) for number in range(20_000)}
+    guard = guard_of(lambda x: x * table[1])
+    assert len(guard) == 1
+    table[2].data = torch.zeros(3)
+    assert guard.holds()
+    table[1].data = torch.zeros(3)
     assert not guard.holds()
 
 
@@ -225,7 +233,7 @@ def test_of_many_constants_the_number_is_compared() -> None:
 def test_a_weight_that_is_cut_or_transposed_where_it_lies(change: Callable[[nn.Parameter], Any]) -> None:
     """Its address stays the same, and what it holds does not."""
     layer = nn.Linear(3, 3).requires_grad_(False)
-    guard = StateGuard(layer)
+    guard = guard_of(layer)
     change(layer.weight)
     assert not guard.holds()
 
@@ -233,7 +241,7 @@ def test_a_weight_that_is_cut_or_transposed_where_it_lies(change: Callable[[nn.P
 def test_what_the_code_of_a_module_does_not_read_is_left_alone() -> None:
     """Other attributes of the same objects may change with each call."""
     net = Outer().eval()
-    guard = StateGuard(net)
+    guard = guard_of(net)
     net.inner.config.unread = 2.0
     assert guard.holds()
 
@@ -246,7 +254,7 @@ def test_what_a_break_of_a_module_reads_is_left_alone(monkeypatch: pytest.Monkey
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return _by_break(x)
 
-    guard = StateGuard(Broken().eval())
+    guard = guard_of(Broken().eval(), skips_breaks=True)
     globals()["_factor"] = 3.0
     assert guard.holds()
 
@@ -254,7 +262,7 @@ def test_what_a_break_of_a_module_reads_is_left_alone(monkeypatch: pytest.Monkey
 def test_hooks_elsewhere_are_no_change() -> None:
     """A hook on another module, or one that is removed again, leaves a callable as it was."""
     net, other = nn.Linear(3, 3).eval(), nn.Linear(3, 3)
-    guard = StateGuard(net)
+    guard = guard_of(net)
     other.register_forward_hook(lambda module, args, output: output)
     net.register_forward_hook(lambda module, args, output: output).remove()
     assert guard.holds()
@@ -265,8 +273,7 @@ def test_a_hook_that_is_removed_is_noticed() -> None:
     """One that was there at the capture; another in its place is noticed as well."""
     net = nn.Linear(3, 3).eval()
     handle = net.register_forward_hook(lambda module, args, output: output)
-    guard = StateGuard(net)
-    assert guard.holds()
+    guard = guard_of(net)
     handle.remove()
     assert not guard.holds()
     net.register_forward_hook(lambda module, args, output: output)
@@ -275,7 +282,7 @@ def test_a_hook_that_is_removed_is_noticed() -> None:
 
 def test_a_hook_for_all_modules_is_noticed() -> None:
     """``register_module_forward_hook`` reaches every module there is."""
-    guard = StateGuard(nn.Linear(3, 3).eval())
+    guard = guard_of(nn.Linear(3, 3).eval())
     with nn.modules.module.register_module_forward_hook(lambda module, args, output: output):
         assert not guard.holds()
 
@@ -283,7 +290,7 @@ def test_a_hook_for_all_modules_is_noticed() -> None:
 def test_keys_of_a_dict_are_compared() -> None:
     """The same tensor under another key."""
     table = {"a": _weight}
-    guard = StateGuard(lambda x: x * table["a"])
+    guard = guard_of(lambda x: x * table["a"])
     table["b"] = table.pop("a")
     assert not guard.holds()
 
@@ -291,7 +298,6 @@ def test_keys_of_a_dict_are_compared() -> None:
 def test_entries_of_a_deque_are_compared() -> None:
     """As those of a list."""
     recent = deque([_weight], maxlen=1)
-    guard = StateGuard(lambda x: x * recent[0])
-    assert guard.holds()
+    guard = guard_of(lambda x: x * recent[0])
     recent.append(torch.zeros(3))
     assert not guard.holds()
