@@ -16,6 +16,7 @@ from graphdispatch.call.breaks import eager_break
 from graphdispatch.errors import ReplayError
 from graphdispatch.reasons import Reason
 
+from ..spy import Spy
 from .pieces import FULL, ONE, PIECEWISE, agrees, graph_of, host_scale, pieces
 
 
@@ -113,7 +114,7 @@ def test_a_call_from_another_thread_waits_its_turn() -> None:
 
 def test_only_the_thread_of_a_replay_is_inside_of_it() -> None:
     """A break's own thread is, and no other, also while the break runs."""
-    found: list[bool] = []
+    found = Spy()
 
     @eager_break
     def part(x: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Breaks that raise, or that do not keep to what they did at the capture: eager's answer or an error, never another."""
 
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import ReplayError
 from graphdispatch.reasons import Reason
 
+from ..spy import Spy
 from .pieces import ONE, PIECEWISE, agrees, host_scale, pieces
 
 
@@ -112,15 +112,15 @@ def test_a_changing_row_of_a_cache_is_not_copied_over_another() -> None:
 
 def test_what_a_break_keeps_for_later_parts_is_refused() -> None:
     """A tensor that a break makes and does not return, and that a later part reads, would be stale: no graph."""
-    mask: ContextVar[Tensor] = ContextVar("mask")
+    mask = Spy()  # else the write itself is refused
 
     @eager_break
     def fill(x: Tensor) -> None:
-        mask.set(x * 2)
+        mask[:] = [x * 2]
 
     def model(x: Tensor) -> Tensor:
         fill(x + 1)
-        return x + mask.get()
+        return x + mask[0]
 
     served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
     x = torch.randn(4, 3)

@@ -3,7 +3,6 @@
 import sys
 from array import array
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan.cost import CostModel, Curve
+
+from ..spy import Spy
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 EXAMPLE = {"x": torch.arange(12.0).view(4, 3)}
@@ -71,12 +72,11 @@ def test_captures_and_bytes_are_measured() -> None:
 
 def test_a_mode_with_both_kinds_measures_both() -> None:
     """FULL_AND_PIECEWISE has costs of full graphs and of pieces, and the break ran in the latter alone."""
-    runs = 0
+    runs = Spy()
 
     @eager_break
     def middle(x: torch.Tensor) -> torch.Tensor:
-        nonlocal runs
-        runs += 1
+        runs.append(1)
         return x + 1
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -85,24 +85,23 @@ def test_a_mode_with_both_kinds_measures_both() -> None:
     cost = calibrate(fn, EXAMPLE, sizes=[2], mode="FULL_AND_PIECEWISE", repeats=5).cost
     assert cost.full is not None
     assert cost.piecewise is not None
-    few = runs
+    few = len(runs)
     calibrate(fn, EXAMPLE, sizes=[2], mode="FULL_AND_PIECEWISE", repeats=25)
-    assert runs - few == few + 20 * 2  # twenty rounds more, each once eagerly and once between pieces
+    assert len(runs) - few == few + 20 * 2  # twenty rounds more, each once eagerly and once between pieces
 
 
 def test_rows_are_repeated_wherever_they_are() -> None:
     """In nests and in other dimensions; what has no batch dimension stays whole."""
-    seen: SimpleQueue[tuple[int, int]] = SimpleQueue()  # no guard looks into it
+    seen = Spy()
 
     def fn(batch: dict[str, torch.Tensor], table: torch.Tensor) -> torch.Tensor:
-        seen.put((batch["ids"].shape[1], table.shape[0]))
+        seen.append((batch["ids"].shape[1], table.shape[0]))
         return batch["ids"].sum(0) + table.sum()
 
     example = {"batch": {"ids": torch.ones(2, 3)}, "table": torch.ones(5)}
     calibrate(fn, example, sizes=[1, 7], dynamic={"batch['ids']": 1}, repeats=5)
-    ran = {seen.get() for _ in range(seen.qsize())}
-    assert {rows for rows, _ in ran} >= {1, 7}
-    assert {whole for _, whole in ran} == {5}
+    assert {rows for rows, _ in seen} >= {1, 7}
+    assert {whole for _, whole in seen} == {5}
 
 
 def test_what_cannot_be_captured_is_not_measured() -> None:

@@ -3,8 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,9 @@ from graphdispatch.capture.collector import swept_collector
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.descriptors import BatchDescriptor
 
+from ..spy import Spy
+
 Probe = Callable[[], bool]
-T = TypeVar("T")
 
 
 class Cycle:
@@ -78,27 +78,17 @@ def test_prewarming_collects_before_the_first_capture(
     prewarm: Callable[[Callable[..., Any], CUDAGraphOptions], None], gc_disable: bool
 ) -> None:
     """Garbage of before is gone when the callable first runs; none is collected until the last capture is done."""
-    # Queues, since lists that the callable appends to are put back after a run that was not asked for.
-    is_left, is_kept, within = SimpleQueue[bool](), SimpleQueue[bool](), SimpleQueue[Probe]()
+    is_left, is_kept, within = Spy(), Spy(), Spy()
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        is_left.put(before())
-        within.put(garbage())
-        probes = drained(within)
-        is_kept.put(all(is_there() for is_there in probes))
-        for probe in probes:
-            within.put(probe)
+        is_left.append(before())
+        within.append(garbage())
+        is_kept.append(all(is_there() for is_there in within))
         return x * 2
 
     before = garbage()
     prewarm(step, CUDAGraphOptions(gc_disable=gc_disable))
-    seen = drained(is_left)
-    assert len(seen) > 2
-    assert seen[0] is not gc_disable
-    assert all(drained(is_kept))
-    assert any(is_there() for is_there in drained(within)) is not gc_disable
-
-
-def drained(queue: "SimpleQueue[T]") -> list[T]:
-    """All that is in a queue, which is empty then."""
-    return [queue.get() for _ in range(queue.qsize())]
+    assert len(is_left) > 2
+    assert is_left[0] is not gc_disable
+    assert all(is_kept)
+    assert any(is_there() for is_there in within) is not gc_disable

@@ -5,7 +5,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from graphdispatch.capture.piecewise import EagerPart, break_figures
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 
+from ..spy import Spy
 from .pieces import FULL, ONE, PIECEWISE, agrees, graph_of, host_scale, pieces
 
 
@@ -52,19 +52,18 @@ def test_graphs_and_breaks_alternate() -> None:
 
 def test_breaks_run_in_order_and_graphs_do_not_call_python() -> None:
     """A replay calls the breaks in their order, each once, and none of the Python around them."""
-    order: SimpleQueue[str] = SimpleQueue()  # no guard looks into it
-    first = eager_break(lambda x: (order.put("first"), x + 1)[1])
-    second = eager_break(lambda x: (order.put("second"), x * 2)[1])
+    order = Spy()
+    first = eager_break(lambda x: (order.append("first"), x + 1)[1])
+    second = eager_break(lambda x: (order.append("second"), x * 2)[1])
 
     def model(x: Tensor) -> Tensor:
-        order.put("python")
+        order.append("python")
         return second(first(x * 3) + 1) - 1  # type: ignore[no-any-return]
 
     served = pieces(lambda x: model(x))
-    before = order.qsize()
+    before = len(order)
     served(x=torch.randn(4, 3))
-    ran = [order.get() for _ in range(order.qsize())]
-    assert ran[before:] == ["first", "second"]
+    assert order[before:] == ["first", "second"]
 
 
 def test_a_break_may_read_values_back() -> None:
@@ -138,7 +137,7 @@ def test_fresh_tensors_are_copied_into_place() -> None:
 
 def test_a_replay_retains_no_fresh_tensor() -> None:
     """What a break makes at a replay is let go as soon as it was copied."""
-    made: list[weakref.ref[Tensor]] = []
+    made = Spy()
 
     @eager_break
     def note(x: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ def test_a_replay_retains_no_fresh_tensor() -> None:
 
 def test_a_replay_retains_no_quantised_activations() -> None:
     """A break between quantised activations and their scales, which are new tensors each time, keeps none of them."""
-    made: list[weakref.ref[Tensor]] = []
+    made = Spy()
 
     @eager_break
     def quantise(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ from graphdispatch.errors import CaptureError, ConfigError, GuardError, ReplayEr
 from graphdispatch.modes import EntryState
 from graphdispatch.reasons import Reason
 
+from ..spy import Spy
+
 
 @pytest.fixture
 def registry() -> Iterator[CUDAGraphRegistry]:
@@ -61,11 +63,10 @@ def test_a_capture_needs_shapes_or_inputs(registry: CUDAGraphRegistry) -> None:
 def test_zeros_have_the_dtypes_given(registry: CUDAGraphRegistry) -> None:
     """An embedding needs integers; ``dtypes`` says so, and its example is token 0."""
     table = nn.Embedding(8, 2)
-    seen: list[Any] = []
-    note = seen.append
+    seen = Spy()
 
     def embed(ids: torch.Tensor) -> torch.Tensor:
-        note((ids.dtype, ids.device.type))
+        seen.append((ids.dtype, ids.device.type))
         return table(ids)
 
     entry = registry.capture(4, 1, embed, {"ids": (4,)}, dtypes={"ids": torch.int64})

@@ -18,19 +18,21 @@ from graphdispatch.modes import CUDAGraphMode, DispatchMode
 from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
+from ..spy import Spy
+
 TIMEOUT_S = 30.0
 """Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""
 KEY = DispatchKey(2, 2)
 OTHER = DispatchKey(4, 4)
 TRUST = CUDAGraphOptions(verify=False)
-HOOKS: dict[str, threading.Barrier | threading.Event] = {}
+HOOKS = Spy()
 """What the operator below waits for; empty while graphs are captured."""
 
 
 @torch.library.custom_op("graphdispatch_workers::meet", mutates_args=())
 def meet(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x``, made once whatever is in ``HOOKS`` lets it pass."""
-    for hook in list(HOOKS.values()):
+    for hook in list(HOOKS):
         assert hook.wait(TIMEOUT_S) is not False, "the gate was never opened"
     return x.clone()
 
@@ -52,7 +54,7 @@ def workers() -> Iterator[StreamDispatcher]:
     dispatcher = StreamDispatcher(model, 2, backend=get_backend("cpu"), options=TRUST)
     dispatcher.capture(KEY, (batch(0.0),))
     yield dispatcher
-    for hook in HOOKS.values():
+    for hook in HOOKS:
         hook.abort() if isinstance(hook, threading.Barrier) else hook.set()
     HOOKS.clear()
     dispatcher.close()
@@ -61,7 +63,8 @@ def workers() -> Iterator[StreamDispatcher]:
 @pytest.fixture
 def gate(workers: StreamDispatcher) -> threading.Event:
     """A closed gate in the middle of every step from now on."""
-    gate = HOOKS["gate"] = threading.Event()
+    gate = threading.Event()
+    HOOKS.append(gate)
     return gate
 
 
@@ -75,7 +78,7 @@ def test_a_step_gives_what_eager_gives(workers: StreamDispatcher) -> None:
 
 def test_two_workers_overlap(workers: StreamDispatcher) -> None:
     """Both steps are in the middle of their graphs at one time: each waits there for the other."""
-    HOOKS["both"] = threading.Barrier(2)
+    HOOKS.append(threading.Barrier(2))
     first, second = workers.submit(KEY, batch(1.0)), workers.submit(KEY, batch(5.0))
     assert torch.equal(first.result(), batch(4.0))
     assert torch.equal(second.result(), batch(12.0))
@@ -84,7 +87,7 @@ def test_two_workers_overlap(workers: StreamDispatcher) -> None:
 
 def test_threads_overlap(workers: StreamDispatcher) -> None:
     """Plain dispatches from two threads run on two workers at one time."""
-    HOOKS["both"] = threading.Barrier(2)
+    HOOKS.append(threading.Barrier(2))
     answers: dict[float, torch.Tensor] = {}
 
     def serve(value: float) -> None:
@@ -187,7 +190,7 @@ def test_eager_calls_run_on_workers_if_the_caller_says_so() -> None:
     """Two of them overlap then, and each is counted once; a call that is being captured stays where it is."""
     HOOKS.clear()
     dispatcher = StreamDispatcher(model, 2, eager="worker", backend=get_backend("cpu"))
-    HOOKS["both"] = threading.Barrier(2)
+    HOOKS.append(threading.Barrier(2))
     queued = [dispatcher.submit(KEY, batch(value)) for value in (1.0, 5.0)]
     assert [one.result()[0, 0].item() for one in queued] == [4.0, 12.0]
     assert {one.worker for one in queued} == {0, 1}

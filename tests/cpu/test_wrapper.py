@@ -14,6 +14,8 @@ from graphdispatch.errors import ConfigError, StaleOutputError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 
+from ..spy import Spy
+
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
@@ -21,11 +23,10 @@ class Runs:
     """Doubles, and counts how often Python ran."""
 
     def __init__(self) -> None:
-        self.log: list[int] = []
-        self.note = self.log.append
+        self.log = Spy()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.note(len(x))
+        self.log.append(len(x))
         return x * 2
 
 
@@ -42,11 +43,10 @@ def warm(wrapper: CUDAGraphWrapper, rows: int = 4) -> None:
 
 def test_third_call_replays() -> None:
     """The first call captures, the second compares, from the third on Python does not run."""
-    log: list[int] = []
-    append = log.append
+    log = Spy()
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        print("run", end="", file=Sink(append))
+        print("run", end="", file=Sink(log.append))
         return x * 2
 
     wrapper = CUDAGraphWrapper(fn)

@@ -13,6 +13,7 @@ from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
 from graphdispatch.reasons import Reason
 from graphdispatch.stats import EvictionReason
 
+from ..spy import Spy
 from .inject import DeviceGoneError, Faults, FaultyBackend, Model, batch, nothing_left_behind
 
 OUT_OF_MEMORY = [
@@ -94,8 +95,8 @@ def test_a_failed_size_is_tried_again_ever_later_and_at_last_no_more(faults: Fau
     assert (step.stats.capture_failures, step.stats.captures) == (3, 0)
 
 
-def test_moved_weights_arm_it_again(faults: Faults) -> None:
-    """A quarantine was of the old weights; new ones get a new try."""
+def test_a_quarantine_outlives_the_weights(faults: Faults) -> None:
+    """Other weights alone get no new try, since the state may change with each call; ``invalidate`` gives one."""
     layer = torch.nn.Linear(3, 3).eval()
     step = graphed(layer, dynamic={"input": 0}, sizes=(3,), capture_after=1, backend="faulty")
     faults.set("end", 1)
@@ -103,6 +104,9 @@ def test_moved_weights_arm_it_again(faults: Faults) -> None:
     assert step.last_decision.reason is Reason.CAPTURE_FAILED
     layer.weight = torch.nn.Parameter(torch.randn(3, 3))
     x = torch.randn(3, 3)
+    assert torch.equal(step(x), layer(x))
+    assert step.last_decision.reason is Reason.CAPTURE_FAILED
+    step.invalidate("other weights")
     assert torch.equal(step(x), layer(x))
     assert step.last_decision.reason is Reason.CAPTURED_NOW
 
@@ -149,7 +153,7 @@ def test_out_of_memory_for_good_runs_eagerly(faults: Faults, graphs: int, tries:
 
 def test_a_second_try_whose_call_raises_is_not_the_callers(faults: Faults) -> None:
     """Its own call went well, so that it gets that answer."""
-    healthy = [True]
+    healthy = Spy([True])
 
     def fickle(x: Tensor) -> Tensor:
         if not healthy[0]:
