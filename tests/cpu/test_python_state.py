@@ -7,7 +7,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ def _name_of_a_tensor_attribute() -> Case:
 
 
 def _behind_lru_cache() -> Case:
-    @lru_cache(maxsize=None)
+    @cache
     def config() -> Any:
         return Box(scale=2.0)
 
