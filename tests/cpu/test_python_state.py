@@ -1,4 +1,4 @@
-"""Python state that a callable reads is followed, and state that it changes is refused: in whatever shape, eager's answer."""
+"""Python state that a callable reads is followed, and state that it changes is refused: the answers are eager's."""
 
 import importlib
 import random
