@@ -14,6 +14,8 @@ from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
 from graphdispatch.reasons import Reason
 
+from .compiled_operators import compiled_operator
+
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
@@ -93,6 +95,139 @@ def test_unused_results_are_dropped() -> None:
 
     graph = follows(fn, 4, 6)
     assert (graph.num_recorded, graph.num_replayed) == (3, 1)
+
+
+def _raising(name: str) -> Callable[[torch.Tensor], Any]:
+    table, zero = torch.randn(3, 2), torch.zeros((), dtype=torch.int64)
+    return {
+        "assert": lambda x: torch._assert_async((x < 3).all()),
+        "index": lambda x: table[x],
+        "embedding": lambda x: torch.nn.functional.embedding(x, table),
+        "gather": lambda x: table.gather(0, x[:, None]),
+        "take": lambda x: table.take(x + 3),
+        "scatter": lambda x: torch.zeros(3).scatter(0, x, 1.0),
+        "divide": lambda x: (x + 1).floor_divide(3 - x) + zero,
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["assert", "index", "embedding", "gather", "take", "scatter", "divide"])
+def test_unused_operator_that_may_raise_is_run(name: str) -> None:
+    """What raises for some data raises in a replay, too, even if nobody needs its result."""
+    x, check = torch.tensor([0, 1, 2]), _raising(name)
+
+    def fn() -> torch.Tensor:
+        check(x)
+        return x * 2
+
+    graph, out = record(fn)
+    x.fill_(1)
+    graph.replay()
+    assert out.tolist() == [2, 2, 2]
+    x.fill_(3)
+    with pytest.raises((IndexError, RuntimeError)):
+        check(x)
+    with pytest.raises((IndexError, RuntimeError)):
+        graph.replay()
+
+
+def test_unused_draw_in_place_still_advances() -> None:
+    """A draw into memory that nobody reads is replayed, since it moves the generator."""
+    x = torch.ones(4)
+
+    def fn() -> torch.Tensor:
+        torch.empty(7).uniform_()
+        torch.ones(3).bernoulli_()
+        torch.rand(2, out=torch.empty(2))
+        return x + torch.rand(4)
+
+    graph, out = record(fn)
+    torch.manual_seed(1)
+    graph.replay()
+    torch.manual_seed(1)
+    assert torch.equal(out, fn())
+
+
+def test_temporary_that_is_sent_is_sent() -> None:
+    """An operator of unknown effect that only writes to a temporary is replayed: it may have sent it."""
+    sent: list[list[float]] = []
+
+    def send(x: torch.Tensor) -> None:
+        sent.append(x.tolist())
+        x.zero_()
+
+    with compiled_operator("send(Tensor(a!) x) -> ()", send) as op:
+        x = torch.ones(2)
+
+        def fn() -> torch.Tensor:
+            op(x * 2)
+            return x + 1
+
+        graph, _ = record(fn)
+        x.fill_(4.0)
+        graph.replay()
+    assert sent == [[2.0, 2.0], [8.0, 8.0]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_result_of_another_shape_is_an_error(length: int) -> None:
+    """A result that has another shape than at the capture is never broadcast or cut into its old place."""
+    with compiled_operator("first(Tensor x, Tensor n) -> Tensor", lambda x, n: x[: int(n)].clone()) as op:
+        x, n = torch.randn(5, 2), torch.tensor(3)
+        graph, _ = record(lambda: op(x, n))
+        graph.replay()
+        n.fill_(length)
+        with pytest.raises(ReplayError, match=r"shapes \[\(\d, 2\)\] where the graph holds \[\(3, 2\)\]"):
+            graph.replay()
+
+
+def _resized(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    own = torch.zeros(2)
+    own.resize_(shape)
+    return own.copy_(x).add_(1)
+
+
+GEOMETRY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "unsqueeze_": lambda x: (x * 2).unsqueeze_(0) + 1,
+    "t_": lambda x: (x * 2).t_() @ x,
+    "squeeze_twice": lambda x: (x[:1] * 2).squeeze_(0).unsqueeze_(1).mul_(3),
+    "resize_": lambda x: _resized(x, (4, 6)),
+    "set_": lambda x: torch.empty(0).set_(x * 2) + 1,  # type: ignore[call-overload]
+    "out_that_grows": lambda x: torch.add(x, 1, out=torch.empty(0)) * 2,
+    "out_that_grows_late": lambda x: torch.mul(torch.add(x[:1], 1, out=(out := torch.ones(1)[:0])), 2) + out.sum() + x,
+    "data": lambda x: _with_data(x),
+}
+
+
+def _with_data(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(2)
+    y.data = x * 2
+    return y + 1
+
+
+@pytest.mark.parametrize("fn", GEOMETRY.values(), ids=GEOMETRY)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_own_tensors_may_change_their_shape(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A tensor of the call that is reshaped, resized or given other memory in place holds eager's bits in replays."""
+    follows(fn, 4, 6)
+
+
+FOREIGN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "resize_": lambda x, other: other.resize_(x.shape),
+    "resize_as_": lambda x, other: other.resize_as_(x),
+    "unsqueeze_": lambda x, other: other.unsqueeze_(0),
+    "set_": lambda x, other: other.set_(x),
+    "add.out": lambda x, other: torch.add(x, 1, out=other),
+    "index_select.out": lambda x, other: torch.index_select(x, 0, torch.tensor([0, 1]), out=other),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_tensors_from_outside_keep_their_shape(name: str) -> None:
+    """Another shape of a tensor that the call did not make is refused: replays would not give it again."""
+    x, other = torch.randn(4, 6), torch.zeros(0)
+    with pytest.raises(CaptureError, match=name + r".* another shape or memory") as caught:
+        record(lambda: FOREIGN[name](x, other))
+    assert caught.value.reason is Reason.CAPTURE_UNSAFE
 
 
 def test_constants_are_folded() -> None:

@@ -19,6 +19,7 @@ from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
 from ..spy import Spy
+from .compiled_operators import compiled_operator
 
 TIMEOUT_S = 30.0
 """Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""
@@ -29,17 +30,22 @@ HOOKS = Spy()
 """What the operator below waits for; empty while graphs are captured."""
 
 
-@torch.library.custom_op("graphdispatch_workers::meet", mutates_args=())
-def meet(x: torch.Tensor) -> torch.Tensor:
+def wait(x: torch.Tensor) -> torch.Tensor:
     """A copy of ``x``, made once whatever is in ``HOOKS`` lets it pass."""
     for hook in list(HOOKS):
         assert hook.wait(TIMEOUT_S) is not False, "the gate was never opened"
     return x.clone()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _operator() -> Iterator[None]:
+    with compiled_operator("meet(Tensor x) -> Tensor", wait):
+        yield
+
+
 def model(x: torch.Tensor) -> torch.Tensor:
-    """A callable with the operator in its middle."""
-    return meet(x + 1) * 2
+    """A callable with an operator in its middle that is one call of a graph."""
+    return torch.ops.graphdispatch_compiled.meet(x + 1) * 2
 
 
 def batch(value: float, rows: int = 2) -> torch.Tensor:

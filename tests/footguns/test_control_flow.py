@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import Reason
+from graphdispatch import Reason, eager_break, remove_eager_break
 
 from ..doors.door import Door
 from ..doors.features import needs
@@ -116,3 +116,33 @@ def test_branch_on_some_rows(opened: Settle) -> None:
         x = torch.randn(rows, 3)
         assert torch.equal(step(x), fn(x))
     step.check(Reason.VERIFICATION_FAILED)
+
+
+def test_operator_over_numpy(tried: Settle) -> None:
+    """Python inside a custom operator is frozen, so one that leaves torch's dispatcher is refused by its name."""
+    op = _operator("numpy_double", lambda x: torch.from_numpy(x.numpy() * 2))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return op(x) + 1
+
+    _refused(tried(fn), fn, "eager_break('graphdispatch_footguns::numpy_double')")
+
+
+@needs("pieces")
+def test_operator_over_numpy_instead(settled: Settle) -> None:
+    """As a break, the operator runs anew in each replay."""
+    op = _operator("numpy_triple", lambda x: torch.from_numpy(x.numpy() * 3))
+    name = "graphdispatch_footguns::numpy_triple"
+    eager_break(name)
+    try:
+        step = settled(lambda x: op(x) + 1, mode="PIECEWISE")
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 3 + 1)
+    finally:
+        remove_eager_break(name)
+
+
+def _operator(name: str, body: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return torch.library.custom_op(
+        f"graphdispatch_footguns::{name}", body, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )

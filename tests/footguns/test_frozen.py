@@ -185,6 +185,35 @@ def test_ambient_value_changed(settled: Settle, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(step(x), x * 2.0)
 
 
+def test_operator_context_frozen(settled: Settle) -> None:
+    """LIMIT: what the Python of a custom operator reads besides its arguments is that of the capture, as on CUDA."""
+    context = SimpleNamespace(scale=2.0)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return x * context.scale
+
+    with torch.library._scoped_library("graphdispatch_footguns", "FRAGMENT") as library:
+        library.define("attend(Tensor x) -> Tensor")
+        library.impl("attend", attend, "CPU")
+        step = settled(lambda x: torch.ops.graphdispatch_footguns.attend(x))
+        context.scale = 5.0
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 2.0)
+
+
+def test_operator_context_frozen_instead(settled: Settle) -> None:
+    """A context in a tensor at one address is read by every replay."""
+    scale = torch.tensor(2.0)
+
+    with torch.library._scoped_library("graphdispatch_footguns", "FRAGMENT") as library:
+        library.define("attend(Tensor x) -> Tensor")
+        library.impl("attend", lambda x: x * scale, "CPU")
+        step = settled(lambda x: torch.ops.graphdispatch_footguns.attend(x))
+        scale.fill_(5.0)
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 5.0)
+
+
 def test_array_changed(settled: Settle) -> None:
     """The values of a numpy array that the callable reaches are compared."""
     array = np.full(1, 2.0)

@@ -80,6 +80,35 @@ def test_output_is_state(settled: Settle) -> None:
     assert step(torch.randn(4, 3)).data_ptr() == cache.data_ptr()
 
 
+def test_outputs_share_memory(settled: Settle) -> None:
+    """Outputs that are views of one tensor in eager come as copies: a write to one does not reach the other."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x * 2
+        return h, h[:, :2]
+
+    step = settled(fn)
+    x = torch.randn(4, 3)
+    whole, part = step(x)
+    part.zero_()
+    assert torch.equal(whole, x * 2)
+
+
+def test_outputs_share_memory_instead(settled: Settle) -> None:
+    """What is written inside the call, before it is split, is in both outputs."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x * 2
+        h[:, :2].zero_()
+        return h, h[:, :2]
+
+    step = settled(fn)
+    x = torch.randn(4, 3)
+    whole, part = step(x)
+    assert torch.equal(whole, fn(x)[0])
+    assert torch.equal(part, torch.zeros(4, 2))
+
+
 def test_output_constant(settled: Settle) -> None:
     """Constants beside tensors come back as they are."""
     step = settled(lambda x: {"out": x * 2, "layers": 3, "name": "a"})

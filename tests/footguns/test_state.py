@@ -57,6 +57,35 @@ def test_state_too_large(tried: Settle) -> None:
     assert float(state[0]) == step.calls
 
 
+def test_buffer_resized(tried: Settle) -> None:
+    """A tensor that the call resizes would keep the shape of the padded batch, so the call stays eager."""
+    buffer = torch.zeros(0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        buffer.resize_(x.shape).copy_(x)
+        return buffer + 1
+
+    step = tried(fn)
+    step.check(Reason.CAPTURE_UNSAFE)
+    x = torch.randn(3, 3)
+    assert torch.equal(step(x), x + 1)
+    assert torch.equal(buffer, x)
+
+
+def test_check_without_result(settled: Settle) -> None:
+    """An operator that raises for some data does so in a replay, too, though nobody needs its result."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x < 100).all())
+        return x + 1
+
+    step = settled(fn)
+    with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value, but got zero"):
+        step(torch.full((4, 3), 200.0))
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x + 1)
+
+
 def test_weights_written_in_place(settled: Settle) -> None:
     """A weight that is written in place (an optimiser, ``load_state_dict``) is read by the next replay."""
     model = nn.Linear(3, 3).eval()

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..backends.operators import HOST_READS, OperatorKind, forbidden, is_composite, kind_of, user_line
+from ..backends.insight import OperatorMode, run_kernel
+from ..backends.operators import HOST_READS, OperatorKind, forbidden, kind_of, user_line
 from ..call.breaks import ACTIVE, BREAKS
 from .result import Finding
 
@@ -124,20 +124,19 @@ class Survey:
             self._depth -= 1
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OperatorMode):
     """Sees every operator that reaches torch's dispatcher."""
 
     def __init__(self, survey: Survey) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._survey = survey
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            return self._survey.operate(func, args, kwargs)
+    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _HostReads(self._survey), self:
+            return run_kernel(func, key, args, kwargs)
+
+    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._survey.operate(func, args, kwargs)
 
 
 class _HostReads(TorchFunctionMode):

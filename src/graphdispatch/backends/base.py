@@ -23,11 +23,13 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from torch._ops import OpOverload
 
 from ..copying import NotCopied, Shared
 from ..errors import BackendError, DeviceLostError, ReplayError
 from ..forking import make_rlock, renew_in_child
 from ..reasons import Reason
+from .insight import OperatorMode, run_kernel
 
 __all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "MemoryFigures", "Pool", "Stream", "Timer"]
 
@@ -225,6 +227,13 @@ class Capture(ABC):
     outputs: Any = None
     is_open = False
     """Whether the recording has begun, and has neither ended nor been aborted."""
+
+    def look_inside(
+        self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator's Python kernel within ``mode``. ``CaptureError``: the recording cannot hold what it does."""
+        with mode:
+            return run_kernel(func, key, args, kwargs)
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
         """Tell the capture what the callable returned: a tensor, or any nest of tensors. Call it before ``end``.

@@ -17,17 +17,24 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter
 
+from ..errors import CaptureError
+from ..reasons import Reason
+
 __all__ = [
     "HOST_READS",
     "OperatorKind",
     "bits_equal",
+    "check_geometry",
     "forbidden",
-    "is_composite",
+    "geometry",
+    "has_fixed_shapes",
     "is_expanded",
+    "is_total",
     "kind_of",
     "storage_key",
     "tensors_in",
     "user_line",
+    "view_key",
     "written_tensors",
 ]
 
@@ -64,6 +71,49 @@ HOST_READS = {getattr(torch.Tensor, name): name for name in ("numpy", "__array__
 _RESULT_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
+_TOTAL = """
+    _assert_tensor_metadata _fft_c2c _fft_c2r _fft_r2c _fused_rms_norm _log_softmax _softmax _to_copy _unsafe_view
+    addbmm addmm addmv addr arange avg_pool2d baddbmm bmm bucketize cat complex constant_pad_nd convolution copy
+    cummax cummin cumprod cumsum dot empty eye fill flip full full_like glu linspace masked_fill
+    max_pool2d_with_indices median mm mv native_group_norm native_layer_norm new_full new_ones new_zeros ones
+    ones_like pixel_shuffle polar repeat roll scalar_tensor searchsorted sort stack topk tril triu
+    upsample_bilinear2d upsample_nearest2d zero zeros zeros_like
+"""
+_TOTAL_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy})
+_DIVIDE_INTEGERS = frozenset({"div", "floor_divide", "fmod", "remainder"})
+
+
+@cache
+def is_total(func: OpOverload) -> bool:
+    """Whether a graph may leave the operator out where nobody needs what it writes.
+
+    That is so if it does nothing else: it draws no random numbers, and no data makes it raise. An index may be out of
+    range, and integers may be divided by zero. An operator that is not known here is run.
+    """
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or name in _DIVIDE_INTEGERS:
+        return False
+    return name in _TOTAL.split() or not _TOTAL_TAGS.isdisjoint(func.tags)
+
+
+@cache
+def has_fixed_shapes(func: OpOverload) -> bool:
+    """Whether the shapes of the arguments alone give the shapes of the results, as a kernel for meta tensors shows."""
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    keys = ("Meta", "CompositeExplicitAutogradNonFunctional")
+    return func.namespace == "aten" and (is_total(func) or any(has_kernel(name, key) for key in keys))
+
+
+def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which memory a strided tensor takes, and how: equal before and after a write that only changes values."""
+    return (storage_key(tensor), tensor.untyped_storage().nbytes(), view_key(tensor))
+
+
+def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells a view of a storage from its other views."""
+    return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+
+
 @cache
 def kind_of(func: OpOverload) -> OperatorKind:
     """The kind of an operator, from its schema and tags alone."""
@@ -79,19 +129,6 @@ def kind_of(func: OpOverload) -> OperatorKind:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return OperatorKind.RANDOM
     return OperatorKind.PURE if func.namespace == "aten" else OperatorKind.OPAQUE
-
-
-@cache
-def is_composite(func: OpOverload) -> bool:
-    """Whether the operator is made of other operators on every device.
-
-    Under ``torch.inference_mode`` a dispatch mode sees such an operator as a whole. The schema does not tell what it
-    does: ``reshape`` may copy, ``batch_norm`` writes to buffers. The mode therefore enters itself again and runs
-    ``func.decompose``, so that it sees the parts, as it does without inference mode.
-    """
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    name = func.name()
-    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "CUDA"))
 
 
 def tensors_in(*trees: Any) -> Iterator[torch.Tensor]:
@@ -113,6 +150,22 @@ def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
             value = args[position] if position < len(args) else kwargs.get(arg.name)
             written.extend(tensors_in(value))
     return written
+
+
+def check_geometry(func: OpOverload, before: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
+    """Raise ``CaptureError`` if the operator changed the shape or memory of one of these tensors, or is made for that.
+
+    ``before`` are tensors that the call did not make, with their ``geometry`` before the operator. A graph would leave
+    them as its padded batch did, and would not change them again.
+    """
+    reshapes = torch.Tag.inplace_view in func.tags and func is not _aten.detach_.default
+    for tensor, old in before:
+        if reshapes or geometry(tensor) != old:
+            raise CaptureError(
+                f"{func} gives a tensor of shape {tuple(old[2][1])} that the call did not make another shape or memory "
+                f"({tuple(tensor.shape)}), at {user_line()}; write into a view of it, x[:n].copy_(...)",
+                Reason.CAPTURE_UNSAFE,
+            )
 
 
 def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

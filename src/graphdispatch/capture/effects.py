@@ -16,10 +16,20 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..backends.base import Backend
-from ..backends.operators import OperatorKind, is_composite, kind_of, storage_key, tensors_in, written_tensors
+from ..backends.compiled import CompiledRegion, PythonCalls
+from ..backends.insight import HostReads, OperatorMode, python_kernel, run_kernel
+from ..backends.operators import (
+    OperatorKind,
+    check_geometry,
+    geometry,
+    kind_of,
+    storage_key,
+    tensors_in,
+    view_key,
+    written_tensors,
+)
 from ..errors import CaptureError
 from ..reasons import Reason
 
@@ -101,7 +111,7 @@ def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | No
     for region in (region for region in regions if not region.is_generator):
         target = region.target
         near = [r for r in allowed if storage_key(r.target) == storage_key(target) and r.target.dtype is target.dtype]
-        if any(not r.indices and _view_key(r.target) == _view_key(target) for r in near):
+        if any(not r.indices and view_key(r.target) == view_key(target) for r in near):
             continue
         covered = [other.element_offsets() for other in near]
         if not covered or not bool(torch.isin(region.element_offsets(), torch.cat(covered)).all()):
@@ -109,7 +119,7 @@ def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | No
     return None
 
 
-class EffectRecorder(TorchDispatchMode):
+class EffectRecorder(OperatorMode):
     """Watches one run of a callable: saves what it overwrites, and notes the memory that it uses and did not make.
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
@@ -118,7 +128,7 @@ class EffectRecorder(TorchDispatchMode):
     """
 
     def __init__(self, limit_bytes: int, *, strict: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.regions: list[Region] = []
         self.unsaved: Exception | None = None
         self.uses_rng = False
@@ -136,33 +146,92 @@ class EffectRecorder(TorchDispatchMode):
         self._saved_views: set[tuple[Any, ...]] = set()
         self._generators: dict[int, torch.Generator] = {}
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Save what the operator is about to overwrite, then run it."""
-        kwargs = kwargs or {}
-        if is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            kind = kind_of(func)
-            for tensor in tensors_in(args, kwargs):
-                if self._is_new(tensor):
-                    self.outside[storage_key(tensor)] = tensor.detach()
-            if kind is OperatorKind.WRITE:
-                self._save_written(func, args, kwargs)
-            self.runs_custom |= func.namespace not in ("aten", "prims")
-            if torch.Tag.nondeterministic_seeded in func.tags or kwargs.get("generator") is not None:
-                self.uses_rng = True
-                self._save_generators(args, kwargs)
-            result = func(*args, **kwargs)
-            if kind is OperatorKind.EMPTY:
-                _mark_unwritten(result)
-                self.reserves_memory = True
-            if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
-                self.outside.pop(storage_key(args[0]), None)
-            for tensor in tensors_in(result):
-                if self._is_new(tensor):
-                    self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator's Python kernel and save what the operators inside it overwrite.
+
+        What the schema marks as written is saved as a whole. That copy is dropped if an operator inside was seen to
+        write there, and the kernel could have done so in no other way: a device runs kernels that no mode sees.
+        """
+        start, saved, views = len(self.regions), self._saved, set(self._saved_views)
+        hidden: list[str] = []
+        self._save_written(func, args, kwargs)
+        marked, self.regions[start:] = self.regions[start:], []
+        self._saved_views = views
+        try:
+            with HostReads(hidden.append), self:
+                result = run_kernel(func, key, args, kwargs)
+        except BaseException:
+            hidden.append("")
+            raise
+        finally:
+            seen = {storage_key(region.target) for region in self.regions[start:]}
+            self.regions[start:start] = [
+                region
+                for region in marked
+                if hidden or region.target.device.type != "cpu" or storage_key(region.target) not in seen
+            ]
+            self._saved = saved + sum(region.before.nbytes for region in self.regions[start:])
+        for tensor in tensors_in(result):
+            self._note_made(tensor)
         return result
+
+    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
+        """Save what compiled code overwrites. Python inside it would not be frozen, so no graph may hold that."""
+        before = torch.get_rng_state()
+        with PythonCalls(python_kernel) as inside:
+            result = super().watch_region(region, args)
+        self.uses_rng |= args[1].is_cuda if len(args) > 1 and isinstance(args[1], torch.Tensor) else False
+        self.uses_rng |= not torch.equal(before, torch.get_rng_state())
+        if inside.names:
+            self.give_up(
+                CaptureError(
+                    f"compiled code calls {inside.names[0]!r}, an operator in Python; split the compiled graph there "
+                    "(piecewise_backend, or vLLM's splitting_ops), or register it in C++",
+                    Reason.CAPTURE_UNSAFE,
+                )
+            )
+        return result
+
+    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Save what the operator is about to overwrite, then run it."""
+        kind = kind_of(func)
+        for tensor in tensors_in(args, kwargs):
+            if self._is_new(tensor):
+                self.outside[storage_key(tensor)] = tensor.detach()
+        shapes = []
+        if kind is OperatorKind.WRITE:
+            written = written_tensors(func, args, kwargs)
+            shapes = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in self._made]
+            self._save_written(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags or kwargs.get("generator") is not None:
+            self.uses_rng = True
+            self._save_generators(args, kwargs)
+        result = func(*args, **kwargs)
+        self._check_geometry(func, shapes)
+        if kind is OperatorKind.EMPTY:
+            _mark_unwritten(result)
+            self.reserves_memory = True
+        if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
+            self.outside.pop(storage_key(args[0]), None)
+        for tensor in tensors_in(result):
+            self._note_made(tensor)
+        return result
+
+    def _check_geometry(self, func: OpOverload, before: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
+        try:
+            check_geometry(func, before)
+        except CaptureError as error:
+            self.give_up(error)
+
+    def give_up(self, error: CaptureError) -> None:
+        """Note that the run cannot be captured; raise that if the run must be undone."""
+        self.unsaved = self.unsaved or error
+        if self._strict:
+            raise error
+
+    def _note_made(self, tensor: torch.Tensor) -> None:
+        if self._is_new(tensor):
+            self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def unwritten(self, value: torch.Tensor) -> torch.Tensor | None:
         """Which elements of a value that the run left hold what ``torch.empty`` gave, as nothing wrote them; or None.
@@ -201,7 +270,7 @@ class EffectRecorder(TorchDispatchMode):
                     raise
 
     def _save(self, func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
-        view = _view_key(tensor)
+        view = (storage_key(tensor), *view_key(tensor))
         if storage_key(tensor) in self._made or tensor.numel() == 0 or view in self._saved_views:
             return
         region = _indexed_region(func, args) if tensor is args[0] else None
@@ -234,10 +303,6 @@ def _mark_unwritten(made: Any) -> None:
     """Fill new memory with one byte, so that it can be told later what was never written."""
     if isinstance(made, torch.Tensor) and made.layout is torch.strided and made.dtype.itemsize > 1:
         torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage()).fill_(_UNWRITTEN)
-
-
-def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (storage_key(tensor), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:

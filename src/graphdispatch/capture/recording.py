@@ -71,7 +71,7 @@ def _record_once(
         with (
             request.backend.begin_capture(request.pool) as capture,
             _Breaks(request, capture, watch, parts) if is_piecewise else nullcontext(),
-            watch,
+            watch.within(capture),
         ):
             output = request.call(values)
             is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]

@@ -4,14 +4,15 @@ Torch's dispatcher does not see some work (a compiled kernel, ctypes, numpy). Su
 made and that did not exist in the warm-up. A graph would read their first value for ever.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..backends.operators import forbidden, is_composite, storage_key, tensors_in, user_line
+from ..backends.base import Capture
+from ..backends.insight import OperatorMode
+from ..backends.operators import forbidden, storage_key, tensors_in, user_line
 from ..call.breaks import BREAKS, BreakRunner
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -19,14 +20,15 @@ from ..reasons import Reason
 __all__ = ["CaptureWatch"]
 
 
-class CaptureWatch(TorchDispatchMode):
-    """Enter it around the callable within a capture.
+class CaptureWatch(OperatorMode):
+    """Enter ``within(capture)`` around the callable.
 
     ``existing`` are the keys of the storages that existed before; the call may read these and what it makes itself.
     """
 
     def __init__(self, existing: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
+        self._capture: Capture | None = None
         self._existing = existing
         self._made: dict[int, StorageWeakRef] = {}
         self._part = 0
@@ -42,25 +44,52 @@ class CaptureWatch(TorchDispatchMode):
         self.latest = "nothing"
         """The operator that ran last."""
 
+    def within(self, capture: Capture) -> Self:
+        """The watch itself, to be entered within this capture."""
+        self._capture = capture
+        return self
+
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check one operator's arguments, then run it."""
-        kwargs = kwargs or {}
-        if is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
+        """Run one operator as a break, if it is one, or watch it."""
+        if isinstance(func, HigherOrderOperator):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         is_break = func._schema.name in BREAKS or torch.Tag.cudagraph_unsafe in func.tags
         if is_break and self.on_break is not None and not self.is_paused:
-            return self.on_break(str(func), func, args, kwargs)
-        with torch._C.DisableTorchFunction():
-            self.latest = str(func)
-            if func is torch.ops.aten.lift_fresh.default:
-                self._note(args[0])
-            self._note_crossing(args, kwargs)
-            if not self.is_paused:
-                self._check(func, args, kwargs)
-            result = func(*args, **kwargs)
-            for tensor in tensors_in(result):
-                self._note(tensor)
+            return self.on_break(str(func), func, args, kwargs or {})
+        if torch.Tag.cudagraph_unsafe in func.tags and not self.is_paused:
+            raise CaptureError(
+                f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break; at {user_line()}",
+                Reason.CAPTURE_UNSAFE,
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Watch what an operator's Python kernel runs, and refuse a result of unknown origin."""
+        self.latest = str(func)
+        assert self._capture is not None
+        result = self._capture.look_inside(self, func, key, args, kwargs)
+        for tensor in tensors_in(result):
+            if not self.is_paused and tensor.layout is torch.strided and not self.has_seen(tensor):
+                name = func._schema.name
+                raise CaptureError(
+                    f"{func} gives back a tensor of shape {tuple(tensor.shape)} that no operator inside it made, at "
+                    f"{user_line()}; break there in PIECEWISE mode with eager_break({name!r}), or register it in C++",
+                    Reason.CAPTURE_UNSAFE,
+                )
+            self._note(tensor)
+        return result
+
+    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check one operator's arguments, then run it."""
+        self.latest = str(func)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._note(args[0])
+        self._note_crossing(args, kwargs)
+        if not self.is_paused:
+            self._check(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._note(tensor)
         return result
 
     def _check(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -73,7 +102,7 @@ class CaptureWatch(TorchDispatchMode):
                 raise CaptureError(
                     f"{func} is given a tensor of shape {tuple(tensor.shape)} that no operator of the call made "
                     f"and that did not exist before, at {user_line()}; work outside of torch's dispatcher "
-                    "(compiled code, numpy, ctypes) must become a custom operator",
+                    "(numpy, ctypes, a compiler) must be a break of a PIECEWISE capture, or an operator in C++",
                     Reason.CAPTURE_UNSAFE,
                 )
 

@@ -6,13 +6,15 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Graph, MemoryFigures, Pool
+from ..insight import OperatorMode
 from .graph import CPUGraph, CPUPool
-from .recorder import HostReadGuard, Recorder, Recording
+from .recorder import Recorder, Recording
 from .streams import CPUStreams
 
 __all__ = ["CPUBackend"]
@@ -90,7 +92,7 @@ class _CPUCapture(Capture):
         self._modes = ExitStack()
         CAPTURE_LOCK.acquire()
         try:
-            self._modes.enter_context(HostReadGuard(self._recorder))
+            self._modes.enter_context(self._recorder.host_reads())
             self._modes.enter_context(self._recorder)
             self._pool.streams.here.is_capturing = self.is_open = True
         except BaseException:
@@ -111,6 +113,11 @@ class _CPUCapture(Capture):
     def resume(self) -> None:
         self._pool.streams.here.is_capturing = True
         self._recorder.resume()
+
+    def look_inside(
+        self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self._recorder.look_inside_with(mode, func, key, args, kwargs)
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
         """Keep the outputs. Shared ones are only described, so that their memory can be reused."""

@@ -190,7 +190,7 @@ class _Binder:
             return partial(instruction.kernel.function, *args, **kwargs, **instruction.kernel.out_kwargs(outs))
         if func.namespace == "c10d":
             return partial(_run_collective, func, args, kwargs)
-        if outs:
+        if outs or instruction.kind is OperatorKind.OPAQUE:
             return partial(_run_and_copy, func, args, kwargs, outs)
         method = in_place_method(func, args, kwargs) if instruction.kind is OperatorKind.WRITE else None
         if method is not None:
@@ -213,6 +213,13 @@ def _run_and_copy(
     # A result that is one of the arguments needs no copy; the recorder made no output for it.
     own = set(map(storage_key, tensors_in(args, kwargs)))
     fresh = [t for t in results if storage_key(t) not in own]
+    got, held = ([tuple(t.shape) for t in tensors] for tensors in (fresh, outs))
+    if got != held:
+        raise ReplayError(
+            f"{func} gave new tensors of shapes {got} where the graph holds {held}: the "
+            "shapes of its results, or whether they are its arguments, depend on data; make it a break of a PIECEWISE "
+            "capture"
+        )
     for out, result in zip(outs, fresh, strict=True):
         out.copy_(result)
 

@@ -1,8 +1,9 @@
 """Chooses the call that replays an operator into existing memory with the same bits.
 
-Most operators have an ``out=`` overload, and most of these have a binding in ``torch`` that is faster to call. Neither
-is trusted. While recording, each candidate runs once on the real arguments. It is used only if it reaches exactly that
-overload and gives the same bits. An operator without such a call is called as recorded, and its result is copied.
+Most operators have an ``out=`` overload, and most of these have a binding in ``torch`` that is faster to call.
+Neither is trusted. While recording, each candidate runs once on the real arguments. It is used only if it reaches
+exactly that overload and gives the same bits. An operator without such a call is called as recorded, and its result
+is copied. So is one whose result might have another shape in another replay.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ..operators import bits_equal
+from ..operators import bits_equal, has_fixed_shapes
 
 __all__ = ["Kernel", "choose_kernel", "in_place_method"]
 
@@ -53,7 +54,7 @@ def choose_kernel(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
 ) -> Kernel | None:
     """The fastest call that writes exactly these results into given tensors; None if the results must be copied."""
-    overload = _out_overload(func)
+    overload = _out_overload(func) if has_fixed_shapes(func) else None
     if overload is None or len(results) != len(overload._schema.returns):
         return None
     names = tuple(arg.name for arg in overload._schema.arguments if arg.is_out)

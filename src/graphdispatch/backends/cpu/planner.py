@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..operators import OperatorKind
+from ..operators import OperatorKind, is_total
 from .recorder import Instruction, Literal, Slot
 
 __all__ = ["Layout", "lay_out", "prune"]
@@ -23,16 +23,14 @@ def prune(
 ) -> tuple[list[Instruction], list[Instruction]]:
     """Split a program into the instructions that run once, to make constants, and those that run at each replay.
 
-    ``pinned`` slots are read after the program. They must then hold what eager would have left in them. Pure operators
-    whose result nobody needs are dropped.
+    ``pinned`` slots are read after the program. They must then hold what eager would have left in them. Operators
+    that are known to do nothing but compute results, which nobody needs, are dropped (``is_total``).
     """
     needed = set(pinned)
     kept: list[Instruction] = []
     for instruction in reversed(program):
-        has_effect = instruction.kind in (OperatorKind.RANDOM, OperatorKind.OPAQUE) or (
-            instruction.kind is OperatorKind.WRITE and (instruction.writes_outside or not instruction.writes)
-        )
-        if has_effect or not needed.isdisjoint(instruction.writes):
+        must_run = instruction.writes_outside or not is_total(instruction.func)
+        if must_run or not needed.isdisjoint(instruction.writes):
             kept.append(instruction)
             needed |= instruction.reads
     kept.reverse()

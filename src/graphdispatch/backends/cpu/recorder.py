@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ...errors import CaptureError
 from ...reasons import Reason
+from ..compiled import CompiledRegion
+from ..insight import HostReads, OperatorMode, run_kernel
 from ..operators import (
-    HOST_READS,
     OperatorKind,
+    check_geometry,
     forbidden,
-    is_composite,
+    geometry,
     kind_of,
     storage_key,
     tensors_in,
@@ -32,7 +32,7 @@ from ..operators import (
 )
 from .kernels import Kernel, choose_kernel
 
-__all__ = ["HostReadGuard", "Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
+__all__ = ["Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
 
 
 @dataclass(eq=False)
@@ -89,25 +89,6 @@ class Literal(NamedTuple):
     """A copy of its value. If an operator writes to the tensor, each replay restores this copy first."""
 
 
-class HostReadGuard(TorchFunctionMode):
-    """Refuses the host reads that torch's dispatcher does not see: ``numpy``, ``tolist``, DLPack, ``data_ptr``."""
-
-    def __init__(self, recorder: "Recorder") -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise ``CaptureError`` for a host read; make any other call."""
-        name = HOST_READS.get(func)
-        if name is not None and not self._recorder.is_paused:
-            raise CaptureError(
-                f"Tensor.{name} gives memory to the host while a graph is captured, at {user_line()}; "
-                "keep the value on the device, or move the read out of the call",
-                Reason.CAPTURE_UNSAFE,
-            )
-        return func(*args, **(kwargs or {}))
-
-
 class Recording(NamedTuple):
     """What was recorded between two pauses."""
 
@@ -117,16 +98,34 @@ class Recording(NamedTuple):
     """The shared outputs, with a ``TensorRef`` for each tensor that this recording made."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     """Runs every operator of the calling thread and records it.
 
-    Enter it around the callable, together with a ``HostReadGuard``. Between ``pause`` and ``resume`` it stays entered
-    and records nothing.
+    Enter it around the callable, together with ``host_reads()``. Between ``pause`` and ``resume`` it stays entered and
+    records nothing.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
+        self._written: list[int] = []
+        """The storages that operators wrote to, in order."""
+        self._unwritten: set[int] = set()
+        """The storages that an operator reserved and none wrote to."""
         self.resume()
+
+    def host_reads(self, inside: OpOverload | None = None) -> HostReads:
+        """A mode that refuses host reads with a ``CaptureError``; ``inside`` is the operator whose Python runs."""
+
+        def refuse(name: str) -> None:
+            if not self.is_paused:
+                remedy = "keep the value on the device, or move the read out of the call"
+                raise CaptureError(
+                    f"Tensor.{name} gives memory to the host while a graph is captured, at {user_line()}; "
+                    f"{remedy if inside is None else _left_torch(inside)}",
+                    Reason.CAPTURE_UNSAFE,
+                )
+
+        return HostReads(refuse)
 
     def pause(self) -> Recording:
         """End this recording. What it made is external to the next one, so its memory stays where it is."""
@@ -147,17 +146,48 @@ class Recorder(TorchDispatchMode):
         self._slots: dict[int, Slot] = {}
         self._outputs = None
 
+    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the operators that the Python kernel runs."""
+        return self.look_inside_with(self, func, key, args, kwargs)
+
+    def look_inside_with(
+        self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator's Python kernel within ``mode``, which may be one above this recorder.
+
+        Raises ``CaptureError`` if the kernel did its work where torch's dispatcher does not see it: it reads memory on
+        the host, gives back memory that no operator wrote, or writes to no argument that its schema marks.
+        """
+        if self.is_paused:
+            with mode:
+                return run_kernel(func, key, args, kwargs)
+        start = len(self._written)
+        with self.host_reads(func), mode:
+            result = run_kernel(func, key, args, kwargs)
+        seen = set(self._written[start:])
+        marked = (t for t in written_tensors(func, args, kwargs) if storage_key(t) not in seen)
+        blank = (t for t in tensors_in(result) if storage_key(t) in self._unwritten)
+        for what, tensors in (("writes to an argument", marked), ("gives back a tensor", blank)):
+            for tensor in (t for t in tensors if t.numel()):
+                raise CaptureError(
+                    f"{func} {what} of shape {tuple(tensor.shape)} that no operator inside it writes to; "
+                    f"{_left_torch(func)}; at {user_line()}",
+                    Reason.CAPTURE_UNSAFE,
+                )
+        return result
+
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator and record it."""
-        if self.is_paused:
-            return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
-            return self._run(func, args, kwargs or {})
+        return (
+            func(*args, **(kwargs or {})) if self.is_paused else super().__torch_dispatch__(func, types, args, kwargs)
+        )
 
-    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
+    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
+        """Record the call of a compiled graph."""
+        return region(*args) if self.is_paused else super().watch_region(region, args)
+
+    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator that has no parts and record it."""
         if any(hasattr(t, "trigger_wait") for t in tensors_in(args, kwargs)):
             # Eager waits for a functional collective below all modes. Here the wait must be seen, to be recorded.
             with self:
@@ -168,7 +198,10 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default and self._slot_of(args[0]) is None:
             self._make_slot(args[0])
             self.literals.append(Literal(self._symbol(args[0]), args[0].detach().clone()))
+        written = written_tensors(func, args, kwargs) if kind is OperatorKind.WRITE else []
+        before = [(tensor, geometry(tensor)) for tensor in written if self._slot_of(tensor) is None]
         result = func(*args, **kwargs)
+        check_geometry(func, before)
         if hasattr(result, "trigger_wait"):
             return result  # it only wraps its argument
         if any(t.layout is not torch.strided for t in tensors_in(result)):
@@ -180,9 +213,15 @@ class Recorder(TorchDispatchMode):
         for tensor in results:
             self._make_slot(tensor)
         if kind is OperatorKind.EMPTY:
+            self._unwritten.update(map(storage_key, results))
             return result
         kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
-        written = written_tensors(func, args, kwargs) if kind is OperatorKind.WRITE else []
+        for tensor in written:
+            self._slot_grows(tensor)
+        if torch.Tag.inplace_view in func.tags:  # only the tensor looks at memory in another way, as after a view
+            return result
+        self._written.extend(map(storage_key, written))
+        self._unwritten.difference_update(map(storage_key, written))
         used = [self._slot_of(t) for t in tensors_in(args, kwargs)]
         writes = list(map(self._slot_of, written))
         sym_args, sym_kwargs = tree_map(self._symbol, (args, kwargs))
@@ -219,6 +258,11 @@ class Recorder(TorchDispatchMode):
         # The weak reference keeps the address of a dead storage reserved, so the key stays unique.
         self._slots[storage_key(tensor)] = Slot(storage.nbytes(), StorageWeakRef(storage))
 
+    def _slot_grows(self, tensor: torch.Tensor) -> None:
+        slot = self._slot_of(tensor)
+        if slot is not None:
+            slot.nbytes = max(slot.nbytes, tensor.untyped_storage().nbytes())
+
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         return self._slots.get(storage_key(tensor))
 
@@ -237,3 +281,11 @@ class Recorder(TorchDispatchMode):
             value.is_conj(),
             value.is_neg(),
         )
+
+
+def _left_torch(func: OpOverload) -> str:
+    name = func._schema.name
+    return (
+        f"the Python of operator {name!r} works outside of torch's dispatcher, and a graph would freeze what it did: "
+        f"break there in PIECEWISE mode with eager_break({name!r}), or register it in C++"
+    )

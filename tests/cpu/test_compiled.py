@@ -1,0 +1,106 @@
+"""Models that ``torch.compile`` compiled with inductor: a graph holds their compiled kernels as one call."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import Reason, graphed
+from graphdispatch.backends import get_backend
+from graphdispatch.backends.compiled import CompiledRegion
+from graphdispatch.backends.cpu.recorder import Recorder
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+class Counting(nn.Module):
+    """A model that compiled code has to write the state of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.nn.functional.gelu(self.linear(x) * 2 + 1).softmax(-1) + self.count
+
+
+def test_compiled_model_is_served() -> None:
+    """A model compiled as one piece is captured, padded and replayed; what it writes is written once for each call."""
+    torch.manual_seed(1)
+    model = Counting().eval()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    served = graphed(torch.compile(model, fullgraph=True), dynamic={"x": 0}, sizes=[4], capture_after=1)
+    plain = Counting().eval()
+    plain.load_state_dict(weights)
+    for rows in (4, 4, 3, 3, 4, 3):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(served(x=x), plain(x))
+    assert int(model.count) == 6
+    assert served.stats.hits == 3
+    assert Reason.CAPTURE_UNSAFE not in served.stats.reasons
+
+
+def test_compiled_code_is_one_call_of_a_graph() -> None:
+    """The recording has the call of the compiled graph, none of the operators that it was made of, and its bits."""
+    compiled = torch.compile(lambda x: (x * 2).sin().sum(1, keepdim=True) + x, fullgraph=True)
+    x = torch.randn(4, 3)
+    compiled(x)
+    with Recorder() as recorder:
+        compiled(x)
+    assert [type(instruction.func) for instruction in recorder.program] == [CompiledRegion]
+    backend = get_backend("cpu")
+    with backend.begin_capture(backend.make_pool()) as capture:
+        out = compiled(x)
+    x.normal_()
+    capture.graph.replay()
+    assert torch.equal(out, compiled(x))
+
+
+def test_watching_does_not_end_compilation() -> None:
+    """A function that was compiled for nothing but a watched run stays compiled afterwards."""
+    calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        calls.append(1)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x * 2 + 1, backend=backend, fullgraph=True)
+    with Recorder():
+        compiled(torch.randn(4))
+    assert calls == [1]
+    compiled(torch.randn(4))
+    assert calls == [1]
+
+
+def test_python_inside_compiled_code_is_refused() -> None:
+    """An operator in Python that compiled code calls would run again where CUDA freezes it: the call stays eager."""
+    scale = [2.0]
+
+    @torch.library.custom_op("graphdispatch_in_compiled::scaled", mutates_args=())
+    def scaled(x: Tensor) -> Tensor:
+        return x * scale[0]
+
+    scaled.register_fake(torch.empty_like)
+    served = graphed(torch.compile(lambda x: scaled(x + 1) + 1), dynamic={"x": 0}, sizes=[4], capture_after=1)
+    x = torch.randn(4, 3)
+    for scale[0] in (2.0, 3.0, 4.0):
+        assert torch.equal(served(x), (x + 1) * scale[0] + 1)
+    assert served.last_decision is not None
+    assert served.stats.hits == 0
+    assert "graphdispatch_in_compiled::scaled" in served.last_decision.detail
