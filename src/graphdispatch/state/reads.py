@@ -4,6 +4,7 @@ The code tells names, and not whose attributes they are. So every object within 
 too much now and then, and never too little.
 """
 
+import os
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -66,6 +67,8 @@ class StateReads:
         self._pending: list[Any] = [fn, *extra]
         self._pending += [hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values()]
         self._pending += trace.functions if trace is not None else ()
+        if trace is not None and trace.reads_environment:
+            self.contents.append(os.environ._data)
         self._follow()
         for table, names in trace.variables.values() if trace is not None else ():
             self._compare_variables(table, names)

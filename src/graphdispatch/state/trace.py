@@ -6,6 +6,7 @@ Only what was run counts. Code that takes the same path again reads the same, an
 import gc
 import importlib._bootstrap
 import logging
+import os
 import sys
 import types
 from typing import Any
@@ -54,6 +55,8 @@ class CodeTrace:
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
         self.functions: list[types.FunctionType] = []
         """Functions that ran and that nothing within reach holds, but for the interpreter."""
+        self.reads_environment = False
+        """Whether it called what reads environment variables."""
         self.is_blind = False
         """Whether something ran unseen; then everything within reach counts as read."""
         self._nested: set[types.CodeType] = set()
@@ -102,6 +105,7 @@ class CodeTrace:
         if objects.is_library_code(path):
             self.library_names |= reads.attributes
             self.sets_generator |= path == torch.random.__file__
+            self.reads_environment |= path == os.getenv.__code__.co_filename
             caller = frame.f_back
             is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
             if is_users and path.endswith(_READ_WHOLE) and not self.reads_whole:
