@@ -102,7 +102,7 @@ class CodeTrace:
     def _read(self, code: types.CodeType, frame: types.FrameType) -> None:
         reads = code_reads(code)
         path = code.co_filename
-        if objects.is_library_code(path):
+        if objects.is_library_code(frame.f_globals.get("__file__", "") if path.startswith("<") else path):
             self.library_names |= reads.attributes
             self.sets_generator |= path == torch.random.__file__
             self.reads_environment |= path == os.getenv.__code__.co_filename
@@ -121,7 +121,8 @@ class CodeTrace:
             self._whole_self.add(code)
             self.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
         self._note_variables(code, frame.f_globals, reads)
-        if code.co_freevars and code not in self._nested and code not in self.walk.codes:
+        is_written = not path.startswith("<")  # else a class was given it, which the walk follows
+        if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
             for fn in gc.get_referrers(code):
                 if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
