@@ -103,14 +103,14 @@ print(*(module.__file__ for name, module in sys.modules.items() if name.partitio
 
 def test_serving_loads_no_companion() -> None:
     """A callable that is captured, compared and replayed loads the rooms of the core and one backend, and no more than
-    11,000 lines of the package."""
+    12,500 lines of the package."""
     package = Path(graphdispatch.__file__).parent
     loaded = [Path(file) for file in python(SERVE_AND_LIST_MODULES).split()]
     rooms = {path.relative_to(package).parts[0] for path in loaded}
     assert "serve" in rooms
     assert rooms & set(COMPANIONS) == set()
     assert not any(path.parent.name == "cuda" for path in loaded)
-    assert sum(path.read_text().count("\n") for path in loaded) < 11_000
+    assert sum(path.read_text().count("\n") for path in loaded) < 12_500
 
 
 def test_importing_gives_no_warning() -> None:

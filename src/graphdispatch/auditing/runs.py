@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import Backend, get_backend
+from ..backends.insight import reveal_operators
 from ..backends.operators import storage_key
 from ..call.rules import callable_name, make_rules
 from ..call.spec import CallSpec, FlatCall
@@ -78,6 +79,7 @@ class AuditedCall:
         """Run the call eagerly to its end. Raises what it raises, and ``CaptureError`` if it overwrites more than can
         be saved."""
         backend = self.backend
+        reveal_operators()
         survey = Survey(self.modules, piecewise=piecewise)
         self.effects = effects = EffectRecorder(self._limit_bytes, strict=True)
         before = backend.rng_state()

@@ -132,14 +132,14 @@ class HostReads(TorchFunctionMode):
 class OperatorMode(TorchDispatchMode):
     """A mode that sees operators as their parts; see Note [what arrives as one call].
 
-    A subclass has ``watch``, which gets each operator that has no parts and runs it, and may have ``look_inside``.
+    A subclass has ``watch``, which gets each operator that has no parts and runs it, and may have ``look_inside``. Call
+    ``reveal_operators`` before a call is watched.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        reveal_operators()
         reveal_compiled(OperatorMode)
 
     @classmethod

@@ -12,6 +12,7 @@ with eager on the first batch only. If anything fails after the eager run, the c
 
 import logging
 
+from ..backends.insight import reveal_operators
 from ..memory.entry import CUDAGraphEntry
 from ..memory.windows import WINDOWS
 from ..modes import EntryState
@@ -102,6 +103,7 @@ def _run_once(request: CaptureRequest) -> StateWalk:
     walk = StateWalk(*request.roots)
     if walk.has_iterators:  # nobody could put them back
         return walk
+    reveal_operators()
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
     try:
         # Other views each time: state that keeps one of them is not the same after a second run.

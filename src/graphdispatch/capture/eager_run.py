@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
+from ..backends.insight import reveal_operators
 from ..backends.operators import tensors_in
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import Leaves
@@ -59,6 +60,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
         )
         return failed_result(request, None, error, "")
     trace = CodeTrace(walk, skips_breaks=request.is_piecewise)
+    reveal_operators()
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
     answer, has_run = None, False
     try:

@@ -68,7 +68,7 @@ class StateReads:
         self._pending += [hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values()]
         self._pending += trace.functions if trace is not None else ()
         if trace is not None and trace.reads_environment:
-            self.contents.append(os.environ._data)
+            self.contents.append(vars(os.environ)["_data"])
         self._follow()
         for table, names in trace.variables.values() if trace is not None else ():
             self._compare_variables(table, names)

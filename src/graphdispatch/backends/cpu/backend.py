@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Graph, MemoryFigures, Pool
-from ..insight import OperatorMode
+from ..insight import OperatorMode, reveal_operators
 from .graph import CPUGraph, CPUPool
 from .recorder import Recorder, Recording
 from .streams import CPUStreams
@@ -90,6 +90,7 @@ class _CPUCapture(Capture):
         self._classify = classify
         self._recorder = Recorder()
         self._modes = ExitStack()
+        reveal_operators()
         CAPTURE_LOCK.acquire()
         try:
             self._modes.enter_context(self._recorder.host_reads())
