@@ -173,9 +173,9 @@ class StateGuard:
 
 def _parts(container: Any) -> tuple[Iterable[Any], ...]:
     """Live iterables of what a container holds: the keys and the values of a dict, the entries of another."""
-    if isinstance(container, dict):
+    if issubclass(type(container), dict):
         return dict.keys(container), dict.values(container)
-    kind = next((kind for kind in (list, set, deque) if isinstance(container, kind)), type(container))
+    kind = next((kind for kind in (list, set, deque) if issubclass(type(container), kind)), type(container))
     return (container,) if kind is type(container) else (_Entries(kind, container),)
 
 
@@ -211,10 +211,10 @@ class WorkspaceGuard:
 
 def wants_gradient(value: Any) -> bool:
     """Whether an argument is a tensor that requires a gradient, or an object that holds such a tensor."""
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
+    if issubclass(type(value), torch.Tensor):
+        return bool(value.requires_grad)
     return any(
-        isinstance(inner, torch.Tensor) and inner.requires_grad
+        issubclass(type(inner), torch.Tensor) and inner.requires_grad
         for inner in tree_leaves(objects.content(value) or list((objects.attribute_table(value) or {}).values()))
     )
 
@@ -226,14 +226,14 @@ def same_callable(a: Any, b: Any) -> bool:
     """
     if a is b:
         return True
-    if isinstance(a, partial) and isinstance(b, partial):
+    if issubclass(type(a), partial) and issubclass(type(b), partial):
         same_args = (
             len(a.args) == len(b.args) and all(map(is_, a.args, b.args)) and a.keywords.keys() == b.keywords.keys()
         )
         return same_args and same_callable(a.func, b.func) and all(a.keywords[k] is b.keywords[k] for k in a.keywords)
-    if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
+    if issubclass(type(a), types.MethodType) and issubclass(type(b), types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
-    if isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):
+    if issubclass(type(a), types.FunctionType) and issubclass(type(b), types.FunctionType):
         cells_a, cells_b = ([objects.cell_value(cell) for cell in f.__closure__ or ()] for f in (a, b))
         defaults_a, defaults_b = ((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()) for f in (a, b))
         held = [(*cells_a, *defaults_a), (*cells_b, *defaults_b)]

@@ -55,18 +55,18 @@ class Holder(NamedTuple):
         for label in (*before, *now):
             a, b = before.get(label, ABSENT), now.get(label, ABSENT)
             if not _same(a, b):
-                name = f".{label}" if isinstance(label, str) and label.isidentifier() else label
+                name = f".{label}" if issubclass(type(label), str) and label.isidentifier() else label
                 return f"{name} was {'added' if a is ABSENT else 'removed' if b is ABSENT else 'rebound'}"
         return " was put in another order"
 
 
 def frozen(state: Any) -> Any:
     """The state of a random generator as nested tuples, which compare by value."""
-    if isinstance(state, dict):
+    if issubclass(type(state), dict):
         return tuple((key, frozen(value)) for key, value in state.items())
-    if isinstance(state, (tuple, list)):
+    if issubclass(type(state), (tuple, list)):
         return tuple(map(frozen, state))
-    return state.tobytes() if isinstance(state, np.ndarray) else state
+    return state.tobytes() if issubclass(type(state), np.ndarray) else state
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -114,9 +114,9 @@ def write_slots(value: Any, slots: dict[str, Any], before: dict[str, Any]) -> No
 
 def read_container(value: Any) -> dict[Any, Any]:
     """The entries of a container, by key, index or identity."""
-    if isinstance(value, dict):
+    if issubclass(type(value), dict):
         return {_Key(key): inner for key, inner in dict.items(value)}
-    if isinstance(value, set):
+    if issubclass(type(value), set):
         return {_Key(inner): inner for inner in set.__iter__(value)}
     return {f"[{index}]": inner for index, inner in enumerate(objects.content(value))}
 
@@ -143,14 +143,14 @@ class _Key:
 
 def write_container(value: Any, before: dict[Any, Any]) -> None:
     """Make these the entries of a container."""
-    if isinstance(value, dict):
+    if issubclass(type(value), dict):
         dict.clear(value)
         for key, inner in before.items():
             dict.__setitem__(value, key.key, inner)
-    elif isinstance(value, set):
+    elif issubclass(type(value), set):
         set.clear(value)
         set.update(value, before.values())
-    elif isinstance(value, list):
+    elif issubclass(type(value), list):
         list.__setitem__(value, slice(None), list(before.values()))
     else:
         value.clear()

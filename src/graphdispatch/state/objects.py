@@ -126,12 +126,12 @@ def _is_library_class(kind: type) -> bool:
 
 def attribute_table(value: Any) -> dict[str, Any] | None:
     """The attributes of an object by name, live and writable; None if it has none."""
-    home: Any = threading.local if isinstance(value, threading.local) else object
+    home: Any = threading.local if issubclass(type(value), threading.local) else object
     try:
         table = home.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
-    return table if isinstance(table, dict) else None
+    return table if issubclass(type(table), dict) else None
 
 
 def slots_of(kind: type) -> dict[str, Any]:
@@ -141,25 +141,25 @@ def slots_of(kind: type) -> dict[str, Any]:
         for base in reversed(type.mro(kind))
         if base.__flags__ & _HEAP
         for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
+        if issubclass(type(member), types.MemberDescriptorType)
     }
 
 
 def content(container: Any) -> list[Any]:
     """The keys and values of a dict, or the entries of another container, as they are now."""
-    if isinstance(container, dict):
+    if issubclass(type(container), dict):
         return [*dict.keys(container), *dict.values(container)]
     kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
-    kind = next((kind for kind in kinds if isinstance(container, kind)), None)
+    kind = next((kind for kind in kinds if issubclass(type(container), kind)), None)
     return [] if kind is None else list(kind.__iter__(container))
 
 
 def referents(value: Any) -> list[Any]:
     """What an object of compiled code holds (a cache, an iterator, a bound built-in), but for classes and modules;
     nothing for one that holds it in attributes."""
-    if attribute_table(value) is not None and not isinstance(value, CACHES):
+    if attribute_table(value) is not None and not issubclass(type(value), CACHES):
         return []
-    return [held for held in gc.get_referents(value) if not isinstance(held, (type, types.ModuleType))]
+    return [held for held in gc.get_referents(value) if not issubclass(type(held), (type, types.ModuleType))]
 
 
 def cell_value(cell: types.CellType) -> Any:
@@ -185,24 +185,24 @@ def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def functions_in(value: Any) -> list[types.FunctionType]:
     """The function of a method, property or partial; a function itself."""
-    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+    if issubclass(type(value), (staticmethod, classmethod, types.MethodType)):
         value = value.__func__
-    elif isinstance(value, (partial, cached_property)):
+    elif issubclass(type(value), (partial, cached_property)):
         value = value.func
-    parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+    parts = (value.fget, value.fset) if issubclass(type(value), property) else (value,)
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
 def is_code(value: Any) -> bool:
     """Whether a class attribute is code: a function, method, property or built-in descriptor."""
     kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_OPAQUE)
-    return issubclass(type(value), kinds) and not isinstance(value, Enum)
+    return issubclass(type(value), kinds) and not issubclass(type(value), Enum)
 
 
 def is_iterator(value: Any) -> bool:
     """Whether it is a generator or an iterator of compiled code, whose progress cannot be compared or put back."""
     kind = type(value)
-    if isinstance(value, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+    if issubclass(type(value), (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         return True
     step = next((vars(base)["__next__"] for base in type.mro(kind) if "__next__" in vars(base)), None)
     return step is not None and not isinstance(step, types.FunctionType)
@@ -232,9 +232,9 @@ def referent(value: Any) -> Any:
 def name_of(value: Any) -> str:
     """What to call a callable or an object in a message."""
     named = (types.FunctionType, types.BuiltinFunctionType, type)
-    return value.__qualname__ if isinstance(value, named) else type(value).__name__
+    return value.__qualname__ if issubclass(type(value), named) else type(value).__name__
 
 
 def is_settings(value: Any) -> bool:
     """Whether it is a Python module of the user, which may be a place for settings."""
-    return isinstance(value, types.ModuleType) and not is_library_code(getattr(value, "__file__", None) or "")
+    return issubclass(type(value), types.ModuleType) and not is_library_code(getattr(value, "__file__", None) or "")

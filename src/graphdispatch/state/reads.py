@@ -89,24 +89,24 @@ class StateReads:
         if held is not ABSENT:
             self.readers.append(partial(objects.referent, value) if kind in weakref.ProxyTypes else _direct(value))
             self._pending.append(held)
-        elif isinstance(value, torch.Tensor):
+        elif issubclass(type(value), torch.Tensor):
             self.tensors.append(value)
             table = objects.attribute_table(value)
             if table or (self._trace is not None and self._trace.asked):
                 self._compare(table, self._names)
-        elif isinstance(value, nn.Module):
+        elif issubclass(type(value), nn.Module):
             self._visit_module(value)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(type(value), types.FunctionType):
             self._visit_function(value)
-        elif isinstance(value, types.MethodType):
+        elif issubclass(type(value), types.MethodType):
             self._pending += (value.__self__, value.__func__)
-        elif isinstance(value, partial):
+        elif issubclass(type(value), partial):
             self._pending += (value.func, value.args, value.keywords)
-        elif isinstance(value, type):
+        elif issubclass(type(value), type):
             self._visit_class(value)
-        elif isinstance(value, types.ModuleType):
+        elif issubclass(type(value), types.ModuleType):
             return
-        elif isinstance(value, np.ndarray):
+        elif issubclass(type(value), np.ndarray):
             self.arrays.append(value)
             self._count(value.nbytes // 8, value)
         elif objects.is_followed(kind):
@@ -120,7 +120,7 @@ class StateReads:
         table = objects.attribute_table(module) or {}
         for name in _MEMBERS:
             members = table.get(name)
-            if members and isinstance(members, dict):  # a scripted module keeps its members elsewhere
+            if members and issubclass(type(members), dict):  # a scripted module keeps its members elsewhere
                 self.members.append(members.values())
                 self._pending += members.values()
         for name in _HOOKS:
@@ -141,13 +141,13 @@ class StateReads:
         if objects.is_iterator(value):
             self._refuse(f"the {kind.__name__} {value!r} that it may advance")
             return
-        if isinstance(value, CONTAINERS):
+        if issubclass(type(value), CONTAINERS):
             if self._trace is not None or _matters(value):
                 self.contents.append(value)
             held = objects.content(value)
             self._count(len(held), value)
             self._pending += held
-        elif isinstance(value, (tuple, frozenset)):
+        elif issubclass(type(value), (tuple, frozenset)):
             self._pending += objects.content(value)
         table, slots = objects.attribute_table(value), objects.slots_of(kind)
         is_user = bool(objects.user_classes(kind))
@@ -159,13 +159,13 @@ class StateReads:
             reader = partial(_slot, slots[name], value)
             self.readers.append(reader)
             self._pending.append(reader())
-        if not slots and not isinstance(value, (tuple, frozenset, *CONTAINERS)):
-            if isinstance(value, attrgetter):
+        if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
+            if issubclass(type(value), attrgetter):
                 self._names = self._library_names = self._names | _attributes_of(value)
-            if isinstance(value, objects.CACHES):
+            if issubclass(type(value), objects.CACHES):
                 self.readers.append(partial(_is_filled, value, value.cache_info().misses))
             for inner in objects.referents(value):
-                self._pending += objects.content(inner) if isinstance(inner, CONTAINERS) else [inner]
+                self._pending += objects.content(inner) if issubclass(type(inner), CONTAINERS) else [inner]
         self._pending.append(kind)
 
     def _visit_class(self, kind: type) -> None:
@@ -193,7 +193,7 @@ class StateReads:
         if objects.is_library_code(fn.__code__.co_filename):
             if not is_break(fn):
                 wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
-                self._pending += (held for cell in cells if isinstance(held := objects.cell_value(cell), wrapped))
+                self._pending += (held for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
             return
         if self._trace is not None and not self._trace.is_blind and fn.__code__ not in self._trace.codes:
             return
@@ -233,7 +233,7 @@ class StateReads:
             chosen = [name for name, value in table.items() if name not in _MODULE_ATTRIBUTES and _matters(value)]
             self._pending += (value for name, value in table.items() if name not in _MODULE_ATTRIBUTES)
         else:
-            found = table if isinstance(names, _All) else (name for name in names if name in table)
+            found = table if issubclass(type(names), _All) else (name for name in names if name in table)
             chosen = [name for name in found if name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen)
         self.tables.append(table)
@@ -289,10 +289,10 @@ def _is_filled(cached: Any, misses: int) -> bool:
 
 def _matters(value: Any, depth: int = 3) -> bool:
     """Whether it is a module or a tensor with a gradient, or a container of such, ``depth`` levels deep."""
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    is_container = depth > 0 and isinstance(value, (tuple, *CONTAINERS))
-    return isinstance(value, nn.Module) or (
+    if issubclass(type(value), torch.Tensor):
+        return bool(value.requires_grad)
+    is_container = depth > 0 and issubclass(type(value), (tuple, *CONTAINERS))
+    return issubclass(type(value), nn.Module) or (
         is_container and any(_matters(inner, depth - 1) for inner in objects.content(value))
     )
 

@@ -124,29 +124,29 @@ class StateWalk:
         kind = type(value)
         if kind in (weakref.ref, weakref.KeyedRef, *weakref.ProxyTypes):
             yield "()", objects.referent(value)
-        elif isinstance(value, torch.Tensor):
+        elif issubclass(type(value), torch.Tensor):
             yield from self._tensor_edges(value, path)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(type(value), types.FunctionType):
             yield from self._function_edges(value, path, with_globals=True)
-        elif isinstance(value, types.MethodType):
+        elif issubclass(type(value), types.MethodType):
             yield from (("", value.__self__), ("", value.__func__))
-        elif isinstance(value, (property, staticmethod, classmethod)):
+        elif issubclass(type(value), (property, staticmethod, classmethod)):
             yield from (("", fn) for fn in objects.functions_in(value))
-        elif isinstance(value, type):
+        elif issubclass(type(value), type):
             yield from self._class_edges(value, path)
-        elif isinstance(value, types.ModuleType):
+        elif issubclass(type(value), types.ModuleType):
             return
-        elif isinstance(value, types.CellType):
+        elif issubclass(type(value), types.CellType):
             held = self._hold(path, partial(holders.read_cell, value), partial(holders.write_cell, value))
             yield "", held[""]
         elif kind is ContextVar:
             yield ".get()", self._hold(path, lambda: {"": value.get(ABSENT)}, partial(holders.write_context, value))[""]
-        elif isinstance(value, np.ndarray):
+        elif issubclass(type(value), np.ndarray):
             if not value.dtype.hasobject:
                 self._hold(path, value.tobytes, partial(holders.write_array, value))
             else:
                 yield from (("[...]", inner) for inner in value.flat)
-        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+        elif issubclass(type(value), (random.Random, np.random.Generator, np.random.RandomState)):
             self._note_random(path, value)
         elif objects.is_followed(kind):
             yield from self._object_edges(value, path)
@@ -156,8 +156,8 @@ class StateWalk:
     def _object_edges(self, value: Any, path: Any) -> Edges:
         """An object with attributes, slots or entries: all of them."""
         kind = type(value)
-        is_container = isinstance(value, CONTAINERS)
-        if isinstance(value, nn.Module):
+        is_container = issubclass(type(value), CONTAINERS)
+        if issubclass(type(value), nn.Module):
             self.modules.append(value)
         table, slots = objects.attribute_table(value), objects.slots_of(kind)
         if table is not None:
@@ -171,12 +171,12 @@ class StateWalk:
         if is_container:
             held = self._hold(path, partial(holders.read_container, value), partial(holders.write_container, value))
             yield from held.items()
-            yield from (("[key]", inner) for inner in (dict.keys(value) if isinstance(value, dict) else ()))
-        elif isinstance(value, (tuple, frozenset)):
+            yield from (("[key]", inner) for inner in (dict.keys(value) if issubclass(type(value), dict) else ()))
+        elif issubclass(type(value), (tuple, frozenset)):
             yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
-        elif isinstance(value, bytearray):
+        elif issubclass(type(value), bytearray):
             self._hold(path, lambda: bytes(value), lambda before: value.__setitem__(slice(None), before))
-        elif isinstance(value, partial):
+        elif issubclass(type(value), partial):
             yield from (("", inner) for inner in (value.func, value.args, value.keywords))
         elif not slots:
             yield from (("", inner) for inner in objects.referents(value))
@@ -200,7 +200,7 @@ class StateWalk:
         cells = [cell for cell in fn.__closure__ or () if isinstance(cell, types.CellType)]
         if objects.is_library_code(fn.__code__.co_filename):
             wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
-            yield from (("", held) for cell in cells if isinstance(held := objects.cell_value(cell), wrapped))
+            yield from (("", held) for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
             if is_break(fn):
                 return
         else:
@@ -223,16 +223,16 @@ class StateWalk:
                         if id(fn) not in self._seen:
                             self._seen[id(fn)] = fn
                             yield from self._function_edges(fn, (path, f".{name}"), with_globals=False)
-                    if not functions and not isinstance(inner, type) and name not in ("__dict__", "__weakref__"):
+                    if not functions and not issubclass(type(inner), type) and name not in ("__dict__", "__weakref__"):
                         yield f".{name}", inner
 
     def _note_random(self, path: Any, generator: Any) -> None:
         read: Callable[[], Any]
         write: Any
-        if isinstance(generator, np.random.Generator):
+        if issubclass(type(generator), np.random.Generator):
             bits = generator.bit_generator
             read, write = lambda: bits.state, partial(setattr, bits, "state")
-        elif isinstance(generator, random.Random) or generator is random:
+        elif issubclass(type(generator), random.Random) or generator is random:
             read, write = generator.getstate, generator.setstate
         else:
             read, write = generator.get_state, generator.set_state
