@@ -114,6 +114,7 @@ def _run_once(request: CaptureRequest) -> StateWalk:
     except Exception as error:
         request.backend.raise_if_lost(error)
         _log.debug("warming up %s failed: %s", request.key, error)
+        walk.restore(generators=True)
     finally:
         undo_run(request, effects, rng_before)
     return walk

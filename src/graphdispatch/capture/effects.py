@@ -241,7 +241,15 @@ class EffectRecorder(OperatorMode):
         if not self.reserves_memory or value.dtype.itemsize == 1 or value.layout is not torch.strided:
             return None
         size = value.dtype.itemsize
-        marked = value.detach().resolve_conj().resolve_neg().reshape(-1, 1).contiguous().view(torch.uint8) == _UNWRITTEN
+        marked = (
+            value.detach()
+            .resolve_conj()
+            .resolve_neg()
+            .reshape(-1, 1)
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.uint8)
+            == _UNWRITTEN
+        )
         found = marked.view(-1, size).all(1).view(value.shape)
         return found if bool(found.any()) else None
 

@@ -245,6 +245,8 @@ class CUDAGraphEntry(NotCopied):
         clash = self.plan(rows).clash(values)
         if clash is not None:
             raise GuardError(f"{clash}; pass copies")
+        if any(values[place].__dict__ for place in self.bare):
+            raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
         if self.signature is not None and not self.signature.fits(values):
             raise GuardError(
                 "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "

@@ -1,6 +1,7 @@
-"""Finds the names of the attributes, variables and imports that a piece of code reads, from its bytecode.
+"""Finds the names of the attributes, variables and imports that a piece of code reads or assigns, from its bytecode.
 
-Of what an attribute is read is not asked: the guard compares every object that has an attribute of that name.
+What is assigned counts as read: a replay does not assign it again once somebody else has. Of what an attribute is read
+is not asked: the guard compares every object that has an attribute of that name.
 """
 
 import dis
@@ -11,9 +12,17 @@ from typing import NamedTuple
 
 __all__ = ["CodeReads", "code_reads"]
 
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM")
-_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-_BY_NAME = ("getattr", "hasattr")
+_ATTRIBUTES = (
+    "STORE_ATTR",
+    "DELETE_ATTR",
+    "LOAD_ATTR",
+    "LOAD_METHOD",
+    "LOAD_SUPER_ATTR",
+    "LOAD_SUPER_METHOD",
+    "IMPORT_FROM",
+)
+_VARIABLES = ("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 _WHOLE = ("vars", "dir", "__dict__", "__getattribute__", "__getstate__", "__reduce_ex__")
 """Names by which code gets at all attributes of an object."""
 

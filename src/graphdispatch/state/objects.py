@@ -139,7 +139,7 @@ def slots_of(kind: type) -> dict[str, Any]:
     return {
         name: member
         for base in reversed(type.mro(kind))
-        if base.__flags__ & _HEAP
+        if "__slots__" in vars(base)
         for name, member in vars(base).items()
         if issubclass(type(member), types.MemberDescriptorType)
     }

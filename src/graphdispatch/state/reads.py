@@ -163,7 +163,7 @@ class StateReads:
             if issubclass(type(value), attrgetter):
                 self._names = self._library_names = self._names | _attributes_of(value)
             if issubclass(type(value), objects.CACHES):
-                self.readers.append(partial(_is_filled, value, value.cache_info().misses))
+                self.readers.append(partial(_still_caches, value, _cached(value)))
             for inner in objects.referents(value):
                 self._pending += objects.content(inner) if issubclass(type(inner), CONTAINERS) else [inner]
         self._pending.append(kind)
@@ -282,9 +282,16 @@ def _direct(value: Any) -> Reader:
     return partial(value.get, ABSENT) if type(value) is ContextVar else value
 
 
-def _is_filled(cached: Any, misses: int) -> bool:
-    """Whether a ``functools.lru_cache`` was not cleared since it had missed so often."""
-    return bool(cached.cache_info().misses >= misses)
+def _cached(cache: Any) -> set[Any]:
+    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
+    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
+    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
+    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
+
+
+def _still_caches(cache: Any, before: set[Any]) -> bool:
+    """Whether a cache holds all that it held; it may hold more."""
+    return before <= _cached(cache)
 
 
 def _matters(value: Any, depth: int = 3) -> bool:

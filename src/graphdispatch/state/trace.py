@@ -112,7 +112,7 @@ class CodeTrace:
                 self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
             return
         self.names |= reads.attributes
-        if not reads.variables.isdisjoint(("getattr", "hasattr")):
+        if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
             self.asked |= {text for text in reads.texts if text.isidentifier()}
         # What a class reads to find its attributes is compared anyway: all of its objects' attributes are.
         if reads.whole and not self.reads_whole and code.co_name not in ("__getattr__", "__getattribute__"):

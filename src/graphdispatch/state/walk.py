@@ -106,10 +106,19 @@ class StateWalk:
         return next((_text(holder.path) for holder in self._generators if holder.change() is not None), None)
 
     def restore(self, *, generators: bool = False) -> None:
-        """Put back everything that is not as it was met, and random generators only if told so: others may use them."""
+        """Put back everything that is not as it was met, and random generators only if told so: others may use them.
+
+        Raises the first error of what cannot be put back, once all else is.
+        """
+        failed: Exception | None = None
         for holder in (*self._holders, *(self._generators if generators else ())):
-            if holder.change() is not None:
-                holder.write(holder.before)
+            try:
+                if holder.change() is not None:
+                    holder.write(holder.before)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def __len__(self) -> int:
         return len(self._seen)
