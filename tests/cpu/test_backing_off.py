@@ -147,26 +147,26 @@ def test_bytes_that_hold_one_of_two_graphs_do_not_thrash() -> None:
     assert step.memory_bytes <= 45_000
 
 
-class Flips(nn.Module):
-    """Depends on a flag that is guarded."""
+class Drifts(nn.Module):
+    """Depends on a number that is guarded, and that never comes back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flag = False
+        self.scale = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Twice the input, or as it is."""
-        return x * (2.0 if self.flag else 1.0)
+        """So many times the input."""
+        return x * self.scale
 
 
-def test_a_flag_that_flips_does_not_capture_without_end() -> None:
+def test_a_state_that_drifts_does_not_capture_without_end() -> None:
     """The reason is its own, says when it is captured again, and that is so; ``strict`` does not mind."""
-    flips = Flips().eval()
-    step = graphed(flips, dynamic={"x": 0}, max_size=8, strict=True)
+    drifts = Drifts().eval()
+    step = graphed(drifts, dynamic={"x": 0}, max_size=8, strict=True)
     x = torch.randn(4, 2)
     for i in range(200):
-        flips.flag = i // 2 % 2 == 1
-        assert torch.equal(step(x), flips(x))
+        drifts.scale = i // 2
+        assert torch.equal(step(x), drifts(x))
     assert step.stats.captures < 20
     told = step.explain(x)
     assert "its last graphs went before they were used enough; it is captured again after " in told
@@ -181,10 +181,10 @@ def test_a_flag_that_flips_does_not_capture_without_end() -> None:
 @pytest.mark.parametrize("kind", [CUDAGraphWrapper, AdaptiveCUDAGraphWrapper])
 def test_a_wrapper_backs_off(kind: type[CUDAGraphWrapper]) -> None:
     """Though it captures at once while there is room, and forgets with ``clear_cache``."""
-    flips = Flips().eval()
-    wrapper = kind(flips, FULL)
+    drifts = Drifts().eval()
+    wrapper = kind(drifts, FULL)
     for i in range(100):
-        flips.flag = i // 2 % 2 == 1
+        drifts.scale = i // 2
         wrapper(torch.randn(4, 2), batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL)
     assert wrapper.get_stats().captures < 20
     assert wrapper.get_stats().reasons[Reason.BACKING_OFF] > 70
@@ -196,16 +196,16 @@ def test_a_wrapper_backs_off(kind: type[CUDAGraphWrapper]) -> None:
 
 def test_a_manager_backs_off() -> None:
     """``should_capture`` tells what the next call does."""
-    flips = Flips().eval()
+    drifts = Drifts().eval()
     manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1))
     for i in range(100):
-        flips.flag = i % 2 == 1
+        drifts.scale = i
         if not manager.registry.has(4, 1):
             expected, captures = manager.should_capture(4, 1), manager.stats.captures
-            manager.execute_or_capture(4, 1, flips, {"x": torch.randn(4, 2)})
+            manager.execute_or_capture(4, 1, drifts, {"x": torch.randn(4, 2)})
             assert (manager.stats.captures > captures) is expected
         else:
-            manager.execute_or_capture(4, 1, flips, {"x": torch.randn(4, 2)})
+            manager.execute_or_capture(4, 1, drifts, {"x": torch.randn(4, 2)})
     assert 3 < manager.stats.captures < 20
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,7 +67,7 @@ class Attention:
         self.calls = 0.0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        noise = torch.from_numpy(__import__("numpy").random.rand(len(x) - 3, 3)).float()
+        noise = torch.from_numpy(np.random.default_rng().random((len(x) - 3, 3))).float()
         return torch.cat([x[:3] * 2, x[3:] + noise])
 
 

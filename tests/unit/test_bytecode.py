@@ -56,7 +56,7 @@ def _matched(value: Any) -> Any:
         (_branch, {"scale"}),
         (_called, {"mean"}),
         (_of_global, {"scale"}),
-        (_written, {"stats"}),
+        (_written, {"last", "stats", "latest"}),
         (_counted, {"calls"}),
         (_by_name, {"parts", "scale", "gain"}),
         (_matched, {"real"}),

@@ -101,7 +101,7 @@ def _run_once(request: CaptureRequest) -> StateWalk:
     it was before."""
     rng_before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
-    if walk.has_iterators:  # nobody could put them back
+    if walk.iterator is not None:  # nobody could put them back
         return walk
     reveal_operators()
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True)

@@ -53,9 +53,10 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     """
     before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
-    if walk.has_iterators and not request.keep_effects:
+    if walk.iterator is not None and not request.keep_effects:
         error = CaptureError(
-            "the callable holds an iterator, which a run for the graph's sake may advance for good; capture by calls",
+            f"the callable holds an iterator, {walk.iterator}, which a run for the graph's sake may advance for good; "
+            "capture by calls",
             Reason.STATE_UNSEEN,
         )
         return failed_result(request, None, error, "")
@@ -138,7 +139,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             "as it is; return the new values instead",
             Reason.STATE_REBOUND,
         )
-    reads = StateReads(request.call.fn, eager.trace, request.roots) if eager.trace.walk.has_iterators else None
+    reads = StateReads(request.call.fn, eager.trace, request.roots) if eager.trace.walk.iterator is not None else None
     if reads is not None and reads.unguarded:
         raise CaptureError(f"the call reads state that no guard can compare: {reads.unguarded}", Reason.STATE_UNSEEN)
     for spec in request.inputs.specs:

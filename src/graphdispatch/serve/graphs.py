@@ -223,9 +223,8 @@ class GraphSet:
             detail = f"its graph holds {held} bytes, for which there is no room in memory_budget_bytes={limit}"
             group.quarantine(entry.size, Reason.CACHE_FULL, detail, is_final=is_final)
             return replace(result, entry=None, reason=Reason.CACHE_FULL, detail=detail)
-        for other in group.of_size(entry.size)[:1]:
-            if not other.replay_count:  # its state went before it served; such keys back off
-                self.cache.admission.evicted((group.key, entry.size), 0)
+        if any(not other.replay_count for other in group.of_size(entry.size)[:1]):
+            self.cache.admission.evicted((group.key, entry.size), 0)  # a state that went before its graph served
         displaced = group.keep(entry)
         self.release(victims)
         for other in displaced:

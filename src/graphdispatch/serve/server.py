@@ -55,8 +55,7 @@ class Server(HitPath):
 
     At most ``max_groups`` signatures are kept; one without a graph gives way to a new one. With ``eager_captures`` a
     key is captured at its first miss while the cache has room. ``strict`` raises ``FallbackError`` instead of an eager
-    step. ``local.decision`` is the decision of the calling thread's latest call. Thread-safe: a hit takes no lock but
-    its pool's; ``choose`` and what it calls are called with ``lock`` held.
+    step. Thread-safe: a hit takes no lock but its pool's; ``choose`` and what it calls are called with ``lock`` held.
     """
 
     def __init__(
@@ -124,10 +123,10 @@ class Server(HitPath):
 
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        return self.may_need_gradients(tree_leaves([*args, *kwargs.values()]), self.graphs.guard)
+        return self.may_need_gradients(tree_leaves([*args, *kwargs.values()]), None)
 
     def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
-        """Whether a call with these values may have to be differentiated, by a guard that holds."""
+        """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
         return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
 
     def closed(self, route: Route) -> Reason | None:
@@ -397,5 +396,5 @@ class Server(HitPath):
         try:
             with WINDOWS.running(lambda: storages_of(self.graphs.guard._tensors)):
                 return self.graphs.handout.give(self.fn(*args, **kwargs))
-        finally:
-            self.local.decision = decision  # the callable may have called this object, too
+        finally:  # the callable may have called this object, too
+            self.local.decision = decision

@@ -4,6 +4,7 @@ Nothing here calls code of the user: no comparison, no attribute hook, no ``__le
 """
 
 import gc
+import io
 import os
 import sys
 import sysconfig
@@ -88,7 +89,9 @@ _DEMO = os.path.join(_PACKAGE_PATH, "demo", "")
 _PACKAGE = str(__package__).partition(".")[0]
 _TORCH_STATE = ("torch.nn", "torch.distributions", "torch.optim", "torch.jit")
 """Where torch keeps classes of objects that belong to a model. Its other objects are machinery."""
-_MACHINERY = ("logging", "threading", "importlib", "inspect", "asyncio", "multiprocessing", "subprocess")
+_TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
+"""Packages that torch's compiler is made of."""
+_MACHINERY = (*_TORCH_NEEDS, "logging", "threading", "importlib", "inspect", "asyncio", "multiprocessing", "subprocess")
 
 
 def is_opaque(value: Any) -> bool:
@@ -101,13 +104,17 @@ def is_followed(kind: type) -> bool:
     of torch or of the standard library."""
     module = kind.__module__ if isinstance(kind.__module__, str) else ""
     root = module.partition(".")[0]
-    return root not in (_PACKAGE, *_MACHINERY) and (root != "torch" or module.startswith(_TORCH_STATE))
+    is_thread = issubclass(kind, threading.Thread)
+    return (
+        not is_thread and root not in (_PACKAGE, *_MACHINERY) and (root != "torch" or module.startswith(_TORCH_STATE))
+    )
 
 
 @lru_cache(maxsize=8192)
 def is_library_code(path: str) -> bool:
     """Whether a file of code belongs to torch, to the standard library or to this package (but for its demo)."""
     is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
+    is_stdlib = is_stdlib or any(f"{os.sep}{name}{os.sep}" in path for name in _TORCH_NEEDS)
     return is_stdlib or path.startswith(_TORCH) or (path.startswith(_PACKAGE_PATH) and not path.startswith(_DEMO))
 
 
@@ -204,6 +211,8 @@ def is_iterator(value: Any) -> bool:
     kind = type(value)
     if issubclass(type(value), (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         return True
+    if issubclass(kind, io.IOBase):  # a file is outside of Python's state
+        return False
     step = next((vars(base)["__next__"] for base in type.mro(kind) if "__next__" in vars(base)), None)
     return step is not None and not isinstance(step, types.FunctionType)
 

@@ -27,6 +27,10 @@ _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr
 """The code around every first import. What runs inside of it runs once in the process."""
 
 
+_COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
+"""Where torch compiles a function before its first run. What that reads is no part of the run."""
+
+
 class CodeTrace:
     """Enter it around runs of a callable, on the thread that makes them; several runs add up.
 
@@ -87,7 +91,7 @@ class CodeTrace:
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event == "call":
             code = frame.f_code
-            if code in self._skipped:
+            if code in self._skipped or code.co_filename.endswith(_COMPILER):
                 self._depth += 1
             elif not self._depth and (code not in self.codes or code in self._whole_self):
                 self.codes.add(code)
@@ -96,8 +100,10 @@ class CodeTrace:
                 except Exception as error:  # which would end the user's call
                     self.is_blind = True
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
-        elif event == "return" and self._depth and frame.f_code in self._skipped:
-            self._depth -= 1
+        elif event == "return" and self._depth:
+            code = frame.f_code
+            if code in self._skipped or code.co_filename.endswith(_COMPILER):
+                self._depth -= 1
 
     def _read(self, code: types.CodeType, frame: types.FrameType) -> None:
         reads = code_reads(code)
@@ -114,6 +120,8 @@ class CodeTrace:
         self.names |= reads.attributes
         if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
             self.asked |= {text for text in reads.texts if text.isidentifier()}
+        if any(name.startswith("__compiled_fn") for name in reads.variables):
+            self.reads_whole = self.reads_whole or f"{path}:{code.co_firstlineno} ({code.co_name}, compiled)"
         # What a class reads to find its attributes is compared anyway: all of its objects' attributes are.
         if reads.whole and not self.reads_whole and code.co_name not in ("__getattr__", "__getattribute__"):
             self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"

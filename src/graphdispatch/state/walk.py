@@ -43,8 +43,8 @@ class StateWalk:
         """Tensors wherever they are held, parameters and buffers included."""
         self.codes: set[types.CodeType] = set()
         """The code of the functions that it met."""
-        self.has_iterators = False
-        """Whether it met an iterator, which a run may advance for good."""
+        self.iterator: str | None = None
+        """Where it met an iterator, which a run may advance for good."""
         self.overflow: str | None = None
         self._most = most
         self._seen: dict[int, Any] = {}
@@ -166,6 +166,8 @@ class StateWalk:
         """An object with attributes, slots or entries: all of them."""
         kind = type(value)
         is_container = issubclass(type(value), CONTAINERS)
+        if kind is dict and "__builtins__" in value:
+            return  # the variables of a module, which are followed by name
         if issubclass(type(value), nn.Module):
             self.modules.append(value)
         table, slots = objects.attribute_table(value), objects.slots_of(kind)
@@ -190,7 +192,7 @@ class StateWalk:
         elif not slots:
             yield from (("", inner) for inner in objects.referents(value))
         if objects.is_iterator(value):
-            self.has_iterators = True
+            self.iterator = self.iterator or _text(path)
         yield "", kind
 
     def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
