@@ -274,6 +274,56 @@ def test_literals_and_paths_are_frozen() -> None:
     assert texts(found.frozen) == ["a tensor made from Python values"]
 
 
+def test_custom_operators_in_python_are_frozen_and_looked_into() -> None:
+    """A graph keeps what one launched; what CUDA forbids is found inside, too."""
+
+    @torch.library.custom_op("audited::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * x.max().item() * float(x.numpy()[0, 0] > -1)
+
+    @torch.library.custom_op("audited::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    found = audit(lambda x: scaled(x), X)
+    assert texts(found.forbidden) == ["aten._local_scalar_dense.default", "Tensor.numpy"]
+    found = audit(lambda x: doubled(x), X)
+    assert texts(found.frozen) == ["audited.doubled.default"]
+    assert found.capturable
+
+
+def test_operators_that_take_functions_are_listed() -> None:
+    """What they run is not seen, and the audit goes on."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        done = torch.ops.higher_order.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+        return done[0] if isinstance(done, (tuple, list)) else done + x.max().item()
+
+    assert len(audit(fn, X).forbidden) >= 1
+
+
+def test_rebound_state_is_named_wherever_it_lies() -> None:
+    """In objects within lists, in globals and closures; all of it, and what is read is named, too."""
+
+    class Layer:
+        def __init__(self) -> None:
+            self.keys: list[torch.Tensor] = []
+            self.scale = 2.0
+
+    layers, seen = [Layer(), Layer()], {"calls": 0}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        layers[1].keys.append(x)
+        seen["calls"] += 1
+        return x * layers[0].scale
+
+    found = audit(fn, X)
+    assert any("layers[1].keys" in one for one in found.rebinds)
+    assert any("calls" in one for one in found.rebinds)
+    assert any("scale" in one for one in found.guarded)
+    assert (layers[1].keys, seen) == ([], {"calls": 0})
+
+
 def test_rows_that_depend_on_each_other() -> None:
     """The verdict, and what changed."""
     found = audit(lambda x: x - x.mean(0), X)

@@ -18,7 +18,6 @@ from ..reasons import Reason
 from ..sizes import named_sizes
 from .result import Audit, BreakSet, Rows
 from .runs import AuditedCall, WatchedRuns, watch_runs
-from .survey import kept_streams
 from .trial import Trial, try_captures
 
 __all__ = ["audit"]
@@ -59,9 +58,10 @@ def audit(
     settings = options | {"dynamic": call.dims, "sizes": guessed if sizes is None else sizes, "options": once}
     pieces = None
     try:
-        with torch.no_grad(), kept_streams(), swept_collector(chosen.gc_disable):
+        with torch.no_grad(), swept_collector(chosen.gc_disable):
             runs = watch_runs(call, piecewise=mode.has_piecewise_cudagraphs())
-            call.state.restore()
+            call.state.restore(generators=True)
+            call.state.restore(generators=True)
             trial = try_captures(fn, args, kwargs, settings)
             if chosen.breaks == "auto":
                 pieces = trial
@@ -69,7 +69,7 @@ def audit(
                 auto = {"options": once.replace(breaks="auto", max_breaks=_MANY_BREAKS)}
                 pieces = try_captures(fn, args, kwargs, settings | auto)
     finally:
-        call.state.restore()
+        call.state.restore(generators=True)
     return _audit(call, mode, runs, trial, pieces)
 
 
@@ -86,11 +86,11 @@ def _audit(call: AuditedCall, mode: CUDAGraphMode, runs: WatchedRuns, trial: Tri
         failures=_failures(runs, trial),
         operators=sum(operation.works for operation in runs.operations),
         forbidden=runs.forbidden,
-        reads=call.reads(),
-        writes=call.writes(),
+        reads=runs.reads,
+        writes=runs.writes,
         rebinds=runs.rebinds,
-        guarded=call.state.guarded(),
-        frozen=(*call.constants(), *runs.frozen),
+        guarded=runs.guarded,
+        frozen=runs.frozen,
         breaks=_break_set(call, runs, trial, pieces),
         independence=_independence(runs, measured),
         replays=tuple(measured.replays),

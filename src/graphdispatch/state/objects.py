@@ -100,14 +100,13 @@ def is_opaque(value: Any) -> bool:
 
 
 def is_followed(kind: type) -> bool:
-    """Whether the objects of a class are a part of the callable's state: not those of this package, and no machinery
-    of torch or of the standard library."""
+    """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
+    and no machinery of torch or of the standard library."""
     module = kind.__module__ if isinstance(kind.__module__, str) else ""
-    root = module.partition(".")[0]
-    is_thread = issubclass(kind, threading.Thread)
-    return (
-        not is_thread and root not in (_PACKAGE, *_MACHINERY) and (root != "torch" or module.startswith(_TORCH_STATE))
-    )
+    root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
+    if issubclass(kind, threading.Thread) or root in (_PACKAGE, *_MACHINERY):
+        return False
+    return root != "torch" or module.startswith(_TORCH_STATE)
 
 
 @lru_cache(maxsize=8192)
