@@ -2,7 +2,6 @@
 
 import gc
 import threading
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,8 @@ from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.operators import OperatorKind, kind_of
 from graphdispatch.call.breaks import eager_break
+
+from ..spy import Spy
 
 ROWS, WIDTH = 3, 4
 
@@ -159,7 +160,7 @@ class Model:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.state = [torch.zeros(8, WIDTH), torch.zeros(1)] if kind != "pure" else []
-        self.runs = array("q", [0])  # no guard takes its content for the model's state
+        self.runs = Spy([0])
         self.step = self._make()
 
     def _make(self) -> Callable[[Tensor, Tensor], Tensor]:

@@ -13,6 +13,7 @@ with eager on the first batch only. If anything fails after the eager run, the c
 import logging
 
 from ..backends.insight import reveal_operators
+from ..call.spec import FlatCall
 from ..memory.entry import CUDAGraphEntry
 from ..memory.windows import WINDOWS
 from ..modes import EntryState
@@ -109,7 +110,7 @@ def _run_once(request: CaptureRequest) -> StateWalk:
         # Other views each time: state that keeps one of them is not the same after a second run.
         values = request.values_with(view.detach() for view in request.inputs.views(request.size))
         request.inputs.load(request.values, request.rows, request.size)
-        with CodeTrace(walk), effects:
+        with CodeTrace(walk, within=FlatCall.__call__.__code__), effects:
             request.call(values)
     except Exception as error:
         request.backend.raise_if_lost(error)

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 from ..backends.insight import reveal_operators
 from ..backends.operators import tensors_in
 from ..call.signature import PLAIN_TENSORS
-from ..call.spec import Leaves
+from ..call.spec import FlatCall, Leaves
 from ..errors import CaptureError
 from ..reasons import Reason
 from ..state.objects import attribute_table
@@ -60,7 +60,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
             Reason.STATE_UNSEEN,
         )
         return failed_result(request, None, error, "")
-    trace = CodeTrace(walk, skips_breaks=request.is_piecewise)
+    trace = CodeTrace(walk, skips_breaks=request.is_piecewise, within=FlatCall.__call__.__code__)
     reveal_operators()
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
     answer, has_run = None, False

@@ -32,6 +32,7 @@ __all__ = [
     "write_context",
     "write_function",
     "write_names",
+    "write_numbers",
     "write_slots",
     "write_tensor",
 ]
@@ -192,6 +193,12 @@ def write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
 def write_array(array: Any, before: bytes) -> None:
     """Copy bytes into a NumPy array."""
     array[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
+
+
+def write_numbers(numbers: Any, before: bytes) -> None:
+    """Fill an ``array.array`` from bytes."""
+    del numbers[:]
+    numbers.frombytes(before)
 
 
 def read_function(fn: types.FunctionType) -> dict[str, Any]:

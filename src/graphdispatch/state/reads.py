@@ -7,6 +7,7 @@ too much now and then, and never too little.
 import os
 import types
 import weakref
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sized
 from contextvars import ContextVar
 from functools import partial
@@ -54,7 +55,8 @@ class StateReads:
         self.tables: list[Sized] = []
         """Tables whose length is compared, so that a name that was not there is noticed."""
         self.readers: list[Reader] = []
-        self.arrays: list[np.ndarray[Any, Any]] = []
+        self.arrays: list[Any] = []
+        """Arrays of numbers, of NumPy and of Python; their bytes are compared."""
         self.hooks: list[dict[int, Any]] = []
         self.unguarded = ""
         self._found: set[str] = set()
@@ -106,9 +108,9 @@ class StateReads:
             self._visit_class(value)
         elif issubclass(type(value), types.ModuleType):
             return
-        elif issubclass(type(value), np.ndarray):
+        elif issubclass(type(value), np.ndarray) or kind is array:
             self.arrays.append(value)
-            self._count(value.nbytes // 8, value)
+            self._count(len(value.tobytes()) // 8, value)
         elif objects.is_followed(kind):
             self._visit_object(value)
         elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):

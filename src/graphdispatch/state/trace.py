@@ -36,11 +36,12 @@ class CodeTrace:
 
     What code is about to use of its module's variables goes to ``walk`` before the code runs. Code of torch and of the
     standard library is trusted to keep no state of its own, and reads attributes of their classes alone. With
-    ``skips_breaks`` what runs inside ``eager_break`` is left out: it runs again at each replay. A profiler that was
+    ``skips_breaks`` what runs inside ``eager_break`` is left out: it runs again at each replay. ``within`` is the code
+    around the callable; what runs outside of it (a backend of somebody else's) is left out. A profiler that was
     written in Python goes on; under any other, ``is_blind`` says that nothing was seen.
     """
 
-    def __init__(self, walk: StateWalk, *, skips_breaks: bool = False) -> None:
+    def __init__(self, walk: StateWalk, *, skips_breaks: bool = False, within: types.CodeType | None = None) -> None:
         self.walk = walk
         self.codes: set[types.CodeType] = set()
         self.names: set[str] = set()
@@ -66,6 +67,8 @@ class CodeTrace:
         self._nested: set[types.CodeType] = set()
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
         self._depth = 0
+        self._within = within
+        self._inside = int(within is None)
         self._outer: Any = None
         self._whole_self: set[types.CodeType] = set()
         """Code that reads its first parameter whole, which may be of another class each time."""
@@ -73,6 +76,7 @@ class CodeTrace:
     def __enter__(self) -> "CodeTrace":
         self._outer = sys.getprofile()
         self._depth = 0
+        self._inside = int(self._within is None)
         self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
         if self._outer is None or isinstance(self._outer, (types.FunctionType, types.MethodType)):
             sys.setprofile(self._note if self._outer is None else self._note_both)
@@ -89,7 +93,11 @@ class CodeTrace:
         self._note(frame, event, arg)
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
-        if event == "call":
+        if frame.f_code is self._within:
+            self._inside += 1 if event == "call" else -1 if event == "return" else 0
+        elif not self._inside:
+            return
+        elif event == "call":
             code = frame.f_code
             if code in self._skipped or code.co_filename.endswith(_COMPILER):
                 self._depth += 1

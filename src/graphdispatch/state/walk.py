@@ -8,6 +8,7 @@ that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 import random
 import types
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -155,6 +156,8 @@ class StateWalk:
                 self._hold(path, value.tobytes, partial(holders.write_array, value))
             else:
                 yield from (("[...]", inner) for inner in value.flat)
+        elif kind is array:
+            self._hold(path, value.tobytes, partial(holders.write_numbers, value))
         elif issubclass(type(value), (random.Random, np.random.Generator, np.random.RandomState)):
             self._note_random(path, value)
         elif objects.is_followed(kind):
