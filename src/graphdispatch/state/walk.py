@@ -193,7 +193,10 @@ class StateWalk:
         elif issubclass(type(value), partial):
             yield from (("", inner) for inner in (value.func, value.args, value.keywords))
         elif not slots:
-            yield from (("", inner) for inner in objects.referents(value))
+            for inner in objects.referents(value):
+                # What a cache keeps is no state by itself, and its own table must not be written.
+                is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
+                yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
         if objects.is_iterator(value):
             self.iterator = self.iterator or _text(path)
         yield "", kind

@@ -29,7 +29,8 @@ def prune(
     needed = set(pinned)
     kept: list[Instruction] = []
     for instruction in reversed(program):
-        must_run = instruction.writes_outside or not is_total(instruction.func)
+        is_pure = instruction.kind in (OperatorKind.PURE, OperatorKind.WRITE) and is_total(instruction.func)
+        must_run = instruction.writes_outside or not is_pure
         if must_run or not needed.isdisjoint(instruction.writes):
             kept.append(instruction)
             needed |= instruction.reads
