@@ -186,8 +186,9 @@ def write_names(table: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
-    """Set a context variable of the running context."""
-    variable.set(None if before[""] is ABSENT else before[""])
+    """Set a context variable of the running context; one that had no value keeps the one that it got."""
+    if before[""] is not ABSENT:
+        variable.set(before[""])
 
 
 def write_array(array: Any, before: bytes) -> None:

@@ -88,7 +88,7 @@ class StateReads:
     def _visit(self, value: Any) -> None:
         kind = type(value)
         held = objects.referent(value)
-        if held is not ABSENT:
+        if held is not ABSENT or kind is ContextVar:
             self.readers.append(partial(objects.referent, value) if kind in weakref.ProxyTypes else _direct(value))
             self._pending.append(held)
         elif issubclass(type(value), torch.Tensor):

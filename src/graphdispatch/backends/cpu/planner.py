@@ -29,7 +29,7 @@ def prune(
     needed = set(pinned)
     kept: list[Instruction] = []
     for instruction in reversed(program):
-        is_pure = instruction.kind in (OperatorKind.PURE, OperatorKind.WRITE) and is_total(instruction.func)
+        is_pure = instruction.kind not in (OperatorKind.RANDOM, OperatorKind.OPAQUE) and is_total(instruction.func)
         must_run = instruction.writes_outside or not is_pure
         if must_run or not needed.isdisjoint(instruction.writes):
             kept.append(instruction)
