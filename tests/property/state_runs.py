@@ -1,0 +1,374 @@
+"""Runs random programs with Python state on two twins, one eagerly and one behind a door, and makes failures small."""
+
+import contextlib
+import dataclasses
+import linecache
+import os
+import random
+import re
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import graphdispatch
+from graphdispatch import CUDAGraphOptions, GraphDispatchError
+from graphdispatch.memory.outputs import OutputView
+
+from ..doors.doors import DOORS
+from .state_compare import Twins
+from .state_programs import Program, Step, draw, listing, mutation_source, render
+
+CONTEXTS: dict[str, Any] = {"": torch.no_grad, "inference": torch.inference_mode, "enable_grad": torch.enable_grad}
+_ERRORS = (LookupError, RuntimeError, TypeError, AttributeError, AssertionError, StopIteration)
+"""What programs themselves raise."""
+_CALLABLES = {"call": "FN", "other": "OTHER"}
+_DYNAMIC = {"x": 0, "ids": 0, "slots": 0}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """What differed, and after which step. ``kind`` names what was compared."""
+
+    kind: str
+    step: int
+    text: str
+
+
+@dataclass
+class Outcome:
+    """What running a program came to."""
+
+    violation: Violation | None = None
+    calls: int = 0
+    hits: int = 0
+    captures: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+def _is_inside(error: Exception) -> bool:
+    """Whether an exception comes from the library's own code, and not from what it called."""
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    file = where.tb_frame.f_code.co_filename if where is not None else ""
+    return file.startswith(os.path.dirname(graphdispatch.__file__))
+
+
+class Ambient:
+    """The process-wide settings of one twin: random generators and the default dtype."""
+
+    def __init__(self) -> None:
+        random.seed(7)
+        np.random.seed(7)
+        torch.manual_seed(7)
+        self.read()
+
+    def read(self) -> None:
+        """Note the settings as they are now."""
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+        self.torch, self.dtype = torch.get_rng_state(), torch.get_default_dtype()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Make them the process's for a while."""
+        outer = Ambient.__new__(Ambient)
+        outer.read()
+        self.set()
+        try:
+            yield
+        finally:
+            self.read()
+            outer.set()
+
+    def set(self) -> None:
+        """Make them the process's."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        torch.set_default_dtype(self.dtype)
+
+    def difference(self, other: "Ambient", *, exact: bool) -> str | None:
+        """Which setting differs."""
+        if self.python != other.python:
+            return "the state of random"
+        if self.numpy[2:] != other.numpy[2:] or (self.numpy[1] != other.numpy[1]).any():  # type: ignore[index]
+            return "the state of numpy.random"
+        if exact and not torch.equal(self.torch, other.torch):
+            return "the state of torch's generator"
+        return None if self.dtype == other.dtype else "the default dtype"
+
+
+class Twin:
+    """One execution of a program's source, with its own modules and settings."""
+
+    def __init__(self, program: Program, name: str) -> None:
+        self.program = program
+        self.helper = types.ModuleType(f"gdfuzz_helper_{program.seed}_{name}")
+        self.module = types.ModuleType(f"gdfuzz_{program.seed}_{name}")
+        for module in (self.helper, self.module):
+            module.__file__ = f"/gdfuzz/{module.__name__}.py"
+            sys.modules[module.__name__] = module
+        self.ambient = Ambient()
+        self.failed_inside = False
+        """Whether the latest error of a call came from the library's own code."""
+        self._files = 0
+        with self.ambient():
+            self.execute(render(program))
+
+    def execute(self, source: str) -> None:
+        """Execute source in the twin's module; its lines can be shown in tracebacks."""
+        source = re.sub(r"\bHELPER\b", self.helper.__name__, source)
+        file = f"/gdfuzz/{self.module.__name__}_{self._files}.py"
+        self._files += 1
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        exec(compile(source, file, "exec"), self.module.__dict__)
+
+    def do(self, step: Step) -> str | None:
+        """Make a mutation. Returns the name of the exception that it raised."""
+        with self.ambient(), torch.no_grad():
+            try:
+                self.execute(mutation_source(self.program, step))
+            except Exception as error:
+                return type(error).__name__
+        return None
+
+    def call(self, fn: Any, args: tuple[Tensor, ...], context: str = "") -> tuple[Any, Exception | None]:
+        """Call ``fn``. Returns its answer or its error."""
+        with self.ambient(), CONTEXTS[context]():
+            try:
+                answer = fn(*args)
+                return answer.get() if isinstance(answer, OutputView) else answer, None
+            except Exception as error:
+                self.failed_inside = _is_inside(error)
+                return None, error.with_traceback(None)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All that the twin's modules hold."""
+        own = {k: v for k, v in self.module.__dict__.items() if not k.startswith("__")}
+        return own | {"helper": {k: v for k, v in self.helper.__dict__.items() if not k.startswith("__")}}
+
+    def close(self) -> None:
+        """Forget its modules."""
+        for module in (self.helper, self.module):
+            del sys.modules[module.__name__]
+        for number in range(self._files):
+            linecache.cache.pop(f"/gdfuzz/{self.module.__name__}_{number}.py", None)
+
+
+@torch.library.custom_op("gdfuzz::write_slots", mutates_args={"memory"})
+def write_slots(memory: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """An operator of one's own that writes rows at slots."""
+    memory[slots] = rows
+
+
+@torch.library.custom_op("gdfuzz::count_rows", mutates_args={"total"})
+def count_rows(total: Tensor, rows: Tensor) -> None:
+    """An operator of one's own that writes something about the whole batch."""
+    total += (rows.float() > 0).sum(0)
+
+
+@torch.library.custom_op("gdfuzz::largest", mutates_args=())
+def largest(rows: Tensor) -> Tensor:
+    """An operator of one's own that mixes rows."""
+    return rows.amax(0, keepdim=True) * 0.1
+
+
+_LIBRARY = torch.library.Library("gdfuzz", "FRAGMENT")
+_LIBRARY.define("composed(Tensor(a!) memory, Tensor slots, Tensor rows) -> ()")
+_LIBRARY.impl("composed", lambda memory, slots, rows: memory.__setitem__(slots, rows), "CompositeImplicitAutograd")
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Arguments of a call; some batches have equal rows, zeros or large values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 4, generator=generator, dtype=torch.float32)
+    if seed % 11 == 0:
+        x = x[:1].repeat(rows, 1)
+    if seed % 13 == 0:
+        x = x * 4
+    if seed % 17 == 0:
+        x.zero_()
+    ids = torch.randint(0, 8, (rows,), generator=generator)
+    slots = ids if seed % 19 == 0 else torch.randperm(8, generator=generator)[:rows]
+    if seed % 7 == 0:
+        ids.tag = slots.tag = 0.5  # type: ignore[attr-defined]
+    return x, ids, slots
+
+
+class Run:
+    """One run of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.outcome = Outcome()
+        self.want, self.got = Twin(program, "a"), Twin(program, "b")
+        options = CUDAGraphOptions(**dict(program.options), gc_disable=False)
+        settings: dict[str, Any] = {"sizes": program.sizes, "mode": program.mode, "options": options}
+        with self.got.ambient():
+            self.doors = {
+                name: DOORS[program.door](
+                    getattr(self.got.module, name), dynamic=_DYNAMIC, **settings, **dict(program.more)
+                )
+                for name in {_CALLABLES.get(step.kind, "FN") for step in program.steps} | {"FN"}
+            }
+        self.door = self.latest = self.doors["FN"]
+        self.buffers: dict[tuple[str, int], tuple[Tensor, ...]] = {}
+        self.static = options.inputs == "static"
+        self.exact = program.is_exact
+        self.keeps = options.outputs == "clone" and not self.static
+        self.kept: list[tuple[int, Any, Any]] = []
+
+    def run(self) -> Outcome:
+        """Make all steps, up to the first difference."""
+        try:
+            for number, step in enumerate(self.program.steps):
+                found = self._step(number, step) or self._compare(number)
+                if found is not None:
+                    self.outcome.violation = found
+                    break
+            self.outcome.hits = sum(door.hits for door in self.doors.values())
+            self.outcome.captures = sum(door.captures for door in self.doors.values())
+            self.outcome.reasons = {str(k): v for k, v in self.door.reasons.items()}
+        finally:
+            for door in self.doors.values():
+                door.close()
+            self.want.close()
+            self.got.close()
+        return self.outcome
+
+    def _step(self, number: int, step: Step) -> Violation | None:
+        if step.kind == "do":
+            want, got = self.want.do(step), self.got.do(step)
+            return None if want == got else Violation("mutation", number, f"raised {want} and {got}")
+        if step.kind == "manage":
+            eval(f"door.{step.code}", {"door": self.door.step})
+            return None
+        if step.kind in _CALLABLES:
+            return self._call(number, step, _CALLABLES[step.kind])
+        how = {"prepare": self.door.prepare, "renew": self.door.renew}.get(step.kind)
+        _, error = self.got.call(how or self.door.step.prewarm, batch(step.rows, step.seed))
+        if error is None or isinstance(error, GraphDispatchError):
+            return None
+        # The callable's own error, as eager would have raised it here; what it did before is undone.
+        is_known = isinstance(error, _ERRORS) and not self.got.failed_inside
+        return None if is_known else Violation(step.kind, number, f"raised {error!r}")
+
+    def _call(self, number: int, step: Step, name: str) -> Violation | None:
+        self.outcome.calls += 1
+        mine, others = batch(step.rows, step.seed), batch(step.rows, step.seed)
+        if self.static:  # the caller fills the same tensors in place each time
+            others = self.buffers.setdefault((name, step.rows), tuple(value.clone() for value in others))
+            for buffer, value in zip(others, mine, strict=True):
+                buffer.copy_(value)
+                buffer.__dict__.clear()
+                buffer.__dict__.update(value.__dict__)
+        want, error = self.want.call(getattr(self.want.module, name), mine, step.code)
+        self.latest = self.doors[name]
+        got, raised = self.got.call(self.latest, others, step.code)
+        if type(error) is not type(raised):
+            kind = "refused" if isinstance(raised, GraphDispatchError) else "error"
+            return Violation(kind, number, f"eager raised {error!r}, the door {raised!r}")
+        # Footgun rows ``output_is_argument`` and ``output_is_view_of_argument``: outputs are copies, equal but apart.
+        twins = Twins(exact=self.exact, shared=False)
+        text = twins.difference([*mine, want], [*others, got], "(*args, output)")
+        if text is not None:
+            return Violation("output", number, f"{self._how()}: {text}")
+        if self.keeps and error is None:
+            self.kept = [*self.kept[-2:], (number, want, got)]
+        return None
+
+    def _how(self) -> str:
+        return f"{'hit' if self.latest.was_hit() else 'eager'} ({self.latest.reason()})"
+
+    def _compare(self, number: int) -> Violation | None:
+        text = self.want.ambient.difference(self.got.ambient, exact=self.exact)
+        if text is not None:
+            return Violation("ambient", number, f"{self._how()}: {text}")
+        text = Twins(exact=self.exact).difference(self.want.state, self.got.state)
+        if text is not None:
+            return Violation("state", number, f"{self._how()}: {text}")
+        for since, want, got in self.kept:
+            text = Twins(exact=self.exact, shared=False).difference(want, got, f"output of #{since}")
+            if text is not None:
+                return Violation("kept", number, f"{self._how()}: {text}")
+        return None
+
+
+def check(program: Program) -> Outcome:
+    """Run a program. An exception of its own construction passes through."""
+    return Run(program).run()
+
+
+def fails(program: Program, kind: str) -> Violation | None:
+    """The violation of a program if it is of a kind; None too where the program cannot be built."""
+    try:
+        found = check(program).violation
+    except Exception:
+        return None
+    return found if found is not None and found.kind == kind else None
+
+
+def minimised(program: Program, violation: Violation) -> tuple[Program, Violation]:
+    """The program without what it can do without, failing in the same kind of way."""
+    while True:
+        for smaller in _smaller(program, violation):
+            found = fails(smaller, violation.kind)
+            if found is not None:
+                program, violation = smaller, found
+                break
+        else:
+            return program, violation
+
+
+def _smaller(program: Program, violation: Violation) -> Iterator[Program]:
+    def but(**changes: Any) -> Program:
+        return dataclasses.replace(program, **changes)
+
+    steps = program.steps
+    if violation.step + 1 < len(steps):
+        yield but(steps=steps[: violation.step + 1])
+    for index in range(len(program.uses)):
+        if len(program.uses) > 1:
+            kept = tuple(dataclasses.replace(s, part=s.part - (s.part > index)) for s in steps if s.part != index)
+            yield but(uses=program.uses[:index] + program.uses[index + 1 :], steps=kept)
+    size = len(steps) // 2
+    while size:
+        for start in range(0, len(steps), size):
+            yield but(steps=steps[:start] + steps[start + size :])
+        size //= 2
+    for index, use in enumerate(program.uses):
+        for place in ("inline", "object"):
+            if use.place != place and use.place not in ("inline", "object"):
+                changed = dataclasses.replace(use, place=place)
+                yield but(uses=(*program.uses[:index], changed, *program.uses[index + 1 :]))
+    for name, plain in (("form", "module"), ("output", "h"), ("mode", "FULL"), ("more", ()), ("options", ())):
+        if getattr(program, name) != plain:
+            yield but(**{name: plain})
+    for index in range(len(program.options)):
+        yield but(options=program.options[:index] + program.options[index + 1 :])
+    for index in range(len(program.more)):
+        yield but(more=program.more[:index] + program.more[index + 1 :])
+    if program.door != "graphed":
+        yield but(door="graphed", steps=tuple(s for s in steps if s.kind in ("call", "do")))
+
+
+def failure(seed: int, *, only: tuple[str, ...] = ()) -> str | None:
+    """What is wrong with the program of a seed, for people: the smallest program that shows it; None if nothing is."""
+    program = draw(seed, only=only)
+    found = check(program).violation
+    if found is None:
+        return None
+    smallest, violation = minimised(program, found)
+    return f"{listing(smallest)}\n\nafter step #{violation.step}: {violation.kind}: {violation.text}"
+
+
+if __name__ == "__main__":
+    for number in map(int, sys.argv[1:]):
+        print(listing(draw(number)), failure(number) or "eager's in every step", sep="\n\n")
