@@ -11,6 +11,7 @@ with eager on the first batch only. If anything fails after the eager run, the c
 """
 
 import logging
+from contextvars import copy_context
 
 from ..backends.insight import reveal_operators
 from ..call.spec import FlatCall
@@ -91,10 +92,14 @@ def warm_up(request: CaptureRequest) -> None:
         if not is_alone:
             return
         request.pool.order_after_last_use()
-        first = _run_once(request)
-        drew = first.drew()
-        if (first.change() is not None and _run_once(request).change() is not None) or drew is not None:
-            first.restore(generators=True)
+        copy_context().run(_run_twice, request)  # nobody could unset a context variable
+
+
+def _run_twice(request: CaptureRequest) -> None:
+    first = _run_once(request)
+    drew, is_changed = first.drew(), first.change() is not None
+    if drew is not None or (is_changed and first.iterator is None and _run_once(request).change() is not None):
+        first.restore(generators=True)
 
 
 def _run_once(request: CaptureRequest) -> StateWalk:

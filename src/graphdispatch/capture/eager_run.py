@@ -1,5 +1,7 @@
 """The watched eager run that every capture and verification begins with; it also shows what no graph can hold."""
 
+from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +64,16 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
         return failed_result(request, None, error, "")
     trace = CodeTrace(walk, skips_breaks=request.is_piecewise, within=FlatCall.__call__.__code__)
     reveal_operators()
+    # Context variables that a run for the graph's sake sets are set in a copy, since nobody could unset them.
+    within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
     answer, has_run = None, False
     try:
         with trace, effects:
-            answer = request.call(request.values)
+            answer = within(request.call, request.values)
         has_run = True
         after = request.backend.rng_state()
-        changed, drew = walk.change(), walk.drew()
+        changed, drew = within(walk.change), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
         outputs = [tensor.detach().clone() for tensor in tensors_in(answer)]
@@ -88,6 +92,10 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     if not request.keep_effects and (changed or drew):
         walk.restore(generators=True)
     return EagerRun(answer, effects, outputs, written, before, after, draws, trace, changed, drew)
+
+
+def _call(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
 
 
 def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:

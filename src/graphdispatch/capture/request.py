@@ -71,11 +71,10 @@ class CaptureRequest:
 
     @property
     def roots(self) -> list[Any]:
-        """Where the Python state of the call begins: the callable, and the objects among its arguments."""
-        return [
-            self.call.fn,
-            *(value for value in self.values if not issubclass(type(value), (torch.Tensor, *CONSTANTS))),
-        ]
+        """Where the Python state of the call begins: the callable, and the arguments that are not copied."""
+        copied = set(self.inputs.positions)
+        kept = (value for place, value in enumerate(self.values) if place not in copied)
+        return [self.call.fn, *(value for value in kept if not issubclass(type(value), CONSTANTS))]
 
     @property
     def is_padded(self) -> bool:

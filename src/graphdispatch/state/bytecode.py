@@ -69,10 +69,15 @@ def code_reads(code: CodeType) -> CodeReads:
         if name in _WHOLE or (kind in _VARIABLES and name in _BY_NAME):
             of_self, of_others = of_self or is_own, of_others or not is_own
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
-    attributes.update(filter(str.isidentifier, texts))
+    # Dotted ones too: operator.attrgetter("config.scale").
+    attributes.update(part for text in texts for parts in [text.split(".")] if _are_names(parts) for part in parts)
     if any(instruction.opname == "MATCH_CLASS" for instruction in instructions):
         attributes.update(text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
     return CodeReads(frozenset(attributes), frozenset(variables), frozenset(imports), texts, of_others, of_self)
+
+
+def _are_names(parts: Sequence[str]) -> bool:
+    return all(map(str.isidentifier, parts))
 
 
 def _is_just(pair: Sequence[dis.Instruction], variable: str | None) -> bool:

@@ -66,7 +66,7 @@ class StateGuard:
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing
-        """Names that the code asks for and nothing within reach has; an argument may."""
+        """Names by which the code asks whether something has an attribute; an argument may have it."""
         self._modules = tuple(reads.modules)
         # Tables of hooks by the ids of their handles. Later hooks have larger ids.
         self._hooks: list[dict[int, Any]] = [*objects.GLOBAL_HOOKS, *reads.hooks]

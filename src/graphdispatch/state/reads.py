@@ -59,7 +59,6 @@ class StateReads:
         """Arrays of numbers, of NumPy and of Python; their bytes are compared."""
         self.hooks: list[dict[int, Any]] = []
         self.unguarded = ""
-        self._found: set[str] = set()
         self._trace = trace
         self._names = frozenset(trace.names) if trace is not None else frozenset()
         self._library_names = frozenset(trace.library_names) | self._names if trace is not None else frozenset()
@@ -76,7 +75,7 @@ class StateReads:
             self._compare_variables(table, names)
         self._follow()
         asked = trace.asked if trace is not None else set()
-        self.missing = asked - self._found - _TENSOR_ATTRIBUTES
+        self.missing = asked - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
         while self._pending:
@@ -241,7 +240,6 @@ class StateReads:
             chosen = [name for name in found if name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen)
         self.tables.append(table)
-        self._found.update(table)
         self._count(len(chosen), table)
         if chosen:
             self.attributes.append((table, chosen))

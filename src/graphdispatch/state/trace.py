@@ -151,6 +151,8 @@ class CodeTrace:
         self._use(table, [name for name in reads.variables if name in table], table.get("__name__", ""))
         package = table.get("__package__") or ""
         imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
+        if "modules" in reads.attributes:  # sys.modules[__name__]
+            imported.append(table.get("__name__", ""))
         modules: list[Any] = [*(table.get(name) for name in reads.variables), *map(sys.modules.get, imported)]
         seen = set[int]()
         while modules:
