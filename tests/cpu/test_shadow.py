@@ -1,7 +1,6 @@
 """``verify_every``: a graph that has served calls is compared with eager again, once in so many replays."""
 
 import logging
-from array import array
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError
 from graphdispatch.reasons import Reason
 
-HIDDEN = array("d", [2.0])  # a value of Python that a graph freezes
+from ..spy import Spy
+
+HIDDEN = Spy([2.0])  # a value of Python that a graph freezes
 
 
 def _hidden(x: torch.Tensor) -> torch.Tensor:

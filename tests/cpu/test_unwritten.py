@@ -10,6 +10,8 @@ import graphdispatch as gd
 from graphdispatch.errors import ConfigError
 from graphdispatch.reasons import Reason
 
+from ..spy import Spy
+
 FULL = gd.CUDAGraphMode.FULL
 
 
@@ -43,9 +45,8 @@ def test_memory_that_nothing_wrote_is_not_compared(dtype: torch.dtype) -> None:
 
 def test_what_was_written_is_still_compared() -> None:
     """A frozen value beside memory that nothing wrote is found."""
-    from array import array
 
-    hidden = array("d", [2.0])
+    hidden = Spy([2.0])
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), 6)

@@ -1,7 +1,6 @@
 """The two-step comparison with eager: on the first batch, on a different one, and on the first padded one."""
 
 import re
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,8 @@ from graphdispatch.capture.verify import Tolerance, difference, tolerance_for
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.modes import EntryState
 from graphdispatch.reasons import Reason
+
+from ..spy import Spy
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def reasons(step: Graphed[..., Any], *batches: torch.Tensor) -> list[Reason]:
 
 def test_frozen_value_is_found_on_the_second_batch() -> None:
     """A value that the capture froze agrees with eager on its own batch, and is found on the next, different one."""
-    hidden = array("d", [2.0])  # no guard looks into it
+    hidden = Spy([2.0])  # no guard looks into it
     step = make(lambda x: x * hidden[0])
     first, second = torch.randn(2, 4, 3)
     assert reasons(step, first) == [Reason.CAPTURED_NOW]
