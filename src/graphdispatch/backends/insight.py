@@ -10,6 +10,7 @@ Note [what arrives as one call]
     pass by that early place, so that the operator runs where all modes see it. Nothing else about it changes.
 """
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -52,10 +53,11 @@ def is_composite(func: OpOverload) -> bool:
 
 def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The device's dispatch key, if the kernel that the call reaches is a Python function; else None."""
-    name, device = func.name(), _device_key(args, kwargs)
+    name = func.name()
     if func.namespace == "aten":  # a kernel of CUDA that somebody replaced launches kernels, and a graph holds those
-        is_python = device == "CPU" and f"aten/{name.removeprefix('aten::')}/CPU" in torch.library._impls
-        return device if is_python else None
+        is_replaced = f"aten/{name.removeprefix('aten::')}/CPU" in torch.library._impls
+        return "CPU" if is_replaced and _device_key(args, kwargs) == "CPU" else None
+    device = _device_key(args, kwargs)
     if func.namespace == "_c10d_functional":  # its Python only wraps a tensor that is still on its way
         return None
     for key in (device, "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
@@ -155,11 +157,19 @@ class OperatorMode(TorchDispatchMode):
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        key = python_kernel(func, args, kwargs)
-        if key is not None:
-            return self.look_inside(func, key, args, kwargs)
-        with torch._C.DisableTorchFunction():
-            return self.watch(func, args, kwargs)
+        # A trace of the interpreter shall see the callable's Python, and not what watches it, which is much more.
+        profile = sys.getprofile()
+        if profile is not None:
+            sys.setprofile(None)
+        try:
+            key = python_kernel(func, args, kwargs)
+            if key is None:
+                with torch._C.DisableTorchFunction():
+                    return self.watch(func, args, kwargs)
+        finally:
+            if profile is not None:
+                sys.setprofile(profile)
+        return self.look_inside(func, key, args, kwargs)
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator's Python kernel, within this mode."""
