@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from graphdispatch import Reason, graphed
+from graphdispatch.state.trace import CodeTrace
+from graphdispatch.state.walk import StateWalk
 
 from .python_objects import Box, Slotted, served
 
@@ -257,3 +259,36 @@ def test_the_default_generator_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert step.stats.captures
     assert not states
     assert torch.equal(default.get_state(), before)
+
+
+class Engine:
+    """Serves steps, and has a queue that other threads fill."""
+
+    def __init__(self) -> None:
+        self.queue: list[int] = []
+        self.busy = False
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.busy = True
+        y = x + len(x) if len(x) < 4 else x + x.sum().item()
+        self.busy = False
+        return y
+
+
+def test_what_another_thread_changes_meanwhile_stays() -> None:
+    """A capture that fails half-way puts back what the callable's code names, and nothing that only others change."""
+    engine = Engine()
+    step = graphed(engine.step, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    with torch.no_grad():
+        step(torch.randn(3, 3))
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+    assert not engine.busy
+    walk = StateWalk(engine.step)
+    with CodeTrace(walk) as trace:
+        engine.step(torch.randn(3, 3))
+    engine.busy = True
+    engine.queue.append(1)  # by another thread
+    walk.restore(names=trace.touched)
+    assert not engine.busy
+    assert engine.queue == [1]

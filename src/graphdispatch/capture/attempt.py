@@ -99,7 +99,7 @@ class CaptureAttempt:
     def _put_back(self) -> None:
         self._start_over("putting back what was written")
         if self.eager.changed is None:  # else no run followed that could have changed more
-            self.eager.trace.walk.restore()
+            self.eager.trace.walk.restore(names=self.eager.trace.touched)
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
             if self.eager.draws:

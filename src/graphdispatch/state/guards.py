@@ -28,7 +28,6 @@ from .trace import CodeTrace
 __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "wants_gradient"]
 
 _END = (object(),)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _SETTINGS = (
     torch.get_default_dtype,
     torch.are_deterministic_algorithms_enabled,

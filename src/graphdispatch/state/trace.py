@@ -73,6 +73,11 @@ class CodeTrace:
         self._whole_self: set[types.CodeType] = set()
         """Code that reads its first parameter whole, which may be of another class each time."""
 
+    @property
+    def touched(self) -> set[str] | None:
+        """The names of all attributes that the code can have changed; None if it spells them not all."""
+        return None if self.is_blind or self.reads_whole else self.names | self.library_names
+
     def __enter__(self) -> "CodeTrace":
         self._outer = sys.getprofile()
         self._depth = 0

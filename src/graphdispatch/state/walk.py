@@ -9,7 +9,7 @@ import random
 import types
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -106,15 +106,17 @@ class StateWalk:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
         return next((_text(holder.path) for holder in self._generators if holder.change() is not None), None)
 
-    def restore(self, *, generators: bool = False) -> None:
+    def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
         """Put back everything that is not as it was met, and random generators only if told so: others may use them.
 
-        Raises the first error of what cannot be put back, once all else is.
+        With ``names``, only what lies behind attributes of these names: code that spells no others did not change the
+        rest, and another thread may have. Raises the first error of what cannot be put back, once all else is.
         """
         failed: Exception | None = None
         for holder in (*self._holders, *(self._generators if generators else ())):
             try:
-                if holder.change() is not None:
+                how = holder.change()
+                if how is not None and (names is None or _attributes_in(holder.path, how) <= set(names)):
                     holder.write(holder.before)
             except Exception as error:
                 failed = failed or error
@@ -257,6 +259,17 @@ class StateWalk:
         self._generators.append(
             Holder(path, lambda: holders.frozen(read()), lambda _: write(saved), holders.frozen(saved))
         )
+
+
+def _attributes_in(path: Any, how: str) -> set[str]:
+    """The names of the attributes on the way to what changed, without the first part of the path."""
+    labels = [how.partition(" was ")[0]]
+    while path and path[0]:
+        path, label = path
+        labels.append(f"{label}")
+    # Operators change a tensor's own attributes without their names.
+    names = {label[1:] for label in labels if label.startswith(".") and label[1:].isidentifier()}
+    return names - {"data", "grad", "requires_grad"}
 
 
 def _text(path: Any) -> str:
