@@ -1,5 +1,6 @@
 """Python state that a callable changes is refused, and a failed capture leaves it as one execution does."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -273,6 +274,22 @@ class Engine:
         y = x + len(x) if len(x) < 4 else x + x.sum().item()
         self.busy = False
         return y
+
+
+def test_environment_variables_that_a_call_sets_are_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a call is refused, and each call sets them once."""
+    monkeypatch.setenv("GD_TURNS", "0")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        os.environ["GD_TURNS"] = str(int(os.environ["GD_TURNS"]) + 1)
+        return x * 2
+
+    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    with torch.no_grad():
+        for _ in range(3):
+            step(torch.randn(3, 3))
+    assert os.environ["GD_TURNS"] == "3"
+    assert set(step.stats.reasons) == {Reason.STATE_REBOUND}
 
 
 def test_what_another_thread_changes_meanwhile_stays() -> None:

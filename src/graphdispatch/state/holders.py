@@ -3,6 +3,7 @@
 Each ``read_`` function gives a dict by label, or bytes; its ``write_`` function takes the same.
 """
 
+import os
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -30,6 +31,7 @@ __all__ = [
     "write_class",
     "write_container",
     "write_context",
+    "write_environment",
     "write_function",
     "write_names",
     "write_numbers",
@@ -189,6 +191,13 @@ def write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
     """Set a context variable of the running context; one that had no value keeps the one that it got."""
     if before[""] is not ABSENT:
         variable.set(before[""])
+
+
+def write_environment(before: dict[str, str]) -> None:
+    """Set and unset environment variables."""
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def write_array(array: Any, before: bytes) -> None:

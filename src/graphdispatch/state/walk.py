@@ -5,6 +5,7 @@ user's classes, without a limit of depth. It reads globals of the functions that
 that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 """
 
+import os
 import random
 import types
 import weakref
@@ -56,6 +57,7 @@ class StateWalk:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
+        self._hold(((), "os.environ"), lambda: dict(os.environ), holders.write_environment)
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
             self._note_random(path, generator)
 
