@@ -61,7 +61,7 @@ class CodeTrace:
         self.functions: list[types.FunctionType] = []
         """Functions that ran and that nothing within reach holds, but for the interpreter."""
         self.reads_environment = False
-        """Whether it called what reads environment variables."""
+        """Whether code of the user names the environment variables."""
         self.is_blind = False
         """Whether something ran unseen; then everything within reach counts as read."""
         self._nested: set[types.CodeType] = set()
@@ -124,13 +124,15 @@ class CodeTrace:
         if objects.is_library_code(frame.f_globals.get("__file__", "") if path.startswith("<") else path):
             self.library_names |= reads.attributes
             self.sets_generator |= path == torch.random.__file__
-            self.reads_environment |= path == os.getenv.__code__.co_filename
             caller = frame.f_back
             is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
             if is_users and path.endswith(_READ_WHOLE) and not self.reads_whole:
                 self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
             return
         self.names |= reads.attributes
+        if not (reads.attributes | reads.variables).isdisjoint(("environ", "getenv")):
+            self.reads_environment = True
+            self.walk.visit_environment()
         if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
             self.asked |= {text for text in reads.texts if text.isidentifier()}
         if any(name.startswith("__compiled_fn") for name in reads.variables):

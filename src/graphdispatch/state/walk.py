@@ -57,7 +57,6 @@ class StateWalk:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
-        self._hold(((), "os.environ"), lambda: dict(os.environ), holders.write_environment)
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
             self._note_random(path, generator)
 
@@ -89,6 +88,12 @@ class StateWalk:
             if name not in known:
                 known[name] = value = table.get(name, ABSENT)
                 self.visit(value, ((), f"{where}.{name}"))
+
+    def visit_environment(self) -> None:
+        """Note the environment variables, which code is about to use. Torch sets some of its own, so not before."""
+        if id(os.environ) not in self._seen:
+            self._seen[id(os.environ)] = os.environ
+            self._hold(((), "os.environ"), lambda: dict(os.environ), holders.write_environment)
 
     def change(self) -> str | None:
         """The first of ``changes``, or None."""
