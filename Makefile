@@ -11,20 +11,24 @@ PROJECT := pyproject.toml constraints.txt
 CUDA_VENV := .venv-cuda
 CUDA_TORCH := torch==2.11.0
 
+# The native core is compiled where there is a compiler, and again when its sources change.
+NATIVE := src/graphdispatch/native
+NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/*)
+
 # One process for each core. A process that has run its share takes tests from the others, so that all end together.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test fuzz gpu-test gpu-emulated gpu-bench bench lint format types check clean
 
-demo: $(VENV)/.test
+demo: $(VENV)/.native
 	@$(BIN)/graphdispatch demo $(ARGS)
 
-test: $(VENV)/.test
+test: $(VENV)/.native
 	@PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # The property tests on new random examples. A failure prints the line that repeats it, and build/fuzz keeps the example:
 # the next run tries it first.
-fuzz: $(VENV)/.test
+fuzz: $(VENV)/.native
 	@$(BIN)/python -m pytest $(PARALLEL) -m hypothesis --hypothesis-profile=fuzz $(ARGS)
 
 # On a GPU: GPU_PYTHON=python3 names a python that has torch with CUDA, pytest and hypothesis, to be used instead of $(VENV).
@@ -33,7 +37,7 @@ ifdef GPU_PYTHON
 gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)/src
 else
 gpu-test gpu-bench: GPU_PYTHON := $(BIN)/python
-gpu-test gpu-bench: $(VENV)/.test
+gpu-test gpu-bench: $(VENV)/.native
 gpu-emulated: GPU_PYTHON := $(CUDA_VENV)/bin/python
 gpu-emulated: $(CUDA_VENV)/.test
 endif
@@ -55,7 +59,7 @@ gpu-emulated:
 gpu-bench:
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
-bench: $(VENV)/.test
+bench: $(VENV)/.native
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 lint: $(VENV)/.dev
@@ -93,6 +97,10 @@ $(VENV)/.torch: $(VENV)/.made constraints.txt
 $(VENV)/.test: $(VENV)/.torch $(PROJECT)
 	@echo "installing graphdispatch"
 	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.test $(NATIVE_SOURCES)
+	@$(BIN)/python $(NATIVE)/build.py
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

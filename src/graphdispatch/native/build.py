@@ -1,0 +1,71 @@
+"""Compiles C++ sources to extension modules of Python.
+
+It imports neither torch nor graphdispatch, so that the build hook of the package can load this file alone. As a script
+it compiles the core in place, unless that is newer than its sources.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["CompileError", "compile_core", "compile_extension"]
+
+_HERE = Path(__file__).parent
+
+
+class CompileError(Exception):
+    """An extension could not be compiled; the text is the compiler's, or says that there is none."""
+
+
+def compile_extension(sources: Sequence[Path], target: Path, flags: Sequence[str] = ()) -> None:
+    """Compile ``sources`` to the extension module ``target`` with the compiler that CXX names, else with ``c++``.
+
+    ``flags`` come last. The target appears whole or not at all. Raises ``CompileError``.
+    """
+    if sys.platform == "win32":
+        raise CompileError("the native parts are not made for Windows")
+    include = sysconfig.get_path("include")
+    if not (Path(include) / "Python.h").exists():
+        raise CompileError(f"there is no Python.h in {include}; install Python's headers")
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-O2", "-std=c++17", "-fPIC", "-shared"]
+    command += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-cast-function-type", f"-I{include}"]
+    if sys.platform == "darwin":
+        command += ["-undefined", "dynamic_lookup"]
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command += [*map(str, sources), "-o", str(made), *flags]
+        if sys.platform == "linux":
+            command.append("-ldl")
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise CompileError(f"{command[0]} cannot be run: {error}") from error
+        if done.returncode:
+            raise CompileError(f"{command[0]} failed: {done.stderr.strip()}")
+        made.replace(target)
+
+
+def compile_core(flags: Sequence[str] = ()) -> Path:
+    """Compile the core beside this file, and return its path. Raises ``CompileError``."""
+    target = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    compile_extension(sorted((_HERE / "core").glob("*.cpp")), target, flags)
+    return target
+
+
+def _is_fresh() -> bool:
+    target = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
+    made = target.stat().st_mtime if target.exists() else 0.0
+    return all(source.stat().st_mtime <= made for source in (_HERE / "core").iterdir())
+
+
+if __name__ == "__main__":
+    if not _is_fresh():
+        try:
+            compile_core()
+        except CompileError as problem:
+            print(f"graphdispatch runs without its native core: {problem}", file=sys.stderr)

@@ -1,0 +1,30 @@
+// The module graphdispatch.native._core. It is built without torch and bound to the installed one when it is loaded.
+#include "tensor.h"
+
+namespace {
+
+PyObject* bind(PyObject*, PyObject* args) {
+  const char* library;
+  PyObject *tensor, *parameter, *samples;
+  if (!PyArg_ParseTuple(args, "sO!O!O!", &library, &PyType_Type, &tensor, &PyType_Type, &parameter, &PyTuple_Type,
+                        &samples)) {
+    return nullptr;
+  }
+  if (!gd::find_torch(library, tensor, parameter, samples)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"bind", bind, METH_VARARGS,
+     "bind(library, Tensor, Parameter, samples)\n--\n\nFind the shim in a loaded libtorch, and test it on sample "
+     "tensors. Raises ImportError; then nothing else of this module may be used."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_core", "What a hit runs, in C++.", -1, methods, nullptr, nullptr, nullptr, nullptr,
+};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__core() { return PyModule_Create(&definition); }

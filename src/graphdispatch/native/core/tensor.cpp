@@ -1,0 +1,113 @@
+#include "tensor.h"
+
+#include <dlfcn.h>
+
+namespace gd {
+
+Shim shim;
+Py_ssize_t tensor_offset = 0;
+PyTypeObject* tensor_type = nullptr;
+PyTypeObject* parameter_type = nullptr;
+
+namespace {
+
+constexpr Py_ssize_t kWord = sizeof(void*);
+constexpr Py_ssize_t kMostWords = 8;  // behind the head of a PyObject
+
+bool load_shim(const char* library) {
+  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  if (!handle) {
+    PyErr_Format(PyExc_ImportError, "%s is not loaded", library);
+    return false;
+  }
+  struct {
+    const char* name;
+    void** target;
+  } const table[] = {
+      {"aoti_torch_get_data_ptr", reinterpret_cast<void**>(&shim.data_ptr)},
+      {"aoti_torch_get_dim", reinterpret_cast<void**>(&shim.dim)},
+      {"aoti_torch_get_numel", reinterpret_cast<void**>(&shim.numel)},
+      {"aoti_torch_get_sizes", reinterpret_cast<void**>(&shim.sizes)},
+      {"aoti_torch_get_strides", reinterpret_cast<void**>(&shim.strides)},
+      {"aoti_torch_get_dtype", reinterpret_cast<void**>(&shim.dtype)},
+      {"aoti_torch_get_device_type", reinterpret_cast<void**>(&shim.device_type)},
+      {"aoti_torch_get_device_index", reinterpret_cast<void**>(&shim.device_index)},
+      {"aoti_torch_get_layout", reinterpret_cast<void**>(&shim.layout)},
+      {"aoti_torch_is_contiguous", reinterpret_cast<void**>(&shim.is_contiguous)},
+      {"aoti_torch_grad_mode_is_enabled", reinterpret_cast<void**>(&shim.grad_mode_is_enabled)},
+      {"aoti_torch_grad_mode_set_enabled", reinterpret_cast<void**>(&shim.grad_mode_set_enabled)},
+  };
+  for (const auto& entry : table) {
+    *entry.target = dlsym(handle, entry.name);
+    if (!*entry.target) {
+      PyErr_Format(PyExc_ImportError, "this torch has no %s", entry.name);
+      return false;
+    }
+  }
+  return true;
+}
+
+// An attribute or the result of a method without arguments, as a number; -1 with an error.
+long long number_of(PyObject* object, const char* name, bool is_method) {
+  PyObject* value = is_method ? PyObject_CallMethod(object, name, nullptr) : PyObject_GetAttrString(object, name);
+  long long number = value ? PyLong_AsLongLong(value) : -1;
+  Py_XDECREF(value);
+  return number;
+}
+
+// Where a tensor's PyObject holds the pointer that its ``_cdata`` tells; 0 if nowhere.
+Py_ssize_t find_offset(PyObject* tensor) {
+  PyObject* cdata = PyObject_GetAttrString(tensor, "_cdata");
+  void* impl = cdata ? PyLong_AsVoidPtr(cdata) : nullptr;
+  Py_XDECREF(cdata);
+  const Py_ssize_t size = Py_TYPE(tensor)->tp_basicsize;
+  for (Py_ssize_t offset = sizeof(PyObject); impl && offset + kWord <= size; offset += kWord) {
+    if (offset > Py_ssize_t(sizeof(PyObject)) + kMostWords * kWord) break;
+    if (*reinterpret_cast<void**>(reinterpret_cast<char*>(tensor) + offset) == impl) return offset;
+  }
+  return 0;
+}
+
+// Whether the shim tells of a tensor what Python tells.
+bool agrees(PyObject* tensor) {
+  void* handle = handle_of(tensor);
+  void* data = nullptr;
+  int64_t dim = -1, numel = -1;
+  int64_t *sizes = nullptr, *strides = nullptr;
+  if (shim.data_ptr(handle, &data) || shim.dim(handle, &dim) || shim.numel(handle, &numel) ||
+      shim.sizes(handle, &sizes) || shim.strides(handle, &strides)) {
+    return false;
+  }
+  if (number_of(tensor, "data_ptr", true) != static_cast<long long>(reinterpret_cast<intptr_t>(data))) return false;
+  if (number_of(tensor, "dim", true) != dim || number_of(tensor, "numel", true) != numel) return false;
+  for (int64_t d = 0; d < dim; ++d) {
+    PyObject* size = PyObject_CallMethod(tensor, "size", "L", static_cast<long long>(d));
+    PyObject* stride = PyObject_CallMethod(tensor, "stride", "L", static_cast<long long>(d));
+    const bool same = size && stride && PyLong_AsLongLong(size) == sizes[d] && PyLong_AsLongLong(stride) == strides[d];
+    Py_XDECREF(size);
+    Py_XDECREF(stride);
+    if (!same) return false;
+  }
+  return !PyErr_Occurred();
+}
+
+}  // namespace
+
+bool find_torch(const char* library, PyObject* tensor_class, PyObject* parameter_class, PyObject* samples) {
+  if (!load_shim(library)) return false;
+  tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor_class));
+  parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter_class));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(samples); ++i) {
+    PyObject* tensor = PyTuple_GET_ITEM(samples, i);
+    const Py_ssize_t offset = find_offset(tensor);
+    if (i == 0) tensor_offset = offset;
+    if (!offset || offset != tensor_offset || !agrees(tensor)) {
+      PyErr_Clear();
+      PyErr_SetString(PyExc_ImportError, "a torch.Tensor lies in memory in another way than any known");
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace gd
