@@ -97,9 +97,9 @@ class _Options(BaseModel):
             raise cls._config_error(error) from None
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
         """The object that ``to_dict`` described; missing options take their defaults. Raises ``ConfigError``."""
-        return cls.model_validate(dict(values) if isinstance(values, Mapping) else values)
+        return cls.model_validate(dict(d) if isinstance(d, Mapping) else d)
 
     @classmethod
     def or_default(cls, given: Self | None, name: str) -> Self:

@@ -383,3 +383,47 @@ def test_bad_arguments_are_named(clock: Clock, call: Callable[[CompositeDispatch
     composite = pair(clock, member("a"), member("b"))
     with pytest.raises(ConfigError, match=message):
         call(composite)
+
+
+def test_an_error_that_is_named_goes_on_to_the_next_runner() -> None:
+    """A chain in the full sense, for errors that a runner raises before it writes anything; the skip is counted."""
+    composite = CompositeDispatcher(next_on=(BackendError, NotImplementedError))
+    composite.add_dispatcher("first", member("first", error=NotImplementedError("no such kernel")), priority=2)
+    composite.add_dispatcher("second", member("second", error=BackendError("no device")), priority=1)
+    composite.add_dispatcher("third", member("third"))
+    assert composite.dispatch(KEY) == "third eager"
+    assert composite.skips["second"][Reason.CALL_RAISED] == 1
+
+
+def test_an_error_that_nobody_named_ends_the_chain() -> None:
+    """What the runner wrote before is not undone, so nobody else does a part of the step again."""
+    composite = CompositeDispatcher(next_on=NotImplementedError)
+    composite.add_dispatcher("first", member("first", error=ValueError("bad batch")), priority=1)
+    composite.add_dispatcher("second", member("second", error=NotImplementedError("no such kernel")))
+    with pytest.raises(ValueError, match="bad batch"):
+        composite.dispatch(KEY)
+    composite.remove_dispatcher("first")
+    with pytest.raises(NotImplementedError, match="no such kernel"):
+        composite.dispatch(KEY)
+
+
+def test_errors_to_go_on_with_are_types() -> None:
+    """Anything else is named."""
+    with pytest.raises(ConfigError, match="next_on must be types of errors"):
+        CompositeDispatcher(next_on=("ValueError",))  # type: ignore[arg-type]
+
+
+def test_a_comparison_whose_runner_raises_goes_on_too() -> None:
+    """The member that compares its graph runs its runner first; the next member serves where that raises."""
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no such kernel")
+
+    first = CudagraphDispatcher(broken)
+    entry = CUDAGraphRegistry().capture(2, 1, lambda x: x * 2, {"x": (2, 3)})
+    first.register_graph(KEY, entry)
+    composite = CompositeDispatcher(next_on=NotImplementedError)
+    composite.add_dispatcher("first", first, priority=1)
+    composite.add_dispatcher("second", CudagraphDispatcher(lambda x: x * 3))
+    x = torch.randn(2, 3)
+    assert torch.equal(composite.dispatch(KEY, x=x), x * 3)

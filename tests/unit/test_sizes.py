@@ -141,22 +141,22 @@ def test_explicit_sizes_must_be_positive_integers(bad: int) -> None:
 
 def test_auto_sizes_end_at_twice_the_requests() -> None:
     """``auto`` is vLLM's capture sizes up to twice the number of requests, with that number itself."""
-    assert get_cudagraph_sizes("auto", 13, 8192, FULL) == (1, 2, 4, 8, 13, 16, 24)
+    assert get_cudagraph_sizes("auto", 13, 8192, FULL) == [1, 2, 4, 8, 13, 16, 24]
 
 
 def test_auto_sizes_end_at_512() -> None:
     """``auto`` never captures more than vLLM's 512 tokens, whatever the limits are."""
-    assert get_cudagraph_sizes("auto", 1024, 8192, FULL) == named_sizes("vllm", 512)
+    assert get_cudagraph_sizes("auto", 1024, 8192, FULL) == list(named_sizes("vllm", 512))
 
 
 def test_auto_sizes_end_at_the_most_tokens() -> None:
     """A token limit below the other limits joins the sizes as the largest."""
-    assert get_cudagraph_sizes("auto", 64, 43, FULL) == (1, 2, 4, 8, 16, 24, 32, 40, 43)
+    assert get_cudagraph_sizes("auto", 64, 43, FULL) == [1, 2, 4, 8, 16, 24, 32, 40, 43]
 
 
 def test_a_name_takes_autos_limits() -> None:
     """Named sizes end where ``auto`` does and have the limits as sizes."""
-    assert get_cudagraph_sizes("pow2", 6, 100, FULL) == (1, 2, 4, 6, 8, 12)
+    assert get_cudagraph_sizes("pow2", 6, 100, FULL) == [1, 2, 4, 6, 8, 12]
 
 
 @given(st.integers(1, 700), st.integers(1, 700))
@@ -164,29 +164,56 @@ def test_auto_sizes_serve_every_decode_batch_within_the_limits(max_num_reqs: int
     """Each number of requests up to the limits has a size, so that no decode batch falls off the end."""
     sizes = get_cudagraph_sizes("auto", max_num_reqs, max_num_tokens, FULL)
     assert sizes[-1] >= min(max_num_reqs, max_num_tokens, 512)
-    assert check_sizes(sizes) == sizes
+    assert list(check_sizes(sizes)) == sizes
 
 
 def test_explicit_sizes_are_kept() -> None:
     """Sizes given by hand are taken as they are."""
-    assert get_cudagraph_sizes([3, 5, 100], 4, 100, FULL) == (3, 5, 100)
+    assert get_cudagraph_sizes([3, 5, 100], 4, 100, FULL) == [3, 5, 100]
+
+
+def test_explicit_sizes_come_in_any_order() -> None:
+    """Repeats count once."""
+    assert get_cudagraph_sizes([8, 2, 4, 2], 8, 8, FULL) == [2, 4, 8]
+    assert get_cudagraph_sizes({4, 1}, 8, 8, FULL) == [1, 4]
+
+
+def test_no_sizes_means_the_default() -> None:
+    """None is what ``auto`` is."""
+    assert get_cudagraph_sizes(None, 13, 8192, FULL) == get_cudagraph_sizes("auto", 13, 8192, FULL)
+
+
+@pytest.mark.parametrize("given", [[1, 8, 16, 32], None, "dense"])
+def test_sizes_of_decode_end_at_the_most_requests(given: list[int] | str | None) -> None:
+    """Where graphs serve decode alone, no batch has more tokens than requests, or than their query length allows."""
+    decode = CUDAGraphMode.FULL_DECODE_ONLY
+    assert get_cudagraph_sizes(given, 8, 8192, decode)[-1] == 8
+    assert get_cudagraph_sizes(given, 8, 8192, decode, query_len=2)[-1] == 16
+    assert get_cudagraph_sizes(given, 8, 8192, CUDAGraphMode.FULL_AND_PIECEWISE)[-1] >= 16
+
+
+@pytest.mark.parametrize("wrong", [8, "nothing", [4, "8"], [0, 4], {4: 1}, []])
+def test_what_is_no_size_is_named(wrong: object) -> None:
+    """An error of this library, never one of Python's."""
+    with pytest.raises(ConfigError, match=r"capture.sizes"):
+        get_cudagraph_sizes(wrong, 8, 8, FULL)  # type: ignore[arg-type]
 
 
 def test_unreachable_sizes_are_dropped_with_a_warning() -> None:
     """Sizes above the token limit are named in a warning and not captured."""
     with pytest.warns(UserWarning, match=r"capture_sizes 16, 32 are above max_num_tokens=8 and were dropped"):
-        assert get_cudagraph_sizes([4, 8, 16, 32], 8, 8, FULL) == (4, 8)
+        assert get_cudagraph_sizes([4, 8, 16, 32], 8, 8, FULL) == [4, 8]
 
 
 def test_sizes_that_are_all_unreachable_are_refused() -> None:
     """An explicit list of which nothing is left is an error, not a silent way to switch graphs off."""
-    with pytest.raises(ConfigError, match=r"at most max_num_tokens=8, got 16 as the smallest"):
+    with pytest.raises(ConfigError, match=r"at most 8 tokens reaches, got 16 as the smallest"):
         get_cudagraph_sizes([16, 32], 8, 8, FULL)
 
 
 def test_mode_none_has_no_sizes() -> None:
     """Without graphs there is nothing to capture."""
-    assert get_cudagraph_sizes("auto", 8, 8, CUDAGraphMode.NONE) == ()
+    assert get_cudagraph_sizes("auto", 8, 8, CUDAGraphMode.NONE) == []
 
 
 def test_a_mode_by_name_is_refused_here() -> None:

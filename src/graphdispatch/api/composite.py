@@ -2,7 +2,8 @@
 
 A call goes to the first member, by priority, whose graph can serve it; without one, the runner of the first member
 runs. Members are asked for graphs only, so that a runner is entered once, by the composite, after all graphs were
-tried: an error that it raises passes through, and nothing of it runs twice.
+tried: an error that it raises passes through, and nothing of it runs twice, unless the user named such errors in
+``next_on``.
 """
 
 import time
@@ -90,6 +91,10 @@ class CompositeDispatcher(MadeAnew):
     the call and passes through unchanged, that of a runner too: what it wrote until then is not undone, so that another
     runner would do a part of the step twice. A graph that its owner released is no failure.
 
+    ``next_on`` names errors of runners after which the next member's runner is to be tried all the same: those that a
+    runner raises before it writes anything (a backend that is missing, a shape that it does not take). If the last
+    runner raises one, it passes through. Such a runner is counted in ``skips`` as ``Reason.CALL_RAISED``.
+
     ``stats`` sums up all members, ``memory_bytes`` counts the memory of all their graphs once each, and
     ``memory_budget_bytes`` bounds it: when ``register_graph`` or ``enforce_budget`` finds more, graphs are evicted by
     least recent use, whosever they are. An evicted entry is released, or given to ``on_evict(name, entry)``, for an
@@ -104,6 +109,7 @@ class CompositeDispatcher(MadeAnew):
         max_backoff_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[str, CUDAGraphEntry], None] | None = None,
+        next_on: type[Exception] | Sequence[type[Exception]] = (),
     ) -> None:
         for what, value in (("backoff_s", backoff_s), ("max_backoff_s", max_backoff_s)):
             check_type(what, value, (int, float), "a number of seconds")
@@ -112,6 +118,10 @@ class CompositeDispatcher(MadeAnew):
             check_callable("on_evict", on_evict, "a function of a name and an entry, or None")
         if not 0 < backoff_s <= max_backoff_s:
             raise ConfigError(f"backoff_s must be positive and at most max_backoff_s={max_backoff_s}, got {backoff_s}")
+        errors = tuple(next_on) if isinstance(next_on, Sequence) else (next_on,)
+        if not all(isinstance(error, type) and issubclass(error, Exception) for error in errors):
+            raise ConfigError(f"next_on must be types of errors, as (RuntimeError,), got {shown(next_on)}")
+        self._next_on = errors
         self.memory_budget_bytes = MemoryBudget(memory_budget_bytes).memory_budget_bytes
         """The most bytes that the graphs of all members may hold; None: no limit."""
         self._failures: Quarantine[_Member] = Quarantine(Backoff(backoff_s, 2.0, max_backoff_s))
@@ -163,19 +173,20 @@ class CompositeDispatcher(MadeAnew):
         served, result, reason, comparing = self._try_graphs(key, args, kwargs)
         if served:
             return result
-        if comparing is not None:
-            return comparing.dispatch(key, *args, **kwargs)
-        return self.run_eagerly(key, reason, args, kwargs, perf_counter_ns() - start)
+        if comparing is None:
+            return self.run_eagerly(key, reason, args, kwargs, perf_counter_ns() - start)
+        members = sorted(self._members, key=lambda member: member.dispatcher is not comparing)
+        return self._run_one(members, key, lambda member: member.dispatch(key, *args, **kwargs))
 
     @untraced
     def run_eagerly(
         self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
     ) -> Any:
-        """Run a call by the first member that takes its key; see ``GraphMember``. ``ConfigError`` if none does."""
-        for member in self._members:
-            if member.accepts(key):
-                return member.dispatcher.run_eagerly(key, reason, args, kwargs, spent)
-        raise ConfigError(f"no member accepts {key}; members are {[m.name for m in self._members]}")
+        """Run a call by the first member that takes its key; see ``GraphMember``. ``ConfigError`` if none does.
+
+        An error of ``next_on`` passes the call on to the next member that takes the key, if there is one.
+        """
+        return self._run_one(self._members, key, lambda member: member.run_eagerly(key, reason, args, kwargs, spent))
 
     @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
@@ -276,6 +287,19 @@ class CompositeDispatcher(MadeAnew):
     def __repr__(self) -> str:
         names = [m.name + (" (quarantined)" if self._is_quarantined(m) else "") for m in self._members]
         return f"<CompositeDispatcher {', '.join(names) or 'empty'}: {self.stats!r}>"
+
+    def _run_one(self, members: Sequence[_Member], key: DispatchKey, run: Callable[[GraphMember], Any]) -> Any:
+        """``run`` with the first member that takes the key; with the next one after an error of ``next_on``."""
+        takers = [member for member in members if member.accepts(key)]
+        for place, member in enumerate(takers, 1):
+            try:
+                return run(member.dispatcher)
+            except self._next_on as error:
+                if place == len(takers) or (isinstance(error, ReplayError) and error.had_effects):
+                    raise
+                with self._lock:
+                    member.skips[Reason.CALL_RAISED] += 1
+        raise ConfigError(f"no member accepts {key}; members are {[m.name for m in self._members]}")
 
     def _try_graphs(
         self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -159,7 +159,8 @@ class CUDAGraphWrapper(Lifecycle):
             self._graphs.clear()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "runnable":
+        # Protocols (copying, tensors, arrays) ask an object itself; and half-made there is no runnable.
+        if (name.startswith("__") and name.endswith("__")) or "runnable" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.runnable, name)
 

@@ -10,7 +10,7 @@ from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
-from ..sizes import check_sizes, get_cudagraph_sizes
+from ..sizes import get_cudagraph_sizes, sorted_sizes
 from .decision import Decision
 from .table import CostModel, KeyTable
 
@@ -52,9 +52,9 @@ class CudagraphKeyDispatcher(Unlocked):
         check_count("max_num_reqs", max_num_reqs)
         check_count("max_num_tokens", most_tokens)
         if isinstance(capture_sizes, str):
-            self.capture_sizes = get_cudagraph_sizes(capture_sizes, max_num_reqs, most_tokens, FULL)
+            self.capture_sizes = tuple(get_cudagraph_sizes(capture_sizes, max_num_reqs, most_tokens, FULL))
         else:
-            self.capture_sizes = check_sizes(sorted(set(capture_sizes)))
+            self.capture_sizes = sorted_sizes(capture_sizes)
         self.max_num_reqs = max_num_reqs
         self.max_num_tokens = max_num_tokens
         self.variants = tuple(dict.fromkeys(variants))

@@ -1,6 +1,7 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
 
 import math
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats
 from .inputs import StaticInputs
-from .outputs import Outputs
+from .outputs import OutputRule, Outputs
 from .proof import MOST_COMPARED, RowProof
 from .replay import ReplayPlan, next_use
 from .windows import WINDOWS
@@ -54,7 +55,10 @@ class CUDAGraphEntry(NotCopied):
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
     guard: StateGuard | None = None
     """What of the callable must be as it was at the capture, for those who were given the entry alone."""
+    capture_time: float = field(default_factory=time.time)
+    """When it was captured, in seconds since the epoch, as ``time.time()``."""
     capture_time_ms: float = 0.0
+    """How long the capture took, in milliseconds."""
     state: EntryState = EntryState.CAPTURED
     replay_count: int = 0
     last_used: int = field(default_factory=next_use)
@@ -297,6 +301,16 @@ class CUDAGraphEntry(NotCopied):
         return total / count if count else 0.0
 
     @property
+    def batch_descriptor(self) -> BatchDescriptor:
+        """``descriptor``, by the name that vLLM's entries have for it."""
+        return self.descriptor
+
+    @property
+    def cudagraph(self) -> Graph:
+        """``graph``, by the name that vLLM's entries have for it."""
+        return self.graph
+
+    @property
     def input_addresses(self) -> tuple[int, ...]:
         """The addresses of the static inputs, or those that a registered graph was said to read."""
         if isinstance(self.signature, ForeignSignature):
@@ -305,7 +319,11 @@ class CUDAGraphEntry(NotCopied):
 
     @property
     def output(self) -> Any:
-        """The outputs in graph memory, padding rows included; the next replay of the pool overwrites them."""
+        """The outputs in graph memory, padding rows included; the next replay of the pool overwrites them.
+
+        None once the graph was released: an entry does not keep the memory of its outputs alive, whatever
+        ``weak_ref_output`` says. A tensor that somebody else took from here stays as long as they hold it.
+        """
         return self.outputs.tree
 
     @property
@@ -320,6 +338,7 @@ class CUDAGraphEntry(NotCopied):
                 self.state = EntryState.EVICTED
                 self.graph.reset()
                 self.held = ()
+                self.outputs = Outputs(None, OutputRule(()), (), "static", self.pool)
                 self._plans = {}
                 self.workspaces = self.guard = None
 

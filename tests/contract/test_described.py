@@ -1,0 +1,162 @@
+"""What the library was described to do, name by name: each test is one line of that description."""
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import graphdispatch as gd
+
+FULL = gd.CUDAGraphMode.FULL
+
+
+def wrapped(**options: Any) -> gd.CUDAGraphWrapper:
+    """A wrapper that has a verified graph for four tokens."""
+    wrapper = gd.CUDAGraphWrapper(torch.nn.Linear(3, 3).eval(), options=gd.CUDAGraphOptions(**options))
+    for _ in range(2):
+        step(wrapper)
+    return wrapper
+
+
+def step(wrapper: gd.CUDAGraphWrapper) -> torch.Tensor:
+    """One step of four tokens."""
+    with torch.no_grad():
+        answer: torch.Tensor = wrapper(
+            torch.randn(4, 3), batch_descriptor=gd.BatchDescriptor(4), cudagraph_runtime_mode=FULL
+        )
+    return answer
+
+
+def test_an_entry_has_its_fields_under_both_names() -> None:
+    """``descriptor`` and ``graph``, and what vLLM calls them; when it was captured, and how long that took."""
+    before = time.time()
+    entry = wrapped().get_entry(gd.BatchDescriptor(4))
+    assert entry is not None
+    assert entry.batch_descriptor is entry.descriptor
+    assert entry.cudagraph is entry.graph
+    assert before <= entry.capture_time <= time.time()
+    assert entry.capture_time_ms > 0
+
+
+@pytest.mark.parametrize("weak", [True, None])
+def test_an_entry_does_not_keep_its_output_alive(weak: bool | None) -> None:
+    """There while the graph is there; gone after ``clear_cache`` and a collection, though the entry is still held."""
+    wrapper = wrapped(weak_ref_output=weak)
+    entry = wrapper.get_entry(gd.BatchDescriptor(4))
+    assert entry is not None
+    assert entry.output.shape == (4, 3)
+    output = weakref.ref(entry.output)
+    wrapper.clear_cache()
+    gc.collect()
+    assert output() is None
+    assert entry.output is None
+
+
+def test_a_wrapper_has_every_attribute_of_its_runnable() -> None:
+    """Private ones of a module too; what neither has is an ``AttributeError``."""
+    wrapper = wrapped()
+    assert list(wrapper._parameters) == ["weight", "bias"]
+    assert wrapper.in_features == 3
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = wrapper.nothing
+    with pytest.raises(AttributeError):
+        _ = gd.CUDAGraphWrapper.__new__(gd.CUDAGraphWrapper)._parameters
+
+
+def test_a_configuration_is_read_back_from_a_dictionary() -> None:
+    """By position and by the parameter's name."""
+    config = gd.CUDAGraphConfig(max_batch_size=16)
+    assert gd.CUDAGraphConfig.from_dict(d=config.to_dict()) == config
+
+
+def test_a_key_is_no_descriptor() -> None:
+    """They never compare equal, and do not collide in a dictionary."""
+    key, descriptor = gd.DispatchKey(8, 4, 0, False), gd.BatchDescriptor(8, 4, False, False)
+    assert key != descriptor
+    assert len({key: 1, descriptor: 2}) == 2
+
+
+@pytest.mark.parametrize("history_size", [1, 2])
+def test_any_history_is_long_enough(history_size: int) -> None:
+    """A policy that remembers one latency decides by it."""
+    policy = gd.AdaptiveDispatchPolicy(history_size)
+    key = gd.DispatchKey(8, 8)
+    for _ in range(4):
+        policy.record(key, gd.DispatchMode.CUDAGRAPH, 2.0)
+        policy.record(key, gd.DispatchMode.EAGER, 1.0)
+    assert not policy.should_use_graph(key, True)
+
+
+class Refusing(gd.AdaptiveDispatchPolicy):
+    """A policy that is told never to use a graph."""
+
+    def should_use_graph(self, key: gd.DispatchKey, graph_available: bool) -> bool:
+        """Never."""
+        return False
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_a_policy_s_no_is_final(hybrid: bool) -> None:
+    """Also where ``HYBRID`` is disabled, so that the policy does not choose the kind of graph."""
+    dispatcher = gd.CudagraphDispatcher(lambda: "eager", Refusing())
+    graph = gd.MockCUDAGraph("graph")
+    graph.capture_begin()
+    graph.capture_end()
+    dispatcher.register_graph(gd.DispatchKey(8, 8), graph, input_ptrs=[])
+    if not hybrid:
+        dispatcher.disable_mode(gd.DispatchMode.HYBRID)
+    assert dispatcher.dispatch(gd.DispatchKey(8, 8)) == "eager"
+    assert dispatcher.stats.reasons[gd.Reason.POLICY] == 1
+
+
+def test_a_registered_graph_s_entry_holds_its_input_pointers() -> None:
+    """Those that it was registered with."""
+    x = torch.randn(8, 3)
+    graph = gd.MockCUDAGraph("graph")
+    graph.capture_begin()
+    graph.capture_end()
+    dispatcher = gd.CudagraphDispatcher(lambda x: "eager")
+    dispatcher.register_graph(gd.DispatchKey(8, 8), graph, [x.data_ptr()])
+    entry = dispatcher.get_entry(gd.DispatchKey(8, 8))
+    assert isinstance(entry, gd.GraphEntry)
+    assert entry.input_addresses == (x.data_ptr(),)
+
+
+def test_a_stream_dispatcher_can_run_eager_steps_on_its_streams() -> None:
+    """A step without a graph stays on the caller's stream unless ``eager="worker"`` says that it may move."""
+    key = gd.DispatchKey(8, 8)
+    for where, workers in (("caller", {None}), ("worker", {0, 1})):
+        dispatcher = gd.StreamDispatcher(lambda x: x * 2, 2, eager=where)
+        try:
+            results = [dispatcher.submit(key, torch.ones(8)) for _ in range(8)]
+            assert {one.worker for one in results} <= workers
+            assert all(torch.equal(one.result(), torch.full((8,), 2.0)) for one in results)
+        finally:
+            dispatcher.close()
+
+
+@pytest.mark.parametrize("mode", list(gd.CUDAGraphMode))
+@pytest.mark.parametrize("first", ["configured", "set", "from disabled"])
+def test_a_manager_serves_in_every_mode(mode: gd.CUDAGraphMode, first: str) -> None:
+    """Configured, set later, and set where the configuration was disabled: decode and mixed batches are right."""
+    config = gd.CUDAGraphConfig.disabled() if first == "from disabled" else gd.CUDAGraphConfig(mode=mode)
+    manager = gd.CUDAGraphManager(config.replace(capture_after=1))
+    if first != "configured":
+        manager.mode = mode
+    assert (manager.mode, manager.is_enabled) == (mode, mode.has_graphs())
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    for seq_len, expected in ((1, mode.decode_mode()), (7, mode.mixed_mode())):
+        assert manager.get_mode_for_batch(4, seq_len) is expected
+        hits = manager.stats.hits
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            assert torch.equal(manager.execute_or_capture(4, seq_len, double, {"x": x}), x * 2)
+        assert manager.stats.hits - hits == expected.has_graphs()
+        entry = manager.registry.get(4, seq_len)
+        assert (entry.mode if entry is not None else gd.CUDAGraphMode.NONE) is expected
