@@ -1,8 +1,8 @@
-"""What a decision costs: ``decide`` and ``dispatch`` against plain-Python transcriptions of vLLM's two contracts.
+"""What a decision costs: ``decide`` and ``dispatch`` against plain-Python transcriptions of vLLM's contracts.
 
 The transcriptions follow the published rules (vLLM 0.11.1: the caller pads; 0.33: padding, LoRA counts and allowed
-modes inside) over the same keys. The dispatcher that runs graphs is compared with a bare
-replay of its graph, which does nothing.
+modes inside; Model Runner V2 of 0.32: a list of candidates for each number of tokens) over the same keys. The
+dispatcher that runs graphs is compared with a bare replay of its graph, which does nothing.
 """
 
 from bisect import bisect_left
@@ -22,7 +22,7 @@ from .timing import Effort, Row, interleaved, row
 
 __all__ = ["TITLE", "rows"]
 
-TITLE = "a decision, compared with plain-Python transcriptions of vLLM's dispatchers (0.11.1, 0.33)"
+TITLE = "a decision, compared with plain-Python transcriptions of vLLM's dispatchers (0.11.1, 0.33, Model Runner V2)"
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 MAX_REQS, MAX_TOKENS, COUNTS = 256, 8192, (0, 1, 2, 4, 5)
@@ -127,6 +127,73 @@ class NewContract:
         return NewDescriptor(padded, padded if uniform else min(padded, MAX_REQS), uniform, has_lora, count)
 
 
+@dataclass(frozen=True)
+class RunnerDescriptor:
+    """What Model Runner V2 dispatches to."""
+
+    mode: Mode
+    num_tokens: int
+    num_reqs: int | None
+    uniform_token_count: int | None = None
+    max_query_len: int | None = None
+    num_active_loras: int = 0
+    num_ubatches: int = 1
+
+
+class RunnerContract:
+    """Model Runner V2: for every number of tokens the graphs that may serve it, full ones first, tried in turn."""
+
+    def __init__(self) -> None:
+        self.is_captured, counts = True, COUNTS
+        self.candidates: dict[tuple[int, int], list[RunnerDescriptor]] = {}
+        full = [RunnerDescriptor(FULL, size, size, 1) for size in SIZES if size <= MAX_REQS]
+        general = [RunnerDescriptor(PIECEWISE, size, None) for size in SIZES]
+        for tokens in range(1, SIZES[-1] + 1):
+            fitting = [graph for graph in (*full, *general) if graph.num_tokens >= tokens]
+            for count in counts:
+                self.candidates[tokens, count] = [replace(graph, num_active_loras=count) for graph in fitting]
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int = 0,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> RunnerDescriptor:
+        """The first graph that fits; a call of a function asks each."""
+        count = self._captured_count(num_active_loras)
+        if self.is_captured and num_tokens > 0 and (num_tokens, count) in self.candidates:
+            for graph in self.candidates[num_tokens, count]:
+                if graph_fits(graph, num_reqs, num_tokens, uniform_token_count, count, max_query_len, num_ubatches):
+                    return graph
+        return RunnerDescriptor(NONE, num_tokens, num_reqs, num_active_loras=count, num_ubatches=num_ubatches)
+
+    def _captured_count(self, num_active_loras: int) -> int:
+        return COUNTS[bisect_left(COUNTS, num_active_loras)] if num_active_loras else 0
+
+
+def graph_fits(
+    graph: RunnerDescriptor,
+    num_reqs: int,
+    num_tokens: int,
+    uniform_token_count: int | None,
+    num_active_loras: int,
+    max_query_len: int | None,
+    num_ubatches: int,
+) -> bool:
+    """Whether Model Runner V2 may serve a batch by a graph."""
+    return (
+        graph.uniform_token_count in (None, uniform_token_count)
+        and (graph.max_query_len is None or (max_query_len is not None and max_query_len <= graph.max_query_len))
+        and (graph.num_reqs is None or num_reqs <= graph.num_reqs)
+        and num_tokens <= graph.num_tokens
+        and num_active_loras == graph.num_active_loras
+        and num_ubatches == graph.num_ubatches
+    )
+
+
 class Case(NamedTuple):
     """One case: our call, and the transcription's."""
 
@@ -141,7 +208,7 @@ def cases() -> list[Case]:
         capture_sizes=SIZES, max_num_reqs=MAX_REQS, max_num_tokens=MAX_TOKENS, variants=(None, *COUNTS)
     )
     plan.initialize_cudagraph_keys(Mode.FULL_AND_PIECEWISE)
-    old, new = OldContract(), NewContract()
+    old, new, runner = OldContract(), NewContract(), RunnerContract()
     decode, mixed, miss = BatchDescriptor(24, None, True), BatchDescriptor(24), BatchDescriptor(25)
     old_decode, old_mixed, old_miss = OldDescriptor(24, True), OldDescriptor(24), OldDescriptor(25)
     no_full = frozenset((NONE, PIECEWISE))
@@ -162,6 +229,9 @@ def cases() -> list[Case]:
             lambda: plan.decide(20, 20, query_len=1, excluded_modes={FULL}),
             lambda: new.dispatch(20, True, invalid_modes={FULL}),
         ),
+        Case("decide, decode (V2)", lambda: plan.decide(20, 20, query_len=1), lambda: runner.dispatch(20, 20, 1)),
+        Case("decide, prefill (V2)", lambda: plan.decide(500, 3), lambda: runner.dispatch(3, 500, None)),
+        Case("decide, above any size (V2)", lambda: plan.decide(2000), lambda: runner.dispatch(3, 2000, None)),
         Case("decide, above largest", lambda: plan.decide(2000), lambda: new.dispatch(2000)),
         Case("decide, above any limit", lambda: plan.decide(20_000), lambda: new.dispatch(20_000)),
     ]

@@ -6,7 +6,7 @@ graph, or memory of a device, says that it cannot be copied.
 """
 
 from copy import copy, deepcopy
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from .errors import CopyError
 from .forking import make_lock
@@ -56,10 +56,12 @@ class Unlocked:
     """A copy has all that this object has, in containers of its own, and its own ``_lock``."""
 
     _lock: Any
+    _left_out: ClassVar[frozenset[str]] = frozenset(("_lock",))
+    """The attributes that a copy makes for itself."""
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            return {name: copy(value) for name, value in vars(self).items() if name != "_lock"}
+            return {name: copy(value) for name, value in vars(self).items() if name not in self._left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -4,12 +4,14 @@ import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import product
+from typing import Any
 
 from ..copying import Unlocked
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
+from ..native import EXTENSION
 from ..sizes import get_cudagraph_sizes, sorted_sizes
 from .decision import Decision
 from .table import CostModel, KeyTable
@@ -35,6 +37,10 @@ class CudagraphKeyDispatcher(Unlocked):
     It runs nothing and needs no torch. Thread-safe: a change builds a new table and swaps it whole, under a lock that
     no decision takes.
     """
+
+    table: KeyTable
+    """The table of decisions as it is now."""
+    _left_out = frozenset(("_lock", "decide"))
 
     def __init__(
         self,
@@ -70,8 +76,7 @@ class CudagraphKeyDispatcher(Unlocked):
         self.piecewise = piecewise
         self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
         self._lock = make_lock()
-        self.table = self._build({})
-        """The table of decisions as it is now."""
+        self._use(self._build({}))
 
     @property
     def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
@@ -124,7 +129,8 @@ class CudagraphKeyDispatcher(Unlocked):
         added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
         with self._lock:
             keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
-            self.table = table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
+            table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
+            self._use(table)
         if self.max_num_tokens is not None:
             from ..plan.lint import lint  # here, since decisions must not load planning
 
@@ -209,7 +215,24 @@ class CudagraphKeyDispatcher(Unlocked):
         return keys
 
     def _swap(self, keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]]) -> None:
-        self.table = self._build(keys, mode=self.table.mode, query_len=self.table.query_len)
+        self._use(self._build(keys, mode=self.table.mode, query_len=self.table.query_len))
+
+    def _use(self, table: KeyTable) -> None:
+        """Decide by ``table`` from now on.
+
+        Where there is a native core, ``decide`` is a native callable of this object that knows the table's answers.
+        """
+        if EXTENSION is not None and type(self).decide is CudagraphKeyDispatcher.decide:
+            native = vars(self).get("decide")
+            if native is None:
+                native = vars(self)["decide"] = EXTENSION.Decide((NONE, PIECEWISE, FULL))
+            native.use(table.decide, vars(self), table)  # sets ``table`` at the same moment
+        else:
+            self.table = table
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._use(self.table)
 
 
 def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:

@@ -1,7 +1,7 @@
 """The native parts: C++ beside a Python implementation that means the same, and serves where they are missing.
 
-``GRAPHDISPATCH_NATIVE=0`` in the environment, when graphdispatch is first imported, leaves everything to Python. What is
-here needs no torch; ``bound`` has the parts that look at tensors.
+``GRAPHDISPATCH_NATIVE=0`` in the environment, when graphdispatch is first imported, leaves everything to Python. What
+is here needs no torch; ``bound`` has the parts that look at tensors.
 """
 
 import os

@@ -1,4 +1,5 @@
 // The module graphdispatch.native._core. It is built without torch and bound to the installed one when it is loaded.
+#include "decide.h"
 #include "tensor.h"
 
 namespace {
@@ -27,4 +28,8 @@ PyModuleDef definition = {
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__core() { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__core() {
+  PyObject* module = PyModule_Create(&definition);
+  if (module && gd::add_decide(module)) Py_CLEAR(module);
+  return module;
+}
