@@ -1,5 +1,8 @@
-"""``torch.compile`` around served callables: it breaks its graph there, and what runs inside runs uncompiled."""
+"""``torch.compile`` and profilers around served callables: both go on there, and what runs inside is served."""
 
+import cProfile
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,3 +102,30 @@ def test_a_compiled_callable_inside_stays_compiled() -> None:
         assert torch.equal(compiled(x), fn(x) - 1)
     assert "mul" in inner.operators
     assert "mul" not in outer.operators
+
+
+def test_a_capture_does_not_load_the_compiler() -> None:
+    """Loading it takes longer than many captures."""
+    code = """
+import sys, torch, graphdispatch as gd
+step = gd.graphed(torch.nn.Linear(3, 3).eval(), sizes=(4,), capture_after=1, dynamic={"input": 0})
+with torch.no_grad():
+    for _ in range(3):
+        step(torch.randn(4, 3))
+assert step.stats.hits == 1, step.last_decision
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_profiler_in_compiled_code_goes_on() -> None:
+    """``cProfile`` cannot be set anew from Python, so nothing takes it away during a capture."""
+    step, profile = served(), cProfile.Profile()
+    with profile:
+        for rows in (4, 4, 4):
+            x = torch.randn(rows, 3)
+            assert torch.equal(step(x), fn(x))
+        sys.intern("still profiled")
+    assert step.stats.hits == 1
+    assert any("intern" in str(entry.code) for entry in profile.getstats())

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..backends import Backend, Pool
+from ..backends.tracing import untraced
 from ..call.signature import Refusal
-from ..call.tracing import untraced
 from ..capture.collector import swept_collector
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor

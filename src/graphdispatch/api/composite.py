@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
 
-from ..call.tracing import untraced
+from ..backends.tracing import untraced
 from ..copying import MadeAnew
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, ReplayError, check_callable, check_type, shown

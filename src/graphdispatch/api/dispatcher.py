@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from ..call.tracing import untraced
+from ..backends.tracing import untraced
 from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..decide.latency import LatencyMeter

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, ca
 import torch
 
 from ..backends import get_backend
+from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules, callable_name, make_rules
-from ..call.tracing import untraced
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, resized, roomy_config
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, check_callable

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..call.tracing import untraced
+from ..backends.tracing import untraced
 from ..config import CUDAGraphConfig, parse_mode
 from ..copying import MadeAnew
 from ..decide.decision import Decision

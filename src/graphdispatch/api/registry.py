@@ -8,10 +8,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..backends import get_backend
+from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..call.spec import is_tensor
-from ..call.tracing import untraced
 from ..config import CUDAGraphConfig
 from ..copying import MadeAnew
 from ..decide.decision import SizeTable

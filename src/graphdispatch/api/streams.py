@@ -7,7 +7,7 @@ from time import perf_counter_ns
 from typing import Any, Literal, cast
 
 from ..backends import Backend, get_backend
-from ..call.tracing import untraced
+from ..backends.tracing import untraced
 from ..config import CUDAGraphOptions
 from ..decide.decision import Decision
 from ..decide.policies import DispatchPolicy

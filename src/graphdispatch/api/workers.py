@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, Pool
 from ..backends.base import Event, Stream
+from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..call.spec import is_tensor
-from ..call.tracing import untraced
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied
 from ..decide.decision import Decision, SizeTable

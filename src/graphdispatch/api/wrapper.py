@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ..backends import Backend, Pool
+from ..backends.tracing import untraced
 from ..call.context import current_context, told_rows
 from ..call.rules import ArgumentRules
 from ..call.spec import parameter_names
-from ..call.tracing import untraced
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor

@@ -16,6 +16,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
+from .tracing import UntracedMode
+
 __all__ = ["CompiledRegion", "PythonCalls", "reveal_compiled"]
 
 _MODULE = "torch._inductor.output_code"
@@ -50,7 +52,7 @@ class CompiledRegion:
         return "compiled code"
 
 
-class PythonCalls(TorchDispatchMode):
+class PythonCalls(UntracedMode):
     """Notes the operators in Python that compiled code calls; ``names`` has them."""
 
     def __init__(self, is_python: Any) -> None:

@@ -14,18 +14,20 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..reasons import Reason
 from .compiled import CompiledRegion, reveal_compiled
 from .operators import HOST_READS, tensors_in, user_line
+from .tracing import UntracedMode
 
 __all__ = ["HostReads", "OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
 
@@ -131,7 +133,7 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class OperatorMode(TorchDispatchMode):
+class OperatorMode(UntracedMode):
     """A mode that sees operators as their parts; see Note [what arrives as one call].
 
     A subclass has ``watch``, which gets each operator that has no parts and runs it, and may have ``look_inside``. Call
@@ -152,24 +154,27 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Show one operator to ``watch``, or its parts."""
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
+        if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             return self.watch_higher_order(func, args, kwargs)
-        if is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
-        # A trace of the interpreter shall see the callable's Python, and not what watches it, which is much more.
-        profile = sys.getprofile()
-        if profile is not None:
+        # A trace of the interpreter shall see the callable's Python, and not what watches it, which is much more. A
+        # profiler in compiled code cannot be put back by its name.
+        trace = sys.getprofile()
+        is_traced = type(trace) in (MethodType, FunctionType)
+        if is_traced:
             sys.setprofile(None)
         try:
-            key = python_kernel(func, args, kwargs)
-            if key is None:
+            has_parts = is_composite(func)
+            key = None if has_parts else python_kernel(func, args, kwargs)
+            if not has_parts and key is None:
                 with torch._C.DisableTorchFunction():
                     return self.watch(func, args, kwargs)
         finally:
-            if profile is not None:
-                sys.setprofile(profile)
-        return self.look_inside(func, key, args, kwargs)
+            if is_traced:
+                sys.setprofile(trace)
+        if key is not None:
+            return self.look_inside(func, key, args, kwargs)
+        with self:
+            return func.decompose(*args, **kwargs)
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator's Python kernel, within this mode."""

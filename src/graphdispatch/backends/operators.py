@@ -7,7 +7,6 @@ at torch's dispatcher asks here.
 import linecache
 import os
 import sys
-from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from types import FrameType
@@ -131,18 +130,30 @@ def kind_of(func: OpOverload) -> OperatorKind:
     return OperatorKind.PURE if func.namespace == "aten" else OperatorKind.OPAQUE
 
 
-def tensors_in(*trees: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nests of arguments or results."""
-    for leaf in tree_iter(trees):
-        if issubclass(type(leaf), torch.Tensor):
-            yield leaf
+_LEAVES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+def tensors_in(*trees: Any) -> list[torch.Tensor]:
+    """All tensors in nests of arguments or results, in torch's order."""
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        kind = type(tree)
+        if issubclass(kind, torch.Tensor):
+            found.append(tree)
+        elif kind is tuple or kind is list:
+            found += tensors_in(*tree)
+        elif kind is dict:
+            found += tensors_in(*tree.values())
+        elif kind not in _LEAVES:
+            found += (leaf for leaf in tree_iter(tree) if issubclass(type(leaf), torch.Tensor))
+    return found
 
 
 def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that the operator writes to."""
     schema = func._schema
     if func.namespace == "c10d":
-        return list(tensors_in(args, kwargs))
+        return tensors_in(args, kwargs)
     unmarked = _UNMARKED_WRITES.get(schema.name, ())
     written: list[torch.Tensor] = []
     for position, arg in enumerate(schema.arguments):

@@ -10,9 +10,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends.base import Backend, Graph, Pool, Timer
+from ..backends.tracing import untraced
 from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
-from ..call.tracing import untraced
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError

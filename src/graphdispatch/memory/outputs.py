@@ -20,8 +20,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Pool
+from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
-from ..call.tracing import untraced
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part

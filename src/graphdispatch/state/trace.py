@@ -98,25 +98,24 @@ class CodeTrace:
         self._note(frame, event, arg)
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
-        if frame.f_code is self._within:
-            self._inside += 1 if event == "call" else -1 if event == "return" else 0
-        elif not self._inside:
+        if event != "call" and event != "return":
             return
-        elif event == "call":
-            code = frame.f_code
-            if code in self._skipped or code.co_filename.endswith(_COMPILER):
+        code, is_call = frame.f_code, event == "call"
+        if code is self._within:
+            self._inside += 1 if is_call else -1
+        elif code in self._skipped and self._inside:
+            self._depth += 1 if is_call else -1 if self._depth else 0
+        elif is_call and self._inside and not self._depth and (code not in self.codes or code in self._whole_self):
+            if code.co_filename.endswith(_COMPILER):
+                self._skipped.add(code)
                 self._depth += 1
-            elif not self._depth and (code not in self.codes or code in self._whole_self):
-                self.codes.add(code)
-                try:
-                    self._read(code, frame)
-                except Exception as error:  # which would end the user's call
-                    self.is_blind = True
-                    _log.debug("cannot tell what %s reads: %r", code.co_name, error)
-        elif event == "return" and self._depth:
-            code = frame.f_code
-            if code in self._skipped or code.co_filename.endswith(_COMPILER):
-                self._depth -= 1
+                return
+            self.codes.add(code)
+            try:
+                self._read(code, frame)
+            except Exception as error:  # which would end the user's call
+                self.is_blind = True
+                _log.debug("cannot tell what %s reads: %r", code.co_name, error)
 
     def _read(self, code: types.CodeType, frame: types.FrameType) -> None:
         reads = code_reads(code)

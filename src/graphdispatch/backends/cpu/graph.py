@@ -207,7 +207,7 @@ def _run(calls: list[Callable[[], Any]]) -> None:
 def _run_and_copy(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]
 ) -> None:
-    results = list(tensors_in(func(*args, **kwargs)))
+    results = tensors_in(func(*args, **kwargs))
     if func.namespace == "_c10d_functional":
         results = [torch.ops._c10d_functional.wait_tensor(t) for t in results]
     # A result that is one of the arguments needs no copy; the recorder made no output for it.

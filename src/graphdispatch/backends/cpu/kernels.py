@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ..operators import bits_equal, has_fixed_shapes
+from ..tracing import UntracedMode
 
 __all__ = ["Kernel", "choose_kernel", "in_place_method"]
 
@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
         return dict(zip(self.out_names, outs, strict=True))
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(UntracedMode):
     """Records which overloads a call reaches."""
 
     def __init__(self) -> None:
