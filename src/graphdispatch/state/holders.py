@@ -1,12 +1,13 @@
 """What an object that can change holds: read as plain data, compared without the user's code, written back.
 
-Each ``read_`` function gives a dict by label, or bytes; its ``write_`` function takes the same.
+Each ``read_`` function gives a dict by label, a list of entries, or bytes; its ``write_`` function takes the same.
 """
 
 import os
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,11 @@ from .objects import ABSENT
 __all__ = [
     "Holder",
     "frozen",
+    "labelled",
     "read_attributes",
     "read_cell",
-    "read_container",
+    "read_class",
+    "read_context",
     "read_function",
     "read_names",
     "read_slots",
@@ -44,15 +47,23 @@ class Holder(NamedTuple):
     """An object that can change: where it was met, how to read all that it holds, how to write that back."""
 
     path: Any
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
+    value: Any
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], Any]
     before: Any
 
     def change(self) -> str | None:
-        """How it differs from before, in words, or None. ``read`` gives a dict by label, or bytes."""
-        now, before = self.read(), self.before
-        if not isinstance(before, dict):
+        """How it differs from before, in words, or None."""
+        now, before = self.read(self.value), self.before
+        kind = type(before)
+        if kind is list:
+            if len(now) == len(before) and all(map(is_, now, before)):
+                return None
+            now, before = labelled(self.value, now), labelled(self.value, before)
+        elif kind is not dict:
             return None if now == before else " was written"
+        elif len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
+            return None
         if list(now) == list(before) and all(map(_same, before.values(), now.values())):
             return None
         for label in (*before, *now):
@@ -61,6 +72,10 @@ class Holder(NamedTuple):
                 name = f".{label}" if issubclass(type(label), str) and label.isidentifier() else label
                 return f"{name} was {'added' if a is ABSENT else 'removed' if b is ABSENT else 'rebound'}"
         return " was put in another order"
+
+    def restore(self) -> None:
+        """Put back what it held."""
+        self.write(self.value, self.before)
 
 
 def frozen(state: Any) -> Any:
@@ -93,7 +108,7 @@ def write_attributes(value: Any, before: dict[str, Any]) -> None:
     table.update(before)
 
 
-def read_slots(value: Any, slots: dict[str, Any]) -> dict[str, Any]:
+def read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
     """The slots of an object by name; ``ABSENT`` for an empty one."""
     return {f".{name}": _slot(member, value) for name, member in slots.items()}
 
@@ -105,7 +120,7 @@ def _slot(member: Any, value: Any) -> Any:
         return ABSENT
 
 
-def write_slots(value: Any, slots: dict[str, Any], before: dict[str, Any]) -> None:
+def write_slots(slots: dict[str, Any], value: Any, before: dict[str, Any]) -> None:
     """Fill and empty the slots of an object."""
     for name, member in slots.items():
         held = before[f".{name}"]
@@ -115,13 +130,14 @@ def write_slots(value: Any, slots: dict[str, Any], before: dict[str, Any]) -> No
             member.__delete__(value)
 
 
-def read_container(value: Any) -> dict[Any, Any]:
-    """The entries of a container, by key, index or identity."""
-    if issubclass(type(value), dict):
-        return {_Key(key): inner for key, inner in dict.items(value)}
-    if issubclass(type(value), set):
-        return {_Key(inner): inner for inner in set.__iter__(value)}
-    return {f"[{index}]": inner for index, inner in enumerate(objects.content(value))}
+def labelled(container: Any, entries: list[Any]) -> dict[Any, Any]:
+    """What ``objects.content`` gave of a container, by key, index or identity."""
+    if issubclass(type(container), dict):
+        half = len(entries) // 2
+        return dict(zip(map(_Key, entries[:half]), entries[half:], strict=True))
+    if issubclass(type(container), set):
+        return {_Key(inner): inner for inner in entries}
+    return {f"[{index}]": inner for index, inner in enumerate(entries)}
 
 
 class _Key:
@@ -144,20 +160,21 @@ class _Key:
         return f"[{self._by[1]}]" if isinstance(self._by, tuple) else "[key]"
 
 
-def write_container(value: Any, before: dict[Any, Any]) -> None:
-    """Make these the entries of a container."""
+def write_container(value: Any, before: list[Any]) -> None:
+    """Make these the entries of a container, as ``objects.content`` gave them."""
     if issubclass(type(value), dict):
+        half = len(before) // 2
         dict.clear(value)
-        for key, inner in before.items():
-            dict.__setitem__(value, key.key, inner)
+        for key, inner in zip(before[:half], before[half:], strict=True):
+            dict.__setitem__(value, key, inner)
     elif issubclass(type(value), set):
         set.clear(value)
-        set.update(value, before.values())
+        set.update(value, before)
     elif issubclass(type(value), list):
-        list.__setitem__(value, slice(None), list(before.values()))
+        list.__setitem__(value, slice(None), before)
     else:
         value.clear()
-        value.extend(before.values())
+        value.extend(before)
 
 
 def read_cell(cell: types.CellType) -> dict[str, Any]:
@@ -173,7 +190,7 @@ def write_cell(cell: types.CellType, before: dict[str, Any]) -> None:
         cell.cell_contents = before[""]
 
 
-def read_names(table: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+def read_names(names: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     """The variables of a module under some names; ``ABSENT`` for one that is not there."""
     return {name: table.get(name, ABSENT) for name in names}
 
@@ -187,13 +204,18 @@ def write_names(table: dict[str, Any], before: dict[str, Any]) -> None:
             table[name] = value
 
 
+def read_context(variable: ContextVar[Any]) -> dict[str, Any]:
+    """The value of a context variable in the running context."""
+    return {"": variable.get(ABSENT)}
+
+
 def write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
     """Set a context variable of the running context; one that had no value keeps the one that it got."""
     if before[""] is not ABSENT:
         variable.set(before[""])
 
 
-def write_environment(before: dict[str, str]) -> None:
+def write_environment(_: Any, before: dict[str, str]) -> None:
     """Set and unset environment variables."""
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
@@ -221,6 +243,11 @@ def write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
     fn.__code__, fn.__defaults__, fn.__kwdefaults__ = before.values()
 
 
+def read_class(kind: type) -> dict[str, Any]:
+    """The attributes of a class."""
+    return dict(vars(kind))
+
+
 def write_class(kind: type, before: dict[str, Any]) -> None:
     """Make these the attributes of a class."""
     now = dict(vars(kind))
@@ -231,7 +258,7 @@ def write_class(kind: type, before: dict[str, Any]) -> None:
             type.__setattr__(kind, name, value)
 
 
-def read_tensor(tensor: torch.Tensor, alias: torch.Tensor) -> dict[str, Any]:
+def read_tensor(alias: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
     """A tensor's gradient, memory and extent; ``alias`` stands for the memory that it had."""
     with torch._C.DisableTorchFunction():
         now = tensor.data

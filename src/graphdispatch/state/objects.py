@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ __all__ = [
     "CONSTANTS",
     "CONTAINERS",
     "GLOBAL_HOOKS",
+    "Kind",
+    "Kinds",
     "Reader",
     "attribute_table",
     "cell_value",
@@ -35,7 +37,6 @@ __all__ = [
     "functions_in",
     "is_code",
     "is_followed",
-    "is_iterator",
     "is_library_code",
     "is_opaque",
     "is_settings",
@@ -56,6 +57,9 @@ CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...), type(
 """Types whose values are compared by what they are, and not by identity."""
 CONTAINERS = (dict, list, set, deque)
 """Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
+
+_BARE = frozenset({dict, list, set, deque, tuple, frozenset})
+"""Types whose objects have no attributes."""
 
 CACHES = (type(lru_cache(id)),)
 """Caches of results in compiled code."""
@@ -94,9 +98,12 @@ _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 _MACHINERY = (*_TORCH_NEEDS, "logging", "threading", "importlib", "inspect", "asyncio", "multiprocessing", "subprocess")
 
 
+_NOTHING_IN = (*CONSTANTS, *_OPAQUE)
+
+
 def is_opaque(value: Any) -> bool:
     """Whether nothing is looked for in a value: a constant, or a part of the interpreter or of torch."""
-    return issubclass(type(value), (*CONSTANTS, *_OPAQUE))
+    return issubclass(type(value), _NOTHING_IN)
 
 
 def is_followed(kind: type) -> bool:
@@ -132,6 +139,8 @@ def _is_library_class(kind: type) -> bool:
 
 def attribute_table(value: Any) -> dict[str, Any] | None:
     """The attributes of an object by name, live and writable; None if it has none."""
+    if type(value) in _BARE:
+        return None
     home: Any = threading.local if issubclass(type(value), threading.local) else object
     try:
         table = home.__getattribute__(value, "__dict__")
@@ -178,8 +187,12 @@ def cell_value(cell: types.CellType) -> Any:
 
 def variables_of(fn: types.FunctionType) -> Iterator[str]:
     """The names of the globals that a function and the code nested in it use."""
-    names = {name for code in _nested_codes(fn.__code__) for name in code.co_names}
-    yield from (name for name in names if name in fn.__globals__)
+    yield from (name for name in _names_in(fn.__code__) if name in fn.__globals__)
+
+
+@lru_cache(maxsize=8192)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    return frozenset(name for nested in _nested_codes(code) for name in nested.co_names)
 
 
 def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -205,10 +218,33 @@ def is_code(value: Any) -> bool:
     return issubclass(type(value), kinds) and not issubclass(type(value), Enum)
 
 
-def is_iterator(value: Any) -> bool:
-    """Whether it is a generator or an iterator of compiled code, whose progress cannot be compared or put back."""
-    kind = type(value)
-    if issubclass(type(value), (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+class Kind(NamedTuple):
+    """What a class tells of its objects."""
+
+    is_opaque: bool
+    """See ``is_opaque``; then nothing else was asked."""
+    is_followed: bool
+    """See ``is_followed``."""
+    iterates: bool
+    """Whether they are generators or iterators of compiled code, whose progress cannot be compared or put back."""
+    slots: dict[str, Any]
+    """See ``slots_of``."""
+
+
+class Kinds(dict[type, Kind]):
+    """Classes, each asked when it is first met. Classes may change, so make another one for each look."""
+
+    def __missing__(self, kind: type) -> Kind:
+        if issubclass(kind, _NOTHING_IN):
+            known = Kind(True, False, False, {})
+        else:
+            known = Kind(False, is_followed(kind), _iterates(kind), slots_of(kind))
+        self[kind] = known
+        return known
+
+
+def _iterates(kind: type) -> bool:
+    if issubclass(kind, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         return True
     if issubclass(kind, io.IOBase):  # a file is outside of Python's state
         return False

@@ -64,6 +64,7 @@ class StateReads:
         self._library_names = frozenset(trace.library_names) | self._names if trace is not None else frozenset()
         self._all = trace is not None and (trace.is_blind or bool(trace.reads_whole))
         self._seen: dict[int, Any] = {}
+        self._kinds = objects.Kinds()
         self._compared = 0
         self._pending: list[Any] = [fn, *extra]
         self._pending += [hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values()]
@@ -80,7 +81,7 @@ class StateReads:
     def _follow(self) -> None:
         while self._pending:
             value = self._pending.pop()
-            if id(value) not in self._seen and not objects.is_opaque(value):
+            if id(value) not in self._seen and not self._kinds[type(value)].is_opaque:
                 self._seen[id(value)] = value
                 self._visit(value)
 
@@ -110,7 +111,7 @@ class StateReads:
         elif issubclass(type(value), np.ndarray) or kind is array:
             self.arrays.append(value)
             self._count(len(value.tobytes()) // 8, value)
-        elif objects.is_followed(kind):
+        elif self._kinds[kind].is_followed:
             self._visit_object(value)
         elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
@@ -141,7 +142,7 @@ class StateReads:
         kind = type(value)
         if kind is dict and "__builtins__" in value:
             return  # the variables of a module, which are followed by name
-        if objects.is_iterator(value):
+        if self._kinds[kind].iterates:
             self._refuse(f"the {kind.__name__} {value!r} that it may advance")
             return
         if issubclass(type(value), CONTAINERS):
@@ -152,7 +153,7 @@ class StateReads:
             self._pending += held
         elif issubclass(type(value), (tuple, frozenset)):
             self._pending += objects.content(value)
-        table, slots = objects.attribute_table(value), objects.slots_of(kind)
+        table, slots = objects.attribute_table(value), self._kinds[kind].slots
         is_user = bool(objects.user_classes(kind))
         names = self._named(kind, self._names if is_user else self._library_names)
         if table is not None:

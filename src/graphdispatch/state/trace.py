@@ -70,6 +70,8 @@ class CodeTrace:
         self._within = within
         self._inside = int(within is None)
         self._outer: Any = None
+        self._plain: dict[int, types.CodeType] = {}
+        """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
         self._whole_self: set[types.CodeType] = set()
         """Code that reads its first parameter whole, which may be of another class each time."""
 
@@ -83,6 +85,8 @@ class CodeTrace:
         self._depth = 0
         self._inside = int(self._within is None)
         self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
+        for code in self._skipped:
+            self._plain.pop(id(code), None)
         if self._outer is None or isinstance(self._outer, (types.FunctionType, types.MethodType)):
             sys.setprofile(self._note if self._outer is None else self._note_both)
         else:
@@ -98,24 +102,32 @@ class CodeTrace:
         self._note(frame, event, arg)
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
-        if event != "call" and event != "return":
-            return
-        code, is_call = frame.f_code, event == "call"
+        if event == "call":
+            if id(frame.f_code) not in self._plain:
+                self._note_call(frame)
+        elif event == "return":
+            if frame.f_code is self._within:
+                self._inside -= 1
+            elif self._depth and self._inside and frame.f_code in self._skipped:
+                self._depth -= 1
+
+    def _note_call(self, frame: types.FrameType) -> None:
+        code = frame.f_code
         if code is self._within:
-            self._inside += 1 if is_call else -1
-        elif code in self._skipped and self._inside:
-            self._depth += 1 if is_call else -1 if self._depth else 0
-        elif is_call and self._inside and not self._depth and (code not in self.codes or code in self._whole_self):
-            if code.co_filename.endswith(_COMPILER):
-                self._skipped.add(code)
-                self._depth += 1
-                return
-            self.codes.add(code)
-            try:
-                self._read(code, frame)
-            except Exception as error:  # which would end the user's call
-                self.is_blind = True
-                _log.debug("cannot tell what %s reads: %r", code.co_name, error)
+            self._inside += 1
+        elif self._inside and (code in self._skipped or code.co_filename.endswith(_COMPILER)):
+            self._skipped.add(code)
+            self._depth += 1
+        elif self._inside and not self._depth:
+            if code not in self.codes or code in self._whole_self:
+                self.codes.add(code)
+                try:
+                    self._read(code, frame)
+                except Exception as error:  # which would end the user's call
+                    self.is_blind = True
+                    _log.debug("cannot tell what %s reads: %r", code.co_name, error)
+            if code not in self._whole_self:
+                self._plain[id(code)] = code
 
     def _read(self, code: types.CodeType, frame: types.FrameType) -> None:
         reads = code_reads(code)

@@ -10,9 +10,11 @@ import random
 import types
 import weakref
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ __all__ = ["StateWalk"]
 _PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
+_bytes_of = methodcaller("tobytes")
 Edges = Iterator[tuple[str, Any]]
 
 
@@ -50,6 +53,7 @@ class StateWalk:
         self.overflow: str | None = None
         self._most = most
         self._seen: dict[int, Any] = {}
+        self._kinds = objects.Kinds()
         self._holders: list[Holder] = []
         self._variables: dict[int, dict[str, Any]] = {}
         self._generators: list[Holder] = []
@@ -62,15 +66,15 @@ class StateWalk:
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
-        pending = [(value, path)]
+        pending, seen = [(value, path)], self._seen
         while pending:
             value, path = pending.pop()
-            if id(value) in self._seen or objects.is_opaque(value):
+            if id(value) in seen or self._kinds[type(value)].is_opaque:
                 continue
-            if len(self._seen) >= self._most:
+            if len(seen) >= self._most:
                 self.overflow = self.overflow or _text(path)
                 return
-            self._seen[id(value)] = value
+            seen[id(value)] = value
             pending += [(inner, (path, label)) for label, inner in self._edges(value, path)]
 
     def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
@@ -78,11 +82,8 @@ class StateWalk:
         known = self._variables.get(id(table))
         if known is None:
             known = self._variables[id(table)] = {}
-            self._holders.append(
-                Holder(
-                    ((), where), partial(holders.read_names, table, known), partial(holders.write_names, table), known
-                )
-            )
+            read = partial(holders.read_names, known)
+            self._holders.append(Holder(((), where), table, read, holders.write_names, known))
         self._seen[id(table)] = table
         for name in names:
             if name not in known:
@@ -93,7 +94,7 @@ class StateWalk:
         """Note the environment variables, which code is about to use. Torch sets some of its own, so not before."""
         if id(os.environ) not in self._seen:
             self._seen[id(os.environ)] = os.environ
-            self._hold(((), "os.environ"), lambda: dict(os.environ), holders.write_environment)
+            self._hold(((), "os.environ"), os.environ, dict, holders.write_environment)
 
     def change(self) -> str | None:
         """The first of ``changes``, or None."""
@@ -124,7 +125,7 @@ class StateWalk:
             try:
                 how = holder.change()
                 if how is not None and (names is None or _attributes_in(holder.path, how) <= set(names)):
-                    holder.write(holder.before)
+                    holder.restore()
             except Exception as error:
                 failed = failed or error
         if failed is not None:
@@ -133,80 +134,87 @@ class StateWalk:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def _hold(self, path: Any, read: Callable[[], Any], write: Callable[[Any], Any]) -> Any:
-        before = read()
-        self._holders.append(Holder(path, read, write, before))
+    def _hold(self, path: Any, value: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> Any:
+        before = read(value)
+        self._holders.append(Holder(path, value, read, write, before))
         return before
 
     def _edges(self, value: Any, path: Any) -> Edges:
         """What ``value`` holds, with labels; notes what of it can change."""
         kind = type(value)
+        if kind in CONTAINERS or kind is OrderedDict:
+            return self._object_edges(value, path)
+        if issubclass(kind, torch.Tensor):
+            return self._tensor_edges(value, path)
+        if issubclass(kind, types.FunctionType):
+            return self._function_edges(value, path, with_globals=True)
+        if issubclass(kind, type):
+            return self._class_edges(value, path)
+        if kind is types.CellType or kind is ContextVar or kind is array or issubclass(kind, np.ndarray):
+            return self._value_edges(value, path)
         if kind in (weakref.ref, weakref.KeyedRef, *weakref.ProxyTypes):
-            yield "()", objects.referent(value)
-        elif issubclass(type(value), torch.Tensor):
-            yield from self._tensor_edges(value, path)
-        elif issubclass(type(value), types.FunctionType):
-            yield from self._function_edges(value, path, with_globals=True)
-        elif issubclass(type(value), types.MethodType):
-            yield from (("", value.__self__), ("", value.__func__))
-        elif issubclass(type(value), (property, staticmethod, classmethod)):
-            yield from (("", fn) for fn in objects.functions_in(value))
-        elif issubclass(type(value), type):
-            yield from self._class_edges(value, path)
-        elif issubclass(type(value), types.ModuleType):
-            return
-        elif issubclass(type(value), types.CellType):
-            held = self._hold(path, partial(holders.read_cell, value), partial(holders.write_cell, value))
-            yield "", held[""]
-        elif kind is ContextVar:
-            yield ".get()", self._hold(path, lambda: {"": value.get(ABSENT)}, partial(holders.write_context, value))[""]
-        elif issubclass(type(value), np.ndarray):
-            if not value.dtype.hasobject:
-                self._hold(path, value.tobytes, partial(holders.write_array, value))
-            else:
-                yield from (("[...]", inner) for inner in value.flat)
-        elif kind is array:
-            self._hold(path, value.tobytes, partial(holders.write_numbers, value))
-        elif issubclass(type(value), (random.Random, np.random.Generator, np.random.RandomState)):
+            return iter([("()", objects.referent(value))])
+        if issubclass(kind, types.MethodType):
+            return iter([("", value.__self__), ("", value.__func__)])
+        if issubclass(kind, (property, staticmethod, classmethod)):
+            return (("", fn) for fn in objects.functions_in(value))
+        if issubclass(kind, types.ModuleType):
+            return iter(())
+        if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState)):
             self._note_random(path, value)
-        elif objects.is_followed(kind):
-            yield from self._object_edges(value, path)
-        elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
-            yield "", value.unwrap()
+            return iter(())
+        if self._kinds[kind].is_followed:
+            return self._object_edges(value, path)
+        is_ours = kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
+        return iter([("", value.unwrap())] if is_ours else ())
+
+    def _value_edges(self, value: Any, path: Any) -> Edges:
+        """What holds one value, or numbers: a cell, a context variable, an array."""
+        if type(value) is types.CellType:
+            yield "", self._hold(path, value, holders.read_cell, holders.write_cell)[""]
+        elif type(value) is ContextVar:
+            yield ".get()", self._hold(path, value, holders.read_context, holders.write_context)[""]
+        elif type(value) is array:
+            self._hold(path, value, _bytes_of, holders.write_numbers)
+        elif not value.dtype.hasobject:
+            self._hold(path, value, _bytes_of, holders.write_array)
+        else:
+            yield from (("[...]", inner) for inner in value.flat)
 
     def _object_edges(self, value: Any, path: Any) -> Edges:
         """An object with attributes, slots or entries: all of them."""
-        kind = type(value)
-        is_container = issubclass(type(value), CONTAINERS)
+        kind, kinds = type(value), self._kinds
+        is_dict = issubclass(kind, dict)
         if kind is dict and "__builtins__" in value:
             return  # the variables of a module, which are followed by name
-        if issubclass(type(value), nn.Module):
+        if issubclass(kind, nn.Module):
             self.modules.append(value)
-        table, slots = objects.attribute_table(value), objects.slots_of(kind)
+        table, slots = objects.attribute_table(value), kinds[kind].slots
         if table is not None:
-            held = self._hold(path, partial(holders.read_attributes, value), partial(holders.write_attributes, value))
-            yield from ((f".{name}" if name not in _MEMBERS else "", inner) for name, inner in held.items())
+            held = self._hold(path, value, holders.read_attributes, holders.write_attributes)
+            for name, inner in held.items():
+                if not kinds[type(inner)].is_opaque:
+                    yield f".{name}" if name not in _MEMBERS else "", inner
         if slots:
-            held = self._hold(
-                path, partial(holders.read_slots, value, slots), partial(holders.write_slots, value, slots)
-            )
-            yield from held.items()
-        if is_container:
-            held = self._hold(path, partial(holders.read_container, value), partial(holders.write_container, value))
-            yield from held.items()
-            yield from (("[key]", inner) for inner in (dict.keys(value) if issubclass(type(value), dict) else ()))
-        elif issubclass(type(value), (tuple, frozenset)):
+            read, write = partial(holders.read_slots, slots), partial(holders.write_slots, slots)
+            yield from self._hold(path, value, read, write).items()
+        if issubclass(kind, CONTAINERS):
+            entries = self._hold(path, value, objects.content, holders.write_container)
+            if entries:
+                yield from holders.labelled(value, entries).items()
+                yield from (("[key]", inner) for inner in (dict.keys(value) if is_dict else ()))
+        elif issubclass(kind, (tuple, frozenset)):
             yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
-        elif issubclass(type(value), bytearray):
-            self._hold(path, lambda: bytes(value), lambda before: value.__setitem__(slice(None), before))
-        elif issubclass(type(value), partial):
+        elif issubclass(kind, bytearray):
+            self._hold(path, value, bytes, lambda held, before: held.__setitem__(slice(None), before))
+        elif issubclass(kind, partial):
             yield from (("", inner) for inner in (value.func, value.args, value.keywords))
         elif not slots:
             for inner in objects.referents(value):
                 # What a cache keeps is no state by itself, and its own table must not be written.
                 is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
                 yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
-        if objects.is_iterator(value):
+        if kinds[kind].iterates:
             self.iterator = self.iterator or _text(path)
         yield "", kind
 
@@ -214,10 +222,10 @@ class StateWalk:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
             alias = tensor.data
-            self._hold(path, partial(holders.read_tensor, tensor, alias), partial(holders.write_tensor, tensor))
+            self._hold(path, tensor, partial(holders.read_tensor, alias), holders.write_tensor)
         table = objects.attribute_table(tensor)
         if table is not None:
-            held = self._hold(path, partial(holders.read_attributes, tensor), partial(holders.write_attributes, tensor))
+            held = self._hold(path, tensor, holders.read_attributes, holders.write_attributes)
             yield from ((f".{name}", inner) for name, inner in held.items())
 
     def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
@@ -233,7 +241,7 @@ class StateWalk:
             yield from ((f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, cells, strict=True))
             if with_globals:
                 self.visit_variables(fn.__globals__, objects.variables_of(fn), fn.__module__ or "")
-        self._hold(path, partial(holders.read_function, fn), partial(holders.write_function, fn))
+        self._hold(path, fn, holders.read_function, holders.write_function)
         yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
 
     def _class_edges(self, kind: type, path: Any) -> Edges:
@@ -242,7 +250,7 @@ class StateWalk:
             if base is not kind:
                 yield "", base
             else:
-                held = self._hold(path, lambda: dict(vars(kind)), partial(holders.write_class, kind))
+                held = self._hold(path, kind, holders.read_class, holders.write_class)
                 for name, inner in held.items():
                     functions = objects.functions_in(inner)
                     for fn in functions:
@@ -255,16 +263,19 @@ class StateWalk:
     def _note_random(self, path: Any, generator: Any) -> None:
         read: Callable[[], Any]
         write: Any
+        freeze: Callable[[Any], Any] = holders.frozen
         if issubclass(type(generator), np.random.Generator):
             bits = generator.bit_generator
             read, write = lambda: bits.state, partial(setattr, bits, "state")
-        elif issubclass(type(generator), random.Random) or generator is random:
+        elif type(generator) is random.Random or generator is random:
+            read, write, freeze = generator.getstate, generator.setstate, tuple  # nested tuples of numbers
+        elif issubclass(type(generator), random.Random):
             read, write = generator.getstate, generator.setstate
         else:
             read, write = generator.get_state, generator.set_state
         saved = read()
         self._generators.append(
-            Holder(path, lambda: holders.frozen(read()), lambda _: write(saved), holders.frozen(saved))
+            Holder(path, generator, lambda _: freeze(read()), lambda *_: write(saved), freeze(saved))
         )
 
 
