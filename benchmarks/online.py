@@ -56,7 +56,7 @@ class Counted:
             if at < len(self.sizes):
                 self.stats.record_hit(tokens, self.sizes[at])
             else:
-                self.stats.record_miss(Reason.ABOVE_LARGEST_SIZE, tokens)
+                self.stats.record_eager(Reason.ABOVE_LARGEST_SIZE, tokens)
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:

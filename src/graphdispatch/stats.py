@@ -57,8 +57,9 @@ class Eviction(NamedTuple):
 class CUDAGraphStats(Unlocked):
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
-    A graph serves a *hit*. Every other call is a *miss*. A *fallback* is a miss that only ran eagerly: it captured and
-    compared nothing. ``real_rows`` and ``padded_rows`` count the rows of hits before and after padding. Use
+    A graph serves a *hit*. A *verification* is a call for which there was a graph that had to be compared with eager
+    first, and agreed; its answer is eager's. Every other call is a *miss*. A *fallback* is a miss that captured
+    nothing. ``real_rows`` and ``padded_rows`` count the rows of hits before and after padding. Use
     ``knows_rows=False`` if calls arrive padded, so that their real rows are unknown. It is thread-safe if all graphs
     that count in it belong to one pool.
     """
@@ -84,9 +85,9 @@ class CUDAGraphStats(Unlocked):
         self.real_rows = 0
         self.padded_rows = 0
         self.reasons: Counter[Reason] = Counter()
-        # Two counters, since hits and misses are counted under different locks.
+        # Two counters, since hits and other calls are counted under different locks.
         self._rows_of_hits: dict[int, int] = {}
-        self._rows_of_misses: dict[int, int] = {}
+        self._rows_of_eager: dict[int, int] = {}
 
     def record_hit(self, real_rows: int, padded_rows: int) -> None:
         """Count a call that a graph served. It takes no lock: the caller holds the lock of the graph's pool."""
@@ -100,17 +101,17 @@ class CUDAGraphStats(Unlocked):
             if len(self._rows_of_hits) < _MOST_ROWS:
                 self._rows_of_hits[real_rows] = 1
 
-    def record_miss(self, reason: Reason, rows: int = 0) -> None:
-        """Count a call that no graph served, with the reason. ``rows`` is its number of rows, 0 if unknown."""
+    def record_eager(self, reason: Reason, rows: int = 0) -> None:
+        """Count a call whose answer is eager's, with the reason. ``rows`` is its number of rows, 0 if unknown."""
         with self._lock:
-            self.misses += 1
             self.reasons[reason] += 1
-            if rows > 0 and (rows in self._rows_of_misses or len(self._rows_of_misses) < _MOST_ROWS):
-                self._rows_of_misses[rows] = self._rows_of_misses.get(rows, 0) + 1
+            if rows > 0 and (rows in self._rows_of_eager or len(self._rows_of_eager) < _MOST_ROWS):
+                self._rows_of_eager[rows] = self._rows_of_eager.get(rows, 0) + 1
             if reason is Reason.VERIFIED_NOW:
                 self.verifications += 1
-            elif reason is not Reason.CAPTURED_NOW:
-                self.fallbacks += 1
+                return
+            self.misses += 1
+            self.fallbacks += reason is not Reason.CAPTURED_NOW
 
     def record_capture(self, time_ms: float) -> None:
         """Count a successful capture."""
@@ -139,11 +140,16 @@ class CUDAGraphStats(Unlocked):
     @property
     def calls(self) -> int:
         """All calls."""
-        return self.hits + self.misses
+        return self.hits + self.verifications + self.misses
 
     @property
     def hit_rate(self) -> float:
-        """The share of calls that a graph served, 0.0 before the first call."""
+        """The share of calls for which there was a graph: hits and verifications; 0.0 before the first call."""
+        return (self.hits + self.verifications) / self.calls if self.calls else 0.0
+
+    @property
+    def graph_ratio(self) -> float:
+        """The share of calls that a graph served, without those that only compared one; 0.0 before the first call."""
         return self.hits / self.calls if self.calls else 0.0
 
     @property
@@ -153,21 +159,22 @@ class CUDAGraphStats(Unlocked):
 
     @property
     def rows(self) -> dict[int, int]:
-        """Calls by number of rows, if known. Hits and misses each count their first 4,096 different numbers."""
+        """Calls by number of rows, if known. Hits and other calls each count their first 4,096 different numbers."""
         if not self._knows_rows:
             return {}
-        return dict(Counter(self._rows_of_hits.copy()) + Counter(self._rows_of_misses.copy()))
+        return dict(Counter(self._rows_of_hits.copy()) + Counter(self._rows_of_eager.copy()))
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as plain data, for JSON."""
         with self._lock:
             plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
             plain["reasons"] = {reason.value: n for reason, n in self.reasons.items()}
-        return plain | {"hit_rate": self.hit_rate, "padding_ratio": self.padding_ratio}
+        shares = ("hit_rate", "graph_ratio", "padding_ratio")
+        return plain | {name: getattr(self, name) for name in shares}
 
     def __repr__(self) -> str:
         return (
-            f"<CUDAGraphStats {self.calls} calls, {100 * self.hit_rate:.1f} % hits, "
+            f"<CUDAGraphStats {self.calls} calls, {100 * self.graph_ratio:.1f} % hits, "
             f"{self.captures} captures, {100 * self.padding_ratio:.1f} % padding>"
         )
 
@@ -175,7 +182,8 @@ class CUDAGraphStats(Unlocked):
 class DispatchStats(Unlocked):
     """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide.
 
-    A *fallback* is an eager call for which a graph was wanted. Times are wall-clock nanoseconds. Thread-safe.
+    A *fallback* is an eager call for which a graph was wanted; one that compared a graph with eager is none. Times are
+    wall-clock nanoseconds. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -202,7 +210,7 @@ class DispatchStats(Unlocked):
             else:
                 self.eager += 1
                 self.reasons[reason] += 1
-                if reason not in (Reason.DISABLED, Reason.POLICY):
+                if reason not in (Reason.DISABLED, Reason.POLICY, Reason.VERIFIED_NOW):
                     self.fallbacks += 1
 
     @property

@@ -160,3 +160,66 @@ def test_a_manager_serves_in_every_mode(mode: gd.CUDAGraphMode, first: str) -> N
         assert manager.stats.hits - hits == expected.has_graphs()
         entry = manager.registry.get(4, seq_len)
         assert (entry.mode if entry is not None else gd.CUDAGraphMode.NONE) is expected
+
+
+def test_a_manager_s_entry_is_named_by_batch_size_and_sequence_length() -> None:
+    """That is its key, and its descriptor tells both: requests, and tokens."""
+    manager = gd.CUDAGraphManager()
+    for seq_len in (7, 1):
+        entry = manager.capture_graph(3, seq_len, lambda x: x * 2, {"x": (3, 5)})
+        assert entry.key == (4, seq_len)
+        descriptor = entry.batch_descriptor
+        assert descriptor == gd.BatchDescriptor(4 * seq_len, 4, seq_len == 1)
+        assert (descriptor.num_reqs, descriptor.num_tokens // 4) == entry.key
+    other = manager.capture_graph(3, 7, lambda x: x * 3, {"x": (3, 5)})
+    assert other.key == (4, 7)
+    assert manager.registry.num_graphs == 2
+
+
+def test_other_doors_name_their_entries_too() -> None:
+    """A wrapper by the descriptor, ``graphed`` by the size."""
+    entry = wrapped().get_entry(gd.BatchDescriptor(4))
+    assert entry is not None
+    assert entry.key == entry.descriptor
+    serve = gd.graphed(lambda x: x * 2, dynamic={"x": 0}, max_size=8)
+    serve.prewarm(torch.randn(3, 2), sizes=[4, 8])
+    assert [one.key for one in serve.entries] == [4, 8]
+
+
+def test_three_of_four_calls_find_a_graph() -> None:
+    """One capture and three calls: the one that compares the graph is no miss, and is counted apart."""
+    wrapper = wrapped()
+    for _ in range(2):
+        step(wrapper)
+    stats = wrapper.get_stats()
+    assert (stats.captures, stats.misses, stats.verifications, stats.hits, stats.calls) == (1, 1, 1, 2, 4)
+    assert (stats.hit_rate, stats.graph_ratio) == (0.75, 0.5)
+    assert stats.fallbacks == 0
+
+
+def test_shares_are_properties_everywhere() -> None:
+    """Each can be compared with a number as it stands."""
+    for stats in (gd.CUDAGraphStats(), gd.DispatchStats(), gd.CudagraphDispatcher(print).stats, wrapped().get_stats()):
+        shares = [name for name in dir(type(stats)) if name.endswith(("_rate", "_ratio"))]
+        assert "graph_ratio" in shares
+        assert all(0.0 <= getattr(stats, name) <= 1.0 for name in shares)
+
+
+def test_a_comparison_is_no_fallback_of_a_dispatcher() -> None:
+    """It runs eagerly on the way to its graph."""
+    dispatcher = gd.CudagraphDispatcher(lambda x: x * 2)
+    key = gd.DispatchKey(4, 4)
+    dispatcher.register_graph(key, gd.CUDAGraphRegistry().capture(4, 1, lambda x: x * 2, {"x": (4, 3)}))
+    for _ in range(3):
+        dispatcher.dispatch(key, x=torch.randn(4, 3))
+    assert (dispatcher.stats.eager, dispatcher.stats.graph, dispatcher.stats.fallbacks) == (1, 2, 0)
+
+
+def test_a_replay_of_an_entry_counts_for_its_manager() -> None:
+    """As a replay and a hit, whoever asked for it."""
+    manager = gd.CUDAGraphManager()
+    entry = manager.capture_graph(4, 1, lambda x: x * 2, {"x": (4, 3)})
+    x = torch.randn(4, 3)
+    assert torch.equal(entry.replay({"x": x}), x * 2)
+    assert torch.equal(entry.replay(), x * 2)
+    assert (entry.replay_count, manager.stats.replays, manager.stats.hits) == (2, 2, 2)

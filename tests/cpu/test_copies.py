@@ -127,13 +127,13 @@ def test_a_manager_keeps_its_mode(copied: Callable[[Any], Any]) -> None:
 def test_counters_are_a_snapshot(copied: Callable[[Any], Any]) -> None:
     """What counts keeps its figures, and counts by itself from then on."""
     stats, dispatched = gd.CUDAGraphStats(), gd.DispatchStats()
-    stats.record_miss(Reason.POLICY, 3)
+    stats.record_eager(Reason.POLICY, 3)
     dispatched.record(DispatchMode.EAGER, Reason.POLICY, 5)
     others = copied(stats), copied(dispatched)
-    stats.record_miss(Reason.POLICY, 3)
+    stats.record_eager(Reason.POLICY, 3)
     dispatched.record(DispatchMode.EAGER, Reason.POLICY, 5)
     assert [other.to_dict()["reasons"] for other in others] == [{Reason.POLICY.value: 1}] * 2
-    others[0].record_miss(Reason.POLICY)
+    others[0].record_eager(Reason.POLICY)
     assert (stats.misses, others[0].misses) == (2, 2)
 
 

@@ -12,7 +12,6 @@ from graphdispatch.errors import GuardError, ReplayError
 from graphdispatch.memory.entry import CUDAGraphEntry, GraphEntry, WrittenSpans
 from graphdispatch.memory.foreign import Replayable, entry_around
 from graphdispatch.modes import CUDAGraphMode, EntryState
-from graphdispatch.stats import CUDAGraphStats
 from graphdispatch.testing import MockCUDAGraph
 
 
@@ -82,13 +81,15 @@ def test_buffers_filled_by_hand_are_padded_again(entry: CUDAGraphEntry) -> None:
 
 
 def test_replays_are_counted(entry: CUDAGraphEntry) -> None:
-    """By the entry, and by the statistics that are given."""
-    stats = CUDAGraphStats()
+    """By the entry, and by the door that captured it."""
+    assert entry.stats is not None
     before = entry.last_used
-    entry.replay({"x": torch.ones(3, 3)}, stats)
+    entry.replay({"x": torch.ones(3, 3)})
     entry.replay()
+    stats = entry.stats
+    assert (entry.replay_count, stats.replays, stats.hits, stats.real_rows, stats.padded_rows) == (2, 2, 2, 7, 8)
     entry.increment_replay()
-    assert (entry.replay_count, stats.hits, stats.real_rows, stats.padded_rows) == (3, 1, 3, 4)
+    assert entry.replay_count == 3
     assert entry.last_used > before
 
 
@@ -195,7 +196,7 @@ def test_repr_is_a_status_line(entry: CUDAGraphEntry) -> None:
 
 def test_an_entry_is_described(entry: CUDAGraphEntry) -> None:
     """Descriptor, key, mode and capture time say what it is."""
-    assert (entry.descriptor, entry.mode, entry.size) == (BatchDescriptor(4), CUDAGraphMode.FULL, 4)
+    assert (entry.descriptor, entry.mode, entry.size) == (BatchDescriptor(4, 4, True), CUDAGraphMode.FULL, 4)
     assert entry.capture_time_ms > 0
 
 

@@ -270,7 +270,7 @@ def test_a_callable_is_told_in_numbers() -> None:
     """Calls, reasons, graphs, memory, breaks and evictions are what the callable's own figures say."""
     call = served()
     page, stats = Page(callable_report(call)), call.stats
-    assert f"Graphs served {percent(stats.hit_rate)} of {stats.calls} calls" in page.text
+    assert f"Graphs served {percent(stats.graph_ratio)} of {stats.calls} calls" in page.text
     assert {row[0]: row[1] for row in page.table("rows")} == {str(n): str(k) for n, k in stats.rows.items()}
     assert {row[0]: row[1] for row in page.table("reason")} == {
         reason.value: str(number) for reason, number in stats.reasons.items()

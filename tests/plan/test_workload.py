@@ -102,9 +102,9 @@ def test_live_counters_are_a_workload() -> None:
             Workload.from_stats(unknown)
     stats.record_hit(3, 4)
     stats.record_hit(3, 4)
-    stats.record_miss(Reason.ABOVE_LARGEST_SIZE, 900)
-    stats.record_miss(Reason.FIRST_SIGHTING, 3)
-    stats.record_miss(Reason.NO_ROWS)
+    stats.record_eager(Reason.ABOVE_LARGEST_SIZE, 900)
+    stats.record_eager(Reason.FIRST_SIGHTING, 3)
+    stats.record_eager(Reason.NO_ROWS)
     assert table(Workload.from_stats(stats)) == {3: (3, 0), 900: (1, 0)}
 
 

@@ -32,10 +32,11 @@ def test_hits_count_real_and_padded_rows() -> None:
     [(Reason.ABOVE_LARGEST_SIZE, 1, 0), (Reason.CAPTURED_NOW, 0, 0), (Reason.VERIFIED_NOW, 0, 1)],
 )
 def test_a_miss_is_a_fallback_unless_it_worked_on_a_graph(reason: Reason, fallbacks: int, verifications: int) -> None:
-    """Calls that captured or checked a graph are misses, but not fallbacks."""
+    """A call that captured a graph is a miss, but no fallback; one that compared a graph is counted apart."""
     stats = CUDAGraphStats()
-    stats.record_miss(reason)
-    assert (stats.misses, stats.fallbacks, stats.verifications) == (1, fallbacks, verifications)
+    stats.record_eager(reason)
+    assert (stats.calls, stats.misses) == (1, 1 - verifications)
+    assert (stats.fallbacks, stats.verifications) == (fallbacks, verifications)
     assert stats.reasons == {reason: 1}
 
 
@@ -64,12 +65,12 @@ def test_calls_are_counted_by_rows_in_bounded_memory() -> None:
     """Hits and misses of known rows count together; beyond 4,096 numbers of each, sums alone go on."""
     stats = CUDAGraphStats()
     stats.record_hit(3, 4)
-    stats.record_miss(Reason.FIRST_SIGHTING, 3)
-    stats.record_miss(Reason.NO_ROWS)
+    stats.record_eager(Reason.FIRST_SIGHTING, 3)
+    stats.record_eager(Reason.NO_ROWS)
     assert stats.rows == {3: 2}
     for rows in range(1, 10_001):
         stats.record_hit(rows, rows)
-        stats.record_miss(Reason.ABOVE_LARGEST_SIZE, 10_000 + rows)
+        stats.record_eager(Reason.ABOVE_LARGEST_SIZE, 10_000 + rows)
     assert (len(stats.rows), stats.rows[3], stats.hits, stats.misses) == (8191, 3, 10_001, 10_002)
     stats.reset()
     assert stats.rows == {}
@@ -79,7 +80,7 @@ def test_graph_counters_are_plain_data() -> None:
     """The report of the counters holds what JSON can hold, reasons by their words."""
     stats = CUDAGraphStats()
     stats.record_hit(1, 2)
-    stats.record_miss(Reason.NO_ROWS)
+    stats.record_eager(Reason.NO_ROWS)
     plain = json.loads(json.dumps(stats.to_dict()))
     assert (plain["hits"], plain["hit_rate"], plain["padding_ratio"]) == (1, 0.5, 0.5)
     assert plain["reasons"] == {"no_rows": 1}
@@ -89,7 +90,7 @@ def test_reset_forgets_everything() -> None:
     """After a reset the counters are those of a new object."""
     stats = CUDAGraphStats()
     stats.record_hit(1, 2)
-    stats.record_miss(Reason.POLICY)
+    stats.record_eager(Reason.POLICY)
     stats.reset()
     assert stats.to_dict() == CUDAGraphStats().to_dict()
 
@@ -98,7 +99,7 @@ def test_graph_counters_read_as_a_status_line() -> None:
     """``repr`` tells calls, hits, captures and padding."""
     stats = CUDAGraphStats()
     stats.record_hit(4, 5)
-    stats.record_miss(Reason.FIRST_SIGHTING)
+    stats.record_eager(Reason.FIRST_SIGHTING)
     assert repr(stats) == "<CUDAGraphStats 2 calls, 50.0 % hits, 0 captures, 20.0 % padding>"
 
 
@@ -106,7 +107,7 @@ def test_no_count_is_lost_between_threads() -> None:
     """Misses are counted from any thread, and add up."""
     stats = CUDAGraphStats()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: stats.record_miss(Reason.FIRST_SIGHTING), range(4000)))
+        list(pool.map(lambda _: stats.record_eager(Reason.FIRST_SIGHTING), range(4000)))
     assert (stats.misses, stats.fallbacks) == (4000, 4000)
 
 

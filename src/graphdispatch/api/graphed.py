@@ -375,5 +375,5 @@ class Graphed(Lifecycle, Generic[P, R]):
         return (
             f"<Graphed {callable_name(self._server.fn)}: {len(self._graphs.cache)} graphs of at most "
             f"{self._decode.table.largest} rows, "
-            f"{100 * self.stats.hit_rate:.1f} % of {self.stats.calls} calls served>"
+            f"{100 * self.stats.graph_ratio:.1f} % of {self.stats.calls} calls served>"
         )

@@ -57,7 +57,7 @@ class Registered:
     @property
     def place(self) -> Hashable:
         """Its key in the worker's cache."""
-        return self.entry.key if self.is_captured else self.route.key
+        return self.entry.place if self.is_captured else self.route.key
 
     @property
     def is_gone(self) -> bool:

@@ -15,6 +15,7 @@ from ..call.spec import is_tensor
 from ..config import CUDAGraphConfig
 from ..copying import MadeAnew
 from ..decide.decision import SizeTable
+from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, ConfigError, check_callable, check_count, check_type, shown
 from ..forking import make_lock
 from ..memory.accounting import memory_report
@@ -42,6 +43,14 @@ class _KeyedRoute(Route):
     def __init__(self, key: Hashable, table: SizeTable, rules: ArgumentRules, seq_len: int) -> None:
         super().__init__(key, table, rules)
         self.seq_len = seq_len
+
+    def descriptor_of(self, size: int) -> BatchDescriptor:
+        """``size`` requests of ``seq_len`` tokens each."""
+        return BatchDescriptor(size * max(self.seq_len, 1), size, self.seq_len == 1)
+
+    def name_of(self, size: int) -> tuple[int, int]:
+        """Batch size and sequence length."""
+        return size, self.seq_len
 
 
 class _Callable(NamedTuple):
@@ -274,7 +283,7 @@ class CUDAGraphRegistry(MadeAnew):
         """Release the graphs of one callable for a key, and forget its failures there; whether there was a graph."""
         found = [(group, entry) for group in self.groups_of(one, size, seq_len) for entry in group.of_size(size)]
         for group, entry in found:
-            self._cache.remove(entry.key)
+            self._cache.remove(entry.place)
             group.drop(entry)
             entry.release()
         return bool(found)

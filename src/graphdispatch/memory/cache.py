@@ -141,7 +141,7 @@ class GraphCache:
     def retire(self, entry: CUDAGraphEntry, reason: EvictionReason, tag: str = "") -> list[Victim]:
         """Drop this entry, if it is still what its key stands for, so that its release counts as an eviction."""
         with self._lock:
-            return self._take(entry.key, reason, tag) if self._entries.get(entry.key) is entry else []
+            return self._take(entry.place, reason, tag) if self._entries.get(entry.place) is entry else []
 
     def clear(self) -> list[CUDAGraphEntry]:
         """Drop all entries and return the cache's own for release."""

@@ -39,6 +39,7 @@ class CUDAGraphEntry(NotCopied):
     descriptor: BatchDescriptor
     mode: CUDAGraphMode
     key: Hashable
+    """What its door calls it: a batch descriptor, a size, a dispatch key, or batch size and sequence length."""
     size: int
     graph: Graph
     pool: Pool
@@ -87,6 +88,10 @@ class CUDAGraphEntry(NotCopied):
     """How the captured callable is called."""
     example: Sequence[Any] = ()
     """The values of the captured call, with None in the place of each tensor that is copied."""
+    place: Hashable = None
+    """Its key in the cache that keeps it; ``key`` until one does."""
+    stats: CUDAGraphStats | None = None
+    """Where the replays count that somebody asks of the entry itself; its door counts its own calls."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
     _timer: Timer | None = None
     _is_timed: bool = False
@@ -95,6 +100,7 @@ class CUDAGraphEntry(NotCopied):
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
+        self.place = self.key if self.place is None else self.place
         if self.written is not None:
             WINDOWS.pools.add(self.pool)
 
@@ -187,18 +193,18 @@ class CUDAGraphEntry(NotCopied):
         self.inputs.mark_dirty()
 
     @untraced
-    def replay(self, inputs: Mapping[str, torch.Tensor] | None = None, stats: CUDAGraphStats | None = None) -> Any:
+    def replay(self, inputs: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Check ``inputs`` (name to tensor, of at most ``size`` rows), copy them in, replay; the real rows' outputs.
 
         Without inputs the static buffers are used as they are. Nothing is compared with eager here, so a batch that
         would have to be compared first is refused. Raises ``GuardError`` for an input that does not fit or needs a
         gradient, before anything is copied. Raises ``ReplayError`` after eviction, once weights or captured variables
         have moved, and for a batch that is not proven: one with padding that no comparison tested, or one that
-        ``verify_every`` wants compared. Thread-safe.
+        ``verify_every`` wants compared. Counts as a hit of the door that captured the graph. Thread-safe.
         """
         self._refuse_unserved()
         if inputs is None:
-            return self.plan(self.size).run(None, stats)
+            return self.plan(self.size).run(None, self.stats)
         values, rows = self.check(inputs)
         if self.depends_on_padding(rows) and self.proof is not None:
             raise ReplayError(f"{rows} rows in a graph of {self.size}: {self.proof.text}")
@@ -207,7 +213,7 @@ class CUDAGraphEntry(NotCopied):
                 f"{rows} rows in a graph of {self.size}: {Reason.PADDING_UNPROVEN.text}; or serve the batch through "
                 "the wrapper, manager or dispatcher that has the graph, which compares it"
             )
-        return self.serve_timed(values, rows, stats)
+        return self.serve_timed(values, rows, self.stats)
 
     def _refuse_unserved(self) -> None:
         """Raise ``ReplayError`` if no batch may be replayed now, whatever it holds."""

@@ -83,15 +83,15 @@ class _ByCost(EvictionPolicy):
                 continue
             self._noted.add(entry)
             self._multiples.clear()
-            times = self._of_key.pop(entry.key, None) or deque(maxlen=_LATEST_CAPTURES)
+            times = self._of_key.pop(entry.place, None) or deque(maxlen=_LATEST_CAPTURES)
             times.append(entry.capture_time_ms)
-            self._of_key[entry.key] = times
+            self._of_key[entry.place] = times
             self._of_all.append(entry.capture_time_ms)
             if len(self._of_key) > _REMEMBERED:
                 del self._of_key[next(iter(self._of_key))]
-        for key in {entry.key for entry in entries}.difference(self._multiples):
+        for key in {entry.place for entry in entries}.difference(self._multiples):
             self._multiples[key] = self._multiple(key)
-        return [self._multiples[entry.key] / max(entry.nbytes, _LEAST_BYTES) for entry in entries]
+        return [self._multiples[entry.place] / max(entry.nbytes, _LEAST_BYTES) for entry in entries]
 
     def _multiple(self, key: Hashable) -> float:
         times = self._of_key.get(key, ())
@@ -155,15 +155,15 @@ class Frecency(_ByCost):
     def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
         """Remember how much it was used."""
         del score
-        self._left.pop(entry.key, None)
-        self._left[entry.key] = 0.75 * self._uses(entry)
+        self._left.pop(entry.place, None)
+        self._left[entry.place] = 0.75 * self._uses(entry)
         if len(self._left) > _REMEMBERED:
             del self._left[next(iter(self._left))]
 
     def _uses(self, entry: CUDAGraphEntry) -> float:
         began = self._began.get(entry)
         if began is None:
-            began = self._began[entry] = self._left.pop(entry.key, 0.0)
+            began = self._began[entry] = self._left.pop(entry.place, 0.0)
         return min(began + entry.replay_count + 1, _MOST_USES)
 
 

@@ -54,7 +54,7 @@ def callable_report(served: Served) -> Report:
     figures = stats.to_dict()
     calls = count(stats.calls)
     headline = (
-        f"Graphs served {percent(figures['hit_rate'])} of {calls} calls" if stats.calls else "Nothing was called yet"
+        f"Graphs served {percent(figures['graph_ratio'])} of {calls} calls" if stats.calls else "Nothing was called yet"
     )
     facts = [
         f"sizes {_listed(served.sizes)}",
@@ -62,7 +62,7 @@ def callable_report(served: Served) -> Report:
         f"{count(figures['verifications'])} comparisons with eager",
     ]
     tiles = [
-        Tile("Served by graphs", percent(figures["hit_rate"]), f"{count(figures['hits'])} of {calls} calls"),
+        Tile("Served by graphs", percent(figures["graph_ratio"]), f"{count(figures['hits'])} of {calls} calls"),
         Tile("Ran eagerly", percent(figures["fallbacks"] / max(stats.calls, 1)),
              f"{count(figures['fallbacks'])} calls, without captures"),
         Tile("Padding", percent(figures["padding_ratio"]), "of all rows that graphs computed"),

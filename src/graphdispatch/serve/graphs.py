@@ -169,7 +169,8 @@ class GraphSet:
         One whose workspace has grown or moved is released.
         """
         entry = group.current(size)
-        if entry is not None and group.route.entry is None and not _workspaces_hold(entry):
+        workspaces = entry.workspaces if entry is not None and group.route.entry is None else None
+        if entry is not None and workspaces is not None and not workspaces.holds():
             self.release(self.cache.retire(entry, EvictionReason.STALE))
             return None
         return entry
@@ -206,17 +207,18 @@ class GraphSet:
         self.stats.record_capture(entry.capture_time_ms)
         if self.options.debug_log_enable:
             _log.debug("captured %r in %.1f ms for %s", entry, entry.capture_time_ms, callable_name(self.fn))
-        self.cache.admission.forget(entry.key)
+        entry.place, entry.stats = (group.key, entry.size), self.stats
+        self.cache.admission.forget(entry.place)
         is_further = group.current(entry.size) is None  # else it takes the place of the one of the same state
-        if is_further and entry.key in (other.key for other in group.of_size(entry.size)):
-            entry.key = StateKey((group.key, entry.size), next(self._states))
+        if is_further and entry.place in (other.place for other in group.of_size(entry.size)):
+            entry.place = StateKey(entry.place, next(self._states))
         for other in self._entries():
             if entry.guard is not None and other.guard is not None and other.guard.reads_like(entry.guard):
                 entry.guard = other.guard
         entry.verify_every = self.options.verify_every
         entry.schedule_check()
         held, limit = bytes_of([entry]), self.cache.max_bytes
-        victims = self.cache.add(entry.key, entry)
+        victims = self.cache.add(entry.place, entry)
         if victims and victims[0].entry is entry:
             self.release(victims)
             is_final = limit is not None and held > limit and len(victims) == 1  # else the pool may have grown for all
@@ -256,7 +258,7 @@ class GraphSet:
             group.drop(entry)
             group.quarantine(entry.size, result.reason, result.detail)
             if group.route.entry is None:
-                self.cache.remove(entry.key)
+                self.cache.remove(entry.place)
                 entry.release()
         return result
 
@@ -320,7 +322,7 @@ class GraphSet:
 
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
-        victims = [entry for entry in self._entries() if self.cache.remove(entry.key)]
+        victims = [entry for entry in self._entries() if self.cache.remove(entry.place)]
         self.cache.admission.clear()
         self.groups.clear()
         for entry in victims:
@@ -351,7 +353,7 @@ class GraphSet:
             yield
         except BaseException:
             if request.keep_effects:
-                self.stats.record_miss(Reason.CALL_RAISED, request.rows)
+                self.stats.record_eager(Reason.CALL_RAISED, request.rows)
             raise
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
@@ -381,9 +383,9 @@ class GraphSet:
             values=values,
             rows=rows,
             size=size,
-            descriptor=group.descriptor(size),
+            descriptor=group.route.descriptor_of(size),
             mode=mode,
-            key=(group.key, size),
+            key=group.route.name_of(size),
             inputs=group.inputs,
             signature=group.signature,
             pool=pool,
@@ -394,7 +396,3 @@ class GraphSet:
             auto_breaks=self.auto_breaks,
             reach=storages_of(self.guard._tensors),
         )
-
-
-def _workspaces_hold(entry: CUDAGraphEntry) -> bool:
-    return entry.workspaces is None or entry.workspaces.holds()

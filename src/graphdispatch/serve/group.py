@@ -74,6 +74,14 @@ class Route:
         """Whether only the calls like the first one are served; others are odd."""
         self.spellings: dict[tuple[Any, ...], Spelling] = {}
 
+    def descriptor_of(self, size: int) -> BatchDescriptor:
+        """What the graph of ``size`` serves."""
+        return self.descriptor or BatchDescriptor(size)
+
+    def name_of(self, size: int) -> Hashable:
+        """What the door calls the graph of ``size``: the ``key`` of its entry."""
+        return self.descriptor or size
+
     @property
     def groups(self) -> list["GraphGroup"]:
         """The groups of all spellings."""
@@ -214,10 +222,6 @@ class GraphGroup:
     def decide(self, rows: int) -> Decision:
         """The decision for a call of ``rows`` rows that fits the signature."""
         return self.route.table.decide(rows) if self.signature.has_rows else self.route.table.fixed
-
-    def descriptor(self, size: int) -> BatchDescriptor:
-        """What the graph of ``size`` serves."""
-        return self.route.descriptor or BatchDescriptor(size)
 
     def make_hit(self, rows: int) -> Hit | None:
         """The hit of calls of ``rows`` rows, if a verified graph may serve them; needs no lock."""

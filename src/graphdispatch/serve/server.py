@@ -379,7 +379,7 @@ class Server(HitPath):
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.local.decision = decision
-        self.stats.record_miss(decision.reason, decision.rows)
+        self.stats.record_eager(decision.reason, decision.rows)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from result.error
         answer = result.take_answer()
@@ -390,7 +390,7 @@ class Server(HitPath):
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
         self.local.decision = decision
-        self.stats.record_miss(decision.reason, decision.rows)
+        self.stats.record_eager(decision.reason, decision.rows)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
         try:

@@ -77,7 +77,7 @@ class SimulationResult:
     def __str__(self) -> str:
         stats = self.stats
         lines = [
-            f"{stats.calls} steps in {self.step_ms / 1e3:.2f} s: {100 * stats.hit_rate:.2f} % by graphs, "
+            f"{stats.calls} steps in {self.step_ms / 1e3:.2f} s: {100 * stats.graph_ratio:.2f} % by graphs, "
             f"{100 * stats.padding_ratio:.2f} % padding",
             f"{stats.captures} captures in {self.capture_ms / 1e3:.2f} s, {stats.evictions} evictions, "
             f"at most {self.peak_bytes / 2**20:.1f} MiB",
