@@ -3,6 +3,7 @@
 import inspect
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from itertools import product
 from threading import Event
 from types import SimpleNamespace
@@ -283,15 +284,68 @@ def test_the_lint_speaks_when_the_keys_are_initialised() -> None:
         dispatcher.initialize_cudagraph_keys(FULL_AND_PIECEWISE)
 
 
-def test_the_keys_that_were_read_stay_as_they_were() -> None:
-    """The answer is a snapshot, so that nobody changes the keys but through the dispatcher."""
+def test_the_keys_are_a_live_view() -> None:
+    """What changes in the dispatcher is seen in keys that were read before; what is changed there is a change of it."""
     dispatcher = made(FULL)
-    before = dispatcher.cudagraph_keys
+    keys = dispatcher.cudagraph_keys
     dispatcher.remove_cudagraph_key(FULL, desc(8))
-    assert desc(8) in before[FULL]
-    assert desc(8) not in dispatcher.cudagraph_keys[FULL]
-    with pytest.raises(AttributeError):
-        before[FULL].add(desc(9))  # type: ignore[attr-defined]
+    assert desc(8) not in keys[FULL]
+    keys[FULL].add(desc(9))
+    assert dispatcher.dispatch(desc(9)) == (FULL, desc(9))
+    assert dispatcher.decide(9).descriptor == desc(9)
+    for key in keys[FULL]:  # which goes over the keys as they were
+        keys[FULL].discard(key)
+    assert dispatcher.dispatch(desc(9)) == NO_GRAPH
+    assert keys == {PIECEWISE: set(), FULL: set()}
+    assert keys[FULL] | {desc(1)} == {desc(1)}
+    with pytest.raises(ConfigError, match="num_tokens >= 1"):
+        keys[FULL].add(desc(0))
+
+
+def engine(**compilation: Any) -> SimpleNamespace:
+    """A configuration of vLLM's shape."""
+    found = {"cudagraph_capture_sizes": [24, 16, 8, 4, 2, 1], "cudagraph_mode": FULL_AND_PIECEWISE, **compilation}
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(**found), scheduler_config=SimpleNamespace(max_num_seqs=6), lora_config=None
+    )
+
+
+@pytest.mark.parametrize(("mode", "query_len"), list(product(Mode, [1, 2])))
+def test_a_configuration_of_the_engine_s_makes_the_same_keys(mode: Mode, query_len: int) -> None:
+    """As vLLM's own dispatcher is made: by the configuration, by position."""
+    dispatcher = CudagraphKeyDispatcher(engine(cudagraph_mode=mode))
+    dispatcher.initialize_cudagraph_keys(mode, query_len)
+    assert dispatcher.cudagraph_keys == made(mode, query_len, max_num_reqs=6).cudagraph_keys
+
+
+def test_an_engine_s_lora_cases_are_variants() -> None:
+    """With and without, if graphs are specialised; else one case for all."""
+    for specialize, variants in ((True, {True, False}), (False, {True})):
+        config = engine(cudagraph_specialize_lora=specialize)
+        config.lora_config = object()
+        assert set(CudagraphKeyDispatcher(config).variants) == variants
+
+
+def test_an_option_goes_before_the_engine_s_configuration() -> None:
+    """Which need not say everything, and has modes of its own."""
+
+    class Theirs(Enum):
+        FULL = 2
+
+    config = engine(cudagraph_capture_sizes=None, cudagraph_mode=Theirs.FULL)
+    dispatcher = CudagraphKeyDispatcher(vllm_config=config, capture_sizes=[4], max_num_reqs=4)
+    dispatcher.initialize_cudagraph_keys(Theirs.FULL, 1)  # type: ignore[arg-type]
+    assert dispatcher.cudagraph_keys == {PIECEWISE: set(), FULL: {desc(4)}}
+    assert CudagraphKeyDispatcher(config).capture_sizes == CudagraphKeyDispatcher(max_num_reqs=6).capture_sizes
+
+
+def test_an_engine_s_configuration_is_checked() -> None:
+    """A mode that needs a split model, and what is no configuration."""
+    with pytest.raises(ConfigError, match="must not need piecewise graphs"):
+        CudagraphKeyDispatcher(engine(is_attention_compiled_piecewise=lambda: False))
+    for wrong in ({"capture_sizes": [1]}, [8, 16], SimpleNamespace(compilation_config=None)):
+        with pytest.raises(ConfigError, match="vllm_config must have compilation_config"):
+            CudagraphKeyDispatcher(wrong)
 
 
 def test_the_repr_is_a_status_line() -> None:

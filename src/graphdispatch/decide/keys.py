@@ -14,6 +14,8 @@ from ..modes import CUDAGraphMode
 from ..native import EXTENSION
 from ..sizes import get_cudagraph_sizes, sorted_sizes
 from .decision import Decision
+from .engine import EngineSettings, mode_of
+from .keysets import KeySet, KeySets
 from .table import CostModel, KeyTable
 
 __all__ = ["CudagraphKeyDispatcher"]
@@ -23,6 +25,11 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 
 class CudagraphKeyDispatcher(Unlocked):
     """Decides which mode and which graph serve a batch; the keys are the only source of truth for valid graphs.
+
+    ``vllm_config`` is an object of the shape of vLLM's ``VllmConfig``. It says the capture sizes, the requests, the
+    compiled sizes, whether the model is split, and the LoRA cases (variants True and False); an option that is given
+    goes before it. Its ``max_num_batched_tokens`` is not read, since vLLM's dispatcher does not: give
+    ``max_num_tokens`` to have the keys linted.
 
     ``capture_sizes`` are numbers of tokens in any order, ``"auto"``, or the name of an engine's sizes (see
     ``get_cudagraph_sizes``). Each size gets a key for each of ``variants``. A batch has at most ``max_num_reqs``
@@ -44,16 +51,28 @@ class CudagraphKeyDispatcher(Unlocked):
 
     def __init__(
         self,
+        vllm_config: Any = None,
         *,
-        capture_sizes: str | Iterable[int] = "auto",
-        max_num_reqs: int = 256,
+        capture_sizes: str | Iterable[int] | None = None,
+        max_num_reqs: int | None = None,
         max_num_tokens: int | None = None,
-        variants: Iterable[Hashable] = (None,),
+        variants: Iterable[Hashable] | None = None,
         query_lens: Iterable[int] = (),
-        compile_sizes: Iterable[int] = (),
-        piecewise: bool = True,
+        compile_sizes: Iterable[int] | None = None,
+        piecewise: bool | None = None,
         cost: CostModel | None = None,
     ) -> None:
+        given: dict[str, Any] = {
+            "capture_sizes": capture_sizes,
+            "max_num_reqs": max_num_reqs,
+            "variants": variants,
+            "compile_sizes": compile_sizes,
+            "piecewise": piecewise,
+        }
+        settings = EngineSettings() if vllm_config is None else EngineSettings.of(vllm_config)
+        settings = settings._replace(**{name: value for name, value in given.items() if value is not None})
+        capture_sizes, max_num_reqs, variants, compile_sizes, self.piecewise, mode = settings
+        self._check_split(mode)
         most_tokens = max_num_tokens if max_num_tokens is not None else 2 * max_num_reqs
         check_count("max_num_reqs", max_num_reqs)
         check_count("max_num_tokens", most_tokens)
@@ -73,15 +92,18 @@ class CudagraphKeyDispatcher(Unlocked):
                 f"compile_sizes must be among the capture_sizes up to {self.capture_sizes[-1]}, got {padded}, which "
                 "would be padded to a size without their compiled code; capture them too, or drop them"
             )
-        self.piecewise = piecewise
         self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
         self._lock = make_lock()
         self._use(self._build({}))
 
     @property
-    def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
-        """The keys by runtime mode, PIECEWISE and FULL, as they are now; a later change does not change this answer."""
-        return self.table.keys
+    def cudagraph_keys(self) -> KeySets:
+        """The sets of keys by runtime mode, PIECEWISE and FULL: a live view.
+
+        ``add_cudagraph_key`` and ``remove_cudagraph_key`` change them; ``add`` and ``discard`` of a set call these. To
+        keep what there is now, copy it: ``set(dispatcher.cudagraph_keys[mode])``.
+        """
+        return KeySets(partial(KeySet, self))
 
     @property
     def keys_initialized(self) -> bool:
@@ -116,16 +138,12 @@ class CudagraphKeyDispatcher(Unlocked):
         Mixed batches get a key for each size and variant. If uniform decode has graphs of its own, their sizes go from
         the query length to the most tokens of ``max_num_reqs`` requests, as in vLLM 0.11.1. With ``query_lens`` these
         sizes are rounded up to multiples of each query length, and the keys name their requests. Each finding of the
-        lint is a warning. Raises ``ConfigError`` if the mode needs a split model and ``piecewise`` is False.
+        lint is a warning. The mode may be a member of vLLM's own enumeration. Raises ``ConfigError`` if it needs a
+        split model and ``piecewise`` is False.
         """
-        if not isinstance(cudagraph_mode, CUDAGraphMode):
-            raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {shown(cudagraph_mode)}")
+        cudagraph_mode = mode_of(cudagraph_mode)
         check_count("uniform_decode_query_len", uniform_decode_query_len)
-        if cudagraph_mode.has_piecewise_cudagraphs() and not self.piecewise:
-            raise ConfigError(
-                f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {cudagraph_mode.name}; "
-                "split the model, or use FULL or FULL_DECODE_ONLY"
-            )
+        self._check_split(cudagraph_mode)
         added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
         with self._lock:
             keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
@@ -189,6 +207,13 @@ class CudagraphKeyDispatcher(Unlocked):
         mode = "not initialised" if table.mode is None else table.mode.name
         counts = ", ".join(f"{len(keys)} {runtime.name}" for runtime, keys in table.keys.items())
         return f"<CudagraphKeyDispatcher {mode}, {counts} keys>"
+
+    def _check_split(self, mode: CUDAGraphMode) -> None:
+        if mode.has_piecewise_cudagraphs() and not self.piecewise:
+            raise ConfigError(
+                f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {mode.name}; "
+                "split the model, or use FULL or FULL_DECODE_ONLY"
+            )
 
     def _keys_of(self, mode: CUDAGraphMode, query_len: int) -> dict[CUDAGraphMode, set[BatchDescriptor]]:
         keys: dict[CUDAGraphMode, set[BatchDescriptor]] = {}

@@ -1,0 +1,71 @@
+"""The key sets of a ``CudagraphKeyDispatcher``, seen live: a change of a set is a change of the dispatcher."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet
+from typing import TYPE_CHECKING, Any
+
+from ..descriptors import BatchDescriptor
+from ..modes import CUDAGraphMode
+
+if TYPE_CHECKING:
+    from .keys import CudagraphKeyDispatcher
+
+__all__ = ["KeySet", "KeySets"]
+
+
+class KeySet(MutableSet[BatchDescriptor]):
+    """The keys of one runtime mode, as they are at the moment of each question.
+
+    An iteration goes over the keys that there were when it began. ``add`` and ``discard`` are the dispatcher's
+    ``add_cudagraph_key`` and ``remove_cudagraph_key``. Thread-safe.
+    """
+
+    def __init__(self, dispatcher: "CudagraphKeyDispatcher", mode: CUDAGraphMode) -> None:
+        self._dispatcher = dispatcher
+        self._mode = mode
+
+    @property
+    def _now(self) -> frozenset[BatchDescriptor]:
+        return self._dispatcher.table.keys[self._mode]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._now
+
+    def __iter__(self) -> Iterator[BatchDescriptor]:
+        return iter(self._now)
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def add(self, value: BatchDescriptor) -> None:
+        """Add the key of one more graph. Raises ``ConfigError`` as ``add_cudagraph_key`` does."""
+        self._dispatcher.add_cudagraph_key(self._mode, value)
+
+    def discard(self, value: BatchDescriptor) -> None:
+        """Remove a key, if it is there."""
+        self._dispatcher.remove_cudagraph_key(self._mode, value)
+
+    @classmethod
+    def _from_iterable(cls, it: Iterable[Any]) -> Any:
+        return set(it)  # what ``a | b`` makes belongs to no dispatcher
+
+    def __repr__(self) -> str:
+        return repr(set(self._now))
+
+
+class KeySets(Mapping[CUDAGraphMode, KeySet]):
+    """The key sets by runtime mode, PIECEWISE and FULL."""
+
+    def __init__(self, make: Callable[[CUDAGraphMode], KeySet]) -> None:
+        self._sets = {mode: make(mode) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)}
+
+    def __getitem__(self, mode: CUDAGraphMode) -> KeySet:
+        return self._sets[mode]
+
+    def __iter__(self) -> Iterator[CUDAGraphMode]:
+        return iter(self._sets)
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def __repr__(self) -> str:
+        return repr(self._sets)
