@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import graphdispatch as gd
+from graphdispatch.backends.cpu.graph import CPUGraph
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +130,19 @@ def test_a_profiler_in_compiled_code_goes_on() -> None:
         sys.intern("still profiled")
     assert step.stats.hits == 1
     assert any("intern" in str(entry.code) for entry in profile.getstats())
+
+
+def test_a_graph_is_bound_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace of a recording ends with the call: to make the graph runs much Python, none of it the callable's."""
+    traces: list[Any] = []
+    make = CPUGraph.__init__
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        traces.append(sys.getprofile())
+        make(*args, **kwargs)
+
+    monkeypatch.setattr(CPUGraph, "__init__", note)
+    step = served()
+    step(torch.randn(4, 3))
+    assert step.stats.captures == 1
+    assert set(traces) == {None}

@@ -57,8 +57,8 @@ class CaptureAttempt:
         started = request.clock()
         for _ in range(request.options.warmup_iterations):
             self._warm_up()
-        with paused_collector(request.options.gc_disable), self.eager.trace:
-            recording = record(request, self._existing, self._start_over)
+        with paused_collector(request.options.gc_disable):
+            recording = record(request, self._existing, self._start_over, self.eager.trace)
         try:
             entry = self._make_entry(recording)
             entry.capture_time_ms = (request.clock() - started) * 1e3

@@ -22,6 +22,7 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..state.trace import CodeTrace
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
@@ -41,26 +42,32 @@ class Recording(NamedTuple):
     mode: CUDAGraphMode
 
 
-def record(request: CaptureRequest, existing: set[int], start_over: Callable[[str], None]) -> Recording:
+def record(
+    request: CaptureRequest, existing: set[int], start_over: Callable[[str], None], trace: CodeTrace
+) -> Recording:
     """Record the call. If that fails inside a module and breaks are automatic, break at the module and record again.
 
     ``existing`` are the keys of the storages that the graph may read besides its inputs. ``start_over`` is called
-    before each try with what is being done, and puts everything back to where the eager run began. Raises
-    ``CaptureError`` with the operator that ran last.
+    before each try with what is being done, and puts everything back to where the eager run began.
+    ``trace`` notes the code that the call runs. Raises ``CaptureError`` with the operator that ran last.
     """
     breaks = request.auto_breaks
     while True:
         mode = CUDAGraphMode.PIECEWISE if breaks else request.mode
         try:
             with uncached_casts(), breaks.marked() if breaks is not None else nullcontext():
-                return _record_once(request, mode, existing, start_over)
+                return _record_once(request, mode, existing, start_over, trace)
         except CaptureError as error:
             if breaks is None or not breaks.add(error):
                 raise
 
 
 def _record_once(
-    request: CaptureRequest, mode: CUDAGraphMode, existing: set[int], start_over: Callable[[str], None]
+    request: CaptureRequest,
+    mode: CUDAGraphMode,
+    existing: set[int],
+    start_over: Callable[[str], None],
+    trace: CodeTrace,
 ) -> Recording:
     start_over(f"capturing {request.size} rows")
     values, buffers = request.static_values(), request.buffer_storages()
@@ -73,7 +80,8 @@ def _record_once(
             _Breaks(request, capture, watch, parts) if is_piecewise else nullcontext(),
             watch.within(capture),
         ):
-            output = request.call(values)
+            with trace:  # here, since the end of a capture runs much Python that reads nothing
+                output = request.call(values)
             is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs
