@@ -27,6 +27,7 @@ from .config import CUDAGraphConfig as CUDAGraphConfig
 from .config import CUDAGraphOptions as CUDAGraphOptions
 from .decide.adaptive import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
 from .decide.decision import Decision as Decision
+from .decide.engine import get_cudagraph_sizes as get_cudagraph_sizes
 from .decide.keys import CudagraphKeyDispatcher as CudagraphKeyDispatcher
 from .decide.policies import DefaultDispatchPolicy as DefaultDispatchPolicy
 from .decide.policies import DispatchPolicy as DispatchPolicy
@@ -87,7 +88,6 @@ from .report import callable_report as callable_report
 from .report import plan_report as plan_report
 from .simulation.simulator import SimulationResult as SimulationResult
 from .simulation.simulator import simulate as simulate
-from .sizes import get_cudagraph_sizes as get_cudagraph_sizes
 from .sizes import named_sizes as named_sizes
 from .stats import CUDAGraphStats as CUDAGraphStats
 from .stats import DispatchStats as DispatchStats

@@ -1,16 +1,20 @@
-"""What an engine's configuration says of graphs: an object of the shape of vLLM's ``VllmConfig``."""
+"""What an engine's limits and its configuration say of graphs: their sizes, and how many there are."""
 
-from collections.abc import Hashable, Iterable
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, check_count, shown
 from ..modes import CUDAGraphMode
+from ..sizes import check_sizes, named_sizes
 
-__all__ = ["EngineSettings", "mode_of"]
+__all__ = ["EngineSettings", "get_cudagraph_sizes", "mode_of", "sorted_sizes"]
+
+_AUTO_LARGEST = 512
 
 
 class EngineSettings(NamedTuple):
-    """What a ``CudagraphKeyDispatcher`` takes from an engine's configuration; the defaults stand for no configuration."""
+    """What a ``CudagraphKeyDispatcher`` takes from an engine's configuration; the defaults stand for none."""
 
     capture_sizes: str | Iterable[int] = "auto"
     max_num_reqs: int = 256
@@ -54,3 +58,66 @@ def mode_of(value: Any) -> CUDAGraphMode:
     if mode is None:
         raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {shown(value)}")
     return mode
+
+
+def get_cudagraph_sizes(
+    capture_sizes: str | Iterable[int] | None,
+    max_num_reqs: int,
+    max_num_tokens: int,
+    mode: CUDAGraphMode,
+    *,
+    query_len: int = 1,
+) -> list[int]:
+    """The sizes, in tokens, to capture for an engine's limits, strictly increasing; empty in mode ``NONE``.
+
+    ``"auto"`` or None means vLLM's capture sizes up to ``min(2 * max_num_reqs, 512, max_num_tokens)``, and any other
+    name its sizes up to the same size; both limits join them where they are not larger.
+    Explicit sizes may come in any order. Those above ``max_num_tokens``, which no batch can reach, are dropped with a
+    ``UserWarning``. In mode ``FULL_DECODE_ONLY`` no size is above ``max_num_reqs * query_len``, the tokens of the
+    largest uniform decode batch; ``query_len`` is more than 1 with speculative decoding. Raises ``ConfigError`` for bad
+    arguments, or when no explicit size is left.
+    """
+    if not isinstance(mode, CUDAGraphMode):
+        raise ConfigError(f"mode must be a CUDAGraphMode, got {shown(mode)}; write for example CUDAGraphMode.FULL")
+    check_count("max_num_reqs", max_num_reqs)
+    check_count("max_num_tokens", max_num_tokens)
+    check_count("query_len", query_len)
+    if not mode.has_graphs():
+        return []
+    bound = max_num_tokens
+    if mode is CUDAGraphMode.FULL_DECODE_ONLY:
+        bound = min(bound, max_num_reqs * query_len)
+    if capture_sizes is not None and not isinstance(capture_sizes, str):
+        return _reachable(sorted_sizes(capture_sizes), max_num_tokens, bound)
+    largest = min(2 * max_num_reqs, _AUTO_LARGEST, bound)
+    exact = {size for size in (max_num_reqs, bound) if size <= largest}
+    name = "vllm" if capture_sizes is None or capture_sizes == "auto" else capture_sizes
+    return sorted(exact.union(named_sizes(name, largest)))
+
+
+def sorted_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int, ...]:
+    """``sizes`` in increasing order, each once. Raises ``ConfigError`` as ``check_sizes`` does for anything else."""
+    if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, Iterable):
+        raise ConfigError(f"{name} must be sizes, as [8, 16], got {shown(sizes)}")
+    given = tuple(sizes)
+    for index, size in enumerate(given):
+        check_count(f"{name}[{index}]", size)
+    return check_sizes(sorted(set(given)), name)
+
+
+def _reachable(sizes: Sequence[int], max_num_tokens: int, bound: int) -> list[int]:
+    kept = [size for size in sizes if size <= bound]
+    if not kept:
+        raise ConfigError(
+            f"capture_sizes must hold a size that a batch of at most {bound} tokens reaches, got {sizes[0]} as the "
+            "smallest"
+        )
+    dropped = [size for size in sizes if size > max_num_tokens]
+    if dropped:
+        warnings.warn(
+            f"capture_sizes {', '.join(map(str, dropped))} are above max_num_tokens={max_num_tokens} and were dropped: "
+            "no batch reaches them",
+            UserWarning,
+            stacklevel=3,
+        )
+    return kept

@@ -12,9 +12,8 @@ from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
 from ..native import EXTENSION
-from ..sizes import get_cudagraph_sizes, sorted_sizes
 from .decision import Decision
-from .engine import EngineSettings, mode_of
+from .engine import EngineSettings, get_cudagraph_sizes, mode_of, sorted_sizes
 from .keysets import KeySet, KeySets
 from .table import CostModel, KeyTable
 
