@@ -13,7 +13,7 @@ CUDA_TORCH := torch==2.11.0
 
 # The native core is compiled where there is a compiler, and again when its sources change.
 NATIVE := src/graphdispatch/native
-NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/*)
+NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/*)
 
 # One process for each core. A process that has run its share takes tests from the others, so that all end together.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
@@ -101,6 +101,7 @@ $(VENV)/.test: $(VENV)/.torch $(PROJECT)
 
 $(VENV)/.native: $(VENV)/.test $(NATIVE_SOURCES)
 	@$(BIN)/python $(NATIVE)/build.py
+	@$(BIN)/python -m graphdispatch.native
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

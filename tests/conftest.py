@@ -11,6 +11,8 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from graphdispatch.native import tape
+
 LONGEST_ID = 60
 FOUND = Path(__file__).resolve().parents[1] / "build" / "fuzz"
 """Where ``make fuzz`` keeps the examples that failed. It tries them first when it runs again."""
@@ -51,6 +53,12 @@ def one_torch_thread() -> None:
     """Keep results independent of the cores, and leave those to whatever else runs; in child processes too."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def settled_tape() -> None:
+    """Wait until graphs on the CPU run as they do for the rest of the session: natively, or not at all."""
+    tape.wait()
 
 
 @pytest.fixture(autouse=True)

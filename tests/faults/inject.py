@@ -17,6 +17,7 @@ from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.backends.cpu.program import Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
 from graphdispatch.call.breaks import eager_break
 
@@ -132,13 +133,14 @@ class DeviceFaults:
             if not self.replays:
                 return replay(graph)
             count, error = self.replays.pop(0)
-            calls = graph._calls
-            assert calls is not None
-            graph._calls = [*calls[:count], *([partial(_raise, error)] if error is not None else [])]
+            program = graph._program
+            assert program is not None
+            fault = [Step(partial(_raise, error), _raise)] if error is not None else []
+            graph._program = Program([*program.steps[:count], *fault])
             try:
                 replay(graph)
             finally:
-                graph._calls = calls
+                graph._program = program
 
         monkeypatch.setattr(CPUBackend, "begin_capture", begin_capture)
         monkeypatch.setattr(CPUGraph, "replay", replay_some)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = ["CompileError", "compile_core", "compile_extension"]
@@ -22,10 +22,19 @@ class CompileError(Exception):
     """An extension could not be compiled; the text is the compiler's, or says that there is none."""
 
 
-def compile_extension(sources: Sequence[Path], target: Path, flags: Sequence[str] = ()) -> None:
+def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def compile_extension(
+    sources: Sequence[Path],
+    target: Path,
+    flags: Sequence[str] = (),
+    run: "Callable[[list[str]], subprocess.CompletedProcess[str]]" = _run,
+) -> None:
     """Compile ``sources`` to the extension module ``target`` with the compiler that CXX names, else with ``c++``.
 
-    ``flags`` come last. The target appears whole or not at all. Raises ``CompileError``.
+    ``flags`` come last, and ``run`` runs the compiler. The target appears whole or not at all. Raises ``CompileError``.
     """
     if sys.platform == "win32":
         raise CompileError("the native parts are not made for Windows")
@@ -42,7 +51,7 @@ def compile_extension(sources: Sequence[Path], target: Path, flags: Sequence[str
         if sys.platform == "linux":
             command.append("-ldl")
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = run(command)
         except OSError as error:
             raise CompileError(f"{command[0]} cannot be run: {error}") from error
         if done.returncode:

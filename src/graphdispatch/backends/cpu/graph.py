@@ -1,26 +1,24 @@
 """A recorded program bound to memory, and the pool whose arenas its programs share."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import ReplayError
+from ...native.tape import TAPE
 from ..base import Graph, Pool
-from ..operators import OperatorKind, storage_key, tensors_in
+from ..operators import OperatorKind
 from .kernels import in_place_method
 from .planner import lay_out, prune
-from .recorder import Instruction, Recording, Slot, TensorRef
+from .program import Program, Step, below_autograd, run_and_copy, run_collective, tell
+from .recorder import Instruction, Literal, Recording, Slot, TensorRef
 from .streams import CPUStream, CPUStreams, InlineStream
 
 __all__ = ["CPUGraph", "CPUPool"]
-
-# The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class CPUPool(Pool):
@@ -82,14 +80,14 @@ class CPUPool(Pool):
 
 
 class CPUGraph(Graph):
-    """A list of bound calls. A replay runs them in order, below autograd."""
+    """A program bound to memory. A replay runs it on the calling thread's current stream."""
 
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._pool = pool
         self._here = pool.streams.here
         self._default = pool.streams.default
         binder = _Binder(recording, pool)
-        self._calls: list[Callable[[], Any]] | None = binder.calls
+        self._program: Program | None = Program(binder.steps)
         self._memory = binder.memory
         self.arena = binder.arena
         """The memory of the pool that the graph uses, or None."""
@@ -100,21 +98,31 @@ class CPUGraph(Graph):
 
     def replay(self) -> None:
         """Run the calls on the calling thread's current stream, and wait for them."""
-        if self._calls is None:
+        program = self._program
+        if program is None:
             raise ReplayError("this graph was released; capture it again")
         self._pool.generation += 1
         stream = self._here.stream
         if stream is not self._default:
-            stream.submit(partial(_run, self._calls))
+            stream.submit(program.run)
             stream.synchronize()
-            return
-        with _below_autograd():
-            for call in self._calls:
-                call()
+        elif program.tape is not None:
+            program.tape.replay()
+        elif TAPE.module is not None:
+            program.make_tape()
+            program.run()
+        else:  # what program.run() would do, at the cost of one call less
+            try:
+                with below_autograd():
+                    for call in program.calls:
+                        call()
+            except BaseException as error:
+                tell(program.steps, program.calls.index(call), error)
+                raise
 
     def reset(self) -> None:
         """Release the calls and their memory."""
-        self._calls = None
+        self._program = None
         self._memory = []
         self.arena = None
         self._nbytes = 0
@@ -128,10 +136,10 @@ class CPUGraph(Graph):
     @property
     def num_replayed(self) -> int:
         """The number of operators that a replay runs."""
-        return len(self._calls or ())
+        return len(self._program or ())
 
     def __repr__(self) -> str:
-        state = "released" if self._calls is None else f"{self.num_replayed} of {self.num_recorded} operators"
+        state = "released" if self._program is None else f"{self.num_replayed} of {self.num_recorded} operators"
         return f"<CPUGraph {state}, {self._nbytes} bytes>"
 
 
@@ -162,12 +170,11 @@ class _Binder:
         own = [s for slot, s in self._storages.items() if slot not in self._offsets]
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():
-            fills: dict[Slot, Callable[[], Any]]
-            fills = {li.ref.slot: partial(self._tensor(li.ref).copy_, li.initial) for li in recording.literals}
-            for call in (*fills.values(), *map(self._bind, once)):
-                call()
+            fills = {literal.ref.slot: self._fill(literal) for literal in recording.literals}
+            for step in (*fills.values(), *map(self._bind, once)):
+                step.run()
             written = {slot for instruction in each for slot in instruction.writes}
-            self.calls = [*(fill for slot, fill in fills.items() if slot in written), *map(self._bind, each)]
+            self.steps = [*(fill for slot, fill in fills.items() if slot in written), *map(self._bind, each)]
             self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
         self.memory = own
 
@@ -182,49 +189,23 @@ class _Binder:
             self._tensors[ref] = tensor
         return self._tensors[ref]
 
-    def _bind(self, instruction: Instruction) -> Callable[[], Any]:
+    def _fill(self, literal: Literal) -> Step:
+        place = self._tensor(literal.ref)
+        return Step(partial(place.copy_, literal.initial), torch.ops.aten.copy_.default, ((place, literal.initial), {}))
+
+    def _bind(self, instruction: Instruction) -> Step:
         args, kwargs = tree_map_only(TensorRef, self._tensor, (instruction.args, instruction.kwargs))
         outs = tuple(map(self._tensor, instruction.outs))
-        func = instruction.func
-        if instruction.kernel is not None:
-            return partial(instruction.kernel.function, *args, **kwargs, **instruction.kernel.out_kwargs(outs))
+        func, kernel = instruction.func, instruction.kernel
+        if kernel is not None:
+            run = partial(kernel.function, *args, **kwargs, **kernel.out_kwargs(outs))
+            return Step(run, kernel.overload, (args, kwargs | dict(zip(kernel.out_names, outs, strict=True))))
         if func.namespace == "c10d":
-            return partial(_run_collective, func, args, kwargs)
+            return Step(partial(run_collective, func, args, kwargs), func)
+        operands = (args, kwargs) if isinstance(func, OpOverload) and func.namespace != "_c10d_functional" else None
         if outs or instruction.kind is OperatorKind.OPAQUE:
-            return partial(_run_and_copy, func, args, kwargs, outs)
+            return Step(partial(run_and_copy, func, args, kwargs, outs), func, operands, outs)
         method = in_place_method(func, args, kwargs) if instruction.kind is OperatorKind.WRITE else None
         if method is not None:
-            return partial(method, *args[1:], **kwargs)
-        return partial(getattr(func, "_op", func), *args, **kwargs)
-
-
-def _run(calls: list[Callable[[], Any]]) -> None:
-    with _below_autograd():
-        for call in calls:
-            call()
-
-
-def _run_and_copy(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]
-) -> None:
-    results = tensors_in(func(*args, **kwargs))
-    if func.namespace == "_c10d_functional":
-        results = [torch.ops._c10d_functional.wait_tensor(t) for t in results]
-    # A result that is one of the arguments needs no copy; the recorder made no output for it.
-    own = set(map(storage_key, tensors_in(args, kwargs)))
-    fresh = [t for t in results if storage_key(t) not in own]
-    got, held = ([tuple(t.shape) for t in tensors] for tensors in (fresh, outs))
-    if got != held:
-        raise ReplayError(
-            f"{func} gave new tensors of shapes {got} where the graph holds {held}: the "
-            "shapes of its results, or whether they are its arguments, depend on data; make it a break of a PIECEWISE "
-            "capture"
-        )
-    for out, result in zip(outs, fresh, strict=True):
-        out.copy_(result)
-
-
-def _run_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    result = func(*args, **kwargs)
-    work = result[-1] if isinstance(result, tuple) else result
-    work.wait()
+            return Step(partial(method, *args[1:], **kwargs), func, operands)
+        return Step(partial(getattr(func, "_op", func), *args, **kwargs), func, operands)

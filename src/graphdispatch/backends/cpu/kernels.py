@@ -23,11 +23,12 @@ __all__ = ["Kernel", "choose_kernel", "in_place_method"]
 class Kernel(NamedTuple):
     """A call that writes an operator's results into given tensors.
 
-    It is called as ``function(*args, **kwargs, **outs)``, where ``outs`` holds the result tensors by ``out_names``. A
-    ``packed`` binding takes them all as ``out``: one tensor, or a tuple of several.
+    It is called as ``function(*args, **kwargs, **outs)``, where ``outs`` holds the result tensors by ``out_names``, and
+    reaches ``overload``. A ``packed`` binding takes them all as ``out``: one tensor, or a tuple of several.
     """
 
     function: Callable[..., Any]
+    overload: OpOverload
     out_names: tuple[str, ...]
     packed: bool = False
 
@@ -58,13 +59,16 @@ def choose_kernel(
     if overload is None or len(results) != len(overload._schema.returns):
         return None
     names = tuple(arg.name for arg in overload._schema.arguments if arg.is_out)
-    plain = Kernel(getattr(overload, "_op", overload), names)
+    plain = Kernel(getattr(overload, "_op", overload), overload, names)
     if not _agrees(plain, None, args, kwargs, results):
         return None
     for home in (torch._C._VariableFunctions, torch._C._nn):
         binding = getattr(home, func._schema.name.removeprefix("aten::"), None)
-        if binding is not None and _agrees(Kernel(binding, names, True), overload, args, kwargs, results):
-            return Kernel(binding, names, packed=True)
+        if binding is None:
+            continue
+        packed = Kernel(binding, overload, names, packed=True)
+        if _agrees(packed, overload, args, kwargs, results):
+            return packed
     return plain
 
 

@@ -1,0 +1,225 @@
+"""The CPU tape's extension: compiled against the installed torch at its first use, in the background, and kept.
+
+``TAPE`` is the one of this process. Until it is ready, and where it cannot be, a graph's Python loop serves.
+
+Note [the tape's cache]
+    The file is in ``graphdispatch`` of the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``). Its name has,
+    as a hash, the versions of torch and Python, the sources and the compiler's command. It ends with a hash of its
+    content, so that a broken file is seen before it is loaded, and is made anew. A folder or file that another user
+    owns or may write is not used. A lock beside the file lets one of several processes compile while the others wait.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ..forking import make_lock, renew_in_child
+from . import IS_ENABLED
+from .build import CompileError, compile_extension
+from .trial import find_fault
+
+__all__ = ["TAPE", "TapeExtension", "wait"]
+
+_log = logging.getLogger(__name__)
+_SOURCES = Path(__file__).parent / "tape"
+_NAME = "graphdispatch.native._tape"
+_HASH_BYTES = hashlib.sha256().digest_size
+
+
+class TapeExtension:
+    """Makes the extension once, in a daemon thread, and says what is in use. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self.module: ModuleType | None = None
+        """The extension, from the moment on that it is tested; else None."""
+        self.why_not = "no graph asked for it yet" if IS_ENABLED else "GRAPHDISPATCH_NATIVE=0 turns it off"
+        """Why there is no extension, or none yet; empty if there is one."""
+        self._lock = make_lock()
+        self._begin()
+        renew_in_child(self)
+
+    def _begin(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._compiler: subprocess.Popen[str] | None = None
+        self._stopping = threading.Event()
+        self._is_done = False
+
+    def start(self) -> None:
+        """Begin to make the extension, unless that was begun before. Returns at once."""
+        if self._thread is not None or not IS_ENABLED:
+            return
+        with self._lock:
+            if self._thread is None:
+                self.why_not = "it is being compiled"
+                self._thread = threading.Thread(target=self._make, name="graphdispatch-tape", daemon=True)
+                self._thread.start()
+                atexit.register(self._stop)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Make the extension and wait for it, at most ``timeout`` seconds; whether it can be used."""
+        self.start()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self.module is not None
+
+    def after_fork(self) -> None:
+        """Forget a thread that the child does not have; the next graph begins anew. Its compiler is the parent's."""
+        if not self._is_done:
+            self._begin()
+
+    def __repr__(self) -> str:
+        return "<CPU tape: native>" if self.module is not None else f"<CPU tape: Python's loop, since {self.why_not}>"
+
+    def _stop(self) -> None:
+        """At exit: end the compiler, and wait for the thread, so that it never runs in a dying interpreter."""
+        self._stopping.set()
+        compiler, thread = self._compiler, self._thread
+        if compiler is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(compiler.pid, signal.SIGTERM)
+        if thread is not None:
+            thread.join()
+
+    def _make(self) -> None:
+        try:
+            self.module = self._load_or_compile()
+            self.why_not = ""
+        except Exception as error:  # whatever it is, Python's loop serves
+            self.why_not = str(error) if isinstance(error, CompileError) else f"{type(error).__name__}: {error}"
+        self._is_done = True
+        _log.debug("%r", self)
+
+    def _load_or_compile(self) -> ModuleType:
+        if sys.platform == "win32":
+            raise CompileError("the native parts are not made for Windows")
+        flags = torch_flags()
+        target = cache_folder() / f"tape-{fingerprint(flags)}.so"
+        if (module := load(target)) is not None:
+            return module
+        with self._alone(target.with_suffix(".lock")):
+            if (module := load(target)) is not None:
+                return module
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                made = Path(folder) / target.name
+                compile_extension(sorted(_SOURCES.glob("*.cpp")), made, flags, self._run)
+                made.write_bytes(sealed(made.read_bytes()))
+                made.replace(target)
+        module = load(target)
+        if module is None:
+            raise CompileError(f"{target} changed while it was loaded")
+        return module
+
+    def _run(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
+        """Run the compiler in a group of its own, which ``_stop`` can end."""
+        pipe = subprocess.PIPE
+        self._compiler = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        if self._stopping.is_set():
+            os.killpg(self._compiler.pid, signal.SIGTERM)
+        output, errors = self._compiler.communicate()
+        code, self._compiler = self._compiler.returncode, None
+        return subprocess.CompletedProcess(command, code, output, errors)
+
+    @contextlib.contextmanager
+    def _alone(self, path: Path) -> Iterator[None]:
+        """Hold the file's lock. The system frees it with the process. Raises ``CompileError`` when told to stop."""
+        import fcntl  # which Windows does not have
+
+        with path.open("w") as file:
+            while not self._stopping.is_set():
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._stopping.wait(0.05)
+                    continue
+                except OSError:  # this file system has no locks: each process compiles for itself
+                    pass
+                yield
+                return
+        raise CompileError("the interpreter exits")
+
+
+def torch_flags() -> list[str]:
+    """What the compiler is told of the installed torch: headers, libraries and the ABI."""
+    home = Path(torch.__file__).parent
+    flags = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", "-isystem"]
+    return [*flags, str(home / "include"), f"-L{home / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+
+
+def fingerprint(flags: list[str]) -> str:
+    """What tells apart binaries that must not serve each other's process."""
+    parts = [torch.__version__, str(torch.version.git_version), sys.version, os.environ.get("CXX", "c++")]
+    parts += [str(sysconfig.get_config_var("EXT_SUFFIX")), shlex.join(flags)]
+    content = [p.read_bytes() for p in (*sorted(_SOURCES.iterdir()), _SOURCES.parent / "build.py")]
+    return hashlib.sha256(b"\0".join([*map(str.encode, parts), *content])).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    """The folder of the user's own where the extension is kept; made if there is none. Raises ``CompileError``."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()) / "graphdispatch"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CompileError(f"there is no place to keep it: {error}; set XDG_CACHE_HOME") from error
+    if not folder.is_dir() or not _is_ours(folder.stat()):
+        raise CompileError(f"{folder} is not a folder that this user alone may write; set XDG_CACHE_HOME")
+    return folder
+
+
+def sealed(content: bytes) -> bytes:
+    """The content with its hash behind it, where a loader of libraries does not look."""
+    return content + hashlib.sha256(content).digest()
+
+
+def load(path: Path) -> ModuleType | None:
+    """The extension that the file holds; None if there is no such file, or a broken one.
+
+    Raises ``CompileError`` if the extension does not do what Python does.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            content = file.read() if _is_ours(os.fstat(file.fileno())) else b""
+    except OSError:
+        return None
+    if content != sealed(content[:-_HASH_BYTES]):
+        return None
+    loader = ExtensionFileLoader(_NAME, str(path))
+    try:
+        module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
+        loader.exec_module(module)
+    except ImportError as error:
+        raise CompileError(f"{path} cannot be loaded: {error}") from error
+    if fault := find_fault(module):
+        raise CompileError(f"its self-test failed: {fault}")
+    return module
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return found.st_uid == os.geteuid() and not found.st_mode & others
+
+
+TAPE = TapeExtension()
+"""The extension of this process: there is one, as there is one torch."""
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Make the extension and wait for it, at most ``timeout`` seconds; whether it can be used."""
+    return TAPE.wait(timeout)

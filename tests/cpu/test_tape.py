@@ -1,0 +1,370 @@
+"""The native tape of CPU graphs: what it does, it does as Python's loop does."""
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphdispatch import ReplayError, graphed
+from graphdispatch.backends import get_backend
+from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.backends.cpu.program import Program, Step, _loop, run_and_copy
+from graphdispatch.backends.operators import bits_equal, tensors_in
+from graphdispatch.native import tape
+
+pytestmark = pytest.mark.skipif(not tape.wait(), reason=repr(tape.TAPE))
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
+
+
+def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Numbers of a dtype, some of them negative and none of them zero."""
+    return (torch.randn(*shape) * 3 + 0.25).to(dtype)
+
+
+Case = tuple[Callable[[torch.Tensor], Any], tuple[torch.dtype, ...]]
+CASES: dict[str, Case] = {
+    "numbers": (lambda x: (x * 2 + 1, 3 - x, x / 2, x**2), NUMBERS[:-2]),
+    "complex numbers": (
+        lambda x: (x * (1 + 2j), x.abs(), x.conj() + x, x.real * 2),
+        (torch.complex64, torch.complex128),
+    ),
+    "comparisons": (lambda x: (x > 0.5, torch.where(x > 0, x, x + x), x.eq(x.flip(0))), NUMBERS[:-2]),
+    "lists": (lambda x: (torch.cat([x, x + 1], 1), torch.stack([x, x * 2])), NUMBERS),
+    "indices": (lambda x: (x[:, [2, 0]] + x[:, :2], x[torch.tensor([1, 0]), torch.tensor([2, 1])] * 2), NUMBERS),
+    "reductions": (lambda x: (x.sum(1), x.amax(0), x.max(1), x.mean(-1, keepdim=True)), FLOATS),
+    "integer reductions": (lambda x: (x.sum(), x.sum(0, dtype=torch.float32), x.argmax(1)), NUMBERS[4:7]),
+    "products": (lambda x: (x @ x.t(), torch.addmm(x @ x.t(), x, x.t(), beta=2)), FLOATS[:3]),
+    "sorts": (lambda x: (x.sort(1), x.topk(2, 1), x.cumsum(0)), FLOATS),
+    "casts": (lambda x: (x.to(torch.float64), x.to(torch.int32) + 1, x.bool()), NUMBERS[:-1]),
+    "made anew": (lambda x: (torch.arange(3) + x, torch.full((2,), 7.5) * x.sum(), x.new_zeros(3) + x), FLOATS),
+    "softmax": (lambda x: (x.softmax(1), x.log_softmax(0), nn.functional.gelu(x, approximate="tanh")), FLOATS),
+    "norms": (lambda x: (nn.functional.layer_norm(x, (3,)), x.norm(dim=1)), FLOATS[:2]),
+    "convolution": (lambda x: nn.functional.conv1d(x[None], x[:, :, None][:, :2].contiguous()), FLOATS[:2]),
+    "views": (lambda x: (x.t().contiguous() + 1, x.expand(2, 2, 3).clone(), x[1:, ::2] * 2), NUMBERS[:-2]),
+    "formats": (lambda x: x.reshape(1, 1, 2, 3).contiguous(memory_format=torch.channels_last) * 2, FLOATS),
+    "in place": (lambda x: x.clone().mul_(2).add_(x, alpha=3).clamp_(min=-1).masked_fill_(x > 1, 5), FLOATS),
+    "indexed writes": (lambda x: x.clone().index_put_((torch.tensor([1]),), x[0]).index_fill_(1, ROW, 2), NUMBERS),
+    "literals": (lambda x: x + torch.tensor([1.5, 2.5, 3.5]).mul_(x.sum()), FLOATS),
+    "draws": (lambda x: (torch.rand_like(x), nn.functional.dropout(x, 0.5), x.clone().normal_()), FLOATS),
+    "a generator": (lambda x: x + torch.rand(3, generator=GENERATOR), FLOATS[:1]),
+}
+ROW = torch.tensor([0])
+GENERATOR = torch.Generator()
+
+
+def recorded(fn: Callable[[], Any]) -> tuple[CPUGraph, Any]:
+    """The graph of one call of ``fn``, and what the call returned."""
+    backend = get_backend("cpu")
+    with backend.begin_capture(backend.make_pool()) as capture, torch.no_grad():
+        out = fn()
+    assert isinstance(capture.graph, CPUGraph)
+    return capture.graph, out
+
+
+def program_of(graph: CPUGraph) -> Program:
+    """What the graph replays, by a tape."""
+    assert graph._program is not None
+    assert graph._program.tape is not None
+    return graph._program
+
+
+def both(fn: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
+    """Replay a graph of ``fn`` over new values by each loop, from the same state: all bits are equal."""
+    graph, out = recorded(lambda: fn(x))
+    program = program_of(graph)
+    seen = []
+    for run in (partial(_loop, program.calls, program.steps), graph.replay):
+        kept = []
+        torch.manual_seed(3)
+        GENERATOR.manual_seed(3)
+        for shift in range(2):
+            x.copy_(values(x.dtype, 2, 3) + shift)
+            run()
+            kept.append([t.clone() for t in tensors_in(out)])
+        seen.append((kept, torch.get_rng_state()))
+    (python, python_state), (native, native_state) = seen
+    for expected, got in zip(python, native, strict=True):
+        assert got
+        assert all(map(bits_equal, expected, got))
+    assert torch.equal(python_state, native_state)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, (_, of) in CASES.items() for dtype in of], ids=str)
+def test_bits(name: str, dtype: torch.dtype) -> None:
+    """The tape gives the bits of Python's loop, and draws as it does."""
+    both(CASES[name][0], values(dtype, 2, 3))
+
+
+def test_it_takes_common_operators() -> None:
+    """None of a usual program is left to Python."""
+    x = torch.randn(2, 3)
+    graph, _ = recorded(
+        lambda: [fn(x) for name, (fn, _) in CASES.items() if name not in ("a generator", "complex numbers")]
+    )
+    made = tape.TAPE.module.Tape(print, print)
+    left = [s.func for s in program_of(graph).steps if not made.add(print, *name_of(s.func), *s.operands, s.outs)]
+    assert left == []
+
+
+def name_of(func: Any) -> tuple[str, str]:
+    """An operator's names, as a tape wants them."""
+    return func._schema.name, func._schema.overload_name
+
+
+def message(call: Callable[[], object]) -> tuple[type, str, list[str]]:
+    """The type, the text and the notes of the error that the call raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # its type is what is compared
+        call()
+    return caught.type, str(caught.value), caught.value.__notes__
+
+
+def index_out_of_range() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A callable, and what makes its replay fail."""
+    index, table = torch.zeros(2, dtype=torch.int64), torch.randn(4, 3)
+    return lambda: table.index_select(0, index) * 2, lambda: index.fill_(9)
+
+
+def division_by_zero() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A callable, and what makes its replay fail."""
+    x = torch.ones(2, dtype=torch.int64)
+    return lambda: (8 // x) + 1, lambda: x.zero_()
+
+
+def assertion() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A callable, and what makes its replay fail."""
+    x = torch.ones(2)
+    return lambda: torch._assert_async((x > 0).all(), "all of x are positive"), lambda: x.zero_()
+
+
+@pytest.mark.parametrize("case", [index_out_of_range, division_by_zero, assertion])
+def test_errors_are_the_same(case: Callable[[], Any]) -> None:
+    """The type, the text, and the note that names the operator; and the graph replays again afterwards."""
+    fn, spoil = case()
+    graph, _ = recorded(fn)
+    program = program_of(graph)
+    graph.replay()
+    spoil()
+    python = message(partial(_loop, program.calls, program.steps))
+    assert message(graph.replay) == python
+    assert "aten." in python[2][0]
+
+
+def test_an_error_of_python_passes_through() -> None:
+    """The object that a Python call raised is what comes out, with its traceback and a note."""
+    error = KeyError("mine")
+
+    def fail() -> None:
+        raise error
+
+    program = Program([Step(fail, "my call")])
+    with pytest.raises(KeyError) as caught:
+        program.run()
+    assert caught.value is error
+    assert caught.traceback[-1].name == "fail"
+    assert error.__notes__ == ["raised by my call in the replay of a graph"]
+
+
+def test_other_shapes_are_refused() -> None:
+    """Results that have another shape than their places are a ``ReplayError``, with the text of Python's loop."""
+    x = torch.randn(2, 3)
+    place, call = torch.zeros(2), ((x,), {})
+    step = Step(partial(run_and_copy, aten.relu.default, *call, (place,)), aten.relu.default, call, (place,))
+    program = Program([step])
+    kind, text, _ = message(partial(_loop, program.calls, program.steps))
+    with pytest.raises(ReplayError, match=r"shapes \[\(2, 3\)\] where the graph holds \[\(2,\)\]") as caught:
+        program.run()
+    assert (kind, text) == (ReplayError, str(caught.value))
+
+
+def test_warnings_become_python_s() -> None:
+    """A warning of an operator is raised where Python's filters say so, before the next operator runs."""
+    x, out, marks = torch.randn(3), torch.zeros(1, 3), torch.zeros(2)
+    steps = [
+        Step(print, aten.add.out, ((x, x), {"out": out}), None),
+        Step(print, aten.fill_.Scalar, ((marks, 1.0), {}), None),
+    ]
+    program = Program(steps)
+    with pytest.raises(UserWarning, match="resized"):
+        program.run()
+    assert marks.tolist() == [0, 0]
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Seen, Functions])
+def test_modes_see_what_they_see_of_python(mode: Callable[[], Any]) -> None:
+    """Under a mode of torch a replay is Python's."""
+    x = torch.randn(2, 3)
+    graph, _ = recorded(lambda: x.clone().add_(1).relu())
+    program = program_of(graph)
+    with mode() as python:
+        _loop(program.calls, program.steps)
+    with mode() as native:
+        graph.replay()
+    assert vars(python) == vars(native)
+    assert python.count if mode is Functions else python.names
+
+
+def test_the_profiler_sees_the_operators() -> None:
+    """As often as in Python's loop, under the same names."""
+    x = torch.randn(2, 3)
+    graph, _ = recorded(lambda: (x @ x.t()).relu())
+    program = program_of(graph)
+    seen = []
+    for run in (partial(_loop, program.calls, program.steps), graph.replay):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            run()
+        seen.append([event.name for event in profiler.events() if event.name.startswith("aten::")])
+    assert seen[0] == seen[1] != []
+
+
+def test_autocast_changes_nothing() -> None:
+    """A replay under autocast gives the bits of Python's loop under autocast."""
+    x, w = torch.randn(2, 3), torch.randn(3, 3)
+    graph, out = recorded(lambda: (x @ w).softmax(0))
+    program = program_of(graph)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _loop(program.calls, program.steps)
+        expected = out.clone()
+        out.zero_()
+        graph.replay()
+    assert bits_equal(out, expected)
+
+
+def test_inference_mode() -> None:
+    """Within ``inference_mode`` a replay may write to the tensors of the graph."""
+    x = torch.randn(2, 3)
+    graph, out = recorded(lambda: x.clone().mul_(2))
+    with torch.inference_mode():
+        graph.replay()
+    assert bits_equal(out, x * 2)
+
+
+def test_custom_operators_in_cpp_and_python() -> None:
+    """An operator whose kernel is Python is called by the dispatcher as any other."""
+    library = torch.library.Library("graphdispatch_tape", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    x, place = torch.randn(3), torch.zeros(3)
+    program = Program([Step(print, torch.ops.graphdispatch_tape.twice.default, ((x,), {}), (place,))])
+    program.run()
+    assert bits_equal(place, x * 2)
+
+
+def test_the_gil_is_released() -> None:
+    """Two replays run at once: each waits within its replay for the other, through a call of Python's."""
+    barrier = threading.Barrier(2, timeout=30)
+    programs = [
+        Program([Step(barrier.wait, "wait"), Step(print, aten.fill_.Scalar, ((torch.zeros(1), 1.0), {}))]) for _ in "ab"
+    ]
+    threads = [threading.Thread(target=program.run) for program in programs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not barrier.broken
+
+
+def test_a_stream_replays_natively() -> None:
+    """Work on a stream's thread is the tape's too, and its errors come to who waits."""
+    backend = get_backend("cpu")
+    index, table = torch.zeros(2, dtype=torch.int64), torch.randn(4, 3)
+    graph, out = recorded(lambda: table.index_select(0, index))
+    stream = backend.make_stream()
+    with backend.use_stream(stream):
+        index.fill_(2)
+        graph.replay()
+        assert bits_equal(out, table[[2, 2]])
+        index.fill_(7)
+        with pytest.raises(IndexError, match="out of range") as caught:
+            graph.replay()
+    assert "index_select" in caught.value.__notes__[0]
+    stream.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_replays() -> None:
+    """The tape of the parent runs in the child."""
+    x = torch.randn(2, 3)
+    graph, out = recorded(lambda: x.exp() + 1)
+    pid = os.fork()
+    if pid == 0:
+        x.fill_(2)
+        graph.replay()
+        os._exit(0 if bits_equal(out, x.exp() + 1) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_reset_frees_everything() -> None:
+    """After ``reset`` nothing holds what the graph used, without a run of the collector."""
+    x = [torch.randn(2, 3)]
+    graph = recorded(lambda: (x[0].exp() + 1).sort(0))[0]
+    graph.replay()
+    program = program_of(graph)
+    arena = graph.arena
+    storages = [StorageWeakRef(t.untyped_storage()) for t in (x[0], arena) if t is not None]
+    held = [weakref.ref(program), weakref.ref(program.steps[0].run)]
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        graph.reset()
+        x[0] = program = arena = None
+        assert [ref() for ref in held] == [None, None]
+        assert all(storage.expired() for storage in storages)
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def test_a_cycle_through_a_tape_is_collected() -> None:
+    """A Python call that holds its own program does not keep it for ever."""
+    owner: list[Any] = []
+    program = Program([Step(partial(len, owner), "len")])
+    owner.append(program)
+    seen = weakref.ref(program)
+    del program, owner
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_served_call_runs_natively() -> None:
+    """What ``graphed`` replays are tapes, and eager's bits."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    step = graphed(model, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            assert bits_equal(step(x), model(x))
+    (entry,) = step.entries
+    assert program_of(entry.graph).tape is not None
