@@ -1,0 +1,13 @@
+"""transformers' ``generate`` and continuous batching by graphs. Install it as ``graphdispatch[transformers]``.
+
+from graphdispatch.integrations.transformers import GraphedGeneration
+
+with GraphedGeneration(model, cache_lengths=(256, 1024), max_batch_size=8):
+    tokens = model.generate(**inputs, max_new_tokens=64)
+"""
+
+from .available import FIRST_VERSION, LAST_VERSION
+from .generation import GraphedGeneration, graphed_generation
+from .stats import GenerationStats, NotServed
+
+__all__ = ["FIRST_VERSION", "LAST_VERSION", "GenerationStats", "GraphedGeneration", "NotServed", "graphed_generation"]

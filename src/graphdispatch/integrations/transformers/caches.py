@@ -1,0 +1,107 @@
+"""Static caches that outlive a request, and that a graph may write to.
+
+transformers makes a new static cache for each ``generate``. Graphs hold addresses, so here a cache is kept and reset.
+It differs from a new one in two ways: beams are reordered in place, and sliding windows count tokens in a tensor.
+"""
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticSlidingWindowLayer
+
+__all__ = ["KeptCache", "take_out"]
+
+
+class KeptCache(StaticCache):
+    """A static cache for ``max_cache_len`` tokens whose tensors stay where they are, whatever a request does.
+
+    Its tensors are made by the first request, for that request's rows. Used by one request at a time.
+    """
+
+    def __init__(self, config: Any, max_cache_len: int) -> None:
+        super().__init__(config=config, max_cache_len=max_cache_len)
+        for layer in self.layers:
+            if isinstance(layer, StaticSlidingWindowLayer):
+                kind: Any = type(layer)
+                layer.__class__ = _counting(kind)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows for beam search. Layers do so into new tensors, which are copied back."""
+        for layer in self.layers:
+            before = [(table, key, table[key]) for table, key in _tensors(layer)]
+            layer.reorder_cache(beam_idx)
+            for table, key, tensor in before:
+                if table[key] is not tensor:
+                    tensor.copy_(table[key])
+                    table[key] = tensor
+
+    @property
+    def is_linear_alone(self) -> bool:
+        """Whether all layers are of linear attention, whose cache has one size whatever the length."""
+        return all(type(layer) is LinearAttentionLayer for layer in self.layers)
+
+    def advance(self) -> None:
+        """Count one token in Python, where masks are made; the captured code has counted it in tensors."""
+        for layer in self.layers:
+            if isinstance(layer, _CountsInTensor):
+                layer.cumulative_length_int += 1
+
+    def recount(self) -> None:
+        """Count in Python what the layers have counted in tensors. Waits for the device."""
+        for layer in self.layers:
+            if isinstance(layer, _CountsInTensor):
+                layer.cumulative_length_int = int(layer.cumulative_length)
+
+
+class _CountsInTensor(StaticSlidingWindowLayer):
+    """A sliding window whose step of one token is the same code before and after the window is full."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens and return what they attend to, with the same values as the base class."""
+        if key_states.shape[-2] != 1:
+            states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            self.cumulative_length.fill_(self.cumulative_length_int)
+            return states
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        last = self.max_cache_len - 1
+        is_full = (self.cumulative_length > last).long()
+        # A full window drops its oldest token.
+        kept = (torch.arange(self.max_cache_len, device=self.device) + is_full).clamp_(max=last)
+        place = self.cumulative_length.clamp(max=last).view(1)
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held.copy_(held.index_select(2, kept))
+            held.index_copy_(2, place, new)
+        self.cumulative_length.add_(1)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Any:
+        """The number of tokens so far, as a tensor, so that captured code may use it."""
+        return self.cumulative_length if self.is_initialized else 0
+
+
+@cache
+def _counting(kind: Any) -> type:
+    """The class of such layers that counts in a tensor."""
+    return type(kind.__name__, (_CountsInTensor, kind), {"_original": kind})
+
+
+def _tensors(layer: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
+    """Where a layer holds its tensors: pairs (dict, key)."""
+    for table in (vars(layer), *(inner for inner in vars(layer).values() if type(inner) is dict)):
+        yield from ((table, key) for key, value in table.items() if isinstance(value, torch.Tensor))
+
+
+def take_out(cache: KeptCache) -> StaticCache:
+    """A copy of a cache for the caller to keep: an ordinary ``StaticCache`` with tensors of its own."""
+    cache.recount()
+    taken = copy.deepcopy(cache)
+    taken.__class__ = StaticCache
+    for layer in taken.layers:
+        layer.__class__ = getattr(type(layer), "_original", type(layer))
+    return taken

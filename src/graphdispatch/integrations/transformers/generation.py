@@ -1,0 +1,277 @@
+"""``GraphedGeneration``: ``model.generate(...)`` with its decode steps served by graphs."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType, TracebackType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMode
+
+from ...config import CUDAGraphOptions
+from ...errors import ConfigError, shown
+from .caches import KeptCache, take_out
+from .hooks import Hooks, hooked_class
+from .slots import CACHE_NAMES, Slot, SlotKey, SlotPool
+from .stats import GenerationStats, NotServed
+
+__all__ = ["GraphedGeneration", "Request", "graphed_generation"]
+
+_SERVED_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
+_SHORTEST, _LONGEST = 64, 4096
+
+
+class GraphedGeneration:
+    """Within the block, ``model.generate(...)`` serves its decode steps by graphs, and gives the same tokens.
+
+    A request of ``n`` rows that may need ``t`` tokens uses a static cache of ``n`` rows and the smallest of
+    ``cache_lengths`` that holds ``t`` (default: powers of two from 64 up to what the model's positions allow, at most
+    4,096). Caches are kept from request to request, at most ``max_caches`` of them, and each has one graph, which is
+    captured at the ``capture_after``-th decode step that uses it. Prefills run eagerly. A request of more than
+    ``max_batch_size`` prompts runs as before, and so does every request that graphs do not serve; ``stats.not_served``
+    and ``explain`` say why. ``options`` are those of ``graphed``.
+
+    The model's class is replaced by a subclass of the same name, and put back at the end of the block or by
+    ``unpatch``, which releases caches and graphs as well. Copies and pickles of the model are of the original class.
+    Raises ``ConfigError`` for a model that cannot generate, or is served already. Threads may generate at the same
+    time; while two of them need one cache, the second request runs as before.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        cache_lengths: Iterable[int] | None = None,
+        max_batch_size: int = 8,
+        max_caches: int = 16,
+        capture_after: int = 1,
+        options: CUDAGraphOptions | None = None,
+    ) -> None:
+        if not isinstance(model, GenerationMixin):
+            raise ConfigError(f"model must have transformers' generate(), got {shown(model)}")
+        for name, value in (("max_batch_size", max_batch_size), ("max_caches", max_caches)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {shown(value)}")
+        self.model = model
+        self.cache_lengths = _lengths(model, cache_lengths)
+        """The lengths of caches, increasing."""
+        self.max_batch_size = max_batch_size
+        original = type(model)
+        if issubclass(original, Hooks):
+            raise ConfigError(f"this {original.__name__} is served already; unpatch() the GraphedGeneration that does")
+        self._original: type = original
+        self._hooked = hooked_class(original, self)
+        self.plain_call = MethodType(original.__call__, model)
+        """The model's own call."""
+        config = model.config.get_text_config(decoder=True)
+        chosen = CUDAGraphOptions.or_default(options, "options")
+        # Layers of linear attention have the same cache in both kinds, whatever the model says of itself.
+        self._fits_static_cache = model._can_compile_fullgraph or KeptCache(config, 1).is_linear_alone
+        self._pool = SlotPool(self.plain_call, config, max_caches, capture_after, chosen)
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._requests = self._served = 0
+        self._not_served: Counter[NotServed] = Counter()
+
+    def patch(self) -> "GraphedGeneration":
+        """Serve from now on. Harmless when it does already."""
+        kind: type = type(self.model)
+        if kind is not self._hooked:
+            if kind is not self._original:
+                raise ConfigError(f"the model's class has changed to {kind.__name__}; unpatch() what changed it first")
+            self.model.__class__ = self._hooked
+        return self
+
+    def unpatch(self) -> None:
+        """Give the model its class back and release caches and graphs. Requests under way end as they began."""
+        if type(self.model) is self._hooked:
+            self.model.__class__ = self._original
+        self._pool.close()
+
+    def __enter__(self) -> "GraphedGeneration":
+        return self.patch()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unpatch()
+
+    @property
+    def stats(self) -> GenerationStats:
+        """What happened so far."""
+        with self._lock:
+            stats = GenerationStats(self._requests, self._served, Counter(self._not_served))
+        self._pool.count_into(stats)
+        return stats
+
+    def explain(self) -> str:
+        """What served which requests, and why others ran as before, a line for each."""
+        stats = self.stats
+        lines = [f"{stats.served} of {stats.requests} requests served, {stats.hits} of {stats.steps} steps by graphs"]
+        lines += [slot.explain() for slot in self._pool]
+        lines += [f"{count} requests ran as before: {why.text}" for why, count in stats.not_served.items()]
+        return "\n".join(lines)
+
+    @property
+    def request(self) -> "Request | None":
+        """The calling thread's request that is under way, or None."""
+        stack: list[Request] = getattr(self._local, "stack", [])
+        return stack[-1] if stack else None
+
+    @contextmanager
+    def begin(self, refusal: NotServed | None = None) -> Iterator["Request"]:
+        """A request, from its beginning to its end; with a ``refusal`` it runs as before."""
+        request = Request(self, refusal)
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        self._local.stack.append(request)
+        try:
+            yield request
+        finally:
+            self._local.stack.pop()
+            if request.slot is not None:
+                self._pool.give_back(request.slot)
+
+    def assign(self, request: "Request", config: GenerationConfig, arguments: dict[str, Any]) -> Slot | None:
+        """The slot of a request, by the arguments of ``_prepare_cache_for_generation``; None and a count otherwise."""
+        found = self._why_not(request, config, arguments)
+        if not isinstance(found, NotServed):
+            known = self._pool.get(found)
+            if known is not None and (known.error or known.is_hopeless):
+                found = NotServed.RAISED if known.error else NotServed.NO_GRAPH
+        if not isinstance(found, NotServed):
+            request.slot = self._pool.take(found)
+            found = found if request.slot is not None else NotServed.BUSY
+        self._count(found if isinstance(found, NotServed) else None)
+        if request.slot is not None:
+            _give_mask(self.model, config, arguments["model_kwargs"], request.slot.key.rows)
+        return request.slot
+
+    def note_error(self, request: "Request", error: str) -> None:
+        """Note that the model raised at its first step with the slot's cache, and nothing without it. The slot serves
+        no more."""
+        assert request.slot is not None
+        request.slot.error = error
+        with self._lock:  # the request was counted twice
+            self._requests -= 1
+            self._served -= 1
+
+    def _count(self, why: NotServed | None) -> None:
+        with self._lock:
+            self._requests += 1
+            self._served += why is None
+            if why is not None:
+                self._not_served[why] += 1
+
+    def _why_not(self, request: "Request", config: GenerationConfig, arguments: dict[str, Any]) -> NotServed | SlotKey:
+        """Why no graph serves a request, or the key of its slot."""
+        model, given = self.model, arguments.get("model_kwargs", {})
+        if request.refusal is not None:
+            return request.refusal
+        if getattr(config, "is_assistant", False):
+            return NotServed.ASSISTANT
+        if arguments.get("generation_mode") not in _SERVED_MODES:
+            return NotServed.MODE
+        if any(given.get(name) is not None for name in CACHE_NAMES):
+            return NotServed.OWN_CACHE
+        if config.use_cache is False or not model._supports_default_dynamic_cache():
+            return NotServed.NO_CACHE
+        if config.cache_implementation not in (None, "static"):
+            return NotServed.OTHER_CACHE
+        if model.config.is_encoder_decoder or not self._fits_static_cache:
+            return NotServed.MODEL
+        if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            return NotServed.DEVICES
+        if torch.is_autocast_enabled(model.device.type):
+            return NotServed.AUTOCAST
+        if "flash" in str(model.config._attn_implementation):
+            return NotServed.FLASH
+        if arguments["batch_size"] > self.max_batch_size:
+            return NotServed.BATCH_TOO_LARGE
+        needed = max(arguments["max_cache_length"], getattr(config, "max_cache_len", None) or 0)
+        length = next((length for length in self.cache_lengths if length >= needed), None)
+        if length is None:
+            return NotServed.TOO_LONG
+        rows = arguments["batch_size"] * max(config.num_beams or 1, config.num_return_sequences or 1)
+        return SlotKey(rows, length, model.dtype, model.device, torch.is_inference_mode_enabled())
+
+
+class Request:
+    """One ``generate`` from beginning to end, on one thread."""
+
+    def __init__(self, owner: GraphedGeneration, refusal: NotServed | None) -> None:
+        self.refusal = refusal
+        """Why it runs as before, if that is known from the beginning."""
+        self.slot: Slot | None = None
+        self._owner = owner
+        self._is_prefilled = False
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's answer to one step: by a graph where it is a decode step with the slot's cache."""
+        slot = self.slot
+        if slot is None or not self.uses(kwargs):
+            return self._owner.plain_call(*args, **kwargs)
+        ids = kwargs.get("input_ids")
+        if self._is_prefilled and not args and ids is not None and ids.shape[1] == 1:
+            answer = slot.step(**dict(sorted(kwargs.items())))  # the order is the prefill's, and says nothing
+            slot.cache.advance()
+            return answer
+        answer = self._owner.plain_call(*args, **kwargs)
+        slot.cache.recount()
+        self._is_prefilled = True
+        return answer
+
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether the model raised at its first step with a kept cache, so that nothing has happened yet."""
+        return self.slot is not None and not self._is_prefilled
+
+    def uses(self, arguments: dict[str, Any]) -> bool:
+        """Whether arguments of the model hold the slot's cache."""
+        return self.slot is not None and any(arguments.get(name) is self.slot.cache for name in CACHE_NAMES)
+
+    def released(self, result: Any) -> Any:
+        """The request's result, in which a copy takes the place of the cache: the next request overwrites that."""
+        for name in CACHE_NAMES:
+            if self.slot is not None and getattr(result, name, None) is self.slot.cache:
+                setattr(result, name, take_out(self.slot.cache))
+        return result
+
+
+def _give_mask(model: Any, config: GenerationConfig, arguments: dict[str, Any], rows: int) -> None:
+    """Put back a mask of ones that transformers has dropped, for models that make their own masks of it: without one
+    they take another path, and would need a second graph."""
+    length = getattr(config, "_mask_length", None)
+    if (
+        length is not None
+        and hasattr(model, "create_masks_for_generate")
+        and arguments.get("attention_mask", config) is None
+    ):
+        arguments["attention_mask"] = torch.ones((rows, length), dtype=torch.long, device=model.device)
+
+
+def _lengths(model: Any, given: Iterable[int] | None) -> tuple[int, ...]:
+    if given is None:
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _LONGEST
+        most = min(positions, _LONGEST)
+        return (*(length for length in (_SHORTEST << i for i in range(7)) if length < most), most)
+    lengths = tuple(given) if isinstance(given, Iterable) else ()
+    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+        raise ConfigError(f"cache_lengths must be numbers of tokens, as (256, 1024), got {shown(given)}")
+    return tuple(sorted(set(lengths)))
+
+
+def graphed_generation(model: Any, **settings: Any) -> GraphedGeneration:
+    """Serve ``model.generate(...)`` by graphs from now on; ``unpatch()`` of what it returns ends it.
+
+    ``settings`` are those of ``GraphedGeneration``. Raises ``ConfigError`` as that does.
+    """
+    return GraphedGeneration(model, **settings).patch()

@@ -1,0 +1,252 @@
+"""``model.generate(...)`` with its decode steps served by graphs: the same tokens, whatever is asked."""
+
+import copy
+import pickle
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about its own arguments
+
+from graphdispatch.integrations.transformers import GraphedGeneration, NotServed, graphed_generation  # noqa: E402
+from graphdispatch.integrations.transformers.available import check_version  # noqa: E402
+
+from .families import GREEDY, MODES, Requests, answers, make_model, prompts  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A decoder with a sliding window of 8 in every other layer."""
+    return make_model("gemma2")
+
+
+@pytest.fixture(scope="module")
+def served() -> GraphedGeneration:
+    """The same model once more, served for the whole module."""
+    return graphed_generation(make_model("gemma2"), cache_lengths=(32,), max_batch_size=4)
+
+
+def check_same(model: Any, requests: Requests, **settings: Any) -> GraphedGeneration:
+    """Make the requests without graphs and with them, twice; the tokens must be equal."""
+    expected = answers(model, requests)
+    with GraphedGeneration(model, **settings) as generation:
+        for _ in range(2):
+            for got, wanted in zip(answers(model, requests), expected, strict=True):
+                assert torch.equal(got, wanted)
+    return generation
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "lfm2", "mamba"])
+def test_families_give_the_same_tokens(family: str) -> None:
+    """Plain, alibi, convolution and state-space decoders: padded or not, short or long, one capture for each shape."""
+    requests = [(prompts(2, length, pads=pads), GREEDY) for length, pads in ((5, False), (9, True), (7, False))]
+    stats = check_same(make_model(family), requests, cache_lengths=(32,)).stats
+    assert (stats.served, stats.captures, stats.capture_failures) == (6, 1, 0)
+    assert stats.hit_rate > 0.95
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_give_the_same_tokens(model: Any, served: GraphedGeneration, mode: str) -> None:
+    """Each way to generate, with a sliding window that fills on the way."""
+    requests = [(prompts(2, 5), MODES[mode]), (prompts(1, 7), MODES[mode])]
+    before = served.stats.served
+    assert all(map(torch.equal, answers(served.model, requests), answers(model, requests)))
+    assert served.stats.served == before + 2
+
+
+def test_after_the_first_request_nearly_all_steps_are_hits(model: Any) -> None:
+    """Forty requests of mixed batch and length: the same tokens, at most one capture for each batch and cache length,
+    and 95 % of the steps after the first request replayed."""
+    sizes = [(1 + i % 2, 4 + 5 * (i % 5), i % 3 == 0) for i in range(40)]
+    requests = [(prompts(rows, length, pads=pads), GREEDY) for rows, length, pads in sizes]
+    expected = answers(model, requests)
+    with GraphedGeneration(model, cache_lengths=(40,)) as generation:
+        first = answers(model, requests[:1])
+        before = generation.stats
+        got = first + answers(model, requests[1:])
+        stats = generation.stats
+    assert all(map(torch.equal, got, expected))
+    assert stats.captures == len({rows for rows, _, _ in sizes})
+    assert (stats.hits - before.hits) / (stats.steps - before.steps) >= 0.95
+
+
+def test_what_graphs_do_not_serve_runs_as_before(model: Any) -> None:
+    """Each has its reason, and eager's tokens; nothing of them stays in the caches of others."""
+    assistant = make_model("gemma2")
+    batch, single = prompts(2, 7), prompts(1, 6, pads=False)
+    own = {"past_key_values": transformers.DynamicCache(config=model.config)}
+    asked = {
+        NotServed.MODE: (single, GREEDY | {"assistant_model": assistant}),
+        NotServed.NO_CACHE: (batch, GREEDY | {"use_cache": False}),
+        NotServed.OTHER_CACHE: (batch, GREEDY | {"cache_implementation": "dynamic"}),
+        NotServed.BATCH_TOO_LARGE: (prompts(3, 7), GREEDY),
+        NotServed.TOO_LONG: (batch, GREEDY | {"max_new_tokens": 40}),
+        NotServed.OWN_CACHE: (batch, GREEDY | own),
+    }
+    expected = [answers(model, [(b, copy.deepcopy(settings))])[0] for b, settings in asked.values()]
+    with GraphedGeneration(model, cache_lengths=(32,), max_batch_size=2) as generation:
+        assert answers(model, [(batch, GREEDY)])[0].shape == (2, 19)
+        got = [answers(model, [(b, copy.deepcopy(settings))])[0] for b, settings in asked.values()]
+        with torch.autocast("cpu", torch.bfloat16):
+            model.generate(**batch, **GREEDY)
+        stats, told = generation.stats, generation.explain()
+    assert all(map(torch.equal, got, expected))
+    assert stats.not_served == dict.fromkeys((*asked, NotServed.AUTOCAST), 1)
+    assert (stats.requests, stats.served) == (8, 1)
+    assert all(reason.text in told for reason in asked)
+
+
+def test_an_encoder_decoder_runs_as_before() -> None:
+    """It is named as the reason."""
+    config = transformers.T5Config(
+        d_model=32, d_ff=64, d_kv=8, num_layers=1, num_heads=4, vocab_size=99, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    generation = check_same(model, [(prompts(2, 7), GREEDY)])
+    assert generation.stats.not_served == {NotServed.MODEL: 2}
+
+
+def test_returned_caches_are_the_callers(served: GraphedGeneration) -> None:
+    """A cache that is returned is an ordinary one, from which generation goes on, whatever the next request does."""
+    model = served.model
+    batch, asked = prompts(2, 7), GREEDY | {"return_dict_in_generate": True, "output_scores": True}
+    first = model.generate(**batch, **asked)
+    model.generate(**prompts(2, 9), **GREEDY)
+    assert type(first.past_key_values) is transformers.StaticCache
+    ids = torch.cat([first.sequences, first.sequences[:, -1:]], 1)
+    mask = torch.cat([batch["attention_mask"], torch.ones(2, 13, dtype=torch.long)], 1)
+    more = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    got = model.generate(**more, past_key_values=first.past_key_values)
+    assert torch.equal(got, model.generate(**more, use_cache=False))
+
+
+def test_surroundings_have_caches_of_their_own(served: GraphedGeneration) -> None:
+    """Inference mode and another type of weights do not meet the caches that others left."""
+    model = served.model
+    batch = prompts(2, 7)
+    expected = model.generate(**batch, **GREEDY, use_cache=False)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(model.generate(**batch, **GREEDY), expected)
+        assert torch.equal(model.generate(**batch, **GREEDY), expected)
+        model.to(torch.float64).generate(**batch, **GREEDY)
+        model.to(torch.float32)
+
+
+def test_threads_do_not_share_a_cache(served: GraphedGeneration) -> None:
+    """Requests of one shape at the same time all have their own tokens."""
+    model = served.model
+    batches = [prompts(2, length) for length in (5, 6, 7, 8)]
+    expected = [model.generate(**batch, **GREEDY, use_cache=False) for batch in batches]
+    got: dict[int, torch.Tensor] = {}
+
+    def ask(index: int) -> None:
+        got[index] = model.generate(**batches[index], **GREEDY)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[index], expected[index]) for index in range(4))
+
+
+def test_few_caches_make_room(model: Any) -> None:
+    """With room for one cache, each other shape takes the place of the last; figures of those that went stay."""
+    requests = [(prompts(rows, 5), GREEDY) for rows in (1, 2)]
+    generation = check_same(model, requests, cache_lengths=(32,), max_caches=1)
+    assert generation.stats.captures == 4
+
+
+def test_a_failed_first_step_is_made_again_without_a_kept_cache() -> None:
+    """Where the model raises with a static cache alone, requests run as before, and the reason shows the error."""
+    model = make_model("llama")
+    expected = answers(model, [(prompts(2, 5), GREEDY)])[0]
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(kwargs.get("past_key_values"), transformers.StaticCache):
+            raise RuntimeError("no static caches here")
+
+    with model.register_forward_pre_hook(refuse, with_kwargs=True), GraphedGeneration(model) as generation:
+        for _ in range(2):
+            assert torch.equal(answers(model, [(prompts(2, 5), GREEDY)])[0], expected)
+        stats, told = generation.stats, generation.explain()
+    assert (stats.requests, stats.served, stats.not_served) == (2, 0, {NotServed.RAISED: 2})
+    assert "RuntimeError: no static caches here" in told
+
+
+def test_an_error_of_the_request_comes_through(served: GraphedGeneration) -> None:
+    """What raises without graphs raises with them, and the next request is served."""
+    model = served.model
+    bad = {"input_ids": torch.tensor([[5, 1000]])}
+    with pytest.raises(IndexError, match="out of range"):
+        model.generate(**bad, **GREEDY)
+    before = served.stats.served
+    model.generate(**prompts(1, 5), **GREEDY)
+    assert served.stats.served == before + 1
+
+
+def test_the_end_of_the_block_restores_everything() -> None:
+    """The class, the attributes and the configuration are as before; copies and pickles are of the original class."""
+    model = make_model("llama")
+    kind, attributes, config = type(model), dict(vars(model)), model.generation_config.to_dict()
+    with GraphedGeneration(model, cache_lengths=(32,)) as generation:
+        expected = answers(model, [(prompts(2, 5), GREEDY)])[0]
+        assert isinstance(model, kind)
+        assert type(model) is not kind
+        assert type(model).__name__ == kind.__name__
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other) is kind
+            assert torch.equal(answers(other, [(prompts(2, 5), GREEDY)])[0], expected)
+        with pytest.raises(ConfigError, match="is served already; unpatch"):
+            GraphedGeneration(model)
+        requests = generation.stats.requests
+    assert requests == 1
+    assert type(model) is kind
+    assert vars(model) == attributes
+    assert model.generation_config.to_dict() == config
+    answers(model, [(prompts(2, 5), GREEDY)])
+    assert generation.stats.requests == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"cache_lengths": ()}, "cache_lengths must be numbers of tokens"),
+        ({"cache_lengths": (0,)}, "cache_lengths must be numbers of tokens"),
+        ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1"),
+        ({"max_caches": True}, "max_caches must be an integer of at least 1"),
+    ],
+)
+def test_bad_settings_are_errors(model: Any, settings: dict[str, Any], error: str) -> None:
+    """They name the argument."""
+    with pytest.raises(ConfigError, match=error):
+        GraphedGeneration(model, **settings)
+
+
+@pytest.mark.parametrize("version", ["5.10.4", "5.16.1.dev0", "5.23.0"])
+def test_versions_that_were_tried_are_silent(version: str) -> None:
+    """Their patch releases as well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_version(version)
+
+
+def test_other_versions_are_named() -> None:
+    """An older one is an error, a newer one a warning."""
+    with pytest.raises(ImportError, match=r"needs transformers 5\.10 or newer, found 4\.57\.6"):
+        check_version("4.57.6")
+    with pytest.warns(UserWarning, match=r"5\.10 to 5\.23; 6\.0\.0 may differ"):
+        check_version("6.0.0")
+
+
+def test_a_model_that_cannot_generate_is_an_error() -> None:
+    """It must have ``generate``."""
+    with pytest.raises(ConfigError, match=r"model must have transformers' generate"):
+        GraphedGeneration(torch.nn.Linear(2, 2))
