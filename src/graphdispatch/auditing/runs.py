@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..backends import Backend, get_backend
-from ..backends.operators import storage_key
+from ..backends.operators import is_strided, storage_key
 from ..call.rules import callable_name, make_rules
 from ..call.spec import CallSpec, FlatCall
 from ..capture.effects import retry_once, undo
@@ -81,7 +81,7 @@ class AuditedCall:
             prefix = self.modules[id(module)]
             for kind, tensors in (("parameters", module._parameters), ("buffers", module._buffers)):
                 named += [(t, f"{prefix}.{name}", kind) for name, t in tensors.items() if t is not None]
-        return {storage_key(t): (name, kind) for t, name, kind in reversed(named) if t.layout is torch.strided}
+        return {storage_key(t): (name, kind) for t, name, kind in reversed(named) if is_strided(t)}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 A capture stops at the first operator that no graph can hold. A survey notes it and goes on.
 """
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ..backends.operators import HOST_READS, OperatorKind, forbidden, kind_of, user_line
+from ..backends.operators import OperatorKind, forbidden, kind_of, user_line
+from ..backends.standins import HostReads, SaysCapturing, StandIns
 from ..call.breaks import ACTIVE, BREAKS
 from ..capture.effects import EffectRecorder
 from ..errors import CaptureError
@@ -26,7 +27,6 @@ from .result import Finding
 __all__ = ["Operation", "Survey", "names_of"]
 
 _CALLS_MODULE = nn.Module._call_impl.__code__
-_TO_HOST = {torch.Tensor.cpu: "cpu", torch.Tensor.pin_memory: "pin_memory"}
 _LITERAL = torch.ops.aten.lift_fresh.default
 
 
@@ -61,11 +61,27 @@ class Survey(EffectRecorder):
         """Note what runs within the block."""
         token = ACTIVE.set(self._run_break) if self._piecewise else None
         try:
-            with _HostReads(self), self:
+            with SaysCapturing(), HostReads(self._on_read), self._copies(), self:
                 yield
         finally:
             if token is not None:
                 ACTIVE.reset(token)
+
+    @contextmanager
+    def _copies(self) -> Iterator[None]:
+        """Within the block, note copies to the host."""
+        _COPIES.add(self._on_copy)
+        try:
+            yield
+        finally:
+            _COPIES.remove(self._on_copy)
+
+    def _on_read(self, name: str) -> None:
+        why = "gives memory to the host, past torch's dispatcher; keep the value on the device"
+        self.add("forbidden", name, why)
+
+    def _on_copy(self, name: str) -> None:
+        self.add("forbidden", f"Tensor.{name}", "copies from a GPU to the host; do it before or after the call")
 
     def findings(self, kind: str) -> tuple[Finding, ...]:
         """What was found of a kind, in the order of the run, each with the number of times."""
@@ -96,8 +112,7 @@ class Survey(EffectRecorder):
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a Python operator, and watch what it runs."""
         self.add("frozen", str(func), "is Python: a graph keeps what it launched, and never runs it again")
-        with _HostReads(self):
-            return super().look_inside(func, key, args, kwargs)
+        return super().look_inside(func, key, args, kwargs)
 
     def give_up(self, error: CaptureError) -> None:
         """Note what no graph can hold, and go on."""
@@ -123,23 +138,20 @@ class Survey(EffectRecorder):
             self._breaks -= 1
 
 
-class _HostReads(TorchFunctionMode):
-    """Sees what passes the dispatcher by: memory given to the host, and copies that do nothing on a CPU."""
-
-    def __init__(self, survey: Survey) -> None:
-        super().__init__()
-        self._survey = survey
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+def _tell_of_copy(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
+    @functools.wraps(original)
+    def copy(*args: Any, **kwargs: Any) -> Any:
         texts = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]
-        if func in HOST_READS:
-            why = "gives memory to the host, past torch's dispatcher; keep the value on the device"
-            self._survey.add("forbidden", f"Tensor.{HOST_READS[func]}", why)
-        elif func in _TO_HOST or (func is torch.Tensor.to and "cpu" in texts):
-            why = "copies from a GPU to the host; do it before or after the call"
-            self._survey.add("forbidden", f"Tensor.{_TO_HOST.get(func, 'to')}", why)
-        return func(*args, **kwargs)
+        if name != "to" or "cpu" in texts:
+            for on_copy in listeners():
+                on_copy(name)
+        return original(*args, **kwargs)
+
+    return copy
+
+
+_COPIES = StandIns([(torch.Tensor, name) for name in ("cpu", "pin_memory", "to")], _tell_of_copy)
+"""Copies that do nothing on a CPU."""
 
 
 def names_of(modules: Iterable[nn.Module]) -> dict[int, str]:

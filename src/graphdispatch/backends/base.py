@@ -6,9 +6,8 @@ Note [who may touch a pool]
     one wrapper may run inside another. On a device with queues, the lock orders the *enqueueing*; the queue, or
     ``order_after_last_use``, orders the work.
 
-    A replay in pieces runs Python in its breaks, on the thread that holds the lock. The lock alone would let a break
-    use the pool again and overwrite what the later pieces read. ``replaying_on`` prevents that: a served call that
-    a break makes runs eagerly, or ``refuse_inside_replay`` refuses it.
+    A replay in pieces runs Python in its breaks, on the thread with the lock, and would let a break use the pool again
+    and overwrite what later pieces read. ``replaying_on`` prevents that: a served call that a break makes runs eagerly.
 
 Note [one capture at a time]
     torch allows only one capture at a time in a process (``torch/cuda/graphs.py``, "Not thread safe"). Every backend
@@ -19,7 +18,7 @@ Note [one capture at a time]
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -362,6 +361,10 @@ class Backend(Shared, ABC):
         finally:
             self.watch.depth -= 1
 
+    def rehearsing(self) -> AbstractContextManager[object]:
+        """A block in which code that asks whether anyone captures is told what it is told while recording."""
+        return nullcontext()
+
     def is_watched(self) -> bool:
         """Whether the calling thread is in a ``watched`` block, or anyone is capturing its work."""
         return self.watch.depth > 0 or self.is_capturing()
@@ -383,11 +386,10 @@ class Backend(Shared, ABC):
         return False
 
     def raise_if_lost(self, error: BaseException) -> None:
-        """Raise ``DeviceLostError`` if ``error``, or its cause, says that the device is lost."""
+        """Raise ``DeviceLostError`` if ``error`` or its cause says so."""
         if any(self.is_lost(e) for e in (error, error.__cause__) if e is not None):
-            raise DeviceLostError(
-                f"{self.device} is lost, so no step can run on it, not even eagerly ({error}); restart the process"
-            ) from error
+            what = f"{self.device} is lost, so no step can run on it, not even eagerly ({error})"
+            raise DeviceLostError(f"{what}; restart the process") from error
 
     def __reduce__(self) -> Any:
         from . import get_backend  # here, since the registry of backends imports this module

@@ -12,7 +12,6 @@ Note [what arrives as one call]
 
 import sys
 import threading
-from collections.abc import Callable
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -20,16 +19,15 @@ from typing import Any, cast
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..reasons import Reason
 from .compiled import CompiledRegion, reveal_compiled
-from .operators import HOST_READS, tensors_in, user_line
+from .operators import tensors_in, user_line
 from .tracing import UntracedMode
 
-__all__ = ["HostReads", "OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
+__all__ = ["OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
 """The namespaces whose composite operators are made of other operators."""
@@ -112,25 +110,6 @@ def reveal_operators() -> None:
                 for key in ("AutogradCPU", "AutogradCUDA"):
                     library.impl(name, torch.library.fallthrough_kernel, key)
                 _revealed[full] = library
-
-
-class HostReads(TorchFunctionMode):
-    """Tells of the host reads that torch's dispatcher does not see: ``numpy``, ``tolist``, DLPack, ``data_ptr``.
-
-    ``on_read`` is called with the method's name before each, and may raise. Torch leaves the mode while an operator
-    runs, so enter another one around the Python of an operator.
-    """
-
-    def __init__(self, on_read: Callable[[str], None]) -> None:
-        super().__init__()
-        self._on_read = on_read
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Tell of a host read; then make the call."""
-        name = HOST_READS.get(func)
-        if name is not None:
-            self._on_read(name)
-        return func(*args, **(kwargs or {}))
 
 
 class OperatorMode(UntracedMode):

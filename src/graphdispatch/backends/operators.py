@@ -6,6 +6,7 @@ at torch's dispatcher asks here.
 
 import linecache
 import os
+import re
 import sys
 from enum import Enum
 from functools import cache
@@ -20,7 +21,6 @@ from ..errors import CaptureError
 from ..reasons import Reason
 
 __all__ = [
-    "HOST_READS",
     "OperatorKind",
     "bits_equal",
     "check_geometry",
@@ -28,6 +28,7 @@ __all__ = [
     "geometry",
     "has_fixed_shapes",
     "is_expanded",
+    "is_strided",
     "is_total",
     "kind_of",
     "storage_key",
@@ -65,8 +66,20 @@ _UNMARKED_WRITES = {
     "aten::miopen_batch_norm": (3, 4),
 }
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-HOST_READS = {getattr(torch.Tensor, name): name for name in ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")}
-"""Methods of tensors that give memory to the host without an operator, with their names."""
+# Operators that tell the host what it knows without reading any element: how a tensor lies in memory, its type, what
+# follows from shapes (an attention's longest lengths).
+_FROM_SHAPES = """
+    _batch_norm_impl_index _cudnn_attention_forward _debug_has_internal_overlap _dimI _dimV
+    _efficient_attention_forward _fused_sdp_choice _has_compatible_shallow_copy_type _has_same_storage_numel
+    _is_zerotensor _nested_get_ragged_idx _nnpack_available _nnz _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_fused_attention_overrideable _use_cudnn_ctc_loss
+    _use_cudnn_rnn_flatten_weight _use_miopen_ctc_loss _version can_cast cudnn_is_acceptable dense_dim dim
+    get_device is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point is_inference
+    is_leaf is_neg is_pinned is_same_size is_set_to is_signed is_vulkan_available numel output_nr promote_types
+    q_per_channel_axis q_scale q_zero_point qscheme result_type retains_grad size sparse_dim storage_offset
+    stride sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride
+"""
+_PLAIN_VALUE = frozenset({"bool", "complex", "float", "int", "number", "str"})
 _RESULT_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -128,6 +141,11 @@ def kind_of(func: OpOverload) -> OperatorKind:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return OperatorKind.RANDOM
     return OperatorKind.PURE if func.namespace == "aten" else OperatorKind.OPAQUE
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether one shape, strides and a storage tell which memory the tensor takes. A nested tensor only claims so."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 _LEAVES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -193,6 +211,15 @@ def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return "reads an error code back to the host (linalg); use the *_ex variant"
     if func is _aten._local_scalar_dense.default:
         return "reads a value back to the host (.item(), int(), bool(), if tensor, print); keep it on the device"
+    if func is _aten._nested_tensor_from_mask_left_aligned.default:
+        return (
+            "reads a padding mask back to the host, to make a nested tensor; give the torch.nn.TransformerEncoder "
+            "enable_nested_tensor=False, or call torch.backends.mha.set_fastpath_enabled(False)"
+        )
+    if func is _aten._pack_padded_sequence.default:
+        return "has a result whose shape follows lengths that the host reads; give the recurrent layer padded sequences"
+    if isinstance(func, OpOverload) and _gives_host_value(func):  # else it is compiled code
+        return "gives the host a value that it may have read from memory; keep it on the device, in a tensor"
     if any(tag in func.tags for tag in _RESULT_DEPENDS_ON_DATA):
         return "has a result whose shape or value the host must know; use a form with a fixed shape"
     devices = {t.device for t in tensors_in(args, kwargs) if t.dim() or t.device.type != "cpu"}
@@ -201,6 +228,17 @@ def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if len({d.type for d in devices}) > 1:
         return "copies between devices; do it before the call"
     return None
+
+
+@cache
+def _gives_host_value(func: OpOverload) -> bool:
+    """Whether it takes a tensor and returns a plain value, other than what follows from shapes and types. Nobody knows
+    what an operator of somebody else reads, so that its schema decides."""
+    schema = func._schema
+    if func.namespace == "aten" and schema.name.removeprefix("aten::") in _FROM_SHAPES.split():
+        return False
+    given, results = (" ".join(str(each.type) for each in part) for part in (schema.arguments, schema.returns))
+    return "Tensor" in given and not _PLAIN_VALUE.isdisjoint(re.findall(r"\w+", results))
 
 
 def _masked_index(func: OpOverload, args: tuple[Any, ...]) -> str | None:

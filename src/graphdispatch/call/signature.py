@@ -228,8 +228,9 @@ def refusal(
     """
     tensors = [(leaf, v) for leaf, v in zip(leaves, values, strict=True) if is_tensor(v)]
     for leaf, tensor in tensors:
-        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
-            what = f"{type(tensor).__name__} of layout {tensor.layout}"
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
+            what = f"{kind} of layout {tensor.layout}"
             return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a {what}")
         if tensor.is_conj() or tensor.is_neg():
             return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a lazy conjugate or negative view")

@@ -136,9 +136,10 @@ class CaptureAttempt:
 
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
-        self._warm_run = EffectRecorder(self.request.options.state_limit_bytes, strict=True)
-        with uncached_casts(), self.eager.trace, self._warm_run:
-            output = self.request.call(self.request.static_values())
+        request = self.request
+        self._warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True)
+        with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self._warm_run:
+            output = request.call(request.static_values())
         self.eager.draws |= self._warm_run.uses_rng
         self._existing = set(self._warm_run.outside) | self._warm_run.made_storages()
         del output
@@ -233,7 +234,7 @@ class CaptureAttempt:
                 values[spec.position] = real.index_select(spec.dim, index)
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
         try:
-            with effects:
+            with request.backend.rehearsing(), effects:
                 return request.call(values)
         except Exception as error:
             raise CaptureError(

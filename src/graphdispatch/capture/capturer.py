@@ -115,7 +115,7 @@ def _run_once(request: CaptureRequest) -> StateWalk:
         # Other views each time: state that keeps one of them is not the same after a second run.
         values = request.values_with(view.detach() for view in request.inputs.views(request.size))
         request.inputs.load(request.values, request.rows, request.size)
-        with CodeTrace(walk, within=FlatCall.__call__.__code__), effects:
+        with request.backend.rehearsing(), CodeTrace(walk, within=FlatCall.__call__.__code__), effects:
             request.call(values)
     except Exception as error:
         request.backend.raise_if_lost(error)

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from ..backends.insight import reveal_operators
-from ..backends.operators import tensors_in
+from ..backends.operators import is_strided, tensors_in
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import FlatCall, Leaves
 from ..errors import CaptureError
@@ -161,9 +161,10 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
     for output in tensors_in(eager.answer):
         if output.requires_grad:
             raise CaptureError("an output requires a gradient; call under torch.no_grad()", Reason.NEEDS_GRADIENTS)
-        if type(output) not in PLAIN_TENSORS or output.layout is not torch.strided:
+        if type(output) not in PLAIN_TENSORS or not is_strided(output):
             raise CaptureError(
-                f"an output is a {type(output).__name__} with layout {output.layout}", Reason.OUTPUT_UNSUPPORTED
+                f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
+                Reason.OUTPUT_UNSUPPORTED,
             )
 
 

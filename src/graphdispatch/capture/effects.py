@@ -19,17 +19,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import Backend
 from ..backends.compiled import CompiledRegion, PythonCalls
-from ..backends.insight import HostReads, OperatorMode, python_kernel, run_kernel
+from ..backends.insight import OperatorMode, python_kernel, run_kernel
 from ..backends.operators import (
     OperatorKind,
     check_geometry,
     geometry,
+    is_strided,
     kind_of,
     storage_key,
     tensors_in,
     view_key,
     written_tensors,
 )
+from ..backends.standins import HostReads
 from ..errors import CaptureError
 from ..reasons import Reason
 
@@ -238,7 +240,7 @@ class EffectRecorder(OperatorMode):
 
         Types of one byte are not asked: too many of their values look like that.
         """
-        if not self.reserves_memory or value.dtype.itemsize == 1 or value.layout is not torch.strided:
+        if not self.reserves_memory or value.dtype.itemsize == 1 or not is_strided(value):
             return None
         size = value.dtype.itemsize
         marked = (
@@ -263,7 +265,7 @@ class EffectRecorder(OperatorMode):
         return any(storage_key(region.target) == key for region in self.regions)
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided:
+        if not is_strided(tensor):
             return False
         key = storage_key(tensor)
         return key not in self._made and key not in self.outside
@@ -309,7 +311,7 @@ _UNWRITTEN = 0x5B
 
 def _mark_unwritten(made: Any) -> None:
     """Fill new memory with one byte, so that it can be told later what was never written."""
-    if isinstance(made, torch.Tensor) and made.layout is torch.strided and made.dtype.itemsize > 1:
+    if isinstance(made, torch.Tensor) and is_strided(made) and made.dtype.itemsize > 1:
         torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage()).fill_(_UNWRITTEN)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..backends.base import Graph, Pool
-from ..backends.operators import storage_key, tensors_in
+from ..backends.operators import is_strided, storage_key, tensors_in
 from ..call.spec import describe, is_tensor
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
@@ -237,7 +237,7 @@ class PiecewiseGraph(Graph):
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(tree) if tensor.layout is torch.strided]
+    return [tensor for tensor in tensors_in(tree) if is_strided(tensor)]
 
 
 def _sharing(leaves: list[Any]) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..backends.base import Capture, Graph
-from ..backends.operators import is_expanded, storage_key, tensors_in, user_line
+from ..backends.operators import is_expanded, is_strided, storage_key, tensors_in, user_line
 from ..call.breaks import ACTIVE
 from ..call.spec import is_tensor
 from ..errors import CaptureError
@@ -166,7 +166,7 @@ class _Breaks:
         for leaf in leaves:
             is_made = False
             if is_tensor(leaf):
-                if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+                if type(leaf) is not torch.Tensor or not is_strided(leaf):
                     what = f"{type(leaf).__name__} with layout {leaf.layout}"
                     raise CaptureError(f"break {name!r} returned a {what}; return dense tensors", Reason.CAPTURE_UNSAFE)
                 is_made = storage_key(leaf) not in before

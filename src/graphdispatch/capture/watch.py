@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import Capture
 from ..backends.insight import OperatorMode
-from ..backends.operators import forbidden, storage_key, tensors_in, user_line
+from ..backends.operators import forbidden, is_strided, storage_key, tensors_in, user_line
 from ..call.breaks import BREAKS, BreakRunner
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -69,7 +69,7 @@ class CaptureWatch(OperatorMode):
         assert self._capture is not None
         result = self._capture.look_inside(self, func, key, args, kwargs)
         for tensor in tensors_in(result):
-            if not self.is_paused and tensor.layout is torch.strided and not self.has_seen(tensor):
+            if not self.is_paused and is_strided(tensor) and not self.has_seen(tensor):
                 name = func._schema.name
                 raise CaptureError(
                     f"{func} gives back a tensor of shape {tuple(tensor.shape)} that no operator inside it made, at "
@@ -98,7 +98,7 @@ class CaptureWatch(OperatorMode):
         if why is not None:
             raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
         for tensor in tensors_in(args, kwargs):
-            if tensor.layout is torch.strided and not self.has_seen(tensor):
+            if is_strided(tensor) and not self.has_seen(tensor):
                 raise CaptureError(
                     f"{func} is given a tensor of shape {tuple(tensor.shape)} that no operator of the call made "
                     f"and that did not exist before, at {user_line()}; work outside of torch's dispatcher "
@@ -114,7 +114,7 @@ class CaptureWatch(OperatorMode):
         """Raise ``CaptureError`` if a break made one of the tensors and did not return it: later parts would go on
         reading what the break made at the capture."""
         for tensor in tensors_in(*trees) if self.unreturned else ():
-            name = self.unreturned.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+            name = self.unreturned.get(storage_key(tensor)) if is_strided(tensor) else None
             if name is not None:
                 raise CaptureError(
                     f"a tensor of shape {tuple(tensor.shape)} that break {name!r} made is used at {user_line()}, but "
@@ -131,7 +131,7 @@ class CaptureWatch(OperatorMode):
     def _note_crossing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._part:
             for tensor in tensors_in(args, kwargs):
-                if tensor.layout is torch.strided and self._part_of.get(storage_key(tensor), self._part) != self._part:
+                if is_strided(tensor) and self._part_of.get(storage_key(tensor), self._part) != self._part:
                     self.crossing.append(tensor.detach())
                     self._part_of[storage_key(tensor)] = self._part
 
@@ -145,6 +145,6 @@ class CaptureWatch(OperatorMode):
         return key in self._made or key in self._existing
 
     def _note(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided and storage_key(tensor) not in self._existing:
+        if is_strided(tensor) and storage_key(tensor) not in self._existing:
             self._made.setdefault(storage_key(tensor), StorageWeakRef(tensor.untyped_storage()))
             self._part_of.setdefault(storage_key(tensor), self._part)

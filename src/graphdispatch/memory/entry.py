@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends.base import Backend, Graph, Pool, Timer
+from ..backends.operators import is_strided
 from ..backends.tracing import untraced
 from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
@@ -357,7 +358,7 @@ class CUDAGraphEntry(NotCopied):
 
 def _rows_of(spec: InputSpec, tensor: Any, rows: int) -> int:
     """The rows of a call, as far as an input tells (-1: not yet). Raises ``GuardError`` if it does not fit."""
-    if not is_tensor(tensor) or tensor.layout is not torch.strided:
+    if not is_tensor(tensor) or not is_strided(tensor):
         got = tensor.layout if is_tensor(tensor) else type(tensor).__name__
         raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
     if tensor.requires_grad and torch.is_grad_enabled():

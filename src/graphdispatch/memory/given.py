@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..backends.operators import is_expanded
+from ..backends.operators import is_expanded, is_strided
 from ..call.spec import describe, is_tensor
 from ..errors import ConfigError, shown
 from .buffers import OutputBuffers, OutputSpec, first_part
@@ -31,7 +31,7 @@ class CallerBuffers(OutputBuffers):
         if not tensors:
             raise ConfigError(f"out must be a tensor or a nest of tensors, got {shown(out)}")
         for tensor in tensors:
-            if tensor.layout is not torch.strided or tensor.requires_grad:
+            if not is_strided(tensor) or tensor.requires_grad:
                 raise ConfigError(f"out must hold dense tensors that require no gradient, got {_kind(tensor)}")
         spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in tensors if t.numel())
         if any(map(is_expanded, tensors)) or any(after[0] < before[1] for before, after in pairwise(spans)):

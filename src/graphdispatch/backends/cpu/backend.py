@@ -2,17 +2,23 @@
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Graph, MemoryFigures, Pool
 from ..insight import OperatorMode, reveal_operators
+from ..standins import SaysCapturing
 from .graph import CPUGraph, CPUPool
 from .recorder import Recorder, Recording
 from .streams import CPUStreams
@@ -57,6 +63,10 @@ class CPUBackend(CPUStreams, Backend):
         """Whether the calling thread is being recorded by this backend."""
         return self.here.is_capturing
 
+    def rehearsing(self) -> AbstractContextManager[object]:
+        """Within the block, code that asks torch whether anyone captures is told so, as it is while recording."""
+        return SaysCapturing()
+
     def synchronize(self) -> None:
         """Block until the calling thread's current stream is done."""
         self.current_stream().synchronize()
@@ -90,9 +100,11 @@ class _CPUCapture(Capture):
         self._classify = classify
         self._recorder = Recorder()
         self._modes = ExitStack()
+        self._stack = _get_current_dispatch_mode_stack()
         reveal_operators()
         CAPTURE_LOCK.acquire()
         try:
+            self._modes.enter_context(SaysCapturing(lambda: pool.streams.here.is_capturing))
             self._modes.enter_context(self._recorder.host_reads())
             self._modes.enter_context(self._recorder)
             self._pool.streams.here.is_capturing = self.is_open = True
@@ -155,5 +167,15 @@ class _CPUCapture(Capture):
         try:
             self._modes.close()
         finally:
+            _restore_modes(self._stack)
             del self._recorder
             CAPTURE_LOCK.release()
+
+
+def _restore_modes(stack: list[Any]) -> None:
+    """Leave the thread with these modes: one that is entered while a tensor subclass fails may stay behind."""
+    if _get_current_dispatch_mode_stack() != stack:
+        while torch._C._len_torch_dispatch_stack():
+            _pop_mode()
+        for mode in stack:
+            _push_mode(mode)

@@ -18,18 +18,20 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ...errors import CaptureError
 from ...reasons import Reason
 from ..compiled import CompiledRegion
-from ..insight import HostReads, OperatorMode, run_kernel
+from ..insight import OperatorMode, run_kernel
 from ..operators import (
     OperatorKind,
     check_geometry,
     forbidden,
     geometry,
+    is_strided,
     kind_of,
     storage_key,
     tensors_in,
     user_line,
     written_tensors,
 )
+from ..standins import HostReads
 from .kernels import Kernel, choose_kernel
 
 __all__ = ["Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
@@ -114,13 +116,13 @@ class Recorder(OperatorMode):
         self.resume()
 
     def host_reads(self, inside: OpOverload | None = None) -> HostReads:
-        """A mode that refuses host reads with a ``CaptureError``; ``inside`` is the operator whose Python runs."""
+        """What refuses host reads with a ``CaptureError``; ``inside`` is the operator whose Python runs."""
 
         def refuse(name: str) -> None:
             if not self.is_paused:
                 remedy = "keep the value on the device, or move the read out of the call"
                 raise CaptureError(
-                    f"Tensor.{name} gives memory to the host while a graph is captured, at {user_line()}; "
+                    f"{name} gives memory to the host while a graph is captured, at {user_line()}; "
                     f"{remedy if inside is None else _left_torch(inside)}",
                     Reason.CAPTURE_UNSAFE,
                 )
@@ -204,8 +206,10 @@ class Recorder(OperatorMode):
         check_geometry(func, before)
         if hasattr(result, "trigger_wait"):
             return result  # it only wraps its argument
-        if any(t.layout is not torch.strided for t in tensors_in(result)):
-            raise CaptureError(f"{func} makes a tensor without strided layout; at {user_line()}", Reason.CAPTURE_UNSAFE)
+        if not all(map(is_strided, tensors_in(result))):
+            raise CaptureError(
+                f"{func} makes a nested tensor or one without strided layout; at {user_line()}", Reason.CAPTURE_UNSAFE
+            )
         given = set(map(storage_key, tensors_in(args, kwargs)))
         results = [t for t in tensors_in(result) if self._slot_of(t) is None and storage_key(t) not in given]
         if kind is OperatorKind.VIEW and not results:
@@ -246,8 +250,8 @@ class Recorder(OperatorMode):
         for tensor in tensors_in(args, kwargs):
             if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
-            elif tensor.layout is not torch.strided:
-                why = f"is given a tensor of layout {tensor.layout}"
+            elif not is_strided(tensor):
+                why = f"is given a {'nested ' * tensor.is_nested}tensor of layout {tensor.layout}"
             elif tensor.device.type != "cpu":
                 why = f"is given a tensor on {tensor.device}"
         if why is not None:

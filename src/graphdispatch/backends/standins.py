@@ -1,0 +1,175 @@
+"""Stand-ins for functions of torch that bypass its dispatcher: host reads, and the question whether anyone captures.
+
+A ``TorchFunctionMode`` would see host reads, too. But ``torch.nn`` leaves its fast paths within one, so that the graph
+would hold other operators than eager runs. Stand-ins change nothing else.
+
+They are in place only while some thread is in ``HostReads`` or ``SaysCapturing``, and each thread is served for itself:
+for all others they do what torch does.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import torch
+
+from ..forking import make_lock, renew_in_child
+
+__all__ = ["HostReads", "SaysCapturing", "StandIns"]
+
+_METHODS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
+_LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
+"""Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
+_PACKAGE = __name__.partition(".")[0] + "."
+_DEMO = _PACKAGE + "demo."
+
+
+class StandIns:
+    """Replaces attributes of torch while any thread has listeners. ``make`` gets an attribute's name, its value, and
+    what gives the listeners of the calling thread; it returns what stands in."""
+
+    def __init__(
+        self, places: Iterable[tuple[Any, str]], make: Callable[[str, Any, Callable[[], list[Any]]], Any]
+    ) -> None:
+        self._places = [(owner, name) for owner, name in places if hasattr(owner, name)]
+        self._make = make
+        self._here = threading.local()
+        self._lock = make_lock()
+        self._users = 0
+        self._replaced: list[tuple[Any, str, Any, Any, bool]] = []
+        renew_in_child(self)
+
+    def listeners(self) -> list[Any]:
+        """The listeners of the calling thread; the latest is the last."""
+        found: list[Any] = self._here.__dict__.setdefault("listeners", [])
+        return found
+
+    def add(self, listener: Any) -> None:
+        """Listen on the calling thread until ``remove``; several may listen."""
+        with self._lock:
+            if not self._users:
+                self._put_in()
+            self._users += 1
+        self.listeners().append(listener)
+
+    def remove(self, listener: Any) -> None:
+        """End what ``add`` began, on the same thread."""
+        listeners = self.listeners()
+        del listeners[next(i for i in reversed(range(len(listeners))) if listeners[i] == listener)]
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._take_out()
+
+    def after_fork(self) -> None:
+        """In a child only the forking thread listens; see Note [after a fork] in ``forking.py``."""
+        self._users = len(self.listeners())
+        if not self._users:
+            self._take_out()
+
+    def _put_in(self) -> None:
+        for owner, name in self._places:
+            original, is_own = getattr(owner, name), name in vars(owner)
+            stand_in = self._make(name, original, self.listeners)
+            self._replaced.append((owner, name, vars(owner).get(name), stand_in, is_own))
+            setattr(owner, name, stand_in)
+
+    def _take_out(self) -> None:
+        while self._replaced:
+            owner, name, original, stand_in, is_own = self._replaced.pop()
+            if vars(owner).get(name) is not stand_in:
+                continue  # somebody has replaced it since, who will put back what was found
+            if is_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+
+def _tell(name: str, listeners: list[Any]) -> None:
+    """Tell of a read that code outside of this library makes, outside of an operator's kernel."""
+    if listeners and not torch._C._is_torch_function_all_disabled():  # that is so while an operator's kernel runs
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if not caller.startswith(_PACKAGE) or caller.startswith(_DEMO):
+            for on_read in reversed(listeners):
+                on_read(name)
+
+
+def _tell_of_read(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
+    reads_lengths = name in _LENGTHS
+
+    @functools.wraps(original)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if not reads_lengths:
+            _tell(f"Tensor.{name}", listeners())
+        elif any(isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values())) and (
+            # A recurrent layer gets (input, state, weights, ...), or (data, batch_sizes, state, weights, ...).
+            name not in ("gru", "rnn_tanh", "rnn_relu") or isinstance(args[2], torch.Tensor)
+        ):
+            _tell(f"{name.strip('_')} with lengths in a tensor", listeners())
+        return original(*args, **kwargs)
+
+    return read
+
+
+def _tell_of_capture(_: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
+    is_dummy = isinstance(original, type)  # of a torch without CUDA: a class that cannot be called
+
+    def is_capturing() -> bool:
+        return any(is_on() for is_on in listeners()) or (not is_dummy and bool(original()))
+
+    return is_capturing
+
+
+_READS = StandIns(
+    [
+        *((torch.Tensor, name) for name in _METHODS),
+        *((torch.UntypedStorage, name) for name in ("tolist", "__getitem__")),
+        *((torch, name) for name in ("to_dlpack",)),
+        *((torch.utils.dlpack, name) for name in ("to_dlpack",)),
+        *((torch._C, name) for name in ("_to_dlpack", "_to_dlpack_versioned")),
+        *((torch._VF, name) for name in _LENGTHS[:-1]),
+        *((owner, "tensor_split") for owner in (torch, torch.Tensor)),
+    ],
+    _tell_of_read,
+)
+# What the function of torch.cuda calls: so everyone is told who has imported that function by its name.
+_CAPTURES = StandIns([(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")], _tell_of_capture)
+
+
+class HostReads:
+    """Within its block, ``on_read`` is called before each host read of the calling thread that torch's dispatcher does
+    not see, with the method's name; it may raise.
+
+    These are ``numpy``, ``tolist``, ``__array__``, DLPack and ``data_ptr`` of tensors, and elements of storages. Reads
+    by the kernel of an operator do not count, but for those of Python that is shown by ``OperatorMode``. What code kept
+    of ``torch.Tensor``'s own methods before is not seen.
+    """
+
+    def __init__(self, on_read: Callable[[str], None]) -> None:
+        self._on_read = on_read
+
+    def __enter__(self) -> Self:
+        _READS.add(self._on_read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _READS.remove(self._on_read)
+
+
+class SaysCapturing:
+    """Within its block, ``torch.cuda.is_current_stream_capturing()`` is true on the calling thread while ``is_on()``.
+
+    So code that asks before it reads values back to the host takes the path that a CUDA graph would hold.
+    """
+
+    def __init__(self, is_on: Callable[[], bool] = lambda: True) -> None:
+        self._is_on = is_on
+
+    def __enter__(self) -> Self:
+        _CAPTURES.add(self._is_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _CAPTURES.remove(self._is_on)

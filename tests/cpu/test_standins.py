@@ -1,0 +1,217 @@
+"""Stand-ins while a thread is recorded: host reads past the dispatcher are refused, and torch says that it captures."""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch.api.graphed import graphed
+from graphdispatch.backends import get_backend
+from graphdispatch.backends.operators import forbidden
+from graphdispatch.backends.standins import HostReads, SaysCapturing
+from graphdispatch.errors import CaptureError
+from graphdispatch.reasons import Reason
+
+from_name = torch.cuda.is_current_stream_capturing
+"""The function as code has it that imported it by name."""
+
+
+def says_capturing() -> bool:
+    """The answer of torch, as a library asks for it; a torch without CUDA raises while nobody records."""
+    try:
+        return bool(torch.cuda.is_current_stream_capturing())
+    except RuntimeError:
+        return False
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numpy": lambda x: x.numpy(),
+    "forced": lambda x: x.numpy(force=True),
+    "asarray": np.asarray,
+    "tolist": lambda x: x.tolist(),
+    "data_ptr": lambda x: x.data_ptr(),
+    "dlpack": np.from_dlpack,
+    "to_dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
+    "by class": lambda x: list(map(torch.Tensor.tolist, [x])),
+    "storage": lambda x: x.untyped_storage()[0],
+    "packed": lambda x: nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([2]), batch_first=True),
+    "split": lambda x: x.tensor_split(torch.tensor([1, 2])),
+    "split by keyword": lambda x: torch.tensor_split(x, tensor_indices_or_sections=torch.tensor([1, 2])),
+    "equal": lambda x: torch.equal(x, x),
+}
+
+
+def _record(fn: Callable[[], Any]) -> None:
+    backend = get_backend("cpu")
+    capture = backend.begin_capture(backend.make_pool())
+    try:
+        fn()
+    finally:
+        capture.abort()
+
+
+@pytest.mark.parametrize("read", READS)
+def test_host_reads_are_refused(read: str) -> None:
+    """Whatever gives memory to the host is refused while a graph is recorded, and works before and after."""
+    x = torch.ones(4, 3)
+    READS[read](x)
+    with pytest.raises(CaptureError, match=r"host|shape"):
+        _record(lambda: READS[read](x))
+    READS[read](x)
+
+
+def test_nothing_stays_patched() -> None:
+    """Torch has its own functions when nobody records: also after a recording that failed."""
+
+    def own() -> list[Any]:
+        names = ("numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "tensor_split")
+        return [vars(torch.Tensor).get(name) for name in names] + [torch.cuda.graphs._cuda_isCurrentStreamCapturing]
+
+    before = own()
+    with pytest.raises(CaptureError):
+        _record(lambda: torch.ones(2).tolist())
+    assert all(now is then for now, then in zip(own(), before, strict=True))
+
+
+def test_only_the_recording_thread_captures() -> None:
+    """Torch says that it captures on the recording thread alone; another one may also read what it likes."""
+    answers: list[tuple[bool, bool, list[float]]] = []
+
+    def elsewhere() -> None:
+        answers.append((torch.cuda.is_current_stream_capturing(), from_name(), torch.ones(2).tolist()))
+
+    def recorded() -> None:
+        assert torch.cuda.is_current_stream_capturing()
+        assert from_name()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    _record(recorded)
+    assert answers == [(False, False, [1.0, 1.0])]
+    assert not says_capturing()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_torchs_own() -> None:
+    """A child that another thread forks during a recording finds torch as it is when nobody records."""
+    entered, leave, codes = threading.Event(), threading.Event(), []
+
+    def listen() -> None:
+        with HostReads(lambda name: None), SaysCapturing():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    entered.wait()
+    child = os.fork()
+    if not child:
+        os._exit(int("numpy" in vars(torch.Tensor)) + 2 * int(says_capturing()))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    leave.set()
+    thread.join()
+    assert codes == [0]
+
+
+def test_code_that_asks_is_served() -> None:
+    """A callable that skips its read of a mask while torch captures is served, and equals eager."""
+
+    def model(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not says_capturing() and bool(mask.all()):
+            return x * 2
+        return torch.where(mask, x * 2, 0.0)
+
+    served = graphed(model, dynamic={"x": 0, "mask": 0}, sizes=[4])
+    for step in range(12):
+        x, mask = torch.randn(4, 3), torch.rand(4, 3) > (0.5 if step % 2 else -1)
+        assert torch.equal(served(x, mask), model(x, mask))
+    assert served.stats.hits == 9
+
+
+def test_paths_that_differ_are_refused() -> None:
+    """A callable that computes something else while torch captures is refused: its answers are eager's."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * (3 if says_capturing() else 2)
+
+    served = graphed(model, dynamic={"x": 0}, sizes=[4])
+    for _ in range(6):
+        x = torch.randn(4, 3)
+        assert torch.equal(served(x), x * 2)
+    assert served.stats.reasons[Reason.VERIFICATION_FAILED]
+
+
+def test_fast_paths_are_those_of_eager() -> None:
+    """``nn.TransformerEncoder`` takes its fast path in the recording as in eager, and is served with eager's bits."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    served = graphed(model, dynamic={"src": 0}, sizes=[4])
+    with torch.no_grad():
+        for _ in range(8):
+            x = torch.randn(4, 5, 16)
+            assert torch.equal(served(x), model(x))
+    assert served.stats.hits == 5
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_mask_that_eager_reads_is_refused() -> None:
+    """A ``TransformerEncoder`` with a padding mask reads it in eager: refused, with the remedy, and never wrong."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    served = graphed(model, dynamic={"src": 0, "src_key_padding_mask": 0}, sizes=[4])
+    with torch.no_grad():
+        for step in range(24):
+            x, mask = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+            mask[:, 3:] = step > 20
+            torch.testing.assert_close(served(x, src_key_padding_mask=mask), model(x, src_key_padding_mask=mask))
+    assert set(served.stats.reasons) == {Reason.FIRST_SIGHTING, Reason.CAPTURE_UNSAFE}
+    assert "enable_nested_tensor=False" in served.explain(x, src_key_padding_mask=mask)
+
+
+def test_packed_sequences_are_refused() -> None:
+    """The lengths of a packed sequence choose the operators of a recurrent layer; a graph would keep the first ones."""
+    for layer in (nn.LSTM(3, 4), nn.GRU(3, 4), nn.RNN(3, 4)):
+        layer.eval()
+
+        def model(data: torch.Tensor, batch_sizes: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+            out: torch.Tensor = layer(nn.utils.rnn.PackedSequence(data, batch_sizes))[0].data
+            return out
+
+        served = graphed(model, dynamic={})
+        with torch.no_grad():
+            for sizes in ([2, 2, 2], [2, 2, 2], [2, 2, 2], [2, 2, 1, 1], [3, 2, 1]):
+                data, lengths = torch.randn(6, 3), torch.tensor(sizes)
+                assert torch.equal(served(data, lengths), model(data, lengths))
+        assert served.stats.reasons[Reason.CAPTURE_UNSAFE]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused() -> None:
+    """Nested tensors run eagerly, as arguments and within the call: their shapes are data."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+    served = graphed(lambda x: x.to_padded_tensor(0.0), dynamic={"x": 0})
+    assert served(nested).shape == (2, 2, 3)
+    assert served.stats.reasons[Reason.TENSOR_SUBCLASS]
+    inside = graphed(lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 3])).values(), dynamic={})
+    for _ in range(4):
+        inside(torch.ones(3, 2))
+    assert not inside.stats.hits
+
+
+def test_results_for_the_host_are_refused_by_schema() -> None:
+    """An operator that takes a tensor and returns a plain value is refused, also one of somebody else."""
+    library = torch.library.Library("standins_test", "FRAGMENT")
+    library.define("peek(Tensor x) -> int")
+    library.define("settings(int x) -> int")
+    x = torch.ones(2)
+    assert forbidden(torch.ops.standins_test.peek.default, (x,), {}) is not None
+    assert forbidden(torch.ops.standins_test.settings.default, (1,), {}) is None
+    assert forbidden(torch.ops.aten._nested_tensor_from_mask_left_aligned.default, (x, x), {}) is not None
+    assert forbidden(torch.ops.aten._fused_sdp_choice.default, (x, x, x), {}) is None
+    assert forbidden(torch.ops.aten.add.Tensor, (x, x), {}) is None
