@@ -27,6 +27,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 import torch
 
@@ -58,6 +59,8 @@ class TapeExtension:
     def _begin(self) -> None:
         self._thread: threading.Thread | None = None
         self._compiler: subprocess.Popen[str] | None = None
+        self._held: IO[str] | None = None
+        """The file whose lock this process holds while it compiles."""
         self._stopping = threading.Event()
         self._is_done = False
 
@@ -81,8 +84,11 @@ class TapeExtension:
 
     def after_fork(self) -> None:
         """Forget a thread that the child does not have; the next graph begins anew. Its compiler is the parent's."""
-        if not self._is_done:
-            self._begin()
+        if self._is_done:
+            return
+        if self._held is not None:  # or the child would hold the lock after its parent's end
+            self._held.close()
+        self._begin()
 
     def __repr__(self) -> str:
         return "<CPU tape: native>" if self.module is not None else f"<CPU tape: Python's loop, since {self.why_not}>"
@@ -150,7 +156,9 @@ class TapeExtension:
                     continue
                 except OSError:  # this file system has no locks: each process compiles for itself
                     pass
+                self._held = file
                 yield
+                self._held = None
                 return
         raise CompileError("the interpreter exits")
 

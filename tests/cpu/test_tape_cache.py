@@ -1,0 +1,247 @@
+"""How the CPU tape's extension is made and kept: compiled once, by one process, and never in anybody's way."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphdispatch.backends import get_backend
+from graphdispatch.backends.cpu import graph as graph_module
+from graphdispatch.backends.cpu import program as program_module
+from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.native import tape
+from graphdispatch.native.tape import TapeExtension, cache_folder, fingerprint, torch_flags
+
+pytestmark = pytest.mark.skipif(not tape.wait(), reason=repr(tape.TAPE))
+
+COPY = 'while [ "$1" != -o ]; do shift; done\ncp "{made}" "$2"\n'
+EXIT = """
+import os, sys
+from graphdispatch.native.tape import TAPE
+TAPE.start()
+while not os.path.exists(sys.argv[1]):
+    pass
+print(TAPE)
+"""
+OFF = """
+import threading
+from graphdispatch.native.tape import TAPE
+print(TAPE.wait(), TAPE, threading.active_count())
+"""
+
+
+class Compiler:
+    """Stands in for ``c++``: notes each run, and does what its shell lines say; by default it gives the real binary."""
+
+    def __init__(self, folder: Path, made: Path) -> None:
+        self.path = folder / "compiler"
+        self.runs = folder / "runs"
+        self.gate = folder / "gate"
+        self._copy = COPY.format(made=made)
+        self.write(self._copy)
+
+    def write(self, lines: str) -> None:
+        """Do this from now on."""
+        self.path.write_text(f'#!/bin/sh\necho $$ >> "{self.runs}"\n{lines}')
+        self.path.chmod(0o700)
+
+    def block(self) -> None:
+        """Wait from now on until the gate is opened."""
+        os.mkfifo(self.gate)
+        self.write(f'read line < "{self.gate}"\n{self._copy}')
+
+    def open_gate(self) -> None:
+        """Let the run that waits go on."""
+        self.gate.write_text("go\n")
+
+    @property
+    def count(self) -> int:
+        """How often it ran."""
+        return self.runs.read_text().count("\n") if self.runs.exists() else 0
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """The compiler of an empty cache."""
+    made = tmp_path / "made.so"
+    made.write_bytes((cache_folder() / f"tape-{fingerprint(torch_flags())}.so").read_bytes()[:-32])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler = Compiler(tmp_path, made)
+    monkeypatch.setenv("CXX", str(compiler.path))
+    return compiler
+
+
+def kept() -> Path:
+    """The one file of the cache."""
+    (path,) = cache_folder().glob("*.so")
+    return path
+
+
+def why_not() -> str:
+    """Why a new process would have no tape."""
+    extension = TapeExtension()
+    assert not extension.wait(60)
+    assert extension.why_not in repr(extension)
+    return extension.why_not
+
+
+def test_it_is_compiled_once(compiler: Compiler) -> None:
+    """The next process finds it in the cache, and nothing else is left there but its lock."""
+    assert TapeExtension().wait(60)
+    assert TapeExtension().wait(60)
+    assert compiler.count == 1
+    assert sorted(path.suffix for path in cache_folder().iterdir()) == [".lock", ".so"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", "half", "changed", "a link"], ids=str)
+def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tmp_path: Path) -> None:
+    """A file that is not what was written is never loaded."""
+    assert TapeExtension().wait(60)
+    path = kept()
+    good = path.read_bytes()
+    path.unlink()  # this process runs what was in it
+    if content == "a link":
+        (tmp_path / "elsewhere").write_bytes(good)
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        changed = good[:500] + bytes([good[500] ^ 1]) + good[501:]
+        path.write_bytes({"half": good[: len(good) // 2], "changed": changed}.get(content, content))
+    assert TapeExtension().wait(60)
+    assert compiler.count == 2
+    assert path.read_bytes() == good
+    assert not path.is_symlink()
+
+
+def test_a_file_that_others_may_write_is_made_anew(compiler: Compiler) -> None:
+    """Anybody may have changed it, together with its hash."""
+    assert TapeExtension().wait(60)
+    kept().chmod(0o666)
+    assert TapeExtension().wait(60)
+    assert compiler.count == 2
+    assert not kept().stat().st_mode & 0o022
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_folder_that_others_may_write_is_not_used() -> None:
+    """There is no tape, and the reason says what to do."""
+    cache_folder().chmod(0o777)
+    assert "this user alone may write; set XDG_CACHE_HOME" in why_not()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_no_place_for_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the place of the folder is a reason, and no crash."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "there is no place to keep it" in why_not()
+
+
+def test_no_compiler(compiler: Compiler) -> None:
+    """The reason names what cannot be run."""
+    compiler.path.unlink()
+    assert f"{compiler.path} cannot be run" in why_not()
+
+
+def test_a_compiler_that_fails(compiler: Compiler) -> None:
+    """The reason has the compiler's words, and the cache stays empty."""
+    compiler.write("echo no such header >&2; exit 1\n")
+    assert "no such header" in why_not()
+    assert list(cache_folder().glob("*.so")) == []
+
+
+def test_a_binary_that_cannot_be_loaded(compiler: Compiler) -> None:
+    """The reason has the loader's words."""
+    compiler.write('while [ "$1" != -o ]; do shift; done\necho nonsense > "$2"\n')
+    assert "cannot be loaded" in why_not()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_failed_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tape that does not do what Python does is not used."""
+    monkeypatch.setattr(tape, "find_fault", lambda _: "tensor 3 differs")
+    assert why_not() == "its self-test failed: tensor 3 differs"
+
+
+def test_several_at_once(compiler: Compiler) -> None:
+    """One compiles, and the others wait for its file."""
+    compiler.block()
+    extensions = [TapeExtension() for _ in range(4)]
+    for extension in extensions:
+        extension.start()
+    compiler.open_gate()
+    assert all(extension.wait(60) for extension in extensions)
+    assert compiler.count == 1
+
+
+def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph replays by Python's loop while the compiler runs, and by the tape from the next replay on."""
+    compiler.block()
+    extension = TapeExtension()
+    for module in (graph_module, program_module):
+        monkeypatch.setattr(module, "TAPE", extension)
+    x, backend = torch.randn(3), get_backend("cpu")
+    with backend.begin_capture(backend.make_pool()) as capture:
+        out = x * 2
+    graph = capture.graph
+    assert isinstance(graph, CPUGraph)
+    for is_ready in (False, True):
+        if is_ready:
+            compiler.open_gate()
+            assert extension.wait(60)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, x * 2)
+        assert graph._program is not None
+        assert (graph._program.tape is not None) == is_ready
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_meanwhile(compiler: Compiler) -> None:
+    """The child makes its own when it needs one: here it finds the parent's file."""
+    compiler.block()
+    extension = TapeExtension()
+    extension.start()
+    while compiler.count == 0:
+        assert extension._thread is not None
+        extension._thread.join(0.01)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if extension._thread is None and extension.wait(60) else 1)
+    compiler.open_gate()
+    assert extension.wait(60)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert compiler.count == 1
+
+
+def test_an_exit_meanwhile(compiler: Compiler, tmp_path: Path) -> None:
+    """The interpreter ends without a word. Its compiler ends with it, and leaves nothing behind."""
+    compiler.block()
+    command = [sys.executable, "-W", "error", "-c", EXIT, str(compiler.runs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "it is being compiled" in done.stdout
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(compiler.runs.read_text()), 0)
+    assert [path.suffix for path in (tmp_path / "cache" / "graphdispatch").iterdir()] == [".lock"]
+
+
+def test_it_can_be_turned_off() -> None:
+    """``GRAPHDISPATCH_NATIVE=0`` starts no thread, and says so."""
+    code = OFF
+    env = {**os.environ, "GRAPHDISPATCH_NATIVE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60, check=True)
+    assert done.stdout.strip() == "False <CPU tape: Python's loop, since GRAPHDISPATCH_NATIVE=0 turns it off> 1"
+
+
+def test_making_it_draws_nothing(compiler: Compiler) -> None:
+    """The self-test runs on another thread beside the user's draws."""
+    state = torch.get_rng_state()
+    assert TapeExtension().wait(60)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert compiler.count == 1
+    assert not any(thread.name == "graphdispatch-tape" for thread in threading.enumerate())
