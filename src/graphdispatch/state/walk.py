@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from operator import methodcaller
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = ["StateWalk"]
 _PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
+_PLAIN_CONTAINERS = frozenset({*CONTAINERS, OrderedDict})
 _bytes_of = methodcaller("tobytes")
 Edges = Iterator[tuple[str, Any]]
 
@@ -142,8 +144,8 @@ class StateWalk:
     def _edges(self, value: Any, path: Any) -> Edges:
         """What ``value`` holds, with labels; notes what of it can change."""
         kind = type(value)
-        if kind in CONTAINERS or kind is OrderedDict:
-            return self._object_edges(value, path)
+        if kind in _PLAIN_CONTAINERS:
+            return self._container_edges(value, path)
         if issubclass(kind, torch.Tensor):
             return self._tensor_edges(value, path)
         if issubclass(kind, types.FunctionType):
@@ -181,12 +183,26 @@ class StateWalk:
         else:
             yield from (("[...]", inner) for inner in value.flat)
 
+    def _container_edges(self, value: Any, path: Any) -> Edges:
+        """The entries of a container of Python's own, most of which are empty."""
+        if type(value) is dict and "__builtins__" in value:
+            return iter(())  # the variables of a module, which are followed by name
+        entries = self._entries(value, path)
+        if type(value) is not OrderedDict:
+            return entries
+        attributes = self._hold(path, value, holders.read_attributes, holders.write_attributes)
+        return chain(entries, ((f".{name}", inner) for name, inner in attributes.items())) if attributes else entries
+
+    def _entries(self, container: Any, path: Any) -> Edges:
+        entries = self._hold(path, container, objects.content, holders.write_container)
+        if not entries:
+            return iter(())
+        keys = dict.keys(container) if issubclass(type(container), dict) else ()
+        return chain(holders.labelled(container, entries).items(), (("[key]", key) for key in keys))
+
     def _object_edges(self, value: Any, path: Any) -> Edges:
         """An object with attributes, slots or entries: all of them."""
         kind, kinds = type(value), self._kinds
-        is_dict = issubclass(kind, dict)
-        if kind is dict and "__builtins__" in value:
-            return  # the variables of a module, which are followed by name
         if issubclass(kind, nn.Module):
             self.modules.append(value)
         table, slots = objects.attribute_table(value), kinds[kind].slots
@@ -199,10 +215,7 @@ class StateWalk:
             read, write = partial(holders.read_slots, slots), partial(holders.write_slots, slots)
             yield from self._hold(path, value, read, write).items()
         if issubclass(kind, CONTAINERS):
-            entries = self._hold(path, value, objects.content, holders.write_container)
-            if entries:
-                yield from holders.labelled(value, entries).items()
-                yield from (("[key]", inner) for inner in (dict.keys(value) if is_dict else ()))
+            yield from self._entries(value, path)
         elif issubclass(kind, (tuple, frozenset)):
             yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
         elif issubclass(kind, bytearray):
