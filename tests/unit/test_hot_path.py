@@ -25,6 +25,9 @@ from graphdispatch import (
     Graphed,
     graphed,
 )
+from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.native.bound import CORE
+from graphdispatch.serve.hit import HitPath
 
 SIZE = 4
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
@@ -168,6 +171,23 @@ BOUNDS = {
 }
 
 
+IN_CORE = {
+    "HitPath.serve_in_python",
+    "ReplayPlan.run_in_python",
+    "Server.may_need_gradients",
+    "Signature.match",
+    "StaticInputs.load",
+}
+"""What the core does itself in every hit, behind every door."""
+
+
+@pytest.fixture
+def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hits are served by Python, as where there is no core."""
+    monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
+    monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+
+
 @pytest.fixture(params=BOUNDS)
 def bound(request: pytest.FixtureRequest) -> Bound:
     """Each door's settled call in turn."""
@@ -244,18 +264,42 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("in_python")
 def test_a_hit_is_shallow(bound: Bound) -> None:
     """Below the call itself, a hit is at most so many functions of the package deep."""
     _, call = bound.make()
     assert max(depth for depth, _ in own_calls(call)) <= bound.depth
 
 
+@pytest.mark.usefixtures("in_python")
 def test_a_hit_makes_few_calls(bound: Bound) -> None:
     """Below the call itself, a hit runs at most so many functions of the package."""
     _, call = bound.make()
     below = [name for depth, name in own_calls(call) if depth]
-    assert "ReplayPlan.run" in below, "this is no hit"
+    assert "ReplayPlan.run_in_python" in below, "this is no hit"
     assert len(below) <= bound.calls, below
+
+
+@pytest.mark.skipif(CORE is None, reason="there is no core")
+def test_a_hit_in_the_core_runs_no_python(bound: Bound) -> None:
+    """Where there is a core, no door's hit runs the Python that the core stands for."""
+    _, call = bound.make()
+    below = {name for depth, name in own_calls(call) if depth}
+    assert "Server.step" not in below, "this is no hit"
+    assert not below & IN_CORE
+
+
+@pytest.mark.skipif(CORE is None, reason="there is no core")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_graphed_hit_in_the_core_runs_only_its_graph(gradients: bool) -> None:
+    """Below the call of a graphed function, a hit in the core runs the guard and the graph, and nothing else."""
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(SIZE,), capture_after=1)
+    x = torch.ones(SIZE, 3)
+    with torch.set_grad_enabled(gradients):
+        for rows in (SIZE - 1, SIZE, SIZE - 1, SIZE):
+            step(torch.randn(rows, 3))
+        below = [name for depth, name in own_calls(lambda: step(x)) if depth]
+    assert set(below) <= {"StateGuard.holds", "CPUGraph.replay"}, below
 
 
 def test_a_hit_takes_one_lock(taken: list[CountedLock]) -> None:

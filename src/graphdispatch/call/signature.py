@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..native.bound import CORE
 from ..reasons import Reason
 from .padding import Pad
 from .rules import ArgumentRules
@@ -41,6 +42,8 @@ _CONSTANTS = (
 )  # fmt: skip
 # Constants whose equality is too coarse (0.0 equals -0.0) or too fine (NaN is not NaN), and what to compare instead.
 _EXACT: dict[type, Callable[[Any], str]] = {float: float.hex, complex: repr}
+_DEVICES = {"cpu": 0, "cuda": 1}
+"""Their numbers in torch; of other devices the core asks by name."""
 
 
 @dataclass(frozen=True)
@@ -112,18 +115,20 @@ class Signature:
         self._checks: list[_TensorCheck] = []
         self._forms: dict[int, InputSpec] = {}
         self._addresses: list[tuple[int, int]] = []
-        self._constants: list[tuple[int, type[Any], Any]] = []
+        self._constants: list[tuple[int, type[Any], Any, Any]] = []
         self._objects: list[tuple[int, Any]] = []
         self.rows = NO_MATCH
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
             if is_tensor(value):
                 self._add_tensor(position, leaf, value, rules)
             elif type(value) in _EXACT:
-                self._constants.append((position, type(value), _EXACT[type(value)](value)))
+                self._constants.append((position, type(value), value, _EXACT[type(value)](value)))
             elif type(value) in _CONSTANTS:
-                self._constants.append((position, type(value), value))
+                self._constants.append((position, type(value), value, value))
             else:
                 self._objects.append((position, value))
+        self.native = self._native(values) if CORE is not None else None
+        """What matches a call without Python; None where Python does."""
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
         dim = rules.dim_of(leaf, tensor)
@@ -141,6 +146,21 @@ class Signature:
         elif rules.check_addresses:
             self._addresses.append((position, tensor.data_ptr()))
 
+    def _native(self, values: Sequence[Any]) -> Any:
+        """The same signature in the core."""
+        tensors = tuple(
+            (position, values[position], form.shape, form.order, -1 if form.dim is None else form.dim,
+             check.contiguous, form.is_dense)
+            for check in self._checks for position, form in ((check.position, self._forms[check.position]),)
+        )  # fmt: skip
+        constants = tuple((position, kind, value) for position, kind, value, _ in self._constants)
+        others = tuple(self._objects), tuple(self._addresses)
+        device = _DEVICES.get(self._device_type, -1)
+        assert CORE is not None
+        return CORE.Signature(
+            len(values), self._inference, device, self._device_type, self._autocast, tensors, constants, *others
+        )
+
     @property
     def has_rows(self) -> bool:
         """Whether any argument has a batch dimension."""
@@ -153,6 +173,12 @@ class Signature:
             and _autocast_dtype(self._device_type) is not self._autocast
         ):
             return NO_MATCH
+        for position, kind, value, exact in self._constants:
+            given = values[position]
+            if given is not value and (
+                type(given) is not kind or (_EXACT[kind](given) if kind in _EXACT else given) != exact
+            ):
+                return NO_MATCH
         rows = FIXED
         try:
             for position, dtype, device, shapes, contiguous in self._checks:
@@ -172,7 +198,7 @@ class Signature:
                         return NO_MATCH
         except RuntimeError:  # a sparse tensor has no strides to compare
             return NO_MATCH
-        if self._addresses or self._constants or self._objects:
+        if self._addresses or self._objects:
             return self._match_rest(values, rows)
         return rows if rows != FIXED else 1
 
@@ -184,10 +210,6 @@ class Signature:
     def _match_rest(self, values: Sequence[Any], rows: int) -> int:
         for position, address in self._addresses:
             if values[position].data_ptr() != address:
-                return NO_MATCH
-        for position, kind, expected in self._constants:
-            value = values[position]
-            if type(value) is not kind or (_EXACT[kind](value) if kind in _EXACT else value) != expected:
                 return NO_MATCH
         for position, held in self._objects:
             if values[position] is not held:
@@ -209,6 +231,7 @@ class ForeignSignature(Signature):
         """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
         self.inputs = []
         self.rows = NO_MATCH
+        self.native = None
         self._inference = False
 
     def match(self, values: Sequence[Any]) -> int:

@@ -91,9 +91,19 @@ class StaticInputs:
         else:
             torch._foreach_copy_(targets, [values[position] for position in self.positions])
         if rows < size and (self._follows_data or rows < self._clean_from):
-            for fill in self._fills.get((rows, self._clean_from, size)) or self._make_fills(rows, size):
-                fill()
-            self._clean_from = rows
+            self.pad(rows, size)
+
+    def pad(self, rows: int, size: int) -> None:
+        """Fill the rows behind ``rows`` that hold anything but padding, and those that follow the batch's own rows."""
+        for fill in self._fills.get((rows, self._clean_from, size)) or self._make_fills(rows, size):
+            fill()
+        self._clean_from = rows
+
+    def layout_for(self, rows: int, size: int) -> tuple[list[torch.Tensor], tuple[int, ...], bool, bool]:
+        """What the core needs to load a batch: where its rows go, the places of the arguments, whether rows lie at one
+        address for all sizes, and whether any padding follows the data."""
+        targets = self._targets.get((rows, size)) or self._make_targets(rows, size)
+        return targets, self.positions, self._one_layout, self._follows_data
 
     def real(self, index: int, rows: int, size: int) -> torch.Tensor:
         """The real rows of argument ``index`` (in ``specs``) as they lie in the buffer."""

@@ -6,14 +6,17 @@ native implementation of the hit path replaces ``ReplayPlan.run``.
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from ..errors import ReplayError
 from ..modes import EntryState
+from ..native.bound import CORE
+from ..stats import CUDAGraphStats
 from .windows import WINDOWS
 
 if TYPE_CHECKING:
-    from ..stats import CUDAGraphStats
     from .entry import CUDAGraphEntry
 
 __all__ = ["ReplayPlan", "next_use"]
@@ -26,7 +29,7 @@ across threads."""
 class ReplayPlan:
     """Copy in, replay, hand out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
 
-    __slots__ = ("_entry", "_load", "_pool", "_size", "_take", "_watched", "rows")
+    __slots__ = ("_entry", "_load", "_pool", "_size", "_take", "_watched", "native", "rows")
 
     def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
         self.rows = rows
@@ -36,6 +39,9 @@ class ReplayPlan:
         self._load = entry.inputs.load if entry.inputs.specs else None
         self._take = entry.outputs.taker(rows)
         self._watched = entry.inputs.positions if entry.writes_outside else ()
+        inputs = entry.inputs if entry.inputs.specs else None
+        self.native = CORE and CORE.Plan(self, entry, rows, self._size, inputs, self._take, self._watched)
+        """The same replay in the core, which calls Python for every unusual case; None where there is no core."""
 
     def clash(self, values: Sequence[Any]) -> str | None:
         """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
@@ -55,7 +61,7 @@ class ReplayPlan:
                     return f"argument {entry.inputs.specs[place].name!r} is a view of memory that the call writes"
         return None
 
-    def run(self, values: Sequence[Any] | None, stats: "CUDAGraphStats | None" = None) -> Any:
+    def run_in_python(self, values: Sequence[Any] | None, stats: CUDAGraphStats | None = None) -> Any:
         """The outputs for a call whose arguments were compared; None replays on what the static inputs hold now.
 
         Counts the hit in ``stats``.
@@ -93,3 +99,27 @@ class ReplayPlan:
             if stats is not None:
                 stats.record_hit(self.rows, self._size)
             return result
+
+    run = run_in_python
+
+    def failed(self, error: BaseException) -> NoReturn:
+        """Raise what a replay in the core raises that stopped with ``error``. Call it with the pool's lock held."""
+        try:
+            raise error
+        except BaseException:
+            self._entry.fail(error, None)
+            raise
+
+
+if CORE is not None:
+    ReplayPlan.run = CORE.run_method(
+        ReplayPlan,
+        {
+            "evicted": EntryState.EVICTED,
+            "failed_state": EntryState.FAILED,
+            "windows": WINDOWS,
+            "next_use": next_use,
+            "foreach_copy": torch._foreach_copy_,
+            "stats_type": CUDAGraphStats,
+        },
+    )

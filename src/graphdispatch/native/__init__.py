@@ -5,13 +5,25 @@ is here needs no torch; ``bound`` has the parts that look at tensors.
 """
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
+from typing import Any, TypeVar
 
-__all__ = ["EXTENSION", "IS_ENABLED", "WHY_NO_EXTENSION"]
+__all__ = ["EXTENSION", "IS_ENABLED", "WHY_NO_EXTENSION", "known_to_core"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 IS_ENABLED = os.environ.get("GRAPHDISPATCH_NATIVE", "1") != "0"
 """Whether native parts may be used in this process."""
+
+
+def known_to_core(method: F) -> F:
+    """Mark a method whose usual case the core tells by itself, from the attributes that the method reads; an override
+    in a subclass is called."""
+    marked: Any = method
+    marked._is_known_to_core = True
+    return method
 
 
 def _load() -> tuple[ModuleType | None, str]:

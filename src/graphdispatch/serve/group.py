@@ -121,9 +121,9 @@ class Spelling:
 
     def use(self, group: "GraphGroup") -> None:
         """Try ``group`` first from now on."""
-        # One assignment, since hits read it without a lock. The second value tells whether a call's values are its
-        # leaves just as it spells them, so that a hit need not sort or flatten.
-        self.latest = (group, self.spec.order is None and group.call.is_flat)
+        # One assignment, since hits read it without a lock. The others tell whether a call's values are its leaves, so
+        # that a hit need not flatten, and their order where it is not the spelling's.
+        self.latest = (group, group.call.is_flat, self.spec.order)
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "tuple[GraphGroup, list[Any], int] | None":
         """The group that fits a call, with the call's leaves and rows."""

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
+from ..native.bound import CORE
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats
 from .group import Route
@@ -36,13 +37,16 @@ class HitPath(ABC):
     observes = False
     """Whether a replay is timed or logged."""
 
-    def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         gradients = torch.is_grad_enabled()
         spelling = route.spellings.get((len(args), *kwargs))
         if spelling is not None:
-            group, is_flat = spelling.latest
-            leaves = [*args, *kwargs.values()] if is_flat else group.call.flatten(spelling.spec.values(args, kwargs))
+            group, is_flat, order = spelling.latest
+            values = [*args, *kwargs.values()]
+            if order is not None:
+                values = [values[place] for place in order]
+            leaves = values if is_flat else group.call.flatten(values)
             hit = group.hits[group.signature.match(leaves)] if leaves is not None else None
             if hit is not None and leaves is not None:
                 entry, plan, decision, guard = hit
@@ -75,6 +79,8 @@ class HitPath(ABC):
                         torch._C._set_grad_enabled(gradients)
         return self.step(route, args, kwargs)
 
+    serve = serve_in_python
+
     def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
         """A replay that is timed or logged."""
         if self.logs_replays:
@@ -88,3 +94,10 @@ class HitPath(ABC):
     @abstractmethod
     def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds."""
+
+
+if CORE is not None:
+    HitPath.serve = CORE.serve_method(
+        HitPath,
+        {"forward_ad": forward_ad, "replay_error": ReplayError},
+    )

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import (
 )
 
 from ...errors import BackendError, CaptureError
+from ...native import known_to_core
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Graph, MemoryFigures, Pool
 from ..insight import OperatorMode, reveal_operators
@@ -59,6 +60,7 @@ class CPUBackend(CPUStreams, Backend):
             raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
         return _CPUCapture(pool, self.classify_error)
 
+    @known_to_core
     def is_capturing(self) -> bool:
         """Whether the calling thread is being recorded by this backend."""
         return self.here.is_capturing

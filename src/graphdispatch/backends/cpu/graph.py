@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import ReplayError
+from ...native import known_to_core
 from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind
@@ -56,6 +57,7 @@ class CPUPool(Pool):
         self._arenas[id(arena)] = arena
         return arena
 
+    @known_to_core
     def order_after_last_use(self) -> None:
         """Order the calling thread's current stream after the stream that last used the pool.
 

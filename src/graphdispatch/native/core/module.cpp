@@ -1,6 +1,6 @@
 // The module graphdispatch.native._core. It is built without torch and bound to the installed one when it is loaded.
 #include "decide.h"
-#include "tensor.h"
+#include "hit.h"
 
 namespace {
 
@@ -26,10 +26,19 @@ PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_core", "What a hit runs, in C++.", -1, methods, nullptr, nullptr, nullptr, nullptr,
 };
 
+// Add the types and functions of each part; false with an error.
+bool fill(PyObject* module) {
+  if (gd::add_decide(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
+  for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods}) {
+    if (PyModule_AddFunctions(module, functions)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 PyMODINIT_FUNC PyInit__core() {
   PyObject* module = PyModule_Create(&definition);
-  if (module && gd::add_decide(module)) Py_CLEAR(module);
+  if (module && !fill(module)) Py_CLEAR(module);
   return module;
 }

@@ -1,0 +1,130 @@
+#include "ambient.h"
+
+#include <dlfcn.h>
+
+#include <cstring>
+
+namespace gd {
+
+Ambient ambient;
+
+namespace {
+
+constexpr Py_ssize_t kMostBytes = 192;  // of a TensorImpl that are looked at; none is known to be smaller
+
+PyObject *ask_inference_mode, *ask_autocast, *ask_autocast_dtype, *requires_grad_name;
+
+int truth_of(PyObject* answer) {
+  const int truth = answer ? PyObject_IsTrue(answer) : -1;
+  Py_XDECREF(answer);
+  return truth;
+}
+
+uint64_t word_of(PyObject* tensor, Py_ssize_t offset) {
+  return *reinterpret_cast<const uint64_t*>(static_cast<const char*>(impl_of(tensor)) + offset);
+}
+
+bool is_one_bit(uint64_t word) { return word && !(word & (word - 1)); }
+
+// Whether the word at an offset is what tells these tensors apart: one value for all plain tensors, one more bit for a
+// lazy negative and another one for a lazy conjugate, and fewer for a tensor made in inference mode.
+bool tells_keys(Py_ssize_t offset, PyObject* plain, PyObject* negative, PyObject* conjugate, PyObject* inference) {
+  const uint64_t word = word_of(PyTuple_GET_ITEM(plain, 0), offset);
+  for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(plain); ++i) {
+    if (word_of(PyTuple_GET_ITEM(plain, i), offset) != word) return false;
+  }
+  const uint64_t negated = word_of(negative, offset), conjugated = word_of(conjugate, offset);
+  const uint64_t bare = word_of(inference, offset);
+  return is_one_bit(negated ^ word) && (negated & word) == word && is_one_bit(conjugated ^ word) &&
+         (conjugated & word) == word && conjugated != negated && bare && bare != word && (bare & word) == bare;
+}
+
+PyObject* find_ambient(PyObject*, PyObject* args) {
+  const char* library;
+  PyObject *asked, *plain, *negative, *conjugate, *inference;
+  if (!PyArg_ParseTuple(args, "sO!O!OOO", &library, &PyTuple_Type, &asked, &PyTuple_Type, &plain, &negative,
+                        &conjugate, &inference)) {
+    return nullptr;
+  }
+  if (PyTuple_GET_SIZE(asked) != 3) return PyErr_Format(PyExc_TypeError, "three functions are asked");
+  ask_inference_mode = Py_NewRef(PyTuple_GET_ITEM(asked, 0));
+  ask_autocast = Py_NewRef(PyTuple_GET_ITEM(asked, 1));
+  ask_autocast_dtype = Py_NewRef(PyTuple_GET_ITEM(asked, 2));
+  requires_grad_name = PyUnicode_InternFromString("requires_grad");
+  if (!requires_grad_name) return nullptr;
+  if (void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD)) {
+    ambient.inference_mode = reinterpret_cast<bool (*)()>(dlsym(handle, "_ZN3c1013InferenceMode10is_enabledEv"));
+    ambient.autocast =
+        reinterpret_cast<bool (*)(int8_t)>(dlsym(handle, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE"));
+    ambient.requires_grad =
+        reinterpret_cast<bool (*)(const void*)>(dlsym(handle, "_ZNK3c1010TensorImpl13requires_gradEv"));
+  }
+  int found = 0;
+  for (Py_ssize_t offset = sizeof(void*); offset < kMostBytes; offset += sizeof(void*)) {
+    if (!tells_keys(offset, plain, negative, conjugate, inference)) continue;
+    ambient.keys = offset;
+    ambient.plain = word_of(PyTuple_GET_ITEM(plain, 0), offset);
+    ambient.plain_inference = word_of(inference, offset);
+    ++found;
+  }
+  if (found != 1) ambient.keys = 0;
+  Py_RETURN_NONE;
+}
+
+// What the core finds out by itself: (inference mode, autocast of a device, requires_grad and plainness of a tensor),
+// with None for what it has to ask.
+PyObject* read_ambient(PyObject*, PyObject* args) {
+  PyObject* tensor;
+  int device;
+  if (!PyArg_ParseTuple(args, "O!i", tensor_type, &tensor, &device)) return nullptr;
+  PyObject* found[] = {
+      ambient.inference_mode ? PyBool_FromLong(ambient.inference_mode()) : Py_NewRef(Py_None),
+      ambient.autocast ? PyBool_FromLong(ambient.autocast(static_cast<int8_t>(device))) : Py_NewRef(Py_None),
+      ambient.requires_grad ? PyBool_FromLong(ambient.requires_grad(impl_of(tensor))) : Py_NewRef(Py_None),
+      ambient.keys ? PyBool_FromLong(is_plain_host(tensor)) : Py_NewRef(Py_None),
+  };
+  return Py_BuildValue("(NNNN)", found[0], found[1], found[2], found[3]);
+}
+
+PyObject* forget_ambient(PyObject*, PyObject* place) {
+  switch (PyLong_AsLong(place)) {
+    case 0: ambient.inference_mode = nullptr; break;
+    case 1: ambient.autocast = nullptr; break;
+    case 2: ambient.requires_grad = nullptr; break;
+    case 3: ambient.keys = 0; break;
+    default: return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "there is no such fact");
+  }
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+int in_inference_mode() {
+  return ambient.inference_mode ? ambient.inference_mode() : truth_of(PyObject_CallNoArgs(ask_inference_mode));
+}
+
+int in_autocast(int device, PyObject* name) {
+  if (ambient.autocast && device >= 0) return ambient.autocast(static_cast<int8_t>(device));
+  return truth_of(PyObject_CallOneArg(ask_autocast, name));
+}
+
+PyObject* autocast_dtype(PyObject* name) { return PyObject_CallOneArg(ask_autocast_dtype, name); }
+
+int requires_grad(PyObject* tensor) {
+  if (ambient.requires_grad) return ambient.requires_grad(impl_of(tensor));
+  return truth_of(PyObject_GetAttr(tensor, requires_grad_name));
+}
+
+PyMethodDef ambient_methods[] = {
+    {"find_ambient", find_ambient, METH_VARARGS,
+     "find_ambient(library, asked, plain, negative, conjugate, inference)\n--\n\nLook up what tells the thread's modes "
+     "and a tensor's flags; `asked` are the functions of Python that are asked instead."},
+    {"read_ambient", read_ambient, METH_VARARGS,
+     "read_ambient(tensor, device)\n--\n\nWhat the core itself tells: inference mode, autocast of a device's number, "
+     "whether the tensor requires a gradient, and whether it is plain memory of the host; None where it must ask."},
+    {"forget_ambient", forget_ambient, METH_O,
+     "forget_ambient(place)\n--\n\nAsk Python from now on for one of the facts of read_ambient, by its place."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace gd

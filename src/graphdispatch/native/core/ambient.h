@@ -1,0 +1,55 @@
+// What a call depends on beside its arguments' shapes: modes of the thread, and flags of a tensor.
+//
+// The shim knows none of it. libtorch exports functions for most, found by their mangled names; a TensorImpl's set of
+// dispatch keys is found by comparing tensors. The package tests each of them when it loads the core, and forgets one
+// that does not tell what Python tells: then Python is asked.
+#pragma once
+
+#include "tensor.h"
+
+namespace gd {
+
+struct Ambient {
+  bool (*inference_mode)() = nullptr;           // c10::InferenceMode::is_enabled
+  bool (*autocast)(int8_t) = nullptr;           // at::autocast::is_autocast_enabled
+  bool (*requires_grad)(const void*) = nullptr; // c10::TensorImpl::requires_grad
+  Py_ssize_t keys = 0;                          // where a TensorImpl has its set of dispatch keys; 0: unknown
+  uint64_t plain = 0, plain_inference = 0;      // that of a CPU tensor, and of one made in inference mode
+};
+
+extern Ambient ambient;
+
+// Whether the thread is in inference mode, or in autocast for a kind of device (its number, -1 if unknown, and its
+// name); -1 with an error of Python.
+int in_inference_mode();
+int in_autocast(int device, PyObject* name);
+
+// The dtype of autocast for a device's name: a new reference.
+PyObject* autocast_dtype(PyObject* name);
+
+// Whether a plain tensor requires a gradient; -1 with an error of Python.
+int requires_grad(PyObject* tensor);
+
+// The dispatch keys of a tensor; 0 if they are unknown.
+inline uint64_t keys_of(PyObject* tensor) {
+  if (!ambient.keys) return 0;
+  return *reinterpret_cast<const uint64_t*>(static_cast<const char*>(impl_of(tensor)) + ambient.keys);
+}
+
+// Whether a tensor is known to be dense memory of the host: no lazy negative or conjugate, and nothing that wraps
+// another tensor.
+inline bool is_plain_host(PyObject* tensor) {
+  const uint64_t keys = keys_of(tensor);
+  return keys && (keys == ambient.plain || keys == ambient.plain_inference);
+}
+
+// Whether two sets of keys differ at most in those that a tensor made in inference mode lacks.
+inline bool are_alike(uint64_t a, uint64_t b) {
+  const uint64_t lacking = ambient.plain ^ ambient.plain_inference;
+  return ((a ^ b) & ~lacking) == 0 && ((a & lacking) == 0 || (a & lacking) == lacking);
+}
+
+// Functions of the module: ``find_ambient``, ``read_ambient`` and ``forget_ambient``.
+extern PyMethodDef ambient_methods[];
+
+}  // namespace gd

@@ -1,0 +1,269 @@
+#include "hit.h"
+
+#include <vector>
+
+namespace gd {
+
+namespace {
+
+constexpr Py_ssize_t kMostValues = 64;  // of a call that need no memory of their own
+
+enum class Outcome { kServed, kMissed, kRaised };
+
+// A call under way: what HitPath.serve was given, and what it finds.
+struct Call {
+  PyObject *server, *route, *args, *kwargs;
+  Ref group, hit;
+  PyObject* result = nullptr;
+};
+
+Outcome outcome(int truth) {
+  return truth == 1 ? Outcome::kServed : truth == 0 ? Outcome::kMissed : Outcome::kRaised;
+}
+
+// The spelling of a call: (number of positional arguments, *keywords).
+Ref spelling_of(const Call& call) {
+  const Py_ssize_t keywords = PyDict_GET_SIZE(call.kwargs);
+  const Ref key(PyTuple_New(1 + keywords));
+  PyObject* count = key ? PyLong_FromSsize_t(PyTuple_GET_SIZE(call.args)) : nullptr;
+  if (!count) return Ref();
+  PyTuple_SET_ITEM(key.get(), 0, count);
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0, i = 1; i <= keywords && PyDict_Next(call.kwargs, &at, &name, &value); ++i) {
+    PyTuple_SET_ITEM(key.get(), i, Py_NewRef(name));
+  }
+  const Ref spellings = attribute(call.route, names.spellings);
+  if (!spellings || !PyDict_Check(spellings.get())) return Ref();
+  return Ref::of(PyDict_GetItemWithError(spellings.get(), key.get()));
+}
+
+// The arguments as they are spelled, then in the order of the callable's own; false if there is no such place.
+bool spelled(const Call& call, PyObject* order, std::vector<PyObject*>& more, PyObject** values) {
+  const Py_ssize_t given = PyTuple_GET_SIZE(call.args), count = given + PyDict_GET_SIZE(call.kwargs);
+  PyObject* first[kMostValues];
+  PyObject** plain = values;
+  if (order != Py_None) {
+    if (!PyTuple_CheckExact(order) || PyTuple_GET_SIZE(order) != count) return false;
+    if (count > kMostValues) more.resize(2 * count);
+    plain = count > kMostValues ? more.data() + count : first;
+    if (count > kMostValues) values = more.data();
+  }
+  for (Py_ssize_t i = 0; i < given; ++i) plain[i] = PyTuple_GET_ITEM(call.args, i);
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0, i = given; i < count && PyDict_Next(call.kwargs, &at, &name, &value); ++i) plain[i] = value;
+  for (Py_ssize_t i = 0; order != Py_None && i < count; ++i) {
+    const Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(order, i));
+    if (place < 0 || place >= count) return false;
+    values[i] = plain[place];
+  }
+  return true;
+}
+
+// Whether a value is no tensor and holds none.
+bool is_constant(PyObject* value) {
+  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) || PyUnicode_CheckExact(value) ||
+         PyComplex_CheckExact(value) || PyBytes_CheckExact(value);
+}
+
+// Whether one of the guard's tensors requires a gradient; -1 with an error.
+int is_any_required(PyObject* tensors) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
+    PyObject* tensor = PyTuple_GET_ITEM(tensors, i);
+    int required;
+    if (is_plain_tensor(tensor)) {
+      required = requires_grad(tensor);
+    } else {
+      const Ref answer = attribute(tensor, names.requires_grad);
+      required = answer ? PyObject_IsTrue(answer.get()) : -1;
+    }
+    if (required) return required;
+  }
+  return 0;
+}
+
+// StateGuard.trainable; -1 with an error.
+int is_trainable(PyObject* guard) {
+  const Ref tensors = attribute(guard, names._tensors), modules = attribute(guard, names._modules);
+  if (!tensors || !modules) return -1;
+  const int required = is_any_required(tensors.get());
+  if (required != 1) return required;
+  if (!PyTuple_GET_SIZE(modules.get())) return 1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(modules.get()); ++i) {
+    const Ref training = attribute(PyTuple_GET_ITEM(modules.get(), i), names.training);
+    const int is_training = training ? PyObject_IsTrue(training.get()) : -1;
+    if (is_training) return is_training;
+  }
+  return 0;
+}
+
+// Server.may_need_gradients; -1 with an error.
+int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
+  bool is_plain = guard != Py_None;
+  for (Py_ssize_t i = 0; is_plain && i < values.count(); ++i) {
+    PyObject* value = values[i];
+    if (is_plain_tensor(value)) {
+      const int required = requires_grad(value);
+      if (required) return required;
+    } else {
+      is_plain = is_constant(value);
+    }
+  }
+  if (is_plain) return is_trainable(guard);
+  PyObject* list = values.list();
+  const Ref answer(
+      list ? PyObject_CallMethodObjArgs(call.server, names.may_need_gradients, list, guard, nullptr) : nullptr);
+  return answer ? PyObject_IsTrue(answer.get()) : -1;
+}
+
+// Find the prepared hit of a call that fits: 1, 0 if there is none, -1 with an error.
+int find(Call& call, PyObject* signature, Values& values) {
+  const Ref core = attribute(signature, names.native);
+  if (!core) return -1;
+  int64_t rows = kNoMatch;
+  if (Py_IS_TYPE(core.get(), signature_type)) {
+    rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
+    if (rows < 0) return PyErr_Occurred() ? -1 : 0;
+  }
+  Ref number;
+  if (rows >= 0) {
+    number = Ref(PyLong_FromLongLong(rows));
+  } else {
+    PyObject* list = values.list();
+    if (list) number = Ref(PyObject_CallMethodOneArg(signature, names.match, list));
+  }
+  const Ref hits = number ? attribute(call.group.get(), names.hits) : Ref();
+  if (!hits) return -1;
+  call.hit = Ref::of(PyDict_Check(hits.get()) ? PyDict_GetItemWithError(hits.get(), number.get()) : nullptr);
+  if (!call.hit && !PyErr_Occurred()) call.hit = Ref(PyObject_GetItem(hits.get(), number.get()));
+  if (!call.hit) return -1;
+  return call.hit.get() != Py_None && PyTuple_Check(call.hit.get()) && PyTuple_GET_SIZE(call.hit.get()) == 4;
+}
+
+// Whether the guard holds: 1, 0, or -1 with an error.
+int holds(PyObject* guard) {
+  if (guard == Py_None) return 1;
+  const Ref answer(PyObject_CallMethodNoArgs(guard, names.holds));
+  return answer ? PyObject_IsTrue(answer.get()) : -1;
+}
+
+// What a ReplayError means for the call: served eagerly, unless the replay had effects.
+Outcome refused(const Call& call) {
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace) PyException_SetTraceback(error, trace);
+  const Ref hits = attribute(call.group.get(), names.hits);
+  const Ref rows(PyObject_GetAttrString(PyTuple_GET_ITEM(call.hit.get(), 1), "rows"));
+  const Ref popped(hits && rows ? PyObject_CallMethodObjArgs(hits.get(), names.pop, rows.get(), Py_None, nullptr)
+                                : nullptr);
+  const Ref effects = popped ? attribute(error, names.had_effects) : Ref();
+  const int had_effects = effects ? PyObject_IsTrue(effects.get()) : -1;
+  if (had_effects == 1) {
+    PyErr_Restore(type, error, trace);
+    return Outcome::kRaised;
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(error);
+  Py_XDECREF(trace);
+  return had_effects ? Outcome::kRaised : Outcome::kMissed;
+}
+
+Outcome replay(Call& call, PlanObject* plan, Values& values) {
+  const Ref observes = attribute(call.server, names.observes), stats = attribute(call.server, names.stats);
+  if (!observes || !stats) return Outcome::kRaised;
+  if (observes.get() == Py_False) {
+    call.result = run(plan, values, stats.get());
+  } else {
+    PyObject* list = values.list();
+    PyObject* args[] = {call.server, plan->entry, plan->rows_object, list};
+    call.result = list ? PyObject_VectorcallMethod(names.observed, args, 4, nullptr) : nullptr;
+  }
+  if (!call.result) return PyErr_ExceptionMatches(facts.replay_error) ? refused(call) : Outcome::kRaised;
+  const Ref local = attribute(call.server, names.local);
+  if (!local || PyObject_SetAttr(local.get(), names.decision, PyTuple_GET_ITEM(call.hit.get(), 2))) {
+    Py_CLEAR(call.result);
+    return Outcome::kRaised;
+  }
+  return Outcome::kServed;
+}
+
+Outcome serve_values(Call& call, Values& values) {
+  const Ref signature = attribute(call.group.get(), names.signature);
+  const int found = signature ? find(call, signature.get(), values) : -1;
+  if (found != 1) return outcome(found);
+  PyObject* guard = PyTuple_GET_ITEM(call.hit.get(), 3);
+  const Ref native = attribute(PyTuple_GET_ITEM(call.hit.get(), 1), names.native);
+  if (!native || !Py_IS_TYPE(native.get(), plan_type)) return native ? Outcome::kMissed : Outcome::kRaised;
+  auto* plan = reinterpret_cast<PlanObject*>(native.get());
+  PyObject* level = item(PyModule_GetDict(facts.forward_ad), names._current_level);
+  if (!level || PyLong_AsLong(level) >= 0) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
+  int may = may_run(plan, values);
+  if (may == 1) may = holds(guard);
+  if (may != 1) return outcome(may);
+  if (!shim.grad_mode_is_enabled()) return replay(call, plan, values);
+  const int needed = may_need_gradients(call, values, guard);
+  if (needed) return needed < 0 ? Outcome::kRaised : Outcome::kMissed;
+  shim.grad_mode_set_enabled(false);
+  const Outcome done = replay(call, plan, values);
+  shim.grad_mode_set_enabled(true);
+  return done;
+}
+
+Outcome serve_call(Call& call) {
+  const Ref spelling = spelling_of(call);
+  const Ref latest = spelling ? attribute(spelling.get(), names.latest) : Ref();
+  if (!latest) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
+  if (!PyTuple_CheckExact(latest.get()) || PyTuple_GET_SIZE(latest.get()) != 3) return Outcome::kMissed;
+  call.group = Ref::of(PyTuple_GET_ITEM(latest.get(), 0));
+  const Py_ssize_t count = PyTuple_GET_SIZE(call.args) + PyDict_GET_SIZE(call.kwargs);
+  PyObject* few[kMostValues];
+  std::vector<PyObject*> more(count > kMostValues ? count : 0);
+  PyObject** items = count > kMostValues ? more.data() : few;
+  if (!spelled(call, PyTuple_GET_ITEM(latest.get(), 2), more, items)) {
+    return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
+  }
+  if (count > kMostValues) items = more.data();
+  Values values(items, count);
+  if (PyTuple_GET_ITEM(latest.get(), 1) == Py_True) return serve_values(call, values);
+  const Ref flat = attribute(call.group.get(), names.call);
+  PyObject* list = values.list();
+  Ref leaves(flat && list ? PyObject_CallMethodOneArg(flat.get(), names.flatten, list) : nullptr);
+  if (!leaves) return Outcome::kRaised;
+  if (!PyList_Check(leaves.get())) return Outcome::kMissed;
+  Values flattened(std::move(leaves));
+  return serve_values(call, flattened);
+}
+
+PyObject* serve(PyObject* server, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyTuple_CheckExact(args[1]) || !PyDict_CheckExact(args[2])) {
+    return PyErr_Format(PyExc_TypeError, "serve() takes a route, a tuple and a dict");
+  }
+  Call call{server, args[0], args[1], args[2], Ref(), Ref()};
+  const Outcome done = serve_call(call);
+  if (done == Outcome::kServed) return call.result;
+  if (done == Outcome::kRaised) return nullptr;
+  PyObject* again[] = {server, args[0], args[1], args[2]};
+  return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
+}
+
+PyMethodDef serve_definition = {
+    "serve", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(serve)), METH_FASTCALL,
+    "serve($self, route, args, kwargs, /)\n--\n\nServe one call, by a graph where one fits and eagerly elsewhere. "
+    "Raises what the callable raises."};
+
+PyObject* serve_method(PyObject*, PyObject* args) {
+  PyObject *type, *dict;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &type, &PyDict_Type, &dict)) return nullptr;
+  if (!read_facts(dict)) return nullptr;
+  return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &serve_definition);
+}
+
+}  // namespace
+
+PyMethodDef hit_methods[] = {
+    {"serve_method", serve_method, METH_VARARGS,
+     "serve_method(cls, facts)\n--\n\nThe method `serve` for a class of servers, and what of the package it needs."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace gd

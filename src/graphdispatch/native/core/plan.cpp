@@ -1,0 +1,343 @@
+#include "plan.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace gd {
+
+PyTypeObject* plan_type = nullptr;
+
+PyObject* Values::list() {
+  if (!list_) {
+    list_ = Ref(PyList_New(count_));
+    for (Py_ssize_t i = 0; list_ && i < count_; ++i) PyList_SET_ITEM(list_.get(), i, Py_NewRef(items_[i]));
+    if (list_) items_ = PySequence_Fast_ITEMS(list_.get());
+  }
+  return list_.get();
+}
+
+namespace {
+
+constexpr size_t kMostBytes = 256 * 1024;  // of one call that are copied here; torch copies more on several threads
+
+PyObject* call(PyObject* object, PyObject* method) { return PyObject_CallMethodNoArgs(object, method); }
+
+bool add(PyObject* dict, PyObject* name, int64_t more) {
+  PyObject* old = item(dict, name);
+  const long long value = old ? PyLong_AsLongLong(old) : 0;
+  if (value == -1 && PyErr_Occurred()) return false;
+  const Ref sum(PyLong_FromLongLong(value + more));
+  return sum && PyDict_SetItem(dict, name, sum.get()) == 0;
+}
+
+// Whether an item of a dict is true; a missing one is not.
+bool is_true(PyObject* dict, PyObject* name) {
+  PyObject* value = item(dict, name);
+  return value && value != Py_None && value != Py_False && PyObject_IsTrue(value) != 0;
+}
+
+// CUDAGraphStats.record_hit, and the figures of the entry.
+bool count_hit(PlanObject* self, PyObject* stats) {
+  const Ref used(PyObject_CallNoArgs(facts.next_use));
+  if (!used || !add(self->entry_dict, names.replay_count, 1)) return false;
+  if (PyDict_SetItem(self->entry_dict, names.last_used, used.get())) return false;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(stats)) != facts.stats_type) {
+    const Ref size(PyLong_FromLongLong(self->size));
+    const Ref done(size ? PyObject_CallMethodObjArgs(stats, names.record_hit, self->rows_object, size.get(), nullptr)
+                        : nullptr);
+    return static_cast<bool>(done);
+  }
+  const Ref dict(PyObject_GenericGetDict(stats, nullptr));
+  if (!dict || !add(dict.get(), names.hits, 1) || !add(dict.get(), names.replays, 1) ||
+      !add(dict.get(), names.real_rows, self->rows) || !add(dict.get(), names.padded_rows, self->size)) {
+    return false;
+  }
+  PyObject* by_rows = item(dict.get(), names._rows_of_hits);
+  if (!by_rows || !PyDict_Check(by_rows)) return !PyErr_Occurred();
+  constexpr Py_ssize_t kMostRows = 4096;  // _MOST_ROWS of stats.py
+  if (PyDict_GET_SIZE(by_rows) >= kMostRows && !item(by_rows, self->rows_object)) return !PyErr_Occurred();
+  return add(by_rows, self->rows_object, 1);
+}
+
+// Find out, with the pool's lock held, where the rows of a batch go.
+bool prepare(PlanObject* self) {
+  const Ref rows(PyLong_FromLongLong(self->rows)), size(PyLong_FromLongLong(self->size));
+  if (!rows || !size) return false;
+  const Ref found(PyObject_CallMethodObjArgs(self->inputs, names.layout_for, rows.get(), size.get(), nullptr));
+  PyObject *targets, *positions;
+  int one_layout, follows_data;
+  if (!found || !PyArg_ParseTuple(found.get(), "O!O!pp", &PyList_Type, &targets, &PyTuple_Type, &positions, &one_layout,
+                                  &follows_data)) {
+    return false;
+  }
+  self->is_prepared = true;
+  if (!one_layout || PyList_GET_SIZE(targets) != PyTuple_GET_SIZE(positions)) return true;  // Python loads
+  self->follows_data = follows_data;
+  self->copies_bytes = true;
+  size_t total = 0;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(targets); ++i) {
+    PyObject* target = PyList_GET_ITEM(targets, i);
+    Copy copy{PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i)), 0, 0, 0, nullptr};
+    bool is_contiguous = false;
+    if (is_plain_tensor(target) && is_plain_host(target)) {
+      void* handle = handle_of(target);
+      const Ref nbytes(PyObject_GetAttrString(target, "nbytes"));
+      if (!nbytes) return false;
+      copy.nbytes = PyLong_AsSize_t(nbytes.get());
+      copy.kind = kind_of(handle);
+      if (shim.numel(handle, &copy.numel) || shim.data_ptr(handle, &copy.data) ||
+          shim.is_contiguous(handle, &is_contiguous)) {
+        is_contiguous = false;
+      }
+    }
+    total += copy.nbytes;
+    self->copies_bytes = self->copies_bytes && is_contiguous && total <= kMostBytes;
+    self->copies->push_back(copy);
+  }
+  if (PyErr_Occurred()) return false;
+  self->targets = Py_NewRef(targets);
+  return true;
+}
+
+// The bytes of a tensor that a copy may read; null if torch has to copy it.
+void* bytes_of(const Copy& copy, PyObject* tensor) {
+  if (!is_plain_tensor(tensor) || !is_plain_host(tensor)) return nullptr;
+  void* handle = handle_of(tensor);
+  int64_t numel = -1;
+  bool is_contiguous = false;
+  void* data = nullptr;
+  if (shim.numel(handle, &numel) || numel != copy.numel || kind_of(handle) != copy.kind) return nullptr;
+  if (shim.is_contiguous(handle, &is_contiguous) || !is_contiguous || shim.data_ptr(handle, &data)) return nullptr;
+  return data;
+}
+
+bool copy_by_torch(PlanObject* self, const Values& values) {
+  const Ref sources(PyList_New(PyList_GET_SIZE(self->targets)));
+  if (!sources) return false;
+  for (size_t i = 0; i < self->copies->size(); ++i) {
+    PyList_SET_ITEM(sources.get(), i, Py_NewRef(values[(*self->copies)[i].position]));
+  }
+  if (self->copies->size() == 1) {
+    PyObject* pair[] = {PyList_GET_ITEM(self->targets, 0), PyList_GET_ITEM(sources.get(), 0)};
+    return static_cast<bool>(Ref(PyObject_VectorcallMethod(names.copy_, pair, 2, nullptr)));
+  }
+  PyObject* lists[] = {self->targets, sources.get()};
+  return static_cast<bool>(Ref(PyObject_Vectorcall(facts.foreach_copy, lists, 2, nullptr)));
+}
+
+bool copy_in(PlanObject* self, const Values& values) {
+  constexpr size_t kMost = 64;
+  const std::vector<Copy>& copies = *self->copies;
+  if (!self->copies_bytes || copies.size() > kMost) return copy_by_torch(self, values);
+  void* sources[kMost];
+  for (size_t i = 0; i < copies.size(); ++i) {
+    sources[i] = bytes_of(copies[i], values[copies[i].position]);
+    if (!sources[i] && copies[i].nbytes) return copy_by_torch(self, values);
+  }
+  for (size_t i = 0; i < copies.size(); ++i) {  // which may be the static inputs themselves
+    if (copies[i].nbytes) std::memmove(copies[i].data, sources[i], copies[i].nbytes);
+  }
+  return true;
+}
+
+// StaticInputs.load.
+bool load(PlanObject* self, Values& values) {
+  if (self->inputs == Py_None) return true;
+  if (!self->is_prepared && !prepare(self)) return false;
+  const Ref size(PyLong_FromLongLong(self->size));
+  if (!size) return false;
+  if (!self->targets) {
+    PyObject* list = values.list();
+    PyObject* args[] = {self->inputs, list, self->rows_object, size.get()};
+    return list && Ref(PyObject_VectorcallMethod(names.load, args, 4, nullptr));
+  }
+  PyObject* known = item(self->inputs_dict, names._clean_from);
+  int64_t clean_from = known ? PyLong_AsLongLong(known) : -1;
+  if (clean_from < 0) {
+    if (!PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, names._clean_from);
+    return false;
+  }
+  if (self->rows > clean_from) {
+    clean_from = self->rows;
+    if (PyDict_SetItem(self->inputs_dict, names._clean_from, self->rows_object)) return false;
+  }
+  if (!copy_in(self, values)) return false;
+  if (self->rows < self->size && (self->follows_data || self->rows < clean_from)) {
+    PyObject* args[] = {self->inputs, self->rows_object, size.get()};
+    return static_cast<bool>(Ref(PyObject_VectorcallMethod(names.pad, args, 3, nullptr)));
+  }
+  return true;
+}
+
+// Pool.order_after_last_use.
+bool order(PlanObject* self) {
+  if (self->streams && item(self->pool_dict, names._last_stream) == self->stream) {
+    const Ref current = attribute(self->streams, names.stream);
+    if (!current) return false;
+    if (current.get() == self->stream) return true;
+  }
+  return static_cast<bool>(Ref(call(self->pool, names.order_after_last_use)));
+}
+
+// Raise what ReplayPlan.failed makes of the error that is set.
+void fail(PlanObject* self) {
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace && error) PyException_SetTraceback(error, trace);
+  const Ref done(PyObject_CallMethodOneArg(self->plan, names.failed, error));
+  if (done && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "a failed replay raised nothing");
+  Py_XDECREF(type);
+  Py_XDECREF(error);
+  Py_XDECREF(trace);
+}
+
+// Whether Python has to run this replay: to refuse it, or to keep the state of the generator.
+bool is_unusual(PlanObject* self) {
+  PyObject* state = item(self->entry_dict, names.state);
+  if (!state || state == facts.evicted || state == facts.failed_state) return true;
+  if (item(self->pool_dict, names.replaying_on) != Py_None || is_true(self->entry_dict, names.uses_rng)) return true;
+  if (item(self->entry_dict, names.written) == Py_None) return false;
+  const Ref open = attribute(facts.windows, names.open);
+  return !open || PyObject_IsTrue(open.get()) != 0;
+}
+
+PyObject* run_by_python(PlanObject* self, Values& values, PyObject* stats) {
+  PyErr_Clear();
+  PyObject* list = values.list();
+  PyObject* args[] = {self->plan, list, stats};
+  return list ? PyObject_VectorcallMethod(names.run_in_python, args, 3, nullptr) : nullptr;
+}
+
+PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
+  if (is_unusual(self)) return run_by_python(self, values, stats);
+  if (!order(self)) return nullptr;
+  PyObject* graph = item(self->entry_dict, names.graph);
+  if (!graph) return run_by_python(self, values, stats);
+  Ref result;
+  if (load(self, values) && Ref(call(Ref::of(graph).get(), names.replay))) result = Ref(PyObject_CallNoArgs(self->take));
+  if (!result) {
+    fail(self);
+    return nullptr;
+  }
+  if (is_true(self->entry_dict, names.mutated)) {
+    PyObject* list = values.list();
+    PyObject* args[] = {self->entry, list, self->rows_object};
+    if (!count_hit(self, stats) || !list || !Ref(PyObject_VectorcallMethod(names.copy_back, args, 3, nullptr))) {
+      return nullptr;
+    }
+    return result.release();
+  }
+  return count_hit(self, stats) ? result.release() : nullptr;
+}
+
+// Whether the arguments share no memory with what the graph writes, as far as a look at addresses tells.
+bool are_apart(PlanObject* self, const Values& values) {
+  if (is_true(self->entry_dict, names.mutated)) return false;
+  PyObject* written = item(self->entry_dict, names.written);
+  if (!written || written == Py_None) return written != nullptr;
+  const Ref low = attribute(written, names.low), high = attribute(written, names.high);
+  if (!low || !high) {
+    PyErr_Clear();
+    return false;
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(PyLong_AsVoidPtr(low.get()));
+  const auto end = reinterpret_cast<uintptr_t>(PyLong_AsVoidPtr(high.get()));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->watched); ++i) {
+    PyObject* tensor = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(self->watched, i))];
+    void* data = nullptr;
+    if (!is_plain_tensor(tensor) || !is_plain_host(tensor) || shim.data_ptr(handle_of(tensor), &data)) return false;
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    if (begin <= address && address < end) return false;
+  }
+  return true;
+}
+
+// Whether the thread is being captured or compared.
+int is_watched(PlanObject* self) {
+  const Ref depth = attribute(self->watch, names.depth);
+  if (!depth) return -1;
+  const int is_deep = PyObject_IsTrue(depth.get());
+  if (is_deep) return is_deep;
+  const Ref answer = self->here ? attribute(self->here, names.is_capturing)
+                                : Ref(call(self->backend, names.is_capturing));
+  return answer ? PyObject_IsTrue(answer.get()) : -1;
+}
+
+// ReplayPlan.run(values, stats).
+PyObject* run_method_of(PyObject* plan, PyObject* const* args, Py_ssize_t count) {
+  const Ref native = attribute(plan, names.native);
+  if (!native) return nullptr;
+  if (count != 2 || !PyList_Check(args[0]) || args[1] == Py_None || !Py_IS_TYPE(native.get(), plan_type)) {
+    PyObject* all[3] = {plan, count > 0 ? args[0] : nullptr, count > 1 ? args[1] : nullptr};
+    if (count > 2) return PyErr_Format(PyExc_TypeError, "run() takes values and statistics");
+    return PyObject_VectorcallMethod(names.run_in_python, all, 1 + count, nullptr);
+  }
+  Values values(Ref::of(args[0]));
+  return run(reinterpret_cast<PlanObject*>(native.get()), values, args[1]);
+}
+
+PyMethodDef run_definition = {
+    "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_method_of)), METH_FASTCALL,
+    "run($self, values, stats=None, /)\n--\n\nThe outputs for a call whose arguments were compared."};
+
+PyObject* run_method(PyObject*, PyObject* args) {
+  PyObject *type, *dict;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &type, &PyDict_Type, &dict)) return nullptr;
+  if (!read_facts(dict)) return nullptr;
+  return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &run_definition);
+}
+
+}  // namespace
+
+PyMethodDef plan_methods[] = {
+    {"run_method", run_method, METH_VARARGS,
+     "run_method(cls, facts)\n--\n\nThe method `run` for a class of plans, and what of the package it needs."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+int may_run(PlanObject* self, Values& values) {
+  PyObject* dict = self->entry_dict;
+  PyObject *count = item(dict, names.replay_count), *verify_at = item(dict, names.verify_at);
+  if (!count || !verify_at) return PyErr_Occurred() ? -1 : 0;
+  if (!(PyFloat_CheckExact(verify_at) && std::isinf(PyFloat_AS_DOUBLE(verify_at)))) {
+    const int is_before = PyObject_RichCompareBool(Ref::of(count).get(), Ref::of(verify_at).get(), Py_LT);
+    if (is_before != 1) return is_before;
+  }
+  const int watched = is_watched(self);
+  if (watched) return watched < 0 ? -1 : 0;
+  PyObject* workspaces = item(dict, names.workspaces);
+  if (workspaces && workspaces != Py_None) {
+    const Ref holds(call(Ref::of(workspaces).get(), names.holds));
+    const int truth = holds ? PyObject_IsTrue(holds.get()) : -1;
+    if (truth != 1) return truth;
+  }
+  if (is_true(dict, names.writes_outside) && !are_apart(self, values)) {
+    PyObject* list = values.list();
+    const Ref clash(list ? PyObject_CallMethodOneArg(self->plan, names.clash, list) : nullptr);
+    if (!clash || clash.get() != Py_None) return clash ? 0 : -1;
+  }
+  const Ref bare = Ref::of(item(dict, names.bare));
+  for (Py_ssize_t i = 0; bare && PyTuple_CheckExact(bare.get()) && i < PyTuple_GET_SIZE(bare.get()); ++i) {
+    const Ref own = attribute(values[PyLong_AsSsize_t(PyTuple_GET_ITEM(bare.get(), i))], names.__dict__);
+    const int truth = own ? PyObject_IsTrue(own.get()) : -1;
+    if (truth) return truth < 0 ? -1 : 0;
+  }
+  return PyErr_Occurred() ? -1 : 1;
+}
+
+PyObject* run(PlanObject* self, Values& values, PyObject* stats) {
+  if (!Ref(PyObject_CallNoArgs(self->acquire))) return nullptr;
+  PyObject* result = run_locked(self, values, stats);
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  const Ref released(PyObject_CallNoArgs(self->release));
+  if (type) {
+    PyErr_Restore(type, error, trace);
+  } else if (!released) {
+    Py_CLEAR(result);
+  }
+  return result;
+}
+
+}  // namespace gd

@@ -1,0 +1,64 @@
+// ReplayPlan.run of memory/replay.py, for the usual case; whatever is unusual calls Python.
+#pragma once
+
+#include <vector>
+
+#include "ambient.h"
+#include "facts.h"
+
+namespace gd {
+
+// The values of a call: borrowed from the caller's arguments, and a list of them where Python is called.
+class Values {
+ public:
+  Values(PyObject* const* items, Py_ssize_t count) : items_(items), count_(count) {}
+  explicit Values(Ref list)
+      : items_(PySequence_Fast_ITEMS(list.get())), count_(PyList_GET_SIZE(list.get())), list_(std::move(list)) {}
+  PyObject* operator[](Py_ssize_t place) const { return items_[place]; }
+  PyObject* const* items() const { return items_; }
+  Py_ssize_t count() const { return count_; }
+  PyObject* list();  // borrowed; null with an error
+
+ private:
+  PyObject* const* items_;
+  Py_ssize_t count_;
+  Ref list_;
+};
+
+// One input of the graph: where its rows go, if they may be copied as bytes.
+struct Copy {
+  Py_ssize_t position;
+  int64_t kind, numel;
+  size_t nbytes;
+  void* data;
+};
+
+struct PlanObject {
+  PyObject_HEAD
+  PyObject *plan, *entry, *pool, *inputs, *take, *rows_object;
+  PyObject *entry_dict, *pool_dict, *inputs_dict;  // live: each is the object's own
+  PyObject *acquire, *release, *backend, *watch;
+  PyObject* here;     // the thread-local that says whether the thread is recorded; null: the backend is asked
+  PyObject* streams;  // the thread-local with the thread's stream; null: the pool is asked
+  PyObject* stream;   // which stream needs no ordering, if it used the pool last
+  PyObject* targets;  // a list of tensors; null until the first run, and where Python loads
+  PyObject* watched;  // the places of arguments that may share memory with what the graph writes
+  int64_t rows, size;
+  bool is_prepared, follows_data, copies_bytes;
+  std::vector<Copy>* copies;
+};
+
+extern PyTypeObject* plan_type;
+
+// Whether nothing stands against a hit but the guard and gradients: 1, 0, or -1 with an error.
+int may_run(PlanObject* plan, Values& values);
+
+// The outputs; null with an error.
+PyObject* run(PlanObject* plan, Values& values, PyObject* stats);
+
+// The function ``run_method(cls, facts)`` of the module.
+extern PyMethodDef plan_methods[];
+
+bool add_plan(PyObject* module);
+
+}  // namespace gd

@@ -1,0 +1,116 @@
+// How a plan is made, and how it is collected.
+#include "plan.h"
+
+namespace gd {
+
+namespace {
+
+// Whether the class of an object has the method that the core knows, and no override: then its usual case is told
+// here. -1 with an error.
+int is_known(PyObject* object, PyObject* method) {
+  const Ref function(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), method));
+  if (!function) return -1;
+  const Ref mark(PyObject_GetAttr(function.get(), names._is_known_to_core));
+  if (mark) return PyObject_IsTrue(mark.get());
+  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+  PyErr_Clear();
+  return 0;
+}
+
+bool read_backend(PlanObject* self) {
+  self->backend = PyObject_GetAttr(self->entry, names.backend);
+  self->watch = self->backend ? PyObject_GetAttr(self->backend, names.watch) : nullptr;
+  const int known = self->watch ? is_known(self->backend, names.is_capturing) : -1;
+  if (known == 1) self->here = PyObject_GetAttr(self->backend, names.here);
+  return known == 0 || self->here;
+}
+
+bool read_pool(PlanObject* self) {
+  self->pool = PyObject_GetAttr(self->entry, names.pool);
+  self->pool_dict = self->pool ? PyObject_GenericGetDict(self->pool, nullptr) : nullptr;
+  const Ref lock(self->pool_dict ? PyObject_GetAttr(self->pool, names.lock) : nullptr);
+  self->acquire = lock ? PyObject_GetAttr(lock.get(), names.acquire) : nullptr;
+  self->release = self->acquire ? PyObject_GetAttr(lock.get(), names.release) : nullptr;
+  const int known = self->release ? is_known(self->pool, names.order_after_last_use) : -1;
+  if (known == 1) {
+    self->streams = PyObject_GetAttr(self->pool, names._here);
+    self->stream = self->streams ? PyObject_GetAttr(self->pool, names._default) : nullptr;
+  }
+  return known == 0 || self->stream;
+}
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *plan, *entry, *inputs, *take, *watched;
+  long long rows, size;
+  if (!PyArg_ParseTuple(args, "OOLLOOO!", &plan, &entry, &rows, &size, &inputs, &take, &PyTuple_Type, &watched)) {
+    return nullptr;
+  }
+  Ref made(type->tp_alloc(type, 0));
+  auto* self = reinterpret_cast<PlanObject*>(made.get());
+  if (!self) return nullptr;
+  self->copies = new std::vector<Copy>();
+  self->plan = Py_NewRef(plan);
+  self->entry = Py_NewRef(entry);
+  self->inputs = Py_NewRef(inputs);
+  self->take = Py_NewRef(take);
+  self->watched = Py_NewRef(watched);
+  self->rows = rows;
+  self->size = size;
+  self->rows_object = PyLong_FromLongLong(rows);
+  self->entry_dict = PyObject_GenericGetDict(entry, nullptr);
+  self->inputs_dict = inputs == Py_None ? Py_NewRef(Py_None) : PyObject_GenericGetDict(inputs, nullptr);
+  if (!self->rows_object || !self->entry_dict || !self->inputs_dict) return nullptr;
+  return read_backend(self) && read_pool(self) ? made.release() : nullptr;
+}
+
+#define GD_REFERENCES(VISIT)                                                                                    \
+  VISIT(plan) VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(entry_dict)           \
+  VISIT(pool_dict) VISIT(inputs_dict) VISIT(acquire) VISIT(release) VISIT(backend) VISIT(watch) VISIT(here)     \
+  VISIT(streams) VISIT(stream) VISIT(targets) VISIT(watched)
+
+int traverse(PyObject* object, visitproc visit, void* arg) {
+  auto* self = reinterpret_cast<PlanObject*>(object);
+  Py_VISIT(Py_TYPE(object));
+#define GD_VISIT(field) Py_VISIT(self->field);
+  GD_REFERENCES(GD_VISIT)
+#undef GD_VISIT
+  return 0;
+}
+
+int clear(PyObject* object) {
+  auto* self = reinterpret_cast<PlanObject*>(object);
+#define GD_CLEAR(field) Py_CLEAR(self->field);
+  GD_REFERENCES(GD_CLEAR)
+#undef GD_CLEAR
+  return 0;
+}
+
+void destroy(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  delete reinterpret_cast<PlanObject*>(object)->copies;
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_doc, const_cast<char*>("The replay of one graph for one number of rows; see memory/replay.py.")},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"graphdispatch.native._core.Plan", sizeof(PlanObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                    slots};
+
+}  // namespace
+
+bool add_plan(PyObject* module) {
+  plan_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  return plan_type && PyModule_AddObjectRef(module, "Plan", reinterpret_cast<PyObject*>(plan_type)) == 0;
+}
+
+}  // namespace gd

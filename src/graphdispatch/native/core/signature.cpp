@@ -1,0 +1,270 @@
+#include "signature.h"
+
+#include <structmember.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "object.h"
+
+namespace gd {
+
+PyTypeObject* signature_type = nullptr;
+
+namespace {
+
+// Whether the dimensions lie in memory from slowest to fastest as a form says, with gaps or without.
+bool has_order(const TensorForm& form, const int64_t* sizes, const int64_t* strides) {
+  const int dims = static_cast<int>(form.shape.size());
+  int8_t order[kMostDims];
+  for (int d = 0; d < dims; ++d) {  // the slowest first; equal strides in the order of the dimensions
+    int at = d;
+    while (at > 0 && strides[order[at - 1]] < strides[d]) {
+      order[at] = order[at - 1];
+      --at;
+    }
+    order[at] = static_cast<int8_t>(d);
+  }
+  if (dims && std::memcmp(order, form.order.data(), dims) != 0) return false;
+  int64_t expected = 1;
+  bool dense = true;
+  for (int at = dims - 1; at >= 0; --at) {
+    const int d = order[at];
+    dense = dense && (strides[d] == expected || sizes[d] == 1);
+    expected *= sizes[d] > 1 ? sizes[d] : 1;
+  }
+  return dense == form.is_dense;
+}
+
+bool is_identity(const std::vector<int8_t>& order) {
+  for (size_t d = 0; d < order.size(); ++d) {
+    if (order[d] != static_cast<int8_t>(d)) return false;
+  }
+  return true;
+}
+
+// The rows of a tensor that fits a form, kFixed without a batch dimension, else kNoMatch.
+int64_t rows_of(const TensorForm& form, PyObject* value) {
+  if (!is_plain_tensor(value)) return kNoMatch;
+  if (form.keys && !are_alike(keys_of(value), form.keys)) return kNoMatch;
+  void* handle = handle_of(value);
+  int32_t layout = -1;
+  if (shim.layout(handle, &layout) || layout != 0 || kind_of(handle) != form.kind) return kNoMatch;
+  int64_t dims = -1, *sizes = nullptr;
+  if (shim.dim(handle, &dims) || dims != static_cast<int64_t>(form.shape.size())) return kNoMatch;
+  if (shim.sizes(handle, &sizes)) return kNoMatch;
+  for (int64_t d = 0; d < dims; ++d) {
+    if (sizes[d] != form.shape[d] && d != form.dim) return kNoMatch;
+  }
+  bool is_contiguous = false;
+  if (shim.is_contiguous(handle, &is_contiguous)) return kNoMatch;
+  if (!(is_contiguous && form.is_contiguous)) {
+    int64_t* strides = nullptr;
+    if (is_contiguous) {
+      if (!form.is_dense || !is_identity(form.order)) return kNoMatch;
+    } else if (shim.strides(handle, &strides) || !has_order(form, sizes, strides)) {
+      return kNoMatch;
+    }
+  }
+  return form.dim < 0 ? kFixed : sizes[form.dim];
+}
+
+bool is_same_float(double a, double b) {
+  return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b));
+}
+
+// Whether a value is the same constant: 0.0 is another one than -0.0, and NaN is NaN.
+bool is_same_constant(PyObject* value, PyObject* kind, PyObject* expected) {
+  if (value == expected) return true;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != kind) return false;
+  if (PyFloat_CheckExact(value)) return is_same_float(PyFloat_AS_DOUBLE(value), PyFloat_AS_DOUBLE(expected));
+  if (PyComplex_CheckExact(value)) {
+    const Py_complex a = PyComplex_AsCComplex(value), b = PyComplex_AsCComplex(expected);
+    return is_same_float(a.real, b.real) && is_same_float(a.imag, b.imag);
+  }
+  const int same = PyObject_RichCompareBool(value, expected, Py_EQ);
+  if (same < 0) PyErr_Clear();
+  return same == 1;
+}
+
+bool has_constants(SignatureObject* self, PyObject* const* values) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->constants); ++i) {
+    PyObject* one = PyTuple_GET_ITEM(self->constants, i);
+    PyObject* value = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(one, 0))];
+    if (!is_same_constant(value, PyTuple_GET_ITEM(one, 1), PyTuple_GET_ITEM(one, 2))) return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->objects); ++i) {
+    PyObject* one = PyTuple_GET_ITEM(self->objects, i);
+    if (values[PyLong_AsSsize_t(PyTuple_GET_ITEM(one, 0))] != PyTuple_GET_ITEM(one, 1)) return false;
+  }
+  return true;
+}
+
+bool has_addresses(SignatureObject* self, PyObject* const* values) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->addresses); ++i) {
+    PyObject* one = PyTuple_GET_ITEM(self->addresses, i);
+    void* data = nullptr;
+    PyObject* tensor = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(one, 0))];
+    if (shim.data_ptr(handle_of(tensor), &data)) return false;
+    if (data != PyLong_AsVoidPtr(PyTuple_GET_ITEM(one, 1))) return false;
+  }
+  return true;
+}
+
+// Whether the thread's modes are those of the signature; -1 with an error of Python.
+int has_modes(SignatureObject* self) {
+  const int inference = in_inference_mode();
+  if (inference != (self->is_inference ? 1 : 0)) return inference < 0 ? -1 : 0;
+  const int autocast = in_autocast(self->device, self->device_type);
+  if (autocast < 0) return -1;
+  if (!autocast) return self->autocast == Py_None;
+  const Ref dtype(autocast_dtype(self->device_type));
+  if (!dtype) return -1;
+  return dtype.get() == self->autocast;
+}
+
+// A form from (position, tensor, shape, order, dim, is_contiguous, is_dense); false with an error.
+bool read_form(PyObject* item, TensorForm& form) {
+  PyObject *tensor, *shape, *order;
+  int is_contiguous, is_dense;
+  if (!PyArg_ParseTuple(item, "nOO!O!ipp", &form.position, &tensor, &PyTuple_Type, &shape, &PyTuple_Type, &order,
+                        &form.dim, &is_contiguous, &is_dense)) {
+    return false;
+  }
+  if (!is_plain_tensor(tensor) || PyTuple_GET_SIZE(shape) > kMostDims ||
+      PyTuple_GET_SIZE(shape) != PyTuple_GET_SIZE(order)) {
+    PyErr_SetString(PyExc_TypeError, "a plain tensor, and as many dimensions in its order as in its shape");
+    return false;
+  }
+  form.kind = kind_of(handle_of(tensor));
+  form.keys = keys_of(tensor);
+  form.is_contiguous = is_contiguous;
+  form.is_dense = is_dense;
+  for (Py_ssize_t d = 0; d < PyTuple_GET_SIZE(shape); ++d) {
+    form.shape.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d)));
+    form.order.push_back(static_cast<int8_t>(PyLong_AsLong(PyTuple_GET_ITEM(order, d))));
+  }
+  return !PyErr_Occurred();
+}
+
+// Whether all items are tuples that begin with a place below ``count``.
+bool are_placed(PyObject* items, Py_ssize_t size, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
+    PyObject* one = PyTuple_GET_ITEM(items, i);
+    const Py_ssize_t place =
+        PyTuple_Check(one) && PyTuple_GET_SIZE(one) == size ? PyLong_AsSsize_t(PyTuple_GET_ITEM(one, 0)) : -1;
+    if (place < 0 || place >= count) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a place that no value has");
+      return false;
+    }
+  }
+  return true;
+}
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  Py_ssize_t count;
+  int is_inference, device;
+  PyObject *device_type, *autocast, *tensors, *constants, *objects, *addresses;
+  if (!PyArg_ParseTuple(args, "npiUOO!O!O!O!", &count, &is_inference, &device, &device_type, &autocast, &PyTuple_Type,
+                        &tensors, &PyTuple_Type, &constants, &PyTuple_Type, &objects, &PyTuple_Type, &addresses)) {
+    return nullptr;
+  }
+  if (!are_placed(constants, 3, count) || !are_placed(objects, 2, count) || !are_placed(addresses, 2, count)) {
+    return nullptr;
+  }
+  Ref made(type->tp_alloc(type, 0));
+  auto* self = reinterpret_cast<SignatureObject*>(made.get());
+  if (!self) return nullptr;
+  self->forms = new std::vector<TensorForm>(PyTuple_GET_SIZE(tensors));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
+    TensorForm& form = (*self->forms)[i];
+    if (!read_form(PyTuple_GET_ITEM(tensors, i), form)) return nullptr;
+    if (form.position < 0 || form.position >= count) return PyErr_Format(PyExc_ValueError, "a place that no value has");
+  }
+  self->count = count;
+  self->is_inference = is_inference;
+  self->device = device;
+  self->device_type = Py_NewRef(device_type);
+  self->autocast = Py_NewRef(autocast);
+  self->constants = Py_NewRef(constants);
+  self->objects = Py_NewRef(objects);
+  self->addresses = Py_NewRef(addresses);
+  return made.release();
+}
+
+PyObject* match_list(PyObject* self, PyObject* values) {
+  const Ref list(PySequence_Fast(values, "the values of a call"));
+  if (!list) return nullptr;
+  const int64_t rows = match(reinterpret_cast<SignatureObject*>(self), PySequence_Fast_ITEMS(list.get()),
+                             PySequence_Fast_GET_SIZE(list.get()));
+  return rows < 0 && PyErr_Occurred() ? nullptr : PyLong_FromLongLong(rows);
+}
+
+int traverse(PyObject* object, visitproc visit, void* arg) {
+  auto* self = reinterpret_cast<SignatureObject*>(object);
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->constants);
+  Py_VISIT(self->objects);
+  Py_VISIT(self->autocast);
+  return 0;
+}
+
+int clear(PyObject* object) {
+  auto* self = reinterpret_cast<SignatureObject*>(object);
+  self->count = -1;  // so that nothing matches any more
+  Py_CLEAR(self->constants);
+  Py_CLEAR(self->objects);
+  Py_CLEAR(self->addresses);
+  Py_CLEAR(self->autocast);
+  Py_CLEAR(self->device_type);
+  return 0;
+}
+
+void destroy(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  delete reinterpret_cast<SignatureObject*>(object)->forms;
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"match", match_list, METH_O, "match(values)\n--\n\nThe rows of a call that fits, else -1."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, const_cast<char*>("What a call must look like; see call/signature.py.")},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"graphdispatch.native._core.Signature", sizeof(SignatureObject), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+
+}  // namespace
+
+int64_t match(SignatureObject* self, PyObject* const* values, Py_ssize_t count) {
+  if (count != self->count || has_modes(self) != 1 || !has_constants(self, values)) return kNoMatch;
+  int64_t rows = kFixed;
+  for (const TensorForm& form : *self->forms) {
+    const int64_t found = rows_of(form, values[form.position]);
+    if (found == rows || found == kFixed) continue;
+    if (found == kNoMatch || rows != kFixed) return kNoMatch;
+    rows = found;
+  }
+  if (!has_addresses(self, values)) return kNoMatch;
+  return rows != kFixed ? rows : 1;
+}
+
+bool add_signature(PyObject* module) {
+  signature_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  return signature_type && PyModule_AddObjectRef(module, "Signature", reinterpret_cast<PyObject*>(signature_type)) == 0;
+}
+
+}  // namespace gd

@@ -1,0 +1,46 @@
+// Signature.match of call/signature.py.
+#pragma once
+
+#include <vector>
+
+#include "ambient.h"
+
+namespace gd {
+
+constexpr int64_t kNoMatch = -1;
+constexpr int64_t kFixed = -2;  // the rows of a tensor without a batch dimension
+constexpr int kMostDims = 64;   // torch allows no more
+
+// One tensor argument: what InputSpec says of it, and its dtype, device and dispatch keys in words.
+struct TensorForm {
+  Py_ssize_t position;
+  int64_t kind;
+  uint64_t keys;
+  int dim;  // the batch dimension, or -1
+  bool is_contiguous, is_dense;
+  std::vector<int64_t> shape;  // 0 where the batch is
+  std::vector<int8_t> order;
+};
+
+struct SignatureObject {
+  PyObject_HEAD
+  Py_ssize_t count;  // of the values of a call
+  bool is_inference;
+  int device;
+  PyObject* device_type;
+  PyObject* autocast;   // a dtype, or None
+  PyObject* constants;  // tuples (position, type, value)
+  PyObject* objects;    // tuples (position, object)
+  PyObject* addresses;  // tuples (position, address)
+  std::vector<TensorForm>* forms;
+};
+
+extern PyTypeObject* signature_type;
+
+// The rows of a call that fits (1 without a batch dimension), else kNoMatch. Where it is in doubt it says kNoMatch, so
+// that the call takes the slow path. kNoMatch with an error of Python if the interpreter fails.
+int64_t match(SignatureObject* signature, PyObject* const* values, Py_ssize_t count);
+
+bool add_signature(PyObject* module);
+
+}  // namespace gd
