@@ -105,6 +105,9 @@ class Signature:
     Make it only from a call for which ``refusal`` finds nothing.
     """
 
+    native: Any = None
+    """What matches a call in the core; None where Python does."""
+
     def __init__(
         self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
     ) -> None:
@@ -127,8 +130,8 @@ class Signature:
                 self._constants.append((position, type(value), value, value))
             else:
                 self._objects.append((position, value))
-        self.native = self._native(values) if CORE is not None else None
-        """What matches a call without Python; None where Python does."""
+        if CORE is not None:
+            self.native = self._native(values)
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
         dim = rules.dim_of(leaf, tensor)
@@ -231,7 +234,6 @@ class ForeignSignature(Signature):
         """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
         self.inputs = []
         self.rows = NO_MATCH
-        self.native = None
         self._inference = False
 
     def match(self, values: Sequence[Any]) -> int:

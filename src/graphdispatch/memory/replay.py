@@ -1,7 +1,7 @@
 """The replay of one graph for one number of rows, prepared: what a hit executes.
 
-Where the rows are copied to, what is padded and how the outputs are cut is found out once, when the plan is made. A
-native implementation of the hit path replaces ``ReplayPlan.run``.
+Where the rows are copied to, what is padded and how the outputs are cut is found out once, when the plan is made. Where
+there is a native core, ``run`` is that of ``native/core/plan.cpp``; the one here stays the reference.
 """
 
 from collections.abc import Sequence

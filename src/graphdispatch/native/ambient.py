@@ -1,4 +1,4 @@
-"""What the core finds out without Python: modes of the thread, and flags of a tensor, tested before they are trusted."""
+"""What the core finds out without Python: modes of the thread and flags of a tensor, tested before they are trusted."""
 
 from types import ModuleType
 
@@ -22,9 +22,12 @@ def find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
         made_there = torch.zeros(2)
     asked = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype)
     core.find_ambient(library, asked, plain, *lazy, made_there)
-    wrong = set()
+    wrong: set[int] = set()
     for tensor, is_plain in (*((t, True) for t in (*plain, made_there)), *((t, False) for t in lazy)):
-        wrong.update(_differences(core, tensor, is_plain))
+        try:
+            wrong.update(_differences(core, tensor, is_plain))
+        except RuntimeError:  # a torch that refuses one of the states
+            wrong.update(range(len(_FACTS)))
     for place in wrong:
         core.forget_ambient(place)
     return tuple(_FACTS[place] for place in sorted(wrong))

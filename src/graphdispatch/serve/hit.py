@@ -1,7 +1,7 @@
 """The hit path: all that runs when a verified graph serves a call.
 
-It matches the call, asks the guards, and executes a plan that was made before. A native implementation replaces
-``HitPath.serve``, with ``Signature.match``, ``StateGuard.holds`` and ``ReplayPlan.run``; what they read is plain data.
+It matches the call, asks the guards, and executes a plan that was made before. Where there is a native core, its
+``serve`` (``native/core/hit.cpp``) takes the place of the one here, which stays the reference.
 """
 
 import logging

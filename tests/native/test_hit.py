@@ -1,0 +1,394 @@
+"""A hit in the core answers, counts and fails as one in Python, and copies bytes only where that is the same."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphdispatch import CUDAGraphOptions, Graphed, Pad, ReplayError, graphed
+from graphdispatch.memory.inputs import StaticInputs
+from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.native.bound import ASKED, CORE
+from graphdispatch.serve.hit import HitPath
+
+pytestmark = pytest.mark.skipif(CORE is None, reason="the native core is not compiled, or turned off")
+ROWS = 4
+
+
+@pytest.fixture(params=["core", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Hits in the core, and in Python."""
+    if request.param == "python":
+        monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
+        monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def settled(fn: Callable[..., Any], *example: Any, dynamic: dict[str, int] | None = None, **options: Any) -> Any:
+    """``fn`` served by graphs of four rows, with a verified graph of calls like the example."""
+    step = graphed(fn, dynamic=dynamic or {"x": 0}, sizes=(ROWS,), capture_after=1, **options)
+    for shift in range(4):
+        step(*(value + shift if isinstance(value, Tensor) and not value.is_complex() else value for value in example))
+    return step
+
+
+def served(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """The answer of a call, and whether it was a hit."""
+    hits = step.stats.hits
+    answer = step(*args, **kwargs)
+    return answer, step.stats.hits == hits + 1
+
+
+def test_nothing_is_asked_of_python() -> None:
+    """With this torch the core finds out all facts itself."""
+    assert ASKED == ()
+
+
+def test_spellings_are_one_call(way: str) -> None:
+    """Positions, keywords and any order of keywords lead to the same answer, by a graph."""
+    step = graphed(lambda x, y: x - 2 * y, dynamic={"x": 0, "y": 0}, sizes=(ROWS,), capture_after=1)
+    x, y = torch.randn(2, ROWS, 3)
+    for shift in range(3):
+        step(x + shift, y)
+    for args, kwargs in [((x, y), {}), ((x,), {"y": y}), ((), {"x": x, "y": y}), ((), {"y": y, "x": x})]:
+        step(*args, **kwargs)
+        answer, is_hit = served(step, *args, **kwargs)
+        assert is_hit
+        assert torch.equal(answer, x - 2 * y)
+
+
+def test_a_nest_is_served(way: str) -> None:
+    """Arguments that are nests of tensors are flattened, and outputs put together again."""
+    step = graphed(
+        lambda x, pair: {"sum": x + pair["a"], "both": (x, pair["a"] * 2)},
+        dynamic={"x": 0, "pair['a']": 0},
+        sizes=(ROWS,),
+        capture_after=1,
+    )
+    x, a = torch.randn(2, 3, 2)
+    for shift in range(4):
+        step(x + shift, {"a": a})
+    answer, is_hit = served(step, x, {"a": a})
+    assert is_hit
+    assert torch.equal(answer["sum"], x + a)
+    assert torch.equal(answer["both"][1], a * 2)
+
+
+VIEWS: dict[str, tuple[Callable[[], Tensor], bool]] = {
+    "plain": (lambda: torch.randn(ROWS, 6), True),
+    "a lazy negative": (lambda: torch._neg_view(torch.randn(ROWS, 6)), False),
+    "an imaginary part": (lambda: torch.randn(ROWS, 6, dtype=torch.complex64).conj().imag.contiguous(), True),
+    "a parameter": (lambda: torch.nn.Parameter(torch.randn(ROWS, 6)), True),
+    "a view": (lambda: torch.randn(2 * ROWS, 6)[2 : ROWS + 2], True),
+    "made in inference mode": (lambda: torch.inference_mode()(lambda: torch.randn(ROWS, 6))(), True),
+    "shared memory": (lambda: torch.randn(ROWS, 6).share_memory_(), True),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_values_are_copied_as_torch_copies_them(way: str, name: str) -> None:
+    """Whatever a tensor's memory means, the answer is eager's; what is plain is a hit."""
+    step = settled(lambda x: x * 3, torch.randn(ROWS, 6))
+    make, is_plain = VIEWS[name]
+    x = make()
+    answer, is_hit = served(step, x)
+    assert torch.equal(answer, x * 3)
+    assert is_hit or not is_plain
+
+
+def test_a_lazy_conjugate_is_copied_by_value(way: str) -> None:
+    """A conjugate that is only marked so has other bytes than values."""
+    step = settled(lambda x: x * 3, torch.randn(ROWS, 2, dtype=torch.complex64))
+    x = torch.randn(ROWS, 2, dtype=torch.complex64).conj()
+    answer, _ = served(step, x)
+    assert torch.equal(answer, x * 3)
+
+
+def test_other_memory_orders_have_graphs_of_their_own(way: str) -> None:
+    """A transposed or channels-last tensor is served, by values."""
+    for make in (
+        lambda: torch.randn(6, ROWS).t(),
+        lambda: torch.randn(ROWS, 3, 2, 2).to(memory_format=torch.channels_last),
+    ):
+        step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), capture_after=1)
+        for _ in range(4):
+            step(make())
+        x = make()
+        answer, is_hit = served(step, x)
+        assert is_hit
+        assert torch.equal(answer, x + 1)
+        assert not served(step, x.contiguous())[1]
+
+
+@pytest.mark.parametrize("pad", [Pad.zero(), Pad.value(7), Pad.repeat_last(), Pad.function(lambda p, r: p.fill_(2.5))])
+def test_padding_follows_its_rule(way: str, pad: Pad) -> None:
+    """After larger and smaller batches in any order the rows behind the batch hold what the rule says."""
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, capture_after=1)
+    for rows in (1, 2, 3, 4, 3, 2, 1, 4, 1, 2, 3):
+        step(torch.randn(rows, 2))
+    for rows in (4, 1, 3, 2, 2, 4, 1):
+        x = torch.randn(rows, 2)
+        answer, is_hit = served(step, x)
+        assert is_hit
+        assert torch.equal(answer, x * 2)
+        held = step.entries[0].inputs.views(ROWS)[0][rows:]
+        expected = {"value": pad.fill, "repeat_last": x[-1:], "function": 2.5}[pad.kind]
+        assert torch.equal(held, torch.zeros_like(held) + expected)
+
+
+def test_a_large_batch_is_copied_by_torch(way: str) -> None:
+    """Above the bytes that the core copies itself."""
+    step = settled(lambda x: x + 1, torch.randn(ROWS, 50_000))
+    x = torch.randn(ROWS, 50_000)
+    answer, is_hit = served(step, x)
+    assert is_hit
+    assert torch.equal(answer, x + 1)
+
+
+def test_the_static_input_itself_can_be_given(way: str) -> None:
+    """A tensor that is the graph's own input is copied onto itself."""
+    step = settled(lambda x: x + 1, torch.randn(ROWS, 3))
+    own = step.entries[0].inputs.views(ROWS)[0]
+    own.copy_(torch.arange(ROWS * 3.0).view(ROWS, 3))
+    expected = own + 1
+    assert torch.equal(step(own), expected)
+    assert torch.equal(step(own.flip(0)), expected.flip(0))
+
+
+def test_figures_are_counted(way: str) -> None:
+    """Hits, rows, padding, replays and the decision are the same both ways."""
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), capture_after=1)
+    for rows in (3, 4, 3, 2, 2, 2):
+        step(torch.randn(rows, 2))
+    before, count, used = step.stats.to_dict(), step.entries[0].replay_count, step.entries[0].last_used
+    for rows in (3, 4, 2):
+        step(torch.randn(rows, 2))
+        assert (step.last_decision.rows, step.last_decision.size) == (rows, ROWS)
+    after = step.stats.to_dict()
+    assert [after[k] - before[k] for k in ("hits", "replays", "real_rows", "padded_rows")] == [3, 3, 9, 12]
+    assert step.stats.rows[2] >= 2
+    assert step.entries[0].replay_count == count + 3
+    assert step.entries[0].last_used > used
+
+
+CONSTANTS: list[tuple[Any, Any]] = [
+    (1, 1.0), (1, True), (0.0, -0.0), ("a", "b"), (None, 0), (1.5, 1.25), (0j, -0j), (b"a", "a"), (float("nan"), 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("first", "other"), CONSTANTS)
+def test_constants_select_the_graph(way: str, first: Any, other: Any) -> None:
+    """A constant that can be told from the captured one is another call; an equal one is the same."""
+    step = settled(lambda x, c: x + 1, torch.randn(ROWS, 3), first)
+    x = torch.randn(ROWS, 3)
+    same = copy.deepcopy(first) if not isinstance(first, (float, str)) else type(first)(str(first))
+    assert served(step, x, same)[1]
+    assert not served(step, x, other)[1]
+
+
+def test_modes_of_the_thread_select_the_graph(way: str) -> None:
+    """Inference mode and autocast are part of the signature."""
+    step = settled(lambda x: x @ x.t(), torch.randn(ROWS, ROWS))
+    x = torch.randn(ROWS, ROWS)
+    with torch.inference_mode():
+        assert not served(step, x)[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answer, is_hit = served(step, x)
+        assert not is_hit
+        assert answer.dtype is torch.bfloat16
+    assert served(step, x)[1]
+
+
+def test_gradients_that_are_needed_are_given(way: str) -> None:
+    """With gradients on, a call that needs none is a hit, and one whose input or model needs one runs eagerly."""
+    layer = torch.nn.Linear(3, 3)
+    step = settled(layer.eval(), torch.randn(ROWS, 3), dynamic={"input": 0})
+    x = torch.randn(ROWS, 3)
+    with torch.enable_grad():
+        answer, is_hit = served(step, x)
+        assert is_hit
+        assert not answer.requires_grad
+        assert torch.is_grad_enabled()
+        leaf = x.clone().requires_grad_()
+        answer, is_hit = served(step, leaf)
+        assert not is_hit
+        answer.sum().backward()
+        assert leaf.grad is not None
+        layer.train()
+        answer, is_hit = served(step, x)
+        assert not is_hit
+        assert answer.requires_grad
+
+
+def test_a_replay_that_fails_is_as_in_python(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call runs eagerly, gradients and the lock are as before, and graphs serve again."""
+    step = settled(lambda x: x + 1, torch.randn(ROWS, 3))
+    entry, x = step.entries[0], torch.randn(ROWS, 3)
+    with torch.enable_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(entry.graph, "replay", lambda: 1 / 0)
+            answer, is_hit = served(step, x)
+        assert not is_hit
+        assert torch.equal(answer, x + 1)
+        assert torch.is_grad_enabled()
+    assert not entry.pool.lock._is_owned()
+    for _ in range(40):
+        step(torch.randn(ROWS, 3))
+    assert served(step, x)[1]
+
+
+def test_an_error_keeps_its_cause(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay's error comes with the one behind it, and with the place where that was raised."""
+    step = settled(lambda x: x + 1, torch.randn(ROWS, 3))
+    entry = step.entries[0]
+
+    def broken() -> None:
+        raise ArithmeticError("here")
+
+    monkeypatch.setattr(entry.graph, "replay", broken)
+    with pytest.raises(ReplayError) as caught:
+        entry.plan(ROWS).run([torch.randn(ROWS, 3)], step.stats)
+    cause = caught.value.__cause__
+    assert isinstance(cause, ArithmeticError)
+    trace = cause.__traceback__
+    names = set()
+    while trace is not None:
+        names.add(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert "broken" in names
+
+
+def test_an_evicted_entry_is_never_replayed(way: str) -> None:
+    """A hit that was prepared before its entry was released is refused, and copies nothing."""
+    step = settled(lambda x: x + 1, torch.randn(ROWS, 3))
+    entry = step.entries[0]
+    plan, held = entry.plan(ROWS), entry.inputs.views(ROWS)[0].clone()
+    entry.release()
+    with pytest.raises(ReplayError, match="evicted"):
+        plan.run([torch.randn(ROWS, 3)], step.stats)
+    assert torch.equal(entry.inputs.views(ROWS)[0], held)
+
+
+def test_outputs_and_doors_are_collected() -> None:
+    """Neither an output nor an argument nor the callable is held after its last reference."""
+    layer = torch.nn.Linear(3, 3).eval()
+    step = settled(layer, torch.randn(ROWS, 3), dynamic={"input": 0})
+    out = step(torch.randn(ROWS, 3))
+    dead = weakref.ref(out)
+    del out
+    assert dead() is None
+    x = torch.randn(ROWS, 3)
+    step(x)
+    argument = weakref.ref(x)
+    del x
+    assert argument() is None
+    door, entry, module = weakref.ref(step), weakref.ref(step.entries[0]), weakref.ref(layer)
+    del step, layer
+    gc.collect()
+    assert (door(), entry(), module()) == (None, None, None)
+
+
+def test_doors_are_copied_and_pickled() -> None:
+    """A copy of a door that has served by the core serves anew."""
+    step = settled(torch.nn.Linear(3, 3).eval(), torch.randn(ROWS, 3), dynamic={"input": 0})
+    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        x = torch.randn(ROWS, 3)
+        for _ in range(4):
+            other(torch.randn(ROWS, 3))
+        assert served(other, x)[1]
+
+
+def test_wrong_inputs_to_the_core_are_refused() -> None:
+    """It raises where Python would; it never reads what is not there."""
+    assert CORE is not None
+    with pytest.raises(TypeError):
+        HitPath.serve(object(), None, (), {})
+    with pytest.raises((TypeError, ValueError)):
+        CORE.Signature(1, False, 0, "cpu", None, ((5, torch.ones(2), (0,), (0,), 0, True, True),), (), (), ())
+    with pytest.raises(TypeError):
+        CORE.Signature(1, False, 0, "cpu", None, ((0, object(), (0,), (0,), 0, True, True),), (), (), ())
+    with pytest.raises(ValueError, match="place"):
+        CORE.Signature(1, False, 0, "cpu", None, (), ((3, int, 1),), (), ())
+    with pytest.raises(KeyError):
+        CORE.run_method(ReplayPlan, {"nonsense": 1})
+
+
+def test_threads_share_a_graph(way: str) -> None:
+    """Sixteen threads, while graphs are evicted and captured again: each gets its own answers, and all are counted."""
+    step = graphed(
+        lambda x: x * 2 + 1,
+        dynamic={"x": 0},
+        sizes=(2, 4, 8),
+        capture_after=1,
+        max_cached_graphs=2,
+        options=CUDAGraphOptions(),
+    )
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        torch.set_grad_enabled(seed % 2 == 0)
+        random = torch.Generator().manual_seed(seed)
+        for number in range(60):
+            x = torch.full((1 + (seed + number) % 8, 3), float(seed)) + torch.randn((), generator=random)
+            answer = step(x)
+            if not torch.equal(answer, x * 2 + 1):
+                wrong.append((seed, number))
+            if seed == 0 and number % 20 == 7:
+                step.clear()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert step.stats.calls == 16 * 60
+
+
+def test_a_pad_that_raises_leaves_nothing_clean(way: str) -> None:
+    """After a pad function failed, the rows behind the next batch are padded again."""
+    fails = [False]
+
+    def pad(padding: Tensor, real: Tensor) -> None:
+        if fails[0]:
+            raise ValueError("no padding today")
+        padding.fill_(5)
+
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, capture_after=1)
+    for rows in (3, 4, 3, 3):
+        step(torch.randn(rows, 2))
+    fails[0] = True
+    x = torch.randn(3, 2)
+    answer, is_hit = served(step, x)
+    assert not is_hit
+    assert torch.equal(answer, x + 1)
+    fails[0] = False
+    for _ in range(40):
+        step(torch.randn(3, 2))
+    assert torch.equal(step.entries[0].inputs.views(ROWS)[0][3], torch.full((2,), 5.0))
+
+
+def test_inputs_that_lie_apart_by_size_are_loaded_by_python(way: str) -> None:
+    """Where the batch is not the slowest dimension, rows lie elsewhere for each size."""
+    step = graphed(lambda x: x + 1, dynamic={"x": 1}, sizes=(2, 4), capture_after=1)
+    for rows in (1, 2, 3, 4, 1, 2, 3, 4, 3, 1):
+        step(torch.randn(3, rows))
+    for rows in (3, 1, 4, 2):
+        x = torch.randn(3, rows)
+        answer, is_hit = served(step, x)
+        assert is_hit
+        assert torch.equal(answer, x + 1)
+    assert isinstance(step.entries[0].inputs, StaticInputs)
