@@ -151,17 +151,18 @@ class Signature:
 
     def _native(self, values: Sequence[Any]) -> Any:
         """The same signature in the core."""
-        tensors = tuple(
-            (position, values[position], form.shape, form.order, -1 if form.dim is None else form.dim,
-             check.contiguous, form.is_dense)
-            for check in self._checks for position, form in ((check.position, self._forms[check.position]),)
-        )  # fmt: skip
+        tensors = []
+        for check in self._checks:
+            form = self._forms[check.position]
+            dim = -1 if form.dim is None else form.dim
+            held = values[check.position]
+            tensors.append((check.position, held, form.shape, form.order, dim, check.contiguous, form.is_dense))
         constants = tuple((position, kind, value) for position, kind, value, _ in self._constants)
         others = tuple(self._objects), tuple(self._addresses)
         device = _DEVICES.get(self._device_type, -1)
         assert CORE is not None
         return CORE.Signature(
-            len(values), self._inference, device, self._device_type, self._autocast, tensors, constants, *others
+            len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others
         )
 
     @property

@@ -1,5 +1,6 @@
 """What the core finds out without Python: modes of the thread and flags of a tensor, tested before they are trusted."""
 
+from itertools import product
 from types import ModuleType
 
 import torch
@@ -16,47 +17,29 @@ def find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
     Python is asked for that. Where lazy views cannot be told from plain tensors, torch copies all inputs.
     """
     with torch.inference_mode(False), torch.no_grad():
-        plain = (torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2).t(), _complex())
-        lazy = (torch._neg_view(torch.zeros(2)), _complex().conj())
+        pair = torch.zeros(2, dtype=torch.complex64)
+        plain = (torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2).t(), pair)
+        lazy = (torch._neg_view(torch.zeros(2)), pair.conj())
+        trained = torch.nn.Parameter(torch.zeros(2))
     with torch.inference_mode():
         made_there = torch.zeros(2)
     asked = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype)
     core.find_ambient(library, asked, plain, *lazy, made_there)
+    samples = [*((t, True) for t in (*plain, trained, made_there)), *((t, False) for t in lazy)]
+    was = torch.is_autocast_enabled("cpu")
     wrong: set[int] = set()
-    for tensor, is_plain in (*((t, True) for t in (*plain, made_there)), *((t, False) for t in lazy)):
-        try:
-            wrong.update(_differences(core, tensor, is_plain))
-        except RuntimeError:  # a torch that refuses one of the states
-            wrong.update(range(len(_FACTS)))
+    try:
+        for inference, autocast in product((False, True), repeat=2):
+            torch.set_autocast_enabled("cpu", autocast)
+            with torch.inference_mode(inference):
+                for tensor, is_plain in samples:
+                    told = core.read_ambient(tensor, _CPU)
+                    true = (inference, autocast, tensor.requires_grad, is_plain)
+                    wrong.update(place for place in range(len(_FACTS)) if told[place] is not true[place])
+    except RuntimeError:  # a torch that refuses one of the states
+        wrong.update(range(len(_FACTS)))
+    finally:
+        torch.set_autocast_enabled("cpu", was)
     for place in wrong:
         core.forget_ambient(place)
     return tuple(_FACTS[place] for place in sorted(wrong))
-
-
-def _complex() -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.complex64)
-
-
-def _differences(core: ModuleType, tensor: torch.Tensor, is_plain: bool) -> set[int]:
-    """The places of the facts that the core does not tell as Python does, in any of the modes."""
-    wrong: set[int] = set()
-    was = torch.is_autocast_enabled("cpu")
-    try:
-        for inference in (False, True):
-            for autocast in (False, True):
-                torch.set_autocast_enabled("cpu", autocast)
-                with torch.inference_mode(inference):
-                    for one in (tensor, *([] if inference else _trainable(tensor))):
-                        told = core.read_ambient(one, _CPU)
-                        true = (inference, autocast, one.requires_grad, is_plain)
-                        wrong.update(place for place in range(len(_FACTS)) if told[place] is not true[place])
-    finally:
-        torch.set_autocast_enabled("cpu", was)
-    return wrong
-
-
-def _trainable(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A parameter of the same values, if there can be one."""
-    if not tensor.is_floating_point() or tensor.is_inference() or tensor.is_neg():
-        return []
-    return [torch.nn.Parameter(tensor.clone())]
