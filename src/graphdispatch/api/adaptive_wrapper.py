@@ -3,7 +3,7 @@
 A front door like ``CUDAGraphWrapper``, for engines whose descriptors are more than there is room for.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..memory.eviction import Frecency, Probation
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.group import GraphGroup
-from ..serve.prewarm import capture_checked
+from ..serve.prewarm import arguments_of, capture_checked
 from .wrapper import CUDAGraphWrapper
 
 __all__ = ["AdaptiveCUDAGraphWrapper"]
@@ -138,7 +138,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         return bool(self.prewarm([size], self._dummy_fn))
 
     def _prepared(self, descriptor: BatchDescriptor, dummy: Any) -> tuple[GraphGroup, Sequence[Any]] | None:
-        args, kwargs = _arguments(dummy)
+        args, kwargs = arguments_of(dummy)
         found = self._server.find(self._routes[descriptor], args, dict(kwargs))
         return None if isinstance(found, Refusal) else found[:2]
 
@@ -152,14 +152,3 @@ def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescr
         descriptor = shape if isinstance(shape, BatchDescriptor) else BatchDescriptor(shape)
         check_count("shapes: a number of tokens", descriptor.num_tokens)
         yield descriptor
-
-
-def _arguments(dummy: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The positional and keyword arguments that a ``dummy_fn`` returned in one of four ways."""
-    if isinstance(dummy, Mapping):
-        return (), dummy
-    if not isinstance(dummy, tuple):
-        return (dummy,), {}
-    if len(dummy) == 2 and isinstance(dummy[0], tuple) and isinstance(dummy[1], Mapping):
-        return dummy
-    return dummy, {}

@@ -1,6 +1,7 @@
 """``CudagraphDispatcher``: runs each key by a registered graph or by the eager runner, and counts why."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -9,16 +10,17 @@ from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..decide.latency import LatencyMeter
 from ..decide.policies import DefaultDispatchPolicy, DispatchPolicy
-from ..descriptors import DispatchKey
-from ..errors import ConfigError, ReplayError, check_callable, check_count, shown
+from ..descriptors import DispatchKey, create_dispatch_key
+from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, shown
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
+from ..serve.prewarm import arguments_of
 from ..stats import DispatchStats
-from .registered import Registered
-from .workers import Worker, check_key, first_registered
+from .registered import Registered, check_key, checked_example
+from .workers import Worker, first_registered
 
 __all__ = ["Chosen", "CudagraphDispatcher"]
 
@@ -38,8 +40,9 @@ class CudagraphDispatcher(MadeAnew):
     compares its own. A graph serves its own key, and, where it is an entry that fills up smaller batches itself, the
     smaller batches of its kind that have no graph of their own (``RegisteredGraphs`` says which; the tables are those
     of ``CudagraphKeyDispatcher``). At most ``max_cached_graphs`` graphs are kept; the least recently used goes. A
-    policy that learns is told the device time of each step. Thread-safe: graphs, modes and decisions are one immutable
-    thing, swapped whole, so that a dispatch takes no lock to decide.
+    policy that learns is told the device time of each step. Graphs are registered, or captured of the runner itself:
+    by ``capture``, ``prewarm``, or a ``Prewarmer`` that forecasts keys. Thread-safe: graphs, modes and decisions are
+    one immutable thing, swapped whole, so that a dispatch takes no lock to decide.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class CudagraphDispatcher(MadeAnew):
         self.eager_runner = eager_runner
         self.policy = policy
         self.max_cached_graphs = max_cached_graphs
+        self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
         self.workers: Sequence[Worker] = self._make_workers()
@@ -120,6 +124,57 @@ class CudagraphDispatcher(MadeAnew):
         """The entry of a registered graph: its replay count, last use and outputs."""
         found = first_registered(self.workers, key, (mode,))
         return found.entry if found is not None else None
+
+    @untraced
+    def capture(self, key: DispatchKey, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+        """Capture ``eager_runner(*args, **kwargs)``, and serve ``key`` by it from now on.
+
+        The runs leave no effects. A call is served if it is spelt like the example and its arguments have the same
+        shapes, dtypes and constants, while the runner's weights are as they are now. Raises ``CaptureError``.
+        """
+        call, worker = checked_example(key, args, kwargs), self.workers[0]
+        try:
+            leaving = worker.publish(worker.capture(key, *call))
+        except BaseException:
+            worker.tidy()  # a capture makes room before it can fail
+            raise
+        worker.let_go(leaving)
+
+    @untraced
+    def prewarm(self, keys: Iterable[DispatchKey], dummy_fn: Callable[[DispatchKey], Any]) -> list[DispatchKey]:
+        """Capture the runner for those of ``keys`` that have no graph, largest first; returns those that have one then.
+
+        ``dummy_fn(key)`` gives the arguments of a call: a tensor, a tuple of positional arguments, a mapping of keyword
+        arguments, or a pair of the latter two; it is kept for ``capture_size``. A key that cannot be captured is left
+        out. Raises ``ConfigError`` for what is no key, before anything is captured, and what ``dummy_fn`` and the
+        runner raise.
+        """
+        check_callable("dummy_fn", dummy_fn, "a function from a key to arguments")
+        wanted = [keys] if isinstance(keys, DispatchKey) else list(keys)
+        for key in wanted:
+            check_key(key)
+        self._dummy_fn = dummy_fn
+        wanted = sorted(dict.fromkeys(wanted), key=lambda key: -key.num_tokens)
+        for key in wanted:
+            if not self.has_graph(key):
+                with suppress(CaptureError):
+                    self.capture(key, *arguments_of(dummy_fn(key)))
+        return [key for key in wanted if self.has_graph(key)]
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """The numbers of tokens whose decode key, of one token for each request, has a graph; rising."""
+        return sorted({key.num_tokens for key, _ in self.entries if key == DispatchKey(key.num_tokens, key.num_tokens)})
+
+    def capture_size(self, size: int) -> bool:
+        """Capture the decode key of ``size`` tokens now, as ``prewarm`` does; whether it has a graph then.
+
+        With it ``Prewarmer.capture_one`` drives the dispatcher. The arguments come from the ``dummy_fn`` of the latest
+        ``prewarm``, which may have named no keys. Raises ``ConfigError`` before the first.
+        """
+        if self._dummy_fn is None:
+            raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm([], dummy_fn) first")
+        return bool(self.prewarm([create_dispatch_key(size, size)], self._dummy_fn))
 
     @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from ..backends.tracing import untraced
+from ..call.arrays import as_arrays, as_tensors
 from ..config import CUDAGraphConfig, parse_mode
 from ..copying import MadeAnew
 from ..decide.decision import Decision
-from ..errors import ConfigError, GuardError, ReplayError, check_callable
+from ..errors import ConfigError, GuardError, ReplayError, check_callable, shown
 from ..memory.budget import MemoryBudget
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..serve.prewarm import capture_size, common_sizes, sizes_of_groups
 from ..serve.server import Choice
 from ..stats import CUDAGraphStats
 from .registry import CUDAGraphRegistry, Shapes, batch_dims, check_input_shapes, check_output_shapes
@@ -30,6 +32,11 @@ class CUDAGraphManager(MadeAnew):
 
     ``execute_or_capture`` is the whole job in one call. A batch whose ``seq_len`` is 1 is uniform decode; in mode
     ``FULL_DECODE_ONLY`` only such batches are served by graphs. ``budget`` is one that other front doors share.
+
+    Inputs may be NumPy arrays. The function gets tensors in any case; on the CPU they share the arrays' memory. If all
+    inputs are arrays, the outputs are arrays, too; handles (``options.outputs``) and dtypes that NumPy lacks stay.
+
+    ``Prewarmer.capture_one`` can drive a manager after ``keep_examples()``: ``captured_sizes`` are batch sizes.
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
@@ -137,6 +144,7 @@ class CUDAGraphManager(MadeAnew):
             raise ReplayError(f"no graph may replay now: {closed.text}")
         if not entry.is_current():
             raise ReplayError("weights or captured variables moved since the capture; capture_graph() again")
+        inputs, are_arrays = as_tensors(inputs, self.registry.device)
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
@@ -146,8 +154,10 @@ class CUDAGraphManager(MadeAnew):
         if reason is not None:
             choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, rows, size, entry)
             with torch.no_grad(), server.lock:
-                return server.perform(choice)[1]
-        return entry.serve_timed(values, rows, self.stats)
+                result = server.perform(choice)[1]
+        else:
+            result = entry.serve_timed(values, rows, self.stats)
+        return as_arrays(result) if are_arrays else result
 
     @untraced
     def execute_or_capture(
@@ -168,6 +178,7 @@ class CUDAGraphManager(MadeAnew):
         graphs may serve have outputs without a graph of gradients on every path.
         """
         check_callable("execute_fn", execute_fn)
+        inputs, are_arrays = as_tensors(inputs, self.registry.device)
         check_input_shapes(inputs, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
         may_serve = mode.has_graphs() and not self.registry.is_asleep
@@ -181,7 +192,7 @@ class CUDAGraphManager(MadeAnew):
             result = one.server.serve(self.registry.route(one, size, seq_len, mode, dims), (), dict(inputs))
         if output_shapes:
             check_output_shapes(result.get() if isinstance(result, OutputView) else result, output_shapes)
-        return result
+        return as_arrays(result) if are_arrays else result
 
     @property
     def stats(self) -> CUDAGraphStats:
@@ -217,6 +228,35 @@ class CUDAGraphManager(MadeAnew):
     def is_frozen(self) -> bool:
         """Whether captures and comparisons are forbidden."""
         return self.registry.is_frozen
+
+    def keep_examples(self) -> None:
+        """Keep two rows of one batch of each kind from now on, so that ``capture_size`` has something to capture
+        with."""
+        self.registry.keep_examples()
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """The batch sizes that have a graph for every kind of batch seen so far (function, sequence length, shapes)."""
+        found: list[set[int]] = []
+        for server, routes in self.registry.by_sizes():
+            with server.lock:
+                found += sizes_of_groups(routes)
+        return common_sizes(found)
+
+    @untraced
+    def capture_size(self, size: int) -> bool:
+        """Capture a batch size now, while nothing is to be served, for every kind of batch of which an example is kept.
+
+        Returns whether each kind has a graph of it then; it leaves no effect. Raises ``ConfigError`` for a size that is
+        none of the configuration's, ``FallbackError`` with ``strict``.
+        """
+        if size not in self._sizes.resolve().sizes:
+            raise ConfigError(f"size must be one of {self._sizes.resolve().sizes}, got {shown(size)}")
+        for server, routes in self.registry.by_sizes():
+            with torch.no_grad(), server.lock:
+                if routes and self.is_enabled:
+                    capture_size(server, routes, size)
+        return size in self.captured_sizes
 
     def reset(self) -> None:
         """Release all graphs and forget what was seen and counted."""

@@ -1,6 +1,6 @@
 """The graphs of a ``CudagraphDispatcher``, and what they decide for every key: one immutable thing, swapped whole."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -9,14 +9,23 @@ from ..decide.decision import Decision
 from ..decide.memo import Memo
 from ..decide.table import KeyTable
 from ..descriptors import BatchDescriptor, DispatchKey
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, check_type, shown
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 
-__all__ = ["GRAPH_MODES", "Candidates", "Registered", "RegisteredGraphs", "Slot", "pads"]
+__all__ = [
+    "GRAPH_MODES",
+    "Candidates",
+    "Registered",
+    "RegisteredGraphs",
+    "Slot",
+    "check_key",
+    "checked_example",
+    "pads",
+]
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
 """The modes that a graph can be registered in, the better first, and the runtime mode of each."""
@@ -140,3 +149,21 @@ def _place(found: Registered) -> tuple[bool, CUDAGraphMode, BatchDescriptor]:
     is_uniform = mode is CUDAGraphMode.FULL and _query_len(key) is not None
     variant = (key.max_seq_len or None) if found.pads else key
     return key.is_prefill, mode, BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, variant)
+
+
+def check_key(key: Any) -> None:
+    """Raise ``ConfigError`` unless ``key`` is the key of a batch."""
+    if not isinstance(key, DispatchKey) or type(key.num_tokens) is not int or key.num_tokens < 1:
+        raise ConfigError(
+            f"key must be a DispatchKey with num_tokens >= 1, got {shown(key)}; create_dispatch_key() makes one"
+        )
+
+
+def checked_example(
+    key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call that an example stands for. Raises ``ConfigError`` for what is no key, and for what are no arguments."""
+    check_key(key)
+    check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
+    check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")
+    return tuple(args), dict(kwargs or {})

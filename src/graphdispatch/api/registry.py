@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backends import get_backend
 from ..backends.tracing import untraced
+from ..call.arrays import as_tensors
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..call.spec import is_tensor
@@ -72,12 +73,15 @@ class CUDAGraphRegistry(MadeAnew):
     def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
         self.config = CUDAGraphConfig.or_default(config, "config")
         self._backend = get_backend(self.config.backend)
+        self.device = self._backend.device
+        """Where graphs run, and where NumPy arrays are brought."""
         self._pool = self._backend.make_pool()
         self.stats = CUDAGraphStats()
         """Captures, replays, hits, misses and reasons over all graphs."""
         self._cache = make_cache(self.config, budget, self.stats)
         self._callables: list[_Callable] = []
         self._numbers = 0
+        self._keeps_examples = False
         self.is_asleep = False
         self.is_frozen = False
         """Whether nothing is captured now: between ``sleep()`` and ``wake()``."""
@@ -186,6 +190,18 @@ class CUDAGraphRegistry(MadeAnew):
         for one in self._callables:
             freeze(one.server, is_frozen=is_frozen)
 
+    def keep_examples(self) -> None:
+        """Keep two rows of one call of each kind from now on; see ``CUDAGraphManager.keep_examples``."""
+        self._keeps_examples = True
+        for one in self._callables:
+            with one.server.lock:
+                one.server.keep_examples()
+
+    def by_sizes(self) -> list[tuple[Server, list[_KeyedRoute]]]:
+        """Each callable's server, with those of its routes that have the sizes of the configuration."""
+        tables = self._tables.values()
+        return [(one.server, [r for r in list(one.routes.values()) if r.table in tables]) for one in self._callables]
+
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
         for entry in self._cache.clear():
@@ -234,7 +250,7 @@ class CUDAGraphRegistry(MadeAnew):
             strict=self.config.strict,
             times_replays=True,
         )
-        server.graphs.is_frozen = self.is_frozen
+        server.graphs.is_frozen, server.keeps_examples = self.is_frozen, self._keeps_examples
         self._numbers += 1
         number = self._numbers
         self._callables = [one for one in self._callables if one not in gone]
@@ -314,11 +330,11 @@ class CUDAGraphRegistry(MadeAnew):
                 check_type(f"dtypes[{name!r}]", dtype, torch.dtype, "a torch.dtype")
             if not input_shapes:
                 raise ConfigError("input_shapes must name the inputs and their shapes, or give inputs= as an example")
-            device = self._backend.device
             return {
-                name: torch.zeros(shape, dtype=(dtypes or {}).get(name, torch.float32), device=device)
+                name: torch.zeros(shape, dtype=(dtypes or {}).get(name, torch.float32), device=self.device)
                 for name, shape in _checked_shapes("input_shapes", input_shapes).items()
             }
+        inputs, _ = as_tensors(inputs, self.device)
         check_input_shapes(inputs, input_shapes)
         return inputs
 

@@ -19,8 +19,8 @@ from ..memory.foreign import Replayable
 from ..modes import DispatchMode
 from ..reasons import Reason
 from .dispatcher import Chosen, CudagraphDispatcher
-from .registered import Registered
-from .workers import StreamResult, StreamWorker, check_key, first_registered
+from .registered import Registered, checked_example
+from .workers import StreamResult, StreamWorker, first_registered
 
 __all__ = ["StreamDispatcher"]
 
@@ -108,7 +108,7 @@ class StreamDispatcher(CudagraphDispatcher):
         self,
         key: DispatchKey,
         args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
         *,
         workers: Sequence[int] | None = None,
     ) -> None:
@@ -118,12 +118,9 @@ class StreamDispatcher(CudagraphDispatcher):
         shapes, dtypes and constants, while the runner's weights are as they are now. Raises ``CaptureError``,
         or ``ConfigError`` for workers that would write the same memory; then no worker has the graph.
         """
-        check_key(key)
-        check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
-        check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")
+        call = checked_example(key, args, kwargs)
         check_type("workers", () if workers is None else workers, Sequence, "several numbers of workers, or None")
         chosen = [self._worker(index) for index in workers] if workers is not None else list(self.workers)
-        call = tuple(args), dict(kwargs or {})
         made: list[tuple[StreamWorker, Registered]] = []
         try:
             for worker in chosen:

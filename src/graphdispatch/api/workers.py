@@ -42,9 +42,9 @@ from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.server import Server
 from ..stats import EvictionReason
-from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot, pads
+from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot, check_key, pads
 
-__all__ = ["Leaving", "StreamResult", "StreamWorker", "Worker", "check_key", "first_registered"]
+__all__ = ["Leaving", "StreamResult", "StreamWorker", "Worker", "first_registered"]
 
 
 class Leaving(NamedTuple):
@@ -227,14 +227,6 @@ class Worker(NotCopied):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.graphs)} graphs>"
-
-
-def check_key(key: Any) -> None:
-    """Raise ``ConfigError`` unless ``key`` is the key of a batch."""
-    if not isinstance(key, DispatchKey) or type(key.num_tokens) is not int or key.num_tokens < 1:
-        raise ConfigError(
-            f"key must be a DispatchKey with num_tokens >= 1, got {shown(key)}; create_dispatch_key() makes one"
-        )
 
 
 def first_registered(

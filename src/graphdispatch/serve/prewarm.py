@@ -1,7 +1,7 @@
 """Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from .progress import progress_bar
 from .server import Server
 
 __all__ = [
-    "CaptureBatch", "Limits", "PrewarmReport", "capture_checked", "capture_size", "captured_sizes", "compare_numbers",
-    "estimate",
+    "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_size", "captured_sizes",
+    "common_sizes", "compare_numbers", "estimate", "sizes_of_groups",
 ]  # fmt: skip
 
 
@@ -94,8 +94,17 @@ def capture_size(server: Server, routes: Sequence[Route], size: int) -> bool:
 
 def captured_sizes(routes: Sequence[Route]) -> tuple[int, ...]:
     """See ``Graphed.captured_sizes``. Called with the server's lock held."""
-    ready = [set(group.entries) for group in _groups(routes)]
-    return tuple(sorted(set.intersection(*ready))) if ready else ()
+    return common_sizes(sizes_of_groups(routes))
+
+
+def sizes_of_groups(routes: Sequence[Route]) -> list[set[int]]:
+    """The sizes that have a graph, for each group that has a batch dimension. Called with the server's lock held."""
+    return [set(group.entries) for group in _groups(routes)]
+
+
+def common_sizes(groups: Sequence[set[int]]) -> tuple[int, ...]:
+    """The sizes that are in all groups, increasing; none without a group."""
+    return tuple(sorted(set.intersection(*groups))) if groups else ()
 
 
 def _groups(routes: Sequence[Route]) -> list[GraphGroup]:
@@ -258,3 +267,14 @@ def varied(group: GraphGroup, leaves: Sequence[Any], rows: int) -> list[Any]:
             factor = factor.to(spec.device, spec.dtype)
             batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
     return batch
+
+
+def arguments_of(dummy: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The positional and keyword arguments that a ``dummy_fn`` returned in one of four ways."""
+    if isinstance(dummy, Mapping):
+        return (), dummy
+    if not isinstance(dummy, tuple):
+        return (dummy,), {}
+    if len(dummy) == 2 and isinstance(dummy[0], tuple) and isinstance(dummy[1], Mapping):
+        return dummy
+    return dummy, {}
