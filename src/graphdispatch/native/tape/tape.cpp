@@ -4,6 +4,7 @@
 // kernels for the same reasons, the profiler and the generators included. What cannot be prepared stays a call of
 // Python, for which alone the GIL is taken.
 #include "convert.h"
+#include "direct.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -20,6 +21,7 @@ using Sizes = std::vector<std::vector<int64_t>>;
 struct Step {
   std::optional<c10::OperatorHandle> op;  // none: Python's call
   torch::jit::Stack arguments;
+  std::unique_ptr<graphdispatch::DirectCall> direct;  // what is called instead of `op`, where it can be
   bool copies = false;  // whether new results are copied to `outs`
   std::vector<at::Tensor> outs;
   PyObject* call = nullptr;  // owned, where there is no operator
@@ -137,9 +139,13 @@ bool run(Tape* tape, Warnings& warnings, Sizes& got) {
       call_python(step, released);
       continue;
     }
-    stack.assign(step.arguments.begin(), step.arguments.end());
-    step.op->callBoxed(stack);
-    if (step.copies && !copy_results(step, stack, got)) return false;
+    if (step.direct) {
+      step.direct->run();
+    } else {
+      stack.assign(step.arguments.begin(), step.arguments.end());
+      step.op->callBoxed(stack);
+      if (step.copies && !copy_results(step, stack, got)) return false;
+    }
     warnings.raise();
   }
   return true;
@@ -212,6 +218,8 @@ PyObject* add(PyObject* self, PyObject* arguments) {
   if (!is_native) {
     step = Step();
     step.call = Py_NewRef(call);
+  } else if (!step.copies) {
+    step.direct = graphdispatch::make_direct_call(*step.op, step.arguments);
   }
   reinterpret_cast<Tape*>(self)->steps->push_back(std::move(step));
   return PyBool_FromLong(is_native);
