@@ -20,20 +20,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..backends.operators import storage_key
+from ..native.guards import GUARD
 from . import objects
+from .compiled import END, compile_guard
 from .objects import same_objects
 from .reads import StateReads
 from .trace import CodeTrace
 
 __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "wants_gradient"]
 
-_END = (object(),)
-_SETTINGS = (
-    torch.get_default_dtype,
-    torch.are_deterministic_algorithms_enabled,
-    partial(getattr, torch.utils._device, "CURRENT_DEVICE", None),
-)
+_END = (END,)
+_SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""
+_DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
+"""The setting that torch keeps in a variable."""
+_MOST_WAITED = 4096
 _training = attrgetter("training")
 _code = attrgetter("__code__")
 _address, _numel, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
@@ -49,8 +50,11 @@ class StateGuard:
     reaches. ``used`` are the keys of the storages that the runs used: only these are compared by address.
 
     Members, numbers and variables must be the same objects or equal constants; tensors must lie where they lay, with
-    the same extent. The comparison runs in loops of C speed: tens of nanoseconds for each parameter and variable. The
-    guard holds the objects, so that no other tensor can get the address of one of them. Thread-safe.
+    the same extent. The guard holds the objects, so that no other tensor can get the address of one of them.
+
+    The comparison runs in loops of C speed: tens of nanoseconds for each parameter and variable. Once it has held,
+    ``native`` compares the same in one pass of C++, where the native core is in use. What ``native`` finds as it was is
+    so; anything else Python compares again. Thread-safe.
     """
 
     def __init__(
@@ -72,8 +76,9 @@ class StateGuard:
         # A mark after each container, so that an entry cannot move from one container to the next unseen. At least two
         # names, so that the reader of attributes gives a tuple.
         watched = [part for values in (*reads.contents, *filter(None, self._hooks)) for part in _parts(values)]
-        self._contents = (*reads.members, *(part for values in watched for part in (values, _END)))
-        self._attributes = [partial(itemgetter(*names, names[0]), table) for table, names in reads.attributes]
+        self._contents = tuple(part for values in (*reads.members, *watched) for part in (values, _END))
+        self._named = [*_DEVICE, *reads.attributes]
+        self._attributes = [partial(itemgetter(*names, names[0]), table) for table, names in self._named]
         self._readers: list[Callable[[], Any]] = [*_SETTINGS, *reads.readers]
         # Lazy parameters and subclasses have no address to compare; ``_held`` compares their identity.
         plain = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -90,9 +95,18 @@ class StateGuard:
         self._tables = tuple(reads.tables)
         self._sizes = list(map(len, self._tables))
         self._arrays = [(array, array.tobytes()) for array in reads.arrays]
+        self._trains = self._find_training()
+        self.native: Any = None
+        """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
+        Racing threads may make two; either serves."""
+        self._wait = 1
+        self._due = 0 if GUARD is None else 1  # checks that hold until the next native guard is made; 0: never
 
     def holds(self) -> bool:
         """Whether the state is as it was when the guard was made."""
+        native = self.native
+        if native is not None and native.holds():
+            return True
         try:
             if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
                 return False
@@ -116,9 +130,26 @@ class StateGuard:
                 return False
             if list(map(len, self._tables)) != self._sizes:
                 return False
-            return not self._arrays or all(array.tobytes() == held for array, held in self._arrays)
+            if self._arrays and not all(array.tobytes() == held for array, held in self._arrays):
+                return False
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile
             return False
+        if self._due:
+            self._compile(native)
+        return True
+
+    def _compile(self, native: Any) -> None:
+        """Make a native guard of the present state, in place of ``native``, which no longer holds.
+
+        One that has never held was made in vain; then the next is made later.
+        """
+        if self._due > 1:
+            self._due -= 1
+            return
+        if native is not None:
+            self._wait = 1 if native.has_held else min(2 * self._wait, _MOST_WAITED)
+        self.native = compile_guard(self)
+        self._due = 0 if self.native is None else self._wait
 
     def _read(self) -> tuple[Any, ...]:
         """Everything that is compared by identity, as it is now."""
@@ -156,10 +187,31 @@ class StateGuard:
 
     @property
     def trainable(self) -> bool:
-        """Whether a call may have to be differentiated: a captured tensor requires a gradient, and if the callable
-        reaches modules, one of them is in training mode. Looked up anew each time."""
-        training = not self._modules or any(map(_training, self._modules))
-        return training and any(map(_requires_grad, self._tensors))
+        """Of a guard that has just been found to hold: whether a call may have to be differentiated. A captured tensor
+        requires a gradient, and if the callable reaches modules, one of them is in training mode."""
+        native = self.native
+        answer = None if native is None else native.trainable()
+        if answer is not None:
+            return bool(answer)
+        trains = any(map(_training, self._modules)) if self._trains is None else self._trains
+        return trains and any(map(_requires_grad, self._tensors))
+
+    def _find_training(self) -> bool | None:
+        """Whether a call can train: there is no module, or one in training mode. None if the guard cannot tell, because
+        it does not compare all these flags."""
+        kinds = {type(module) for module in self._modules}
+        bases = {base for kind in kinds for base in kind.__mro__[:-1]}
+        if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
+            return None
+        last = len(self._readers) + len(self._objects) + len(self._functions)
+        count = sum(len(names) + 1 for _, names in self._named)
+        values = iter(self._held[len(self._held) - last - count :])
+        flags = {}
+        for table, names in self._named:
+            flags[id(table)] = dict(zip(names, values, strict=False)).get("training", objects.ABSENT)
+            next(values)  # the first once more
+        found = [flags.get(id(objects.attribute_table(module)), objects.ABSENT) for module in self._modules]
+        return None if any(type(flag) is not bool for flag in found) else not found or any(found)
 
     @property
     def storages(self) -> set[int]:

@@ -44,6 +44,7 @@ __all__ = [
     "referent",
     "referents",
     "same_objects",
+    "slot_value",
     "slots_of",
     "user_classes",
     "variables_of",
@@ -182,6 +183,14 @@ def cell_value(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
+        return ABSENT
+
+
+def slot_value(member: Any, value: Any) -> Any:
+    """What a slot of an object holds; ``ABSENT`` if it is not assigned. ``member`` is the slot's descriptor."""
+    try:
+        return member.__get__(value)
+    except AttributeError:
         return ABSENT
 
 

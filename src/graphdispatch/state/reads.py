@@ -160,7 +160,7 @@ class StateReads:
             self.objects.append(value)
             self._compare(table, names)
         for name in slots.keys() & (slots.keys() if self._trace is None or self._all else names):
-            reader = partial(_slot, slots[name], value)
+            reader = partial(objects.slot_value, slots[name], value)
             self.readers.append(reader)
             self._pending.append(reader())
         if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
@@ -271,13 +271,6 @@ def _has_own_access(kind: type) -> bool:
     """Whether a class of the user finds attributes by code of its own."""
     hooks = ("__getattr__", "__getattribute__")
     return any(name in vars(base) for base in objects.user_classes(kind) for name in hooks)
-
-
-def _slot(member: Any, value: Any) -> Any:
-    try:
-        return member.__get__(value)
-    except AttributeError:
-        return ABSENT
 
 
 def _direct(value: Any) -> Reader:

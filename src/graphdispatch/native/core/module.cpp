@@ -1,5 +1,6 @@
 // The module graphdispatch.native._core. It is built without torch and bound to the installed one when it is loaded.
 #include "decide.h"
+#include "guard.h"
 #include "hit.h"
 
 namespace {
@@ -28,7 +29,7 @@ PyModuleDef definition = {
 
 // Add the types and functions of each part; false with an error.
 bool fill(PyObject* module) {
-  if (gd::add_decide(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
+  if (gd::add_decide(module) || !gd::add_guard(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
   for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods}) {
     if (PyModule_AddFunctions(module, functions)) return false;
   }

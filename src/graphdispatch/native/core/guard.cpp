@@ -1,0 +1,272 @@
+// The comparisons of a Guard.
+#include "guard.h"
+
+#include <cstring>
+
+#include "guard_parts.h"
+#include "versions.h"
+
+namespace gd {
+
+bool uses_versions = false;
+PyObject* next_id = nullptr;
+
+namespace {
+
+// Whether two objects are equal constants of one type that calls no code of the user's.
+bool equal_constants(PyObject* a, PyObject* b) {
+  if (!a || !b || Py_TYPE(a) != Py_TYPE(b)) return false;
+  if (PyLong_CheckExact(a)) return PyObject_RichCompareBool(a, b, Py_EQ) == 1;
+  if (PyFloat_CheckExact(a)) {  // by bits: zeros differ by their sign
+    const double x = PyFloat_AS_DOUBLE(a), y = PyFloat_AS_DOUBLE(b);
+    return std::memcmp(&x, &y, sizeof x) == 0;
+  }
+  if (PyUnicode_CheckExact(a)) return PyUnicode_Compare(a, b) == 0 && !PyErr_Occurred();
+  if (PyBytes_CheckExact(a)) {
+    const Py_ssize_t size = PyBytes_GET_SIZE(a);
+    return size == PyBytes_GET_SIZE(b) && std::memcmp(PyBytes_AS_STRING(a), PyBytes_AS_STRING(b), size) == 0;
+  }
+  return false;
+}
+
+// Whether ``now`` is what is expected. An equal constant takes the place of the other, and is found faster next time.
+inline bool matches(PyObject*& expected, PyObject* now) {
+  if (now == expected) return true;
+  if (!equal_constants(now, expected)) return false;
+  Py_INCREF(now);
+  Py_SETREF(expected, now);
+  return true;
+}
+
+bool dict_matches(Guard* self, Dict& entry, const Bindings& wanted) {
+  const uint64_t version = version_of(entry.dict);
+  if (wanted.size >= 0 && PyDict_GET_SIZE(entry.dict) != wanted.size) return false;
+  PyObject** slot = self->parts.slots.data() + wanted.names.first;
+  for (uint32_t i = 0; i < wanted.names.count; ++i, slot += 2) {
+    PyObject* now = PyDict_GetItemWithError(entry.dict, slot[0]);
+    if (!now || !matches(slot[1], now)) return false;
+  }
+  if (wanted.has_values) {
+    PyObject *key, *value;
+    PyObject** keys = self->parts.slots.data() + wanted.keys.first;
+    PyObject** values = self->parts.slots.data() + wanted.values.first;
+    Py_ssize_t position = 0;
+    uint32_t i = 0;
+    for (; PyDict_Next(entry.dict, &position, &key, &value); ++i) {
+      if (i >= wanted.values.count || !matches(values[i], value)) return false;
+      if (wanted.has_keys && !matches(keys[i], key)) return false;
+    }
+    if (i != wanted.values.count) return false;
+  }
+  entry.version = version;
+  return true;
+}
+
+bool dicts_match(Guard* self) {
+  constexpr size_t kAhead = 8;
+  const size_t count = self->parts.dicts.size();
+  const bool versions = uses_versions;
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) __builtin_prefetch(self->parts.dicts[i + kAhead].dict);
+    Dict& entry = self->parts.dicts[i];
+    if (versions && version_of(entry.dict) == entry.version) continue;
+    if (!dict_matches(self, entry, self->parts.bindings[i])) return false;
+  }
+  return true;
+}
+
+bool set_matches(PyObject** slots, uint32_t count, PyObject* container) {
+  const PySetObject* set = reinterpret_cast<PySetObject*>(container);
+  uint32_t i = 0;
+  for (Py_ssize_t place = 0; place <= set->mask; ++place) {
+    const setentry& entry = set->table[place];
+    if (!entry.key || entry.hash == -1) continue;  // free, or was removed
+    if (i >= count || !matches(slots[i], entry.key)) return false;
+    ++i;
+  }
+  return i == count;
+}
+
+bool iterable_matches(PyObject** slots, uint32_t count, PyObject* container) {
+  PyObject* entries = PyObject_GetIter(container);
+  if (!entries) return false;
+  uint32_t i = 0;
+  bool same = true;
+  while (PyObject* now = same ? PyIter_Next(entries) : nullptr) {
+    same = i < count && matches(slots[i], now);
+    Py_DECREF(now);
+    ++i;
+  }
+  Py_DECREF(entries);
+  return same && i == count && !PyErr_Occurred();
+}
+
+bool sequences_match(Guard* self) {
+  for (const Sequence& entry : self->parts.sequences) {
+    PyObject** slots = self->parts.slots.data() + entry.entries.first;
+    const uint32_t count = entry.entries.count;
+    if (PyList_Check(entry.container)) {
+      if (PyList_GET_SIZE(entry.container) != Py_ssize_t(count)) return false;
+      for (uint32_t i = 0; i < count; ++i) {
+        if (!matches(slots[i], PyList_GET_ITEM(entry.container, i))) return false;
+      }
+    } else if (PyAnySet_Check(entry.container)) {
+      if (!set_matches(slots, count, entry.container)) return false;
+    } else if (!iterable_matches(slots, count, entry.container)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// What a weak reference points to, as a new reference.
+PyObject* referent(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* value = nullptr;
+  if (PyWeakref_GetRef(reference, &value) < 0) return nullptr;
+  return value ? value : Py_NewRef(Py_None);
+#else
+  PyObject* value = PyWeakref_GetObject(reference);
+  return Py_XNewRef(value);
+#endif
+}
+
+// What a reader reads now, as a new reference; null if it fails.
+PyObject* read(Guard* self, const Reader& reader) {
+  PyObject* value = nullptr;
+  switch (reader.kind) {
+    case Kind::kCell:
+      value = PyCell_GET(reader.subject);
+      return Py_NewRef(value ? value : self->absent);
+    case Kind::kSlot:
+      value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(reader.subject) + reader.offset);
+      return Py_NewRef(value ? value : self->absent);
+    case Kind::kDefaults:
+      value = PyFunction_GET_DEFAULTS(reader.subject);
+      return Py_NewRef(value ? value : Py_None);
+    case Kind::kKeywordDefaults:
+      value = PyFunction_GET_KW_DEFAULTS(reader.subject);
+      return Py_NewRef(value ? value : Py_None);
+    case Kind::kReference:
+      return referent(reader.subject);
+    case Kind::kContext:
+      return PyContextVar_Get(reader.subject, self->absent, &value) < 0 ? nullptr : value;
+    case Kind::kCall:
+      return PyObject_CallNoArgs(reader.subject);
+  }
+  return nullptr;
+}
+
+bool readers_match(Guard* self) {
+  for (size_t i = 0; i < self->parts.readers.size(); ++i) {
+    PyObject* now = read(self, self->parts.readers[i]);  // may run Python code
+    const bool same = now && matches(self->parts.readers[i].expected, now);
+    Py_XDECREF(now);
+    if (!same) return false;
+  }
+  return true;
+}
+
+bool tensors_match(const Guard* self) {
+  constexpr size_t kAhead = 8;
+  const size_t count = self->parts.tensors.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      const TensorPlace& later = self->parts.tensors[i + kAhead];
+      __builtin_prefetch(handle_of(later.tensor));
+      __builtin_prefetch(later.impl);
+      __builtin_prefetch(static_cast<char*>(later.impl) + 64);
+      __builtin_prefetch(static_cast<char*>(later.impl) + 128);
+    }
+    const TensorPlace& place = self->parts.tensors[i];
+    void* handle = handle_of(place.tensor);
+    void* data = nullptr;
+    int64_t numel = -1;
+    bool is_contiguous = false;
+    if (shim.data_ptr(handle, &data) || data != place.data) return false;
+    if (shim.numel(handle, &numel) || numel != place.numel) return false;
+    if (shim.is_contiguous(handle, &is_contiguous) || is_contiguous != place.is_contiguous) return false;
+  }
+  return true;
+}
+
+bool arrays_match(const Guard* self) {
+  for (const Pair& entry : self->parts.arrays) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(entry.subject, &view, PyBUF_SIMPLE) < 0) return false;
+    const bool same = view.len == PyBytes_GET_SIZE(entry.expected) &&
+                      std::memcmp(view.buf, PyBytes_AS_STRING(entry.expected), view.len) == 0;
+    PyBuffer_Release(&view);
+    if (!same) return false;
+  }
+  return true;
+}
+
+// Whether no hook was registered in the watched tables. Handles are numbered, and later ones have larger numbers.
+bool hooks_match(Guard* self) {
+  PyObject* now = PyDict_GetItemWithError(self->handles, next_id);
+  if (!now) return false;
+  if (now == self->latest) return true;
+  for (PyObject* table : self->parts.hooks) {
+    PyObject *number, *hook;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(table, &position, &number, &hook)) {
+      if (!PyLong_CheckExact(number) || PyObject_RichCompareBool(number, self->latest, Py_GE) != 0) return false;
+    }
+  }
+  Py_INCREF(now);
+  Py_SETREF(self->latest, now);
+  return true;
+}
+
+bool all_match(Guard* self) {
+  if (self->is_dead || !hooks_match(self) || !dicts_match(self) || !sequences_match(self)) return false;
+  for (const Pair& entry : self->parts.types) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(entry.subject)) != entry.expected) return false;
+  }
+  for (const Pair& entry : self->parts.codes) {
+    if (PyFunction_GET_CODE(entry.subject) != entry.expected) return false;
+  }
+  return readers_match(self) && tensors_match(self) && arrays_match(self);
+}
+
+PyGetSetDef* gradient_getter = nullptr;
+
+}  // namespace
+
+bool guard_holds(PyObject* guard) {
+  Guard* self = reinterpret_cast<Guard*>(guard);
+  if (all_match(self)) {
+    self->has_held = true;
+    return true;
+  }
+  PyErr_Clear();
+  return false;
+}
+
+int requires_grad(PyObject* tensor) {
+  if (!gradient_getter) {
+    PyObject* member = PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_type), "requires_grad");
+    if (member && Py_TYPE(member) == &PyGetSetDescr_Type) {
+      gradient_getter = reinterpret_cast<PyGetSetDescrObject*>(member)->d_getset;  // torch's own, which lives for ever
+    }
+    Py_XDECREF(member);
+  }
+  PyObject* answer = gradient_getter ? gradient_getter->get(tensor, gradient_getter->closure) : nullptr;
+  const int requires = answer == Py_True ? 1 : answer == Py_False ? 0 : -1;
+  Py_XDECREF(answer);
+  PyErr_Clear();
+  return requires;
+}
+
+int guard_trainable(PyObject* guard) {
+  const Guard* self = reinterpret_cast<Guard*>(guard);
+  if (self->is_dead || self->trains < 0) return -1;
+  for (size_t i = 0; self->trains && i < self->parts.tensors.size(); ++i) {
+    const int answer = requires_grad(self->parts.tensors[i].tensor);
+    if (answer) return answer;
+  }
+  return 0;
+}
+
+}  // namespace gd

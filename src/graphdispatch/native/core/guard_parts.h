@@ -1,0 +1,82 @@
+// What a Guard holds. Owned references throughout.
+#pragma once
+
+#include <vector>
+
+#include "guard.h"
+
+namespace gd {
+
+using Slots = std::vector<PyObject*>;
+
+// Which slots hold what is expected of something.
+struct Range {
+  uint32_t first = 0, count = 0;
+};
+
+struct Dict {
+  PyObject* dict;
+  uint64_t version;  // when it last was as expected; 0: not known
+};
+
+// What is compared of a dict whose version is another.
+struct Bindings {
+  Py_ssize_t size = -1;   // -1: any
+  Range names;            // names, each followed by its value
+  Range keys, values;     // all keys and all values, in order
+  bool has_keys = false, has_values = false;
+};
+
+struct Sequence {
+  PyObject* container;
+  Range entries;
+};
+
+enum class Kind { kCall, kCell, kReference, kContext, kSlot, kDefaults, kKeywordDefaults };
+
+struct Reader {
+  Kind kind;
+  PyObject* subject;
+  Py_ssize_t offset;  // of a slot
+  PyObject* expected;
+};
+
+struct Pair {
+  PyObject* subject;
+  PyObject* expected;
+};
+
+struct TensorPlace {
+  PyObject* tensor;
+  void* impl;  // where its TensorImpl was: a hint for the cache, and no more
+  void* data;
+  int64_t numel;
+  bool is_contiguous;
+};
+
+struct Parts {
+  std::vector<Dict> dicts;
+  std::vector<Bindings> bindings;  // of each dict
+  Slots slots;
+  std::vector<Sequence> sequences;
+  std::vector<Pair> types, codes, arrays;
+  std::vector<Reader> readers;
+  std::vector<TensorPlace> tensors;
+  Slots hooks;  // tables of hooks by the ids of their handles
+};
+
+struct Guard {
+  PyObject_HEAD
+  bool is_dead;   // its references were cleared
+  bool has_held;  // since it was made
+  int trains;     // whether one of the modules is in training mode; -1: not known
+  PyObject* absent;
+  PyObject* handles;  // the variables of torch's class of hook handles
+  PyObject* latest;   // the id of the next handle when no watched table had new hooks
+  Parts parts;
+};
+
+extern bool uses_versions;    // whether dicts whose version is as it was are skipped
+extern PyObject* next_id;     // the name of the number in ``handles``
+
+}  // namespace gd

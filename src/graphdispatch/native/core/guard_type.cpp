@@ -1,0 +1,307 @@
+// The class Guard: how one is made, and what Python's collector sees of it.
+#include "guard_parts.h"
+
+#include <structmember.h>
+
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "versions.h"
+
+namespace gd {
+namespace {
+
+PyTypeObject* guard_type = nullptr;
+
+// Give ``visit`` every reference of a guard. It may set them to null.
+template <typename Visit>
+int each_reference(Guard* self, Visit visit) {
+  int stop = 0;
+  auto one = [&](PyObject*& reference) {
+    if (!stop && reference) stop = visit(reference);
+  };
+  auto pairs = [&](std::vector<Pair>& list) {
+    for (Pair& entry : list) one(entry.subject), one(entry.expected);
+  };
+  one(self->absent), one(self->handles), one(self->latest);
+  for (Dict& entry : self->parts.dicts) one(entry.dict);
+  for (PyObject*& slot : self->parts.slots) one(slot);
+  for (Sequence& entry : self->parts.sequences) one(entry.container);
+  for (Reader& entry : self->parts.readers) one(entry.subject), one(entry.expected);
+  for (TensorPlace& entry : self->parts.tensors) one(entry.tensor);
+  for (PyObject*& table : self->parts.hooks) one(table);
+  pairs(self->parts.types), pairs(self->parts.codes), pairs(self->parts.arrays);
+  return stop;
+}
+
+int guard_traverse(PyObject* object, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(object));
+  return each_reference(reinterpret_cast<Guard*>(object), [&](PyObject* held) { return visit(held, arg); });
+}
+
+int guard_clear(PyObject* object) {
+  Guard* self = reinterpret_cast<Guard*>(object);
+  self->is_dead = true;
+  return each_reference(self, [](PyObject*& held) {
+    Py_CLEAR(held);
+    return 0;
+  });
+}
+
+void guard_dealloc(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  guard_clear(object);
+  reinterpret_cast<Guard*>(object)->parts.~Parts();
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+// Add references to the slots, and tell where they are.
+Range keep(Guard* self, PyObject* tuple) {
+  Range range{uint32_t(self->parts.slots.size()), uint32_t(PyTuple_GET_SIZE(tuple))};
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    self->parts.slots.push_back(Py_NewRef(PyTuple_GET_ITEM(tuple, i)));
+  }
+  return range;
+}
+
+bool add_table(Guard* self, PyObject* item) {
+  PyObject *dict, *names;
+  Bindings wanted;
+  if (!PyArg_ParseTuple(item, "O!nO!", &PyDict_Type, &dict, &wanted.size, &PyTuple_Type, &names)) return false;
+  wanted.names = keep(self, names);
+  wanted.names.count /= 2;
+  self->parts.bindings.push_back(wanted);
+  self->parts.dicts.push_back({Py_NewRef(dict), 0});
+  return true;
+}
+
+bool add_content(Guard* self, PyObject* item) {
+  PyObject *dict, *keys, *values;
+  Bindings wanted;
+  if (!PyArg_ParseTuple(item, "O!OO!", &PyDict_Type, &dict, &keys, &PyTuple_Type, &values)) return false;
+  wanted.has_values = true;
+  wanted.has_keys = PyTuple_Check(keys) && PyTuple_GET_SIZE(keys) == PyTuple_GET_SIZE(values);
+  if (wanted.has_keys) wanted.keys = keep(self, keys);
+  wanted.values = keep(self, values);
+  self->parts.bindings.push_back(wanted);
+  self->parts.dicts.push_back({Py_NewRef(dict), 0});
+  return true;
+}
+
+bool add_sequence(Guard* self, PyObject* item) {
+  PyObject *container, *entries;
+  if (!PyArg_ParseTuple(item, "OO!", &container, &PyTuple_Type, &entries)) return false;
+  const Range range = keep(self, entries);
+  self->parts.sequences.push_back({Py_NewRef(container), range});
+  return true;
+}
+
+bool add_type(Guard* self, PyObject* item) {
+  PyObject *object, *type;
+  if (!PyArg_ParseTuple(item, "OO", &object, &type)) return false;
+  self->parts.types.push_back({Py_NewRef(object), Py_NewRef(type)});
+  return true;
+}
+
+bool add_code(Guard* self, PyObject* item) {
+  PyObject *function, *code;
+  if (!PyArg_ParseTuple(item, "O!O", &PyFunction_Type, &function, &code)) return false;
+  self->parts.codes.push_back({Py_NewRef(function), Py_NewRef(code)});
+  return true;
+}
+
+// Where a slot of a class made by a class statement lies in its objects; 0 with an error for any other descriptor.
+Py_ssize_t offset_of(PyObject* descriptor, PyObject* object) {
+  if (Py_TYPE(descriptor) == &PyMemberDescr_Type &&
+      PyObject_TypeCheck(object, reinterpret_cast<PyDescrObject*>(descriptor)->d_type)) {
+    const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
+    if (member->type == T_OBJECT_EX) return member->offset;
+  }
+  PyErr_SetString(PyExc_TypeError, "this is no slot of that object");
+  return 0;
+}
+
+bool add_reader(Guard* self, PyObject* item) {
+  const char* name;
+  PyObject *subject, *descriptor, *expected;
+  if (!PyArg_ParseTuple(item, "sOOO", &name, &subject, &descriptor, &expected)) return false;
+  const std::pair<const char*, Kind> kinds[] = {
+      {"call", Kind::kCall},       {"cell", Kind::kCell}, {"reference", Kind::kReference},
+      {"context", Kind::kContext}, {"slot", Kind::kSlot}, {"__defaults__", Kind::kDefaults},
+      {"__kwdefaults__", Kind::kKeywordDefaults},
+  };
+  Reader reader{Kind::kCall, subject, 0, expected};
+  bool known = false;
+  for (const auto& kind : kinds) {
+    if (std::strcmp(name, kind.first) == 0) reader.kind = kind.second, known = true;
+  }
+  const bool is_function = reader.kind == Kind::kDefaults || reader.kind == Kind::kKeywordDefaults;
+  if (!known || (reader.kind == Kind::kCell && !PyCell_Check(subject)) ||
+      (reader.kind == Kind::kReference && !PyWeakref_CheckRef(subject)) ||
+      (reader.kind == Kind::kContext && !PyContextVar_CheckExact(subject)) ||
+      (is_function && !PyFunction_Check(subject))) {
+    PyErr_Format(PyExc_TypeError, "%R cannot be read as a %s", subject, name);
+    return false;
+  }
+  if (reader.kind == Kind::kSlot && !(reader.offset = offset_of(descriptor, subject))) return false;
+  Py_INCREF(subject);
+  Py_INCREF(expected);
+  self->parts.readers.push_back(reader);
+  return true;
+}
+
+bool add_tensor(Guard* self, PyObject* item) {
+  PyObject *tensor, *address;
+  TensorPlace place{};
+  int is_contiguous;
+  if (!PyArg_ParseTuple(item, "OO!Lp", &tensor, &PyLong_Type, &address, &place.numel, &is_contiguous)) return false;
+  if (!PyObject_TypeCheck(tensor, tensor_type)) {
+    PyErr_SetString(PyExc_TypeError, "a guard compares torch.Tensor by address, and nothing else");
+    return false;
+  }
+  place.data = PyLong_AsVoidPtr(address);
+  if (PyErr_Occurred()) return false;
+  place.is_contiguous = is_contiguous;
+  place.impl = impl_of(tensor);
+  place.tensor = Py_NewRef(tensor);
+  self->parts.tensors.push_back(place);
+  return true;
+}
+
+bool add_array(Guard* self, PyObject* item) {
+  PyObject *array, *bytes;
+  if (!PyArg_ParseTuple(item, "OO!", &array, &PyBytes_Type, &bytes)) return false;
+  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes)});
+  return true;
+}
+
+bool add_hooks(Guard* self, PyObject* item) {
+  if (!PyDict_Check(item)) {
+    PyErr_SetString(PyExc_TypeError, "hooks are in dicts");
+    return false;
+  }
+  self->parts.hooks.push_back(Py_NewRef(item));
+  return true;
+}
+
+bool add_each(Guard* self, PyObject* items, bool (*add)(Guard*, PyObject*)) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
+    PyObject* item = PyTuple_GET_ITEM(items, i);
+    if (add != add_hooks && !PyTuple_Check(item)) {
+      PyErr_SetString(PyExc_TypeError, "a guard is made of tuples");
+      return false;
+    }
+    if (!add(self, item)) return false;
+  }
+  return true;
+}
+
+PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
+  static const char* names[] = {"absent", "handles", "latest", "trains", "tables", "contents", "sequences", "types",
+                                "codes", "readers", "tensors", "arrays", "hooks", nullptr};
+  PyObject *absent, *handles, *latest, *parts[9];
+  int trains;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, named, "$OO!O!iO!O!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent, &PyDict_Type, &handles,
+          &PyLong_Type, &latest, &trains, &PyTuple_Type, &parts[0], &PyTuple_Type, &parts[1], &PyTuple_Type, &parts[2],
+          &PyTuple_Type, &parts[3], &PyTuple_Type, &parts[4], &PyTuple_Type, &parts[5], &PyTuple_Type, &parts[6],
+          &PyTuple_Type, &parts[7], &PyTuple_Type, &parts[8])) {
+    return nullptr;
+  }
+  Guard* self = reinterpret_cast<Guard*>(type->tp_alloc(type, 0));
+  if (!self) return nullptr;
+  new (&self->parts) Parts();
+  self->absent = Py_NewRef(absent);
+  self->handles = Py_NewRef(handles);
+  self->latest = Py_NewRef(latest);
+  self->trains = trains;
+  bool (*const adders[])(Guard*, PyObject*) = {add_table,  add_content, add_sequence, add_type, add_code,
+                                               add_reader, add_tensor,  add_array,    add_hooks};
+  for (int i = 0; i < 9; ++i) {
+    if (!add_each(self, parts[i], adders[i])) {
+      Py_DECREF(self);
+      return nullptr;
+    }
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+PyObject* holds(PyObject* self, PyObject*) { return PyBool_FromLong(guard_holds(self)); }
+
+PyObject* trainable(PyObject* self, PyObject*) {
+  const int answer = guard_trainable(self);
+  if (answer < 0) Py_RETURN_NONE;
+  return PyBool_FromLong(answer);
+}
+
+PyObject* has_held(PyObject* self, void*) { return PyBool_FromLong(reinterpret_cast<Guard*>(self)->has_held); }
+
+PyObject* use_versions(PyObject*, PyObject* wanted) {
+  const int use = PyObject_IsTrue(wanted);
+  if (use < 0) return nullptr;
+  uses_versions = use && kHasVersions;
+  return PyBool_FromLong(uses_versions);
+}
+
+PyObject* dict_version(PyObject*, PyObject* dict) {
+  if (!PyDict_Check(dict)) {
+    PyErr_SetString(PyExc_TypeError, "only a dict has a version");
+    return nullptr;
+  }
+  return PyLong_FromUnsignedLongLong(version_of(dict));
+}
+
+PyMethodDef guard_methods[] = {
+    {"holds", holds, METH_NOARGS,
+     "Whether everything is as it was; a no may be wrong, and then StateGuard finds that it holds."},
+    {"trainable", trainable, METH_NOARGS,
+     "Of a guard that has just been found to hold: whether a call may have to be differentiated; None if only "
+     "StateGuard can tell."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef guard_attributes[] = {
+    {"has_held", has_held, nullptr, "Whether the guard has held since it was made.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot guard_slots[] = {
+    {Py_tp_doc, const_cast<char*>("What a StateGuard compares, compared in one pass.")},
+    {Py_tp_new, reinterpret_cast<void*>(guard_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(guard_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(guard_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(guard_clear)},
+    {Py_tp_methods, guard_methods},
+    {Py_tp_getset, guard_attributes},
+    {0, nullptr},
+};
+
+PyType_Spec guard_spec = {
+    "graphdispatch.native._core.Guard", sizeof(Guard), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE, guard_slots,
+};
+
+PyMethodDef functions[] = {
+    {"use_versions", use_versions, METH_O,
+     "use_versions(wanted)\n--\n\nLet guards skip dicts whose version is as it was, or not; whether they now do."},
+    {"dict_version", dict_version, METH_O,
+     "dict_version(dict)\n--\n\nA number that is another after each change of the dict; 0 where Python has none."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+bool is_guard(PyObject* object) { return Py_TYPE(object) == guard_type; }
+
+bool add_guard(PyObject* module) {
+  next_id = PyUnicode_InternFromString("next_id");
+  guard_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&guard_spec));
+  if (!next_id || !guard_type) return false;
+  return PyModule_AddFunctions(module, functions) == 0 &&
+         PyModule_AddObjectRef(module, "Guard", reinterpret_cast<PyObject*>(guard_type)) == 0;
+}
+
+}  // namespace gd

@@ -1,0 +1,138 @@
+"""Compiles what a state guard compares into a native guard."""
+
+import gc
+import types
+import weakref
+from array import array
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.hooks import RemovableHandle
+
+from ..native.guards import GUARD
+from .objects import ABSENT, cell_value, slot_value
+
+if TYPE_CHECKING:
+    from .guards import StateGuard
+
+__all__ = ["END", "compile_guard"]
+
+END = object()
+"""Stands after the entries of each container, so that none can move from one to the next unseen."""
+_EMPTY: dict[Any, Any] = {}
+_KEYS, _VALUES = type(_EMPTY.keys()), type(_EMPTY.values())
+
+
+def compile_guard(guard: "StateGuard") -> Any:
+    """A native guard that expects what ``guard`` does; None if there is no core, or the guard compares something that
+    only Python can.
+
+    It takes what is expected from ``guard``, and reads nothing anew: another thread may be changing it.
+    """
+    latest = guard._latest_hook
+    if GUARD is None or any(number >= latest for table in guard._hooks for number in table):
+        return None
+    held = iter(guard._held)
+    contents, sequences = _contents(guard, held)
+    try:
+        return GUARD(
+            absent=ABSENT,
+            handles=_raw(vars(RemovableHandle)),
+            latest=latest,
+            trains=-1 if guard._trains is None else int(guard._trains),
+            tables=_tables(guard, held),
+            contents=contents,
+            sequences=sequences,
+            readers=(*(_reader(reader, next(held)) for reader in guard._readers), *_odd_arrays(guard)),
+            types=tuple((value, next(held)) for value in guard._objects),
+            codes=tuple((value, next(held)) for value in guard._functions),
+            tensors=tuple(zip(guard._tensors, guard._addresses, guard._numels, guard._contiguous, strict=True)),
+            arrays=tuple((value, data) for value, data in guard._arrays if _is_plain(value)),
+            hooks=tuple(guard._hooks),
+        )
+    except TypeError:
+        return None
+
+
+def _raw(table: Any) -> dict[str, Any]:
+    """The dict behind the attributes of a class; a dict itself. Raises ``TypeError`` for a subclass of dict."""
+    if type(table) is types.MappingProxyType:
+        (table,) = gc.get_referents(table)
+    if type(table) is not dict:
+        raise TypeError("a subclass of dict may find its entries in another way")
+    return table
+
+
+def _until_end(held: Iterator[Any]) -> tuple[Any, ...]:
+    return tuple(takewhile(lambda value: value is not END, held))
+
+
+def _contents(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Dicts with their keys and values, and other containers with their entries."""
+    contents, sequences = [], []
+    parts = iter(guard._contents[::2])  # a mark stands after each
+    for part in parts:
+        entries = _until_end(held)
+        if type(part) is _KEYS:
+            next(parts)  # their values
+            contents.append((*gc.get_referents(part), entries, _until_end(held)))
+        elif type(part) is _VALUES:
+            contents.append((*gc.get_referents(part), None, entries))
+        else:
+            sequences.append((part, entries))
+    return tuple(contents), tuple(sequences)
+
+
+def _tables(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Tables with their lengths, names and values."""
+    found: dict[int, list[Any]] = {}
+    for table, size in zip(guard._tables, guard._sizes, strict=True):
+        raw = _raw(table)
+        found[id(raw)] = [raw, size]
+    for table, names in guard._named:
+        raw = _raw(table)
+        known = found.setdefault(id(raw), [raw, -1])
+        for name in names:
+            known += (name, next(held))
+        next(held)  # the first once more
+    return tuple((table, size, tuple(entries)) for table, size, *entries in found.values())
+
+
+def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
+    """A reader in the core's terms; as a call where it has no better ones."""
+    if type(reader) in (weakref.ref, weakref.KeyedRef):
+        return "reference", reader, None, expected
+    if type(reader) is partial:
+        function, args = reader.func, reader.args
+        if function is cell_value or (function is getattr and args[1:] == ("cell_contents",)):
+            return "cell", args[0], None, expected
+        if function is getattr and type(args[0]) is types.FunctionType:
+            return args[1], args[0], None, expected
+        if function is slot_value:
+            return "slot", args[1], args[0], expected
+        owner = getattr(function, "__self__", None)
+        if type(owner) is ContextVar and function == owner.get and args == (ABSENT,):
+            return "context", owner, None, expected
+    return "call", reader, None, expected
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an array's bytes lie one after the other in memory, in the order of ``tobytes()``."""
+    return type(value) is array or (
+        type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.kind in "biufc"
+    )
+
+
+def _odd_arrays(guard: "StateGuard") -> Iterator[tuple[str, Any, Any, Any]]:
+    """Readers that compare the other arrays."""
+    for value, data in guard._arrays:
+        if not _is_plain(value):
+            yield "call", partial(_has_bytes, value, data), None, True
+
+
+def _has_bytes(value: Any, data: bytes) -> bool:
+    return bool(value.tobytes() == data)

@@ -1,0 +1,57 @@
+"""A pytest plugin: asks the native guard and Python's at every check of a run, and fails where the native one is laxer.
+
+Run it as ``PYTHONPATH=tests/native python -m pytest -p guard_twins``, in one process.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from graphdispatch.state.guards import StateGuard
+
+_holds = StateGuard.holds
+_lock = threading.RLock()
+_found: Counter[str] = Counter()
+_lax: list[str] = []
+
+
+def both_hold(self: StateGuard) -> bool:
+    """``StateGuard.holds`` by Python alone, which must be true wherever the native guard says so."""
+    with _lock:
+        native, due = self.native, self._due
+        said = native is not None and native.holds()
+        self.native, self._due = None, 0
+        try:
+            holds = _holds(self)
+        finally:
+            self.native, self._due = native, due
+        if said and not holds and native.holds():  # else another thread changed the state meanwhile
+            _lax.append(f"the native guard of {self!r} holds, and Python's does not")
+        way = "no native guard" if native is None else f"native {said}"
+        _found[f"Python {holds}, {way}"] += 1
+        if holds and not said and due:
+            self._compile(native)
+        return holds
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the comparison in place of ``StateGuard.holds``, as code of the package: no capture is to look into it."""
+    both_hold.__code__ = both_hold.__code__.replace(co_filename=_holds.__code__.co_filename)
+    StateGuard.holds = both_hold  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test in which a native guard was laxer."""
+    yield
+    laxer, _lax[:] = list(_lax), []
+    assert not laxer, "\n".join(laxer)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how often the two agreed."""
+    terminalreporter.section("native guards beside Python's")
+    for case, times in sorted(_found.items()):
+        terminalreporter.line(f"{times:10d}  {case}")
