@@ -404,7 +404,7 @@ def test_versions_are_tested_before_they_are_used() -> None:
     assert not versions_tell(lambda table: id(table.get("first")) or 1)
     if USES_VERSIONS:
         assert versions_tell(CORE.dict_version)
-        assert not versions_tell(lambda table: 1 if "shared" in table else CORE.dict_version(table))
+        assert not versions_tell(lambda table: 1 if "__module__" in table else CORE.dict_version(table))
 
 
 def test_what_is_no_part_of_a_guard_is_refused() -> None:
@@ -421,7 +421,7 @@ def test_what_is_no_part_of_a_guard_is_refused() -> None:
         "codes": ((1, 2),),
         "readers": (("cell", 1, None, 1), ("slot", Settings(), 1, 1), ("other", 1, None, 1)),
         "tensors": ((1, 0, 0, True),),
-        "arrays": ((1, 2),),
+        "arrays": ((1, 2, True),),
         "hooks": (1,),
     }
     for name, value in wrong.items():

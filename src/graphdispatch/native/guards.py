@@ -1,5 +1,6 @@
 """The native half of state guards, and the self-test of what it takes from the interpreter."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -7,15 +8,28 @@ from .bound import CORE
 
 __all__ = ["GUARD", "USES_VERSIONS", "versions_tell"]
 
-_WARM = 64  # more stores than any interpreter runs before it takes a faster way for them
+_WARM = 32  # an interpreter has found its fastest way for a line that ran so often
+_CHANGES = """
+    owner.first = value
+    object.__setattr__(owner, "first", value)
+    owner.__dict__["first"] = value
+    setattr(owner, f"new_{value % 4}", value)
+    owner.passing = value; del owner.passing; owner.first = value
+    table["a"] = value
+    table.update(a=value)
+    table |= {"d": value}
+    table.pop("a", None) if value % 2 else table.setdefault("a", value)
+    table.popitem() if value % 2 else table.update(c=value)
+    table.clear() if value % 2 else table.update(b=value, first=0)
+"""
+"""Ways to change an object's attributes, or the dict that holds them."""
 
 
 class _Plain:
     """An object with attributes as most classes make them."""
 
     def __init__(self) -> None:
-        self.first = 0
-        self.second = 0
+        self.first = self.second = 0
 
 
 class _Through(_Plain):
@@ -25,100 +39,44 @@ class _Through(_Plain):
         super().__setattr__(name, value)
 
 
-class _Crowded:
-    """One with so many attributes that its table is its own."""
+class _Crowded(_Plain):
+    """One with so many attributes that it shares no table of names."""
 
     def __init__(self) -> None:
-        for number in range(200):
+        super().__init__()
+        for number in range(40):
             setattr(self, f"attribute_{number}", number)
-        self.first = 0
 
 
-def _store(owner: Any, value: int) -> None:
-    owner.first = value
+def versions_tell(version_of: Callable[[dict[str, Any]], int]) -> bool:
+    """Whether each way of changing a dict, or attributes of an object or class, gives the dict a new version.
 
-
-def _store_low(owner: Any, value: int) -> None:
-    object.__setattr__(owner, "first", value)
-
-
-def _store_table(owner: Any, value: int) -> None:
-    vars(owner)["first"] = value
-
-
-def _store_new(owner: Any, value: int) -> None:
-    setattr(owner, f"new_{value % 4}", value)
-
-
-def _delete(owner: Any, value: int) -> None:
-    owner.passing = value
-    del owner.passing
-    owner.first = value
-
-
-def _change_class(owner: Any, value: int) -> None:
-    type(owner).shared = value
-
-
-_STORES = (_store, _store_low, _store_table, _store_new, _delete)
-_DICT_CHANGES: tuple[Callable[[dict[Any, Any], int], object], ...] = (
-    lambda table, value: table.__setitem__("a", value),
-    lambda table, value: table.update(a=value),
-    lambda table, value: table.pop("a", None) if value % 2 else table.setdefault("a", value),
-    lambda table, value: table.clear() if value % 2 else table.__setitem__("b", value),
-    lambda table, value: table.popitem() if value % 2 else table.__setitem__("c", value),
-    lambda table, value: table.__ior__({"d": value}),
-    lambda table, value: table.__delitem__("e") if value % 2 else table.__setitem__("e", value),
-)
-
-
-def versions_tell(version_of: Callable[[dict[Any, Any]], int]) -> bool:
-    """Whether each way of changing a dict or an object's attributes gives its dict another version.
-
-    Each way is taken often enough that the interpreter runs it in its fastest form.
+    Each way is taken so often that the interpreter runs it in its fastest form.
     """
-    for change in _DICT_CHANGES:
-        if not _tells(version_of, {"z": 1}, change):
-            return False
-    for kind in (_Plain, _Through, _Crowded):
-        for store in _STORES:
-            seen, unseen = kind(), kind()
-            vars(seen)  # before the stores are warm, and below after
-            if not _tells(version_of, vars(seen), lambda _, value, store=store, owner=seen: store(owner, value)):  # type: ignore[misc]
-                return False
-            for value in range(_WARM):
-                store(unseen, value)
-            if not _tells(version_of, vars(unseen), lambda _, value, store=store, owner=unseen: store(owner, value)):  # type: ignore[misc]
-                return False
-    return _class_versions_tell(version_of)
-
-
-def _class_versions_tell(version_of: Callable[[dict[Any, Any]], int]) -> bool:
-    """The same for the attributes of a class and for global variables."""
-    import gc
-
-    kind = type("Kind", (), {"shared": 0})
-    (table,) = (held for held in gc.get_referents(vars(kind)) if type(held) is dict)
-    variables: dict[str, Any] = {"value": 0}
-    exec("def store(new):\n    global value\n    value = new", variables)
-    return _tells(version_of, table, lambda _, value: _change_class(kind(), value)) and _tells(
-        version_of, variables, lambda _, value: variables["store"](value)
+    kind = type("Kind", (), {"first": 0})
+    (attributes,) = (table for table in gc.get_referents(vars(kind)) if type(table) is dict)
+    return _tells(version_of, "type(owner).first = value", kind(), attributes) and all(
+        _tells(version_of, line.strip(), owner := made(), vars(owner) if is_known else None)
+        for line in _CHANGES.strip().splitlines()
+        for made in ((_Plain, _Through, _Crowded) if "owner" in line else (_Plain,))
+        for is_known in ((True, False) if "table" not in line else (True,))
     )
 
 
-def _tells(
-    version_of: Callable[[dict[Any, Any]], int],
-    table: dict[Any, Any],
-    change: Callable[[dict[Any, Any], int], object],
-) -> bool:
-    for value in range(1000, 1000 + _WARM):  # no small numbers, which are the same objects each time
-        before, version = dict(table), version_of(table)
-        if not version:
-            return False
-        change(table, value)
-        is_same = before.keys() == table.keys() and all(before[key] is table[key] for key in before)
-        if not is_same and version_of(table) == version:
-            return False
+def _tells(version_of: Callable[[dict[str, Any]], int], line: str, owner: Any, table: dict[str, Any] | None) -> bool:
+    """Whether a way of changing is told. The owner's table, if it is not given, is first asked for when all is warm."""
+    names: dict[str, Any] = {}
+    exec(f"def change(owner, table, value):\n    {line}", names)
+    versions = {0}
+    for value in range(1000, 1000 + 2 * _WARM):  # no small numbers, which are the same objects each time
+        if table is None and value == 1000 + _WARM:
+            table = vars(owner)
+        names["change"](owner, table, value)
+        if table is not None:
+            version = version_of(table)
+            if version in versions:
+                return False
+            versions.add(version)
     return True
 
 

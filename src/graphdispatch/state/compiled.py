@@ -47,11 +47,11 @@ def compile_guard(guard: "StateGuard") -> Any:
             tables=_tables(guard, held),
             contents=contents,
             sequences=sequences,
-            readers=(*(_reader(reader, next(held)) for reader in guard._readers), *_odd_arrays(guard)),
+            readers=tuple(_reader(reader, next(held)) for reader in guard._readers),
             types=tuple((value, next(held)) for value in guard._objects),
             codes=tuple((value, next(held)) for value in guard._functions),
             tensors=tuple(zip(guard._tensors, guard._addresses, guard._numels, guard._contiguous, strict=True)),
-            arrays=tuple((value, data) for value, data in guard._arrays if _is_plain(value)),
+            arrays=tuple((value, data, type(value) in (array, np.ndarray)) for value, data in guard._arrays),
             hooks=tuple(guard._hooks),
         )
     except TypeError:
@@ -118,21 +118,3 @@ def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
         if type(owner) is ContextVar and function == owner.get and args == (ABSENT,):
             return "context", owner, None, expected
     return "call", reader, None, expected
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an array's bytes lie one after the other in memory, in the order of ``tobytes()``."""
-    return type(value) is array or (
-        type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.kind in "biufc"
-    )
-
-
-def _odd_arrays(guard: "StateGuard") -> Iterator[tuple[str, Any, Any, Any]]:
-    """Readers that compare the other arrays."""
-    for value, data in guard._arrays:
-        if not _is_plain(value):
-            yield "call", partial(_has_bytes, value, data), None, True
-
-
-def _has_bytes(value: Any, data: bytes) -> bool:
-    return bool(value.tobytes() == data)

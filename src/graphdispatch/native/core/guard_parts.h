@@ -46,6 +46,12 @@ struct Pair {
   PyObject* expected;
 };
 
+struct Array {
+  PyObject* array;
+  PyObject* bytes;
+  bool is_plain;  // its class does not say otherwise what its bytes are
+};
+
 struct TensorPlace {
   PyObject* tensor;
   void* impl;  // where its TensorImpl was: a hint for the cache, and no more
@@ -59,7 +65,8 @@ struct Parts {
   std::vector<Bindings> bindings;  // of each dict
   Slots slots;
   std::vector<Sequence> sequences;
-  std::vector<Pair> types, codes, arrays;
+  std::vector<Pair> types, codes;
+  std::vector<Array> arrays;
   std::vector<Reader> readers;
   std::vector<TensorPlace> tensors;
   Slots hooks;  // tables of hooks by the ids of their handles

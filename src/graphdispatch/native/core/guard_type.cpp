@@ -31,7 +31,8 @@ int each_reference(Guard* self, Visit visit) {
   for (Reader& entry : self->parts.readers) one(entry.subject), one(entry.expected);
   for (TensorPlace& entry : self->parts.tensors) one(entry.tensor);
   for (PyObject*& table : self->parts.hooks) one(table);
-  pairs(self->parts.types), pairs(self->parts.codes), pairs(self->parts.arrays);
+  for (Array& entry : self->parts.arrays) one(entry.array), one(entry.bytes);
+  pairs(self->parts.types), pairs(self->parts.codes);
   return stop;
 }
 
@@ -173,8 +174,9 @@ bool add_tensor(Guard* self, PyObject* item) {
 
 bool add_array(Guard* self, PyObject* item) {
   PyObject *array, *bytes;
-  if (!PyArg_ParseTuple(item, "OO!", &array, &PyBytes_Type, &bytes)) return false;
-  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes)});
+  int is_plain;
+  if (!PyArg_ParseTuple(item, "OO!p", &array, &PyBytes_Type, &bytes, &is_plain)) return false;
+  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes), is_plain != 0});
   return true;
 }
 
