@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "ambient.h"
 #include "guard_parts.h"
 #include "versions.h"
 
@@ -240,8 +241,6 @@ bool all_match(Guard* self) {
   return readers_match(self) && tensors_match(self) && arrays_match(self);
 }
 
-PyGetSetDef* gradient_getter = nullptr;
-
 }  // namespace
 
 bool guard_holds(PyObject* guard) {
@@ -254,26 +253,12 @@ bool guard_holds(PyObject* guard) {
   return false;
 }
 
-int requires_grad(PyObject* tensor) {
-  if (!gradient_getter) {
-    PyObject* member = PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_type), "requires_grad");
-    if (member && Py_TYPE(member) == &PyGetSetDescr_Type) {
-      gradient_getter = reinterpret_cast<PyGetSetDescrObject*>(member)->d_getset;  // torch's own, which lives for ever
-    }
-    Py_XDECREF(member);
-  }
-  PyObject* answer = gradient_getter ? gradient_getter->get(tensor, gradient_getter->closure) : nullptr;
-  const int requires = answer == Py_True ? 1 : answer == Py_False ? 0 : -1;
-  Py_XDECREF(answer);
-  PyErr_Clear();
-  return requires;
-}
-
 int guard_trainable(PyObject* guard) {
   const Guard* self = reinterpret_cast<Guard*>(guard);
   if (self->is_dead || self->trains < 0) return -1;
   for (size_t i = 0; self->trains && i < self->parts.tensors.size(); ++i) {
     const int answer = requires_grad(self->parts.tensors[i].tensor);
+    if (answer < 0) PyErr_Clear();
     if (answer) return answer;
   }
   return 0;

@@ -21,7 +21,4 @@ bool guard_holds(PyObject* guard);
 // StateGuard.trainable can tell. Whether tensors require gradients is read anew.
 int guard_trainable(PyObject* guard);
 
-// Whether a torch.Tensor (or an instance of a subclass) requires a gradient: 1 or 0, or -1 with no Python error set.
-int requires_grad(PyObject* tensor);
-
 }  // namespace gd

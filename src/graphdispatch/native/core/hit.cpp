@@ -2,6 +2,8 @@
 
 #include <vector>
 
+#include "guard.h"
+
 namespace gd {
 
 namespace {
@@ -65,35 +67,13 @@ bool is_constant(PyObject* value) {
          PyComplex_CheckExact(value) || PyBytes_CheckExact(value);
 }
 
-// Whether one of the guard's tensors requires a gradient; -1 with an error.
-int is_any_required(PyObject* tensors) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
-    PyObject* tensor = PyTuple_GET_ITEM(tensors, i);
-    int required;
-    if (is_plain_tensor(tensor)) {
-      required = requires_grad(tensor);
-    } else {
-      const Ref answer = attribute(tensor, names.requires_grad);
-      required = answer ? PyObject_IsTrue(answer.get()) : -1;
-    }
-    if (required) return required;
-  }
-  return 0;
-}
-
-// StateGuard.trainable; -1 with an error.
+// StateGuard.trainable of a guard that has just been found to hold; -1 with an error.
 int is_trainable(PyObject* guard) {
-  const Ref tensors = attribute(guard, names._tensors), modules = attribute(guard, names._modules);
-  if (!tensors || !modules) return -1;
-  const int required = is_any_required(tensors.get());
-  if (required != 1) return required;
-  if (!PyTuple_GET_SIZE(modules.get())) return 1;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(modules.get()); ++i) {
-    const Ref training = attribute(PyTuple_GET_ITEM(modules.get(), i), names.training);
-    const int is_training = training ? PyObject_IsTrue(training.get()) : -1;
-    if (is_training) return is_training;
-  }
-  return 0;
+  const Ref native = attribute(guard, names.native);
+  const int known = native && is_guard(native.get()) ? guard_trainable(native.get()) : -1;
+  if (!native || known >= 0) return known;
+  const Ref answer = attribute(guard, names.trainable);
+  return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 
 // Server.may_need_gradients; -1 with an error.
@@ -142,6 +122,9 @@ int find(Call& call, PyObject* signature, Values& values) {
 // Whether the guard holds: 1, 0, or -1 with an error.
 int holds(PyObject* guard) {
   if (guard == Py_None) return 1;
+  const Ref native = attribute(guard, names.native);
+  if (!native) return -1;
+  if (is_guard(native.get()) && guard_holds(native.get())) return 1;
   const Ref answer(PyObject_CallMethodNoArgs(guard, names.holds));
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
