@@ -174,7 +174,7 @@ class CUDAGraphStats(Unlocked):
 
     def __repr__(self) -> str:
         return (
-            f"<CUDAGraphStats {self.calls} calls, {100 * self.graph_ratio:.1f} % hits, "
+            f"<CUDAGraphStats {self.calls} calls, {100 * self.graph_ratio:.1f} % by graphs, "
             f"{self.captures} captures, {100 * self.padding_ratio:.1f} % padding>"
         )
 

@@ -2,6 +2,7 @@
 
 import inspect
 from abc import ABC
+from collections.abc import Callable, Hashable
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -9,155 +10,78 @@ import pytest
 
 import graphdispatch as gd
 
+from .described import ATTRIBUTES, DIFFERENCES, DOCUMENT, PROPERTIES, SIGNATURES, document
+
 REQUIRED = inspect.Parameter.empty
-FULL = gd.CUDAGraphMode.FULL
-CALLS: dict[str, tuple[Any, list[tuple[str, Any]]]] = {
-    "DispatchKey": (
-        gd.DispatchKey,
-        [("num_tokens", REQUIRED), ("num_reqs", REQUIRED), ("max_seq_len", 0), ("is_prefill", False)],
-    ),
-    "create_dispatch_key": (
-        gd.create_dispatch_key,
-        [("num_tokens", REQUIRED), ("num_reqs", REQUIRED), ("max_seq_len", 0), ("is_prefill", False)],
-    ),
-    "get_padded_key": (gd.get_padded_key, [("key", REQUIRED), ("pad_to", 8)]),
-    "DispatchPolicy.should_use_graph": (
-        gd.DispatchPolicy.should_use_graph,
-        [("self", REQUIRED), ("key", REQUIRED), ("graph_available", REQUIRED)],
-    ),
-    "DispatchPolicy.select_mode": (
-        gd.DispatchPolicy.select_mode,
-        [("self", REQUIRED), ("key", REQUIRED), ("available_modes", REQUIRED)],
-    ),
-    "DefaultDispatchPolicy": (
-        gd.DefaultDispatchPolicy,
-        [("min_tokens_for_graph", 1), ("max_tokens_for_graph", 8192), ("prefer_piecewise", False)],
-    ),
-    "CudagraphDispatcher": (
-        gd.CudagraphDispatcher,
-        [("eager_runner", REQUIRED), ("policy", None), ("max_cached_graphs", 64)],
-    ),
-    "CudagraphDispatcher.register_graph": (
-        gd.CudagraphDispatcher.register_graph,
-        [("self", REQUIRED), ("key", REQUIRED), ("graph", REQUIRED), ("input_ptrs", None)],
-    ),
-    "CudagraphDispatcher.has_graph": (gd.CudagraphDispatcher.has_graph, [("self", REQUIRED), ("key", REQUIRED)]),
-    "CudagraphDispatcher.get_graph": (gd.CudagraphDispatcher.get_graph, [("self", REQUIRED), ("key", REQUIRED)]),
-    "CudagraphDispatcher.dispatch": (
-        gd.CudagraphDispatcher.dispatch,
-        [("self", REQUIRED), ("key", REQUIRED), ("args", REQUIRED), ("kwargs", REQUIRED)],
-    ),
-    "CudagraphDispatcher.clear_cache": (gd.CudagraphDispatcher.clear_cache, [("self", REQUIRED)]),
-    "CudagraphDispatcher.enable_mode": (gd.CudagraphDispatcher.enable_mode, [("self", REQUIRED), ("mode", REQUIRED)]),
-    "CudagraphDispatcher.disable_mode": (
-        gd.CudagraphDispatcher.disable_mode,
-        [("self", REQUIRED), ("mode", REQUIRED)],
-    ),
-    "BatchDescriptor": (
-        gd.BatchDescriptor,
-        [("num_tokens", REQUIRED), ("num_reqs", None), ("is_uniform_decode", False)],
-    ),
-    "CUDAGraphEntry.increment_replay": (gd.CUDAGraphEntry.increment_replay, [("self", REQUIRED)]),
-    "CUDAGraphEntry.replay": (gd.CUDAGraphEntry.replay, [("self", REQUIRED), ("inputs", None)]),
-    "CUDAGraphWrapper": (
-        gd.CUDAGraphWrapper,
-        [("runnable", REQUIRED), ("runtime_mode", FULL), ("options", None), ("max_cached_graphs", 100)],
-    ),
-    "AdaptiveCUDAGraphWrapper": (
-        gd.AdaptiveCUDAGraphWrapper,
-        [
-            ("runnable", REQUIRED),
-            ("runtime_mode", FULL),
-            ("options", None),
-            ("max_cached_graphs", 100),
-            ("min_replays_to_keep", 3),
-        ],
-    ),
-    "AdaptiveCUDAGraphWrapper.get_hot_shapes": (
-        gd.AdaptiveCUDAGraphWrapper.get_hot_shapes,
-        [("self", REQUIRED), ("top_k", 10)],
-    ),
-    "AdaptiveCUDAGraphWrapper.prewarm": (
-        gd.AdaptiveCUDAGraphWrapper.prewarm,
-        [("self", REQUIRED), ("shapes", REQUIRED), ("dummy_fn", REQUIRED)],
-    ),
-    "cudagraph_context": (gd.cudagraph_context, [("mode", REQUIRED), ("descriptor", None)]),
-    "get_cudagraph_sizes": (
-        gd.get_cudagraph_sizes,
-        [("capture_sizes", REQUIRED), ("max_num_reqs", REQUIRED), ("max_num_tokens", REQUIRED), ("mode", REQUIRED)],
-    ),
-    "CUDAGraphConfig.should_use_cudagraph": (
-        gd.CUDAGraphConfig.should_use_cudagraph,
-        [("self", REQUIRED), ("batch_size", REQUIRED), ("seq_len", REQUIRED)],
-    ),
-    "CUDAGraphConfig.get_padded_batch_size": (
-        gd.CUDAGraphConfig.get_padded_batch_size,
-        [("self", REQUIRED), ("batch_size", REQUIRED)],
-    ),
-    "CUDAGraphRegistry": (gd.CUDAGraphRegistry, [("config", None)]),
-    "CUDAGraphManager": (gd.CUDAGraphManager, [("config", None)]),
-    "CUDAGraphManager.reset": (gd.CUDAGraphManager.reset, [("self", REQUIRED)]),
-}
-KEYED = [("self", REQUIRED), ("batch_size", REQUIRED), ("seq_len", REQUIRED)]
-SHAPES = [("input_shapes", None), ("output_shapes", None)]
-CALLS |= {
-    "CUDAGraphRegistry.capture": (gd.CUDAGraphRegistry.capture, [*KEYED, ("capture_fn", REQUIRED), *SHAPES]),
-    "CUDAGraphRegistry.get": (gd.CUDAGraphRegistry.get, KEYED),
-    "CUDAGraphRegistry.has": (gd.CUDAGraphRegistry.has, KEYED),
-    "CUDAGraphRegistry.remove": (gd.CUDAGraphRegistry.remove, KEYED),
-    "CUDAGraphManager.should_capture": (gd.CUDAGraphManager.should_capture, KEYED),
-    "CUDAGraphManager.get_mode_for_batch": (gd.CUDAGraphManager.get_mode_for_batch, KEYED),
-    "CUDAGraphManager.capture_graph": (gd.CUDAGraphManager.capture_graph, [*KEYED, ("capture_fn", REQUIRED), *SHAPES]),
-    "CUDAGraphManager.replay_graph": (gd.CUDAGraphManager.replay_graph, [*KEYED, ("inputs", REQUIRED)]),
-    "CUDAGraphManager.execute_or_capture": (
-        gd.CUDAGraphManager.execute_or_capture,
-        [*KEYED, ("execute_fn", REQUIRED), ("inputs", REQUIRED), *SHAPES],
-    ),
-}
-MEMBERS: dict[type, set[str]] = {
-    gd.DispatchStats: {"eager", "graph", "piecewise", "fallbacks", "graph_ratio", "dispatch_time_ns"},
-    gd.CUDAGraphStats: {"captures", "replays", "hits", "misses", "fallbacks", "hit_rate"},
-    gd.MockCUDAGraph: {"capture_begin", "capture_end", "replay"},
-    gd.BatchDescriptor: {"relaxed", "non_uniform"},
-    gd.CUDAGraphEntry: {"increment_replay", "replay", "avg_replay_time_ms", "input_addresses", "output"},
-    gd.CUDAGraphConfig: {"to_dict", "from_dict", "disabled"},
-    gd.CUDAGraphRegistry: {"clear", "num_graphs"},
-    gd.CUDAGraphManager: {"mode", "is_enabled", "stats", "reset"},
-    gd.CUDAGraphWrapper: {"unwrap", "get_cached_descriptors", "clear_cache", "get_stats"},
-    gd.CUDAGraphMode: {
-        "has_graphs", "has_full_cudagraphs", "decode_mode", "mixed_mode", "separate_routine",
-    },
-}  # fmt: skip
-FIELDS = {"descriptor", "graph", "key", "capture_time_ms", "replay_count", "last_used"}
-OPTIONS = {"debug_log_enable", "gc_disable", "weak_ref_output", "validate_addresses"}
 
 
-@pytest.mark.parametrize("name", CALLS)
+def described(parameters: str) -> list[inspect.Parameter]:
+    """The parameters of a described signature."""
+    made: Callable[..., Any] = eval(f"lambda {parameters}: None", vars(gd) | {"CUDAGraphMode": gd.CUDAGraphMode})
+    return list(inspect.signature(made).parameters.values())
+
+
+def found(name: str) -> list[inspect.Parameter]:
+    """The parameters of the library's own, without ``self``."""
+    owner, _, member = name.partition(".")
+    made = getattr(gd, owner)
+    if not member:
+        return list(inspect.signature(made).parameters.values())
+    attribute = getattr(made, member)
+    parameters = list(inspect.signature(attribute).parameters.values())
+    return parameters if inspect.ismethod(attribute) else parameters[1:]  # a class method is bound
+
+
+def test_all_of_the_description_is_checked() -> None:
+    """66 signatures and 9 properties; each name is in the reference."""
+    assert (len(SIGNATURES), len(PROPERTIES)) == (66, 9)
+    owners = {name.partition(".")[0] for name in (*SIGNATURES, *PROPERTIES, *ATTRIBUTES)}
+    assert owners <= DIFFERENCES.keys() <= set(gd.__all__)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
 def test_parameters_keep_name_place_and_default(name: str) -> None:
-    """What comes after them has a default or is keyword-only."""
-    made, expected = CALLS[name]
-    parameters = list(inspect.signature(made).parameters.values())
-    assert [(p.name, p.default) for p in parameters[: len(expected)]] == expected
-    for extra in parameters[len(expected) :]:
-        assert extra.default is not REQUIRED or extra.kind is extra.KEYWORD_ONLY
+    """What comes after them has a default, is keyword-only, or takes what is left over."""
+    wanted, parameters = described(SIGNATURES[name]), found(name)
+    named = [one for one in wanted if one.kind is not one.VAR_KEYWORD]
+    for expected, one in zip(named, parameters, strict=False):
+        assert (one.name, one.kind) == (expected.name, expected.kind)
+        assert expected.default is REQUIRED or one.default == expected.default
+    assert len(parameters) >= len(wanted)
+    assert all(one.default is not REQUIRED or one.kind >= one.VAR_POSITIONAL for one in parameters[len(named) :])
+    if len(named) < len(wanted):
+        assert parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
 
 
-@pytest.mark.parametrize(("owner", "names"), MEMBERS.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_members_are_there(owner: type, names: set[str]) -> None:
-    """On the class, or on a fresh instance."""
-    missing = {name for name in names if not hasattr(owner, name)}
-    assert not missing or all(hasattr(owner(), name) for name in missing)
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_property_is_read_without_parentheses(name: str) -> None:
+    """On the class, or set when an object is made."""
+    owner, _, member = name.partition(".")
+    kind = getattr(gd, owner)
+    if not isinstance(inspect.getattr_static(kind, member, None), property):
+        made = kind(print) if owner == "CudagraphDispatcher" else kind()
+        assert not callable(getattr(made, member))
 
 
-def test_a_graph_s_entry_has_its_fields() -> None:
-    """There is one entry class, under two names."""
-    assert set(gd.CUDAGraphEntry.__dataclass_fields__) >= FIELDS
-    assert gd.GraphEntry is gd.CUDAGraphEntry
+@pytest.mark.parametrize("owner", ATTRIBUTES)
+def test_members_are_there(owner: str) -> None:
+    """On the class, as a field, or on a fresh instance."""
+    kind = getattr(gd, owner)
+    fields = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "model_fields", ())}
+    missing = {name for name in ATTRIBUTES[owner].split() if not hasattr(kind, name) and name not in fields}
+    assert not missing or all(hasattr(kind(), name) for name in missing)
 
 
-def test_options_of_the_wrapper_are_there() -> None:
-    """Logging, garbage collection, weak outputs and addresses."""
-    assert set(gd.CUDAGraphOptions.model_fields) >= OPTIONS
+def test_the_reference_is_what_the_tests_say() -> None:
+    """If this fails, run ``python -m tests.contract.described`` and read what changed."""
+    assert DOCUMENT.read_text(encoding="utf-8") == document()
+
+
+def test_streams_take_the_options_of_their_base() -> None:
+    """By name, as ``**kwargs`` of the description."""
+    base = inspect.signature(gd.CudagraphDispatcher).parameters
+    assert base.keys() <= inspect.signature(gd.StreamDispatcher).parameters.keys()
+    assert issubclass(gd.StreamDispatcher, gd.CudagraphDispatcher)
 
 
 def test_kinds_of_the_vocabulary() -> None:
@@ -165,11 +89,12 @@ def test_kinds_of_the_vocabulary() -> None:
     assert issubclass(gd.CUDAGraphMode, IntEnum)
     assert issubclass(gd.DispatchMode, Enum)
     assert issubclass(gd.DispatchPolicy, ABC)
+    assert issubclass(gd.DispatchKey, Hashable)
+    assert issubclass(gd.AdaptiveCUDAGraphWrapper, gd.CUDAGraphWrapper)
     assert {gd.DispatchKey(4, 4): 1}[gd.create_dispatch_key(4, 4)] == 1
-    assert {mode.name for mode in gd.DispatchMode} == {"EAGER", "CUDAGRAPH", "PIECEWISE", "HYBRID"}
-    assert {mode.name for mode in gd.CUDAGraphMode} == {
-        "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE",
-    }  # fmt: skip
+    assert {mode.name for mode in gd.DispatchMode} == set(ATTRIBUTES["DispatchMode"].split())
+    assert {mode.name for mode in gd.CUDAGraphMode} == set(ATTRIBUTES["CUDAGraphMode"].split())
+    assert gd.GraphEntry is gd.CUDAGraphEntry
 
 
 def test_the_registry_has_statistics() -> None:

@@ -437,4 +437,4 @@ def test_repr_is_a_status_line() -> None:
     """Mode, graphs and what was served."""
     manager = make()
     run(manager, double, 4, times=3)
-    assert repr(manager).startswith("<CUDAGraphManager FULL: 1 graphs, <CUDAGraphStats 3 calls, 33.3 % hits")
+    assert repr(manager).startswith("<CUDAGraphManager FULL: 1 graphs, <CUDAGraphStats 3 calls, 33.3 % by graphs")

@@ -100,7 +100,7 @@ def test_graph_counters_read_as_a_status_line() -> None:
     stats = CUDAGraphStats()
     stats.record_hit(4, 5)
     stats.record_eager(Reason.FIRST_SIGHTING)
-    assert repr(stats) == "<CUDAGraphStats 2 calls, 50.0 % hits, 0 captures, 20.0 % padding>"
+    assert repr(stats) == "<CUDAGraphStats 2 calls, 50.0 % by graphs, 0 captures, 20.0 % padding>"
 
 
 def test_no_count_is_lost_between_threads() -> None:
