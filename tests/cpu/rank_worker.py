@@ -199,6 +199,7 @@ def main(rank: int, world: int, folder: Path, scenarios: list[str]) -> None:
     with torch.no_grad():
         results = {scenario: SCENARIOS[scenario](rank, world) for scenario in scenarios}
     (folder / f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -109,11 +109,13 @@ def test_a_module_has_the_parameters_of_its_forward() -> None:
         (three, ("a", "b", "c")),
         (partial(three, 1), ("b", "c")),
         (nn.ReLU(), ("input",)),
+        (partial(nn.ReLU()), ("input",)),
+        (partial(partial(nn.Bilinear(2, 2, 2), torch.ones(1, 2))), ("input2",)),
         (lambda *args: args, ("args",)),
         (lambda **kwargs: kwargs, None),
         (torch.add, None),
     ],
-    ids=["function", "partial", "module", "positions", "keywords", "builtin"],
+    ids=["function", "partial", "module", "partial of a module", "bound", "positions", "keywords", "builtin"],
 )
 def test_parameter_names(fn: Callable[..., Any], names: tuple[str, ...] | None) -> None:
     """None where any name may be accepted."""

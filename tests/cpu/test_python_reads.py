@@ -49,6 +49,11 @@ def _scaled(config: Any, x: torch.Tensor) -> torch.Tensor:
     return x * config.scale
 
 
+def _variables_of_the_module() -> Case:
+    LAYERS[0].scale = 2.0
+    return lambda x: x * globals()["LAYERS"][0].scale, lambda: setattr(LAYERS[0], "scale", 3.0)
+
+
 def _first_argument_of_a_helper() -> Case:
     config = Box(scale=2.0)
     return lambda x: _scaled(config, x), lambda: setattr(config, "scale", 3.0)
@@ -271,6 +276,7 @@ READS: dict[str, Callable[[], Case]] = {
     "object in a list": _entry_of_a_list,
     "object in a dict": _entry_of_a_dict,
     "object in a global list": _global_list,
+    "globals()": _variables_of_the_module,
     "first argument of a helper": _first_argument_of_a_helper,
     "one of two objects": _conditional,
     "which of two objects": _condition,

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from graphdispatch.backends import Timer
-from graphdispatch.backends.cpu.streams import CPUStream, CPUStreams
+from graphdispatch.backends.cpu.streams import CPUStreams
+from graphdispatch.backends.cpu.threads import CPUStream
 from graphdispatch.errors import BackendError
 
 TIMEOUT_S = 30.0

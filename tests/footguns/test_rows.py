@@ -52,6 +52,8 @@ MIXED_FOR_SOME_DATA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quantization": lambda x: (x / x.abs().amax() * 127).round(),
     "rank": lambda x: (x[:, None] < x[None]).sum(1) * 1.0,
     "masked_softmax": lambda x: x.masked_fill(x == 0, -1e9).softmax(0),
+    "bounded_maximum": lambda x: x + x.clamp(min=0).amax(0).clamp(max=0.3),
+    "bounded_sum": lambda x: (x.sum(0).clamp(-1, 1) + x).tanh(),
     "capacity": lambda x: torch.where(x[:, :1].argsort(0, descending=True).argsort(0) < 3, x, 0.0),
 }
 

@@ -219,7 +219,7 @@ class Run:
                 for name in {_CALLABLES.get(step.kind, "FN") for step in program.steps} | {"FN"}
             }
         self.door = self.latest = self.doors["FN"]
-        self.buffers: dict[tuple[str, int], tuple[Tensor, ...]] = {}
+        self.buffers: dict[tuple[bool, str, int], tuple[Tensor, ...]] = {}
         self.static = options.inputs == "static"
         self.exact = program.is_exact
         self.keeps = options.outputs == "clone" and not self.static
@@ -263,12 +263,8 @@ class Run:
     def _call(self, number: int, step: Step, name: str) -> Violation | None:
         self.outcome.calls += 1
         mine, others = batch(step.rows, step.seed), batch(step.rows, step.seed)
-        if self.static:  # the caller fills the same tensors in place each time
-            others = self.buffers.setdefault((name, step.rows), tuple(value.clone() for value in others))
-            for buffer, value in zip(others, mine, strict=True):
-                buffer.copy_(value)
-                buffer.__dict__.clear()
-                buffer.__dict__.update(value.__dict__)
+        if self.static:  # the caller fills the same tensors in place each time, and state may keep them
+            mine, others = self._filled(False, name, mine), self._filled(True, name, others)
         want, error = self.want.call(getattr(self.want.module, name), mine, step.code)
         self.latest = self.doors[name]
         got, raised = self.got.call(self.latest, others, step.code)
@@ -283,6 +279,15 @@ class Run:
         if self.keeps and error is None:
             self.kept = [*self.kept[-2:], (number, want, got)]
         return None
+
+    def _filled(self, served: bool, name: str, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The caller's own tensors of these shapes, which now hold the values."""
+        buffers = self.buffers.setdefault((served, name, len(values[0])), tuple(value.clone() for value in values))
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+            buffer.__dict__.clear()
+            buffer.__dict__.update(value.__dict__)
+        return buffers
 
     def _how(self) -> str:
         return f"{'hit' if self.latest.was_hit() else 'eager'} ({self.latest.reason()})"

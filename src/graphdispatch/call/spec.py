@@ -8,6 +8,7 @@ import inspect
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeGuard
@@ -35,12 +36,18 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters)
 
 
-def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    target: Any = fn
+def _target(fn: Any) -> Any:
+    """What has the parameters of ``fn``: of a module its ``forward``, behind a partial, too."""
     if issubclass(type(fn), torch.nn.Module):
         modules = dict(vars(fn)["_modules"].items())  # of a scripted module it is no dict
-        module: Any = modules.get("_orig_mod", fn)  # what torch.compile made of a module takes anything
-        target = module.forward
+        return modules.get("_orig_mod", fn).forward  # what torch.compile made of a module takes anything
+    if type(fn) is partial:
+        return partial(_target(fn.func), *fn.args, **fn.keywords)
+    return fn
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    target = _target(fn)
     by_class = inspect.getattr_static(type(target), "__call__", None)
     for wanted in (target, *([MethodType(by_class, target)] if type(by_class) is FunctionType else [])):
         try:

@@ -1,6 +1,6 @@
 """What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -119,15 +119,15 @@ class CaptureAttempt:
         if self.eager.draws:
             self.request.backend.set_rng_state(self.eager.rng_before)
 
-    def _load(self, rows: int = 0, padding: Sequence[torch.Tensor | None] = ()) -> None:
+    def _load(self, rows: int = 0, padding: Padding | None = None) -> None:
         """Load the first ``rows`` rows (0: all). Where ``padding`` has no rows, padding is that of the pad rules."""
         request, values = self.request, self.request.values
-        if rows not in (0, request.rows):
-            parts = zip(request.inputs.specs, request.arguments(), strict=True)
+        if rows not in (0, request.rows) or (padding and padding.real):
+            parts = zip(request.inputs.specs, (padding and padding.real) or request.arguments(), strict=True)
             values = request.values_with(v if s.dim is None else v.narrow(s.dim, 0, rows) for s, v in parts)
         request.inputs.load(values, rows or request.rows, request.size)
-        if padding:
-            request.inputs.put(padding, rows, request.size)
+        if padding and padding.rows:
+            request.inputs.put(padding.rows, rows, request.size)
 
     def _warm_up(self) -> None:
         self._start_over(f"warming up with {self.request.size} rows")
@@ -285,10 +285,10 @@ class CaptureAttempt:
         stage = f"replaying {rows} rows with other padding"
         self._start_over(stage)
         if entry.mode is CUDAGraphMode.PIECEWISE or any(region.indices for region in self._warm_run.regions):
-            self._load(rows, padding.rows)
+            self._load(rows, padding)
             self._run_watched()
             if request.options.padding_writes == "refuse":
                 check_padding_writes(request, self.eager, self._writes_outside_inputs())
             self._start_over(stage)
-        self._load(rows, padding.rows)
+        self._load(rows, padding)
         self._replay(entry)

@@ -107,7 +107,8 @@ def _run_once(request: CaptureRequest) -> StateWalk:
     it was before."""
     rng_before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
-    if walk.iterator is not None:  # nobody could put them back
+    trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares_iterators=True)
+    if trace.refusal() is not None:
         return walk
     reveal_operators()
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
@@ -115,7 +116,7 @@ def _run_once(request: CaptureRequest) -> StateWalk:
         # Other views each time: state that keeps one of them is not the same after a second run.
         values = request.values_with(view.detach() for view in request.inputs.views(request.size))
         request.inputs.load(request.values, request.rows, request.size)
-        with request.backend.rehearsing(), CodeTrace(walk, within=FlatCall.__call__.__code__), effects:
+        with request.backend.rehearsing(), trace, effects:
             request.call(values)
     except Exception as error:
         request.backend.raise_if_lost(error)

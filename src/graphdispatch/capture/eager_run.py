@@ -55,14 +55,15 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     """
     before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
-    if walk.iterator is not None and not request.keep_effects:
-        error = CaptureError(
-            f"the callable holds an iterator, {walk.iterator}, which a run for the graph's sake may advance for good; "
-            "capture by calls",
-            Reason.STATE_UNSEEN,
-        )
-        return failed_result(request, None, error, "")
-    trace = CodeTrace(walk, skips_breaks=request.is_piecewise, within=FlatCall.__call__.__code__)
+    trace = CodeTrace(
+        walk,
+        skips_breaks=request.is_piecewise,
+        within=FlatCall.__call__.__code__,
+        spares_iterators=not request.keep_effects,
+    )
+    refusal = trace.refusal()
+    if refusal is not None:
+        return failed_result(request, None, refusal, "")
     reveal_operators()
     # Context variables that a run for the graph's sake sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
@@ -81,6 +82,8 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, walk)
+        if isinstance(error, CaptureError) and trace.refusal() is not None:
+            return failed_result(request, None, error, "")
         if isinstance(error, Exception) and has_run:
             return failed_result(request, answer, error, "noting what the eager run did")
         if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
@@ -91,6 +94,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
     if not request.keep_effects and (changed or drew):
         walk.restore(generators=True)
+    trace.spares_iterators = True
     return EagerRun(answer, effects, outputs, written, before, after, draws, trace, changed, drew)
 
 
@@ -147,6 +151,9 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             "as it is; return the new values instead",
             Reason.STATE_REBOUND,
         )
+    advanced = eager.trace.walk.advanced()
+    if advanced is not None:
+        raise CaptureError(f"the call advances an iterator: {advanced}; pass what it gives", Reason.STATE_UNSEEN)
     reads = StateReads(request.call.fn, eager.trace, request.roots) if eager.trace.walk.iterator is not None else None
     if reads is not None and reads.unguarded:
         raise CaptureError(f"the call reads state that no guard can compare: {reads.unguarded}", Reason.STATE_UNSEEN)

@@ -9,6 +9,7 @@ Note [what padding rows may hold]
     arguments of a padding row come from one real row, since they may belong together (the begin and end of a range).
     An argument with a pad rule of the user's keeps its rule: what padding rows hold there is what the user promised.
     With ``padding_writes="allow"`` and no pad rule of the user's all integers keep zero, which may be a scratch slot.
+    Last, the real rows themselves get small numbers, so that ``x.amax(0).clamp(max=1)`` cannot hide its padding.
 """
 
 import math
@@ -24,6 +25,7 @@ from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
+from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .eager_run import EagerRun
 from .effects import Region
@@ -36,10 +38,14 @@ _WIDEST = 20  # powers of two
 
 
 class Padding(NamedTuple):
-    """Other padding: what it is, in words, and for each argument (by index) its rows, or None for those of its rule."""
+    """Other padding: what it is, in words, and for each argument (by index) its rows, or None for those of its rule.
+
+    ``real``: what the arguments hold instead of their values; empty for their values.
+    """
 
     name: str
     rows: Sequence[torch.Tensor | None]
+    real: Sequence[torch.Tensor] = ()
 
 
 class _Value(NamedTuple):
@@ -111,6 +117,7 @@ class RowProver:
                     if is_other and padding.name != self._base.name:
                         self._replay(padding)
                         self._compare(padding.name, base, self._read())
+                self._prove_for_small_rows()
             except _DependentRowsError as found:
                 return found.proof
         return RowProof(True, self._is_deterministic is not False, untested=self._untested(alike))
@@ -126,6 +133,27 @@ class RowProver:
             reason = Reason.PADDING_WRITES_STATE if writes else Reason.VERIFICATION_FAILED
             what = str(error) if writes else f"the call raises {type(error).__name__}: {error}"
             raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
+
+    def _prove_for_small_rows(self) -> None:
+        """Once more with small numbers in the real rows: large ones may hide what padding does to them.
+
+        Not where the graph writes state: where it writes, numbers may decide.
+        """
+        request, entry = self._request, self._entry
+        parts = list(zip(request.inputs.specs, request.arguments(), strict=True))
+        real = [_small(value) if spec.dim is not None and _takes_any_value(spec) else value for spec, value in parts]
+        is_same = all(small is value for small, (_, value) in zip(real, parts, strict=True))
+        if is_same or entry.written is not None or entry.mode is not CUDAGraphMode.FULL:
+            return
+        self._base = Padding("", [], real)
+        try:
+            self._replay(self._base)
+        except _DependentRowsError:  # the callable does not take such rows
+            return
+        base = self._read()
+        for rows in _large_rows(request, self.rows):
+            self._replay(Padding("", rows, real))
+            self._compare("large numbers behind small real rows", base, self._read())
 
     def _compare(self, name: str, base: Sequence[_Value], got: Sequence[_Value]) -> None:
         for a, b in _differing(base, got):
@@ -204,13 +232,19 @@ def paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
     generator = torch.Generator().manual_seed(0)
     count, every = request.size - rows, range(len(request.inputs.specs))
     yield _other_rows(request, rows, backwards=True)
-    signs = ((torch.arange(count) % 2) * 2 - 1,) if count > 1 else (torch.ones(1), -torch.ones(1))
-    for sign in signs:
-        fill = partial(_large, sign)
-        yield Padding("large numbers", [_rows_for(request, i, count, None, fill, generator) for i in every])
+    for numbers in _large_rows(request, rows):
+        yield Padding("large numbers", numbers)
     shuffled = torch.randint(request.rows, (count,), generator=generator)
     name = "random numbers of all magnitudes"
     yield Padding(name, [_rows_for(request, i, count, shuffled, _wide, generator) for i in every])
+
+
+def _large_rows(request: CaptureRequest, rows: int) -> Iterator[list[torch.Tensor | None]]:
+    """Large padding rows of both signs, in turns where there are several."""
+    generator, count = torch.Generator().manual_seed(0), request.size - rows
+    for sign in ((torch.arange(count) % 2) * 2 - 1,) if count > 1 else (torch.ones(1), -torch.ones(1)):
+        fill = partial(_large, sign)
+        yield [_rows_for(request, i, count, None, fill, generator) for i in range(len(request.inputs.specs))]
 
 
 def _other_rows(request: CaptureRequest, rows: int, *, backwards: bool) -> Padding:
@@ -256,6 +290,11 @@ def _large(
     largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
     numbers = (torch.rand(shape, generator=generator, dtype=torch.float64) + 1).to(value.device)
     return _as_finite(numbers * signs * (4 * largest + 4), value.dtype)
+
+
+def _small(value: torch.Tensor) -> torch.Tensor:
+    wide = value.detach() if value.is_complex() else value.detach().to(torch.float64)
+    return (wide * 2.0**-10).to(value.dtype)
 
 
 def _wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator) -> torch.Tensor:

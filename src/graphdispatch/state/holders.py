@@ -5,7 +5,7 @@ Each ``read_`` function gives a dict by label, a list of entries, or bytes; its 
 
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from operator import is_
 from typing import Any, NamedTuple
@@ -73,9 +73,19 @@ class Holder(NamedTuple):
                 return f"{name} was {'added' if a is ABSENT else 'removed' if b is ABSENT else 'rebound'}"
         return " was put in another order"
 
-    def restore(self) -> None:
-        """Put back what it held."""
-        self.write(self.value, self.before)
+    @property
+    def is_by_name(self) -> bool:
+        """Whether what it holds are attributes."""
+        return getattr(self.read, "func", self.read) in (read_attributes, read_slots, read_class)
+
+    def restore(self, names: Collection[str] | None = None) -> None:
+        """Put back what it held; with ``names``, of attributes those of these names alone."""
+        held = self.before
+        if names is not None and self.is_by_name:
+            now = self.read(self.value)
+            labels = [label for label in {**held, **now} if label in (held if label.lstrip(".") in names else now)]
+            held = {label: held[label] if label.lstrip(".") in names else now[label] for label in labels}
+        self.write(self.value, held)
 
 
 def frozen(state: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..call.breaks import BREAK_CODE
+from ..errors import CaptureError
 from . import objects
 from .bytecode import CodeReads, code_reads
 from .walk import StateWalk
@@ -31,6 +32,10 @@ _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 """Where torch compiles a function before its first run. What that reads is no part of the run."""
 
 
+class _IteratorMetError(BaseException):
+    """Ends a run before code that names an iterator; ``except Exception`` of the user must not catch it."""
+
+
 class CodeTrace:
     """Enter it around runs of a callable, on the thread that makes them; several runs add up.
 
@@ -39,10 +44,24 @@ class CodeTrace:
     ``skips_breaks`` what runs inside ``eager_break`` is left out: it runs again at each replay. ``within`` is the code
     around the callable; what runs outside of it (a backend of somebody else's) is left out. A profiler that was
     written in Python goes on; under any other, ``is_blind`` says that nothing was seen.
+
+    With ``spares_iterators`` a run ends before code that did not run before while an iterator is within reach, behind
+    the variables that this code names, too: nobody could put it back. Leaving the trace raises ``CaptureError`` then.
     """
 
-    def __init__(self, walk: StateWalk, *, skips_breaks: bool = False, within: types.CodeType | None = None) -> None:
+    def __init__(
+        self,
+        walk: StateWalk,
+        *,
+        skips_breaks: bool = False,
+        within: types.CodeType | None = None,
+        spares_iterators: bool = False,
+    ) -> None:
         self.walk = walk
+        self.spares_iterators = spares_iterators
+        """Whether runs are for the graph's sake, so that they must not advance an iterator."""
+        self.spared = walk.iterator if spares_iterators else None
+        """The iterator before which a run ended, or must not begin."""
         self.codes: set[types.CodeType] = set()
         self.names: set[str] = set()
         """Names of attributes that code of the user reads."""
@@ -67,6 +86,8 @@ class CodeTrace:
         self._nested: set[types.CodeType] = set()
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
         self._depth = 0
+        self._in_breaks: set[types.CodeType] = set()
+        """Code that ran where nothing is read."""
         self._within = within
         self._inside = int(within is None)
         self._outer: Any = None
@@ -78,7 +99,13 @@ class CodeTrace:
     @property
     def touched(self) -> set[str] | None:
         """The names of all attributes that the code can have changed; None if it spells them not all."""
-        return None if self.is_blind or self.reads_whole else self.names | self.library_names
+        names = (
+            self.names | self.library_names | {name for code in self._in_breaks for name in code_reads(code).attributes}
+        )
+        spells_all = names.isdisjoint(("__setattr__", "__delattr__")) and not any(
+            reads.whole or reads.whole_self for reads in map(code_reads, self._in_breaks)
+        )
+        return names if spells_all and not self.is_blind and not self.reads_whole else None
 
     def __enter__(self) -> "CodeTrace":
         self._outer = sys.getprofile()
@@ -93,9 +120,20 @@ class CodeTrace:
             self.is_blind = True
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if sys.getprofile() in (self._note, self._note_both):
-            sys.setprofile(self._outer)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self.spared is not None or sys.getprofile() in (self._note, self._note_both):
+            sys.setprofile(self._outer)  # Python takes away a profiler that raises
+        refusal = self.refusal()
+        if refusal is not None and (error is None or isinstance(error, (Exception, _IteratorMetError))):
+            raise refusal from None
+
+    def refusal(self) -> CaptureError | None:
+        """The error of a run that must not advance the iterator ``spared``; None if there is none."""
+        if self.spared is None:
+            return None
+        from .iterators import advance_refused
+
+        return advance_refused(self.spared)
 
     def _note_both(self, frame: types.FrameType, event: str, arg: Any) -> None:
         self._outer(frame, event, arg)
@@ -119,7 +157,8 @@ class CodeTrace:
             self._skipped.add(code)
             self._depth += 1
         elif self._inside and not self._depth:
-            if code not in self.codes or code in self._whole_self:
+            is_new = code not in self.codes
+            if is_new or code in self._whole_self:
                 self.codes.add(code)
                 try:
                     self._read(code, frame)
@@ -128,11 +167,21 @@ class CodeTrace:
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
             if code not in self._whole_self:
                 self._plain[id(code)] = code
+            if is_new:
+                self._check_iterators(frame)
+        elif self._inside and code not in self._in_breaks:
+            self._in_breaks.add(code)
+            self._check_iterators(frame)
+
+    def _check_iterators(self, frame: types.FrameType) -> None:
+        if self.spares_iterators and self.walk.iterator is not None and not _is_library(frame):
+            self.spared = self.walk.iterator
+            raise _IteratorMetError
 
     def _read(self, code: types.CodeType, frame: types.FrameType) -> None:
         reads = code_reads(code)
         path = code.co_filename
-        if objects.is_library_code(frame.f_globals.get("__file__", "") if path.startswith("<") else path):
+        if _is_library(frame):
             self.library_names |= reads.attributes
             self.sets_generator |= path == torch.random.__file__
             caller = frame.f_back
@@ -166,7 +215,10 @@ class CodeTrace:
 
     def _note_variables(self, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
-        self._use(table, [name for name in reads.variables if name in table], table.get("__name__", ""))
+        used = {name for name in reads.variables if name in table}
+        if "globals" in reads.variables:  # globals()["scale"], or under any other name
+            used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
+        self._use(table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
         imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
         if "modules" in reads.attributes:  # sys.modules[__name__]
@@ -184,3 +236,8 @@ class CodeTrace:
     def _use(self, table: dict[str, Any], names: list[str], where: str) -> None:
         self.variables.setdefault(id(table), (table, set()))[1].update(names)
         self.walk.visit_variables(table, iter(names), where)
+
+
+def _is_library(frame: types.FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return objects.is_library_code(frame.f_globals.get("__file__", "") if path.startswith("<") else path)

@@ -33,6 +33,8 @@ _PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _PLAIN_CONTAINERS = frozenset({*CONTAINERS, OrderedDict})
+_SHARED = (*CONTAINERS, bytearray, array, np.ndarray)
+"""What code changes without the name of an attribute, once it has got hold of it."""
 _bytes_of = methodcaller("tobytes")
 Edges = Iterator[tuple[str, Any]]
 
@@ -59,6 +61,9 @@ class StateWalk:
         self._holders: list[Holder] = []
         self._variables: dict[int, dict[str, Any]] = {}
         self._generators: list[Holder] = []
+        self._iterators: list[tuple[Any, Callable[[], Any], Any]] = []
+        self._again: list[tuple[Any, Any]] = []
+        """Containers that it met once more, with the other path."""
         for root in roots:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
@@ -71,7 +76,11 @@ class StateWalk:
         pending, seen = [(value, path)], self._seen
         while pending:
             value, path = pending.pop()
-            if id(value) in seen or self._kinds[type(value)].is_opaque:
+            if id(value) in seen:
+                if issubclass(type(value), _SHARED):
+                    self._again.append((value, path))
+                continue
+            if self._kinds[type(value)].is_opaque:
                 continue
             if len(seen) >= self._most:
                 self.overflow = self.overflow or _text(path)
@@ -116,22 +125,44 @@ class StateWalk:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
         return next((_text(holder.path) for holder in self._generators if holder.change() is not None), None)
 
+    def advanced(self) -> str | None:
+        """Which iterator is not as far as it was when it was met, or None. Of some kinds that cannot be seen."""
+        return next((_text(path) for path, read, before in self._iterators if read() != before), None)
+
     def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
         """Put back everything that is not as it was met, and random generators only if told so: others may use them.
 
-        With ``names``, only what lies behind attributes of these names: code that spells no others did not change the
-        rest, and another thread may have. Raises the first error of what cannot be put back, once all else is.
+        With ``names``, only attributes of these names, and what containers hold that some way of such names leads to:
+        code that spells no others did not change the rest, and another thread may have. Raises the first error of what
+        cannot be put back, once all else is.
         """
         failed: Exception | None = None
         for holder in (*self._holders, *(self._generators if generators else ())):
             try:
-                how = holder.change()
-                if how is not None and (names is None or _attributes_in(holder.path, how) <= set(names)):
-                    holder.restore()
+                is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.is_by_name
+                if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
+                    holder.restore(names)
             except Exception as error:
                 failed = failed or error
         if failed is not None:
             raise failed
+
+    def _is_reached(self, holder: Holder, names: Collection[str], asked: set[int]) -> bool:
+        """Whether code that spells only these names can come to a container: by one of the ways that lead to it."""
+        if id(holder) in asked:
+            return False
+        asked.add(id(holder))
+        for parent, label in (holder.path, *(path for value, path in self._again if value is holder.value)):
+            outer = None
+            while parent and outer is None and f"{label}".startswith("["):
+                outer = next((other for other in self._holders if other.path is parent), None)
+                parent, label = parent
+            if outer is not None:
+                if self._is_reached(outer, names, asked):
+                    return True
+            elif not f"{label}".startswith(".") or label[1:] in names:
+                return True
+        return False
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -229,6 +260,9 @@ class StateWalk:
                 yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
         if kinds[kind].iterates:
             self.iterator = self.iterator or _text(path)
+            from .iterators import progress
+
+            self._iterators.append((path, partial(progress, value), progress(value)))
         yield "", kind
 
     def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
@@ -290,17 +324,6 @@ class StateWalk:
         self._generators.append(
             Holder(path, generator, lambda _: freeze(read()), lambda *_: write(saved), freeze(saved))
         )
-
-
-def _attributes_in(path: Any, how: str) -> set[str]:
-    """The names of the attributes on the way to what changed, without the first part of the path."""
-    labels = [how.partition(" was ")[0]]
-    while path and path[0]:
-        path, label = path
-        labels.append(f"{label}")
-    # Operators change a tensor's own attributes without their names.
-    names = {label[1:] for label in labels if label.startswith(".") and label[1:].isidentifier()}
-    return names - {"data", "grad", "requires_grad"}
 
 
 def _text(path: Any) -> str:

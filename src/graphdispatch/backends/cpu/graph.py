@@ -17,7 +17,7 @@ from .kernels import in_place_method
 from .planner import lay_out, prune
 from .program import Program, Step, below_autograd, run_and_copy, run_collective, tell
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
-from .streams import CPUStream, CPUStreams, InlineStream
+from .streams import CPUStreams, InlineStream
 
 __all__ = ["CPUGraph", "CPUPool"]
 
@@ -66,16 +66,14 @@ class CPUPool(Pool):
         """
         current, last = self._here.stream, self._last_stream
         if current is not last:
-            if isinstance(last, CPUStream):
-                current.after(last.end())
+            current.after(last.end())
             self._last_stream = current
         if current is not self._default:
             current.synchronize()
 
     def is_idle(self) -> bool:
         """Whether no replay is queued on the stream that last used the pool."""
-        last = self._last_stream
-        return not isinstance(last, CPUStream) or last.end().done.is_set()
+        return self._last_stream.end().done.is_set()
 
     def close(self) -> None:
         """Do nothing: an arena is freed with its last graph."""

@@ -1,0 +1,46 @@
+"""How far iterators are, and what refuses to advance them. Loaded only where a callable reaches one."""
+
+import gc
+import types
+import warnings
+from contextlib import suppress
+from typing import Any
+
+from ..errors import CaptureError
+from ..reasons import Reason
+from . import objects
+
+__all__ = ["advance_refused", "progress"]
+
+
+def advance_refused(name: str) -> CaptureError:
+    """The error of a run that somebody wants for the graph alone, and that would advance an iterator."""
+    return CaptureError(
+        f"a run for the graph's sake would advance an iterator for good: {name}; pass what it gives as an argument, "
+        "or capture by calls",
+        Reason.STATE_UNSEEN,
+    )
+
+
+def progress(iterator: Any) -> Any:
+    """How far an iterator is, as plain data, without a step. Equal: as far, or of a kind that does not tell."""
+    is_generator = issubclass(type(iterator), types.GeneratorType)
+    frame = iterator.gi_frame if is_generator else None
+    if frame is not None:
+        return [frame.f_lasti, *map(_place, gc.get_referents(iterator))]
+    parts: Any = ()
+    if not is_generator and not objects.user_classes(type(iterator)):
+        with warnings.catch_warnings(), suppress(TypeError):
+            warnings.simplefilter("ignore")  # Python means to take this away from itertools
+            parts = iterator.__reduce__()
+    return [_place(part) for part in parts[1:]] or [_place(part) for part in gc.get_referents(iterator)]
+
+
+def _place(part: Any) -> Any:
+    if objects.Kinds()[type(part)].iterates:
+        return progress(part)
+    if issubclass(type(part), tuple):
+        return [_place(inner) for inner in part]
+    if issubclass(type(part), list):  # made anew for some kinds
+        return len(part)
+    return repr(part) if issubclass(type(part), objects.CONSTANTS) else id(part)
