@@ -62,6 +62,7 @@ def test_a_wrapper_has_every_attribute_of_its_runnable() -> None:
     assert wrapper.in_features == 3
     with pytest.raises(AttributeError, match="nothing"):
         _ = wrapper.nothing
+    assert list(gd.graphed(torch.nn.Linear(3, 3), dynamic={"input": 0})._parameters) == ["weight", "bias"]
     with pytest.raises(AttributeError):
         _ = gd.CUDAGraphWrapper.__new__(gd.CUDAGraphWrapper)._parameters
 

@@ -367,7 +367,8 @@ class Graphed(Lifecycle, Generic[P, R]):
         return self._server.fn
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        # Protocols (copying, tensors, arrays) ask an object itself; and half-made there is no callable.
+        if (name.startswith("__") and name.endswith("__")) or name in Graphed.__slots__:
             raise AttributeError(name)
         return getattr(self._server.fn, name)
 
