@@ -1,9 +1,11 @@
 """Python that a graph cannot see: numbers, counters, hooks, global variables."""
 
 import ctypes
+import gc
 import os
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import Reason
+from graphdispatch import Reason, graphed
 
 from ..doors.door import Door
 from ..doors.features import needs
@@ -524,3 +526,36 @@ def test_generator_put_back_instead(settled: Settle) -> None:
     for _ in range(step.calls):
         torch.rand(3, generator=theirs)
     assert torch.equal(step(torch.randn(4, 3)), torch.rand(3, generator=theirs).expand(4, 3))
+
+
+class Owner:
+    """Lives as long as somebody holds it."""
+
+    scale = 2.0
+
+
+def test_weakly_held_object(settled: Settle) -> None:
+    """LIMIT: a graph holds what its callable reads, so that an object which only weak references hold lives on."""
+    owner = Owner()
+    reference = weakref.ref(owner)
+    step = settled(lambda x: x * (0.0 if reference() is None else 2.0))
+    del owner
+    gc.collect()
+    assert reference() is not None
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2.0)
+
+
+def test_weakly_held_object_instead() -> None:
+    """``invalidate()`` lets it go, and later calls see that it has gone."""
+    owner = Owner()
+    reference = weakref.ref(owner)
+    step = graphed(lambda x: x * (0.0 if reference() is None else 2.0), dynamic={"x": 0}, sizes=(4,))
+    for _ in range(4):
+        step(torch.randn(4, 3))
+    assert step.stats.hits
+    del owner
+    step.invalidate("the owner goes")
+    gc.collect()
+    for _ in range(4):
+        assert not step(torch.randn(4, 3)).any()

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from graphdispatch import Reason, StaleOutputError
+from graphdispatch import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, Reason, StaleOutputError
 
 from ..doors.door import Door
 from ..doors.features import needs
@@ -142,3 +143,41 @@ def test_output_rows_unknown(tried: Settle) -> None:
     step = tried(lambda x: torch.cat([x, x[:1]]))
     assert step(torch.randn(3, 3)).shape == (4, 3)
     step.check(Reason.OUTPUT_ROWS_UNKNOWN)
+
+
+def test_output_unwritten(settled: Settle) -> None:
+    """Columns that nothing wrote hold anything, as eager's do; the written ones are eager's."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), 6)
+        out[:, :3] = x * 2
+        return out
+
+    step = settled(fn)
+    for rows in step.order:
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x)[:, :3], x * 2)
+
+
+def _with_noise(x: torch.Tensor) -> torch.Tensor:
+    """Two real rows; what the others give differs in each run, as that of attention over slots of nobody."""
+    noise = torch.from_numpy(np.random.default_rng().random((len(x) - 2, 3))).float()
+    return torch.cat([x[:2] * 2, x[2:] + noise])
+
+
+def test_rows_padded_by_caller(tried: Settle) -> None:
+    """A batch that the caller padded is compared whole, and rows that differ from run to run keep it eager."""
+    step = tried(_with_noise)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x)[:2], x[:2] * 2)
+    step.check(Reason.VERIFICATION_FAILED)
+
+
+def test_rows_padded_by_caller_instead() -> None:
+    """Told how many rows are real, the wrapper compares these alone."""
+    wrapper = CUDAGraphWrapper(_with_noise)
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        out = wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL, rows=2)
+        assert torch.equal(out[:2], x[:2] * 2)
+    assert wrapper.get_stats().hits
