@@ -18,7 +18,7 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/
 # One process for each core. A process that has run its share takes tests from the others, so that all end together.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test fuzz gpu-test gpu-emulated gpu-bench bench lint format types check clean
+.PHONY: demo test fuzz gpu-test gpu-emulated gpu-bench bench native-check lint format types check clean
 
 demo: $(VENV)/.native
 	@$(BIN)/graphdispatch demo $(ARGS)
@@ -55,6 +55,16 @@ gpu-emulated:
 	@LD_PRELOAD=$(EMULATOR)/libcudart.so.13 LD_LIBRARY_PATH=$(EMULATOR) GRAPHDISPATCH_TEST_DEVICE=cuda \
 		$(GPU_PYTHON) -m pytest -p emulated_cuda tests/gpu tests/conformance tests/property/test_piecewise.py \
 		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
+
+# The native core under the address and undefined-behaviour sanitizers, in a copy of the sources. It needs g++.
+SANITIZED := build/sanitized
+native-check: $(VENV)/.test
+	@rm -rf $(SANITIZED) && mkdir -p build && cp -r src $(SANITIZED)
+	@CXX=g++ $(BIN)/python $(SANITIZED)/graphdispatch/native/build.py -O1 -g -fno-omit-frame-pointer \
+		-fsanitize=address,undefined -fno-sanitize-recover=all
+	@ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
+		LD_PRELOAD="$$(for name in libasan libubsan libstdc++; do g++ -print-file-name=$$name.so; done | tr '\n' ' ')" \
+		$(BIN)/python -m pytest tests/native $(ARGS)
 
 gpu-bench:
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)

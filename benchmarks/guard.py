@@ -1,9 +1,13 @@
 """What comparing the weights on each call costs, by how many there are."""
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
+from graphdispatch.state.guards import StateGuard
 
 from .timing import Effort, Row, row
 
@@ -34,7 +38,19 @@ def rows(effort: Effort) -> list[Row]:
         guarded, free = _settled(layers, guard=True), _settled(layers, guard=False)
         case = f"{2 * layers:4} parameters in {layers + 2:4} modules"
         found.append(row(case, lambda step=guarded: step(x), lambda step=free: step(x), effort.turns))  # type: ignore[misc]
+    for layers in _LAYERS[1:]:
+        guard = StateGuard(_Model(layers).eval())
+        if guard.holds() and guard.native is not None:
+            case = f"{2 * layers:4} parameters: one check, native over Python"
+            found.append(row(case, guard.native.holds, _python_check(guard), effort.turns))
     return found
+
+
+def _python_check(guard: StateGuard) -> Callable[[], bool]:
+    """A check of the same guard by Python alone."""
+    alone = copy.copy(guard)
+    alone.native, alone._due = None, 0
+    return alone.holds
 
 
 def _settled(layers: int, *, guard: bool) -> Graphed[[Tensor], Tensor]:

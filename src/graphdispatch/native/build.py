@@ -1,7 +1,7 @@
 """Compiles C++ sources to extension modules of Python.
 
 It imports neither torch nor graphdispatch, so that the build hook of the package can load this file alone. As a script
-it compiles the core in place, unless that is newer than its sources.
+it compiles the core in place, unless that is newer than its sources; its arguments are more flags for the compiler.
 """
 
 import os
@@ -73,8 +73,8 @@ def _is_fresh() -> bool:
 
 
 if __name__ == "__main__":
-    if not _is_fresh():
+    if sys.argv[1:] or not _is_fresh():
         try:
-            compile_core()
+            compile_core(sys.argv[1:])
         except CompileError as problem:
             print(f"graphdispatch runs without its native core: {problem}", file=sys.stderr)
