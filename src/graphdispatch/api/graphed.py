@@ -6,7 +6,7 @@ tells them apart; the server does the rest.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -216,7 +216,8 @@ class Graphed(Lifecycle, Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         route = self._decode if self._uniform_decode is None else self._route(args, kwargs)
-        return cast(R, self._server.serve(route, args, kwargs))
+        answer: R = self._server.serve(route, args, kwargs)
+        return answer
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:
         if self._uniform_decode is None or self._uniform_decode(*args, **kwargs):

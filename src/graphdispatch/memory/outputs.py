@@ -159,6 +159,18 @@ class Outputs:
         parts = list(zip(cut, self._is_own, strict=True))
         return lambda: build([tensor.clone() if own else tensor for tensor, own in parts])
 
+    def parts(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:
+        """What the core hands out for ``rows`` real rows: clones of the tensors that are the graph's own, the others as
+        they are, and whether in a tuple. Empty where only ``taker`` can."""
+        if (
+            self.buffers is not None
+            or self._mode != "clone"
+            or self._build not in (_only, tuple)
+            or not any(self._is_own)
+        ):
+            return ()
+        return tuple(self.peek(rows)), self._is_own, self._build is tuple
+
     def _copier(self, cut: list[torch.Tensor], buffers: OutputBuffers) -> Callable[[], Any]:
         """Copies into the next set of buffers, and hands that out."""
         copies: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = []

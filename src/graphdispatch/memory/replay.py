@@ -40,7 +40,10 @@ class ReplayPlan:
         self._take = entry.outputs.taker(rows)
         self._watched = entry.inputs.positions if entry.writes_outside else ()
         inputs = entry.inputs if entry.inputs.specs else None
-        self.native = CORE and CORE.Plan(self, entry, rows, self._size, inputs, self._take, self._watched)
+        self.native: Any = None
+        if CORE is not None:
+            parts = entry.outputs.parts(rows)
+            self.native = CORE.Plan(self, entry, rows, self._size, inputs, self._take, self._watched, *parts)
         """The same replay in the core, which calls Python for every unusual case; None where there is no core."""
 
     def clash(self, values: Sequence[Any]) -> str | None:

@@ -7,7 +7,7 @@ import torch
 
 __all__ = ["find_ambient"]
 
-_FACTS = ("inference mode", "autocast", "requires_grad", "lazy views")
+_FACTS = ("inference mode", "autocast", "requires_grad", "lazy views", "clones")
 _CPU = 0  # the number of the device type
 
 
@@ -24,7 +24,8 @@ def find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
     with torch.inference_mode():
         made_there = torch.zeros(2)
     asked = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype)
-    core.find_ambient(library, asked, plain, *lazy, made_there)
+    bindings = library.replace("libtorch_cpu", "libtorch_python")
+    core.find_ambient(library, bindings, asked, plain, *lazy, made_there)
     samples = [*((t, True) for t in (*plain, trained, made_there)), *((t, False) for t in lazy)]
     was = torch.is_autocast_enabled("cpu")
     wrong: set[int] = set()
@@ -33,8 +34,8 @@ def find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
             torch.set_autocast_enabled("cpu", autocast)
             with torch.inference_mode(inference):
                 for tensor, is_plain in samples:
-                    told = core.read_ambient(tensor, _CPU)
-                    true = (inference, autocast, tensor.requires_grad, is_plain)
+                    told = (*core.read_ambient(tensor, _CPU), True)
+                    true = (inference, autocast, tensor.requires_grad, is_plain, _is_clone(core, tensor, is_plain))
                     wrong.update(place for place in range(len(_FACTS)) if told[place] is not true[place])
     except RuntimeError:  # a torch that refuses one of the states
         wrong.update(range(len(_FACTS)))
@@ -43,3 +44,19 @@ def find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
     for place in wrong:
         core.forget_ambient(place)
     return tuple(_FACTS[place] for place in sorted(wrong))
+
+
+def _is_clone(core: ModuleType, tensor: torch.Tensor, is_plain: bool) -> bool:
+    """Whether the core's copy of a tensor is what torch's is; of a lazy view it makes none."""
+    with torch.no_grad():
+        made, true = core.try_clone(tensor), tensor.clone()
+    if not (is_plain and tensor.is_contiguous()):
+        return made is None
+    figures = ("shape", "dtype", "requires_grad", "grad_fn")
+    return (
+        type(made) is torch.Tensor
+        and all(getattr(made, name) == getattr(true, name) for name in figures)
+        and (made.stride(), made.is_inference()) == (true.stride(), true.is_inference())
+        and made.data_ptr() != tensor.data_ptr()
+        and bool(torch.equal(made, true))
+    )

@@ -39,10 +39,30 @@ bool tells_keys(Py_ssize_t offset, PyObject* plain, PyObject* negative, PyObject
          (conjugated & word) == word && conjugated != negated && bare && bare != word && (bare & word) == bare;
 }
 
+template <typename Function>
+void find(void* handle, const char* name, Function*& target) {
+  target = reinterpret_cast<Function*>(dlsym(handle, name));
+}
+
+// What clone() calls: all of it, or nothing.
+void find_clone(const char* library, const char* bindings) {
+  void *torch = dlopen(library, RTLD_LAZY | RTLD_NOLOAD), *python = dlopen(bindings, RTLD_LAZY | RTLD_NOLOAD);
+  if (!torch || !python) return;
+  find(torch, "_ZN3c104impl21dispatch_mode_enabledEv", ambient.dispatch_mode);
+  find(torch, "_ZN2at4impl27torch_function_mode_enabledEv", ambient.function_mode);
+  find(torch, "aoti_torch_empty_strided", ambient.empty);
+  find(torch, "aoti_torch_delete_tensor_object", ambient.drop);
+  find(torch, "aoti_torch_dtype_element_size", ambient.element_size);
+  find(python, "_Z16THPVariable_WrapRKN2at10TensorBaseE", ambient.wrap);
+  if (!ambient.dispatch_mode || !ambient.function_mode || !ambient.empty || !ambient.drop || !ambient.element_size) {
+    ambient.wrap = nullptr;
+  }
+}
+
 PyObject* find_ambient(PyObject*, PyObject* args) {
-  const char* library;
+  const char *library, *bindings;
   PyObject *asked, *plain, *negative, *conjugate, *inference;
-  if (!PyArg_ParseTuple(args, "sO!O!OOO", &library, &PyTuple_Type, &asked, &PyTuple_Type, &plain, &negative,
+  if (!PyArg_ParseTuple(args, "ssO!O!OOO", &library, &bindings, &PyTuple_Type, &asked, &PyTuple_Type, &plain, &negative,
                         &conjugate, &inference)) {
     return nullptr;
   }
@@ -53,12 +73,11 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
   requires_grad_name = PyUnicode_InternFromString("requires_grad");
   if (!requires_grad_name) return nullptr;
   if (void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD)) {
-    ambient.inference_mode = reinterpret_cast<bool (*)()>(dlsym(handle, "_ZN3c1013InferenceMode10is_enabledEv"));
-    ambient.autocast =
-        reinterpret_cast<bool (*)(int8_t)>(dlsym(handle, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE"));
-    ambient.requires_grad =
-        reinterpret_cast<bool (*)(const void*)>(dlsym(handle, "_ZNK3c1010TensorImpl13requires_gradEv"));
+    find(handle, "_ZN3c1013InferenceMode10is_enabledEv", ambient.inference_mode);
+    find(handle, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE", ambient.autocast);
+    find(handle, "_ZNK3c1010TensorImpl13requires_gradEv", ambient.requires_grad);
   }
+  find_clone(library, bindings);
   int found = 0;
   for (Py_ssize_t offset = sizeof(void*); offset < kMostBytes; offset += sizeof(void*)) {
     if (!tells_keys(offset, plain, negative, conjugate, inference)) continue;
@@ -86,12 +105,19 @@ PyObject* read_ambient(PyObject*, PyObject* args) {
   return Py_BuildValue("(NNNN)", found[0], found[1], found[2], found[3]);
 }
 
+// The copy that clone() makes of a plain tensor, or None.
+PyObject* try_clone(PyObject*, PyObject* tensor) {
+  PyObject* made = is_plain_tensor(tensor) ? clone(tensor) : nullptr;
+  return made ? made : Py_NewRef(Py_None);
+}
+
 PyObject* forget_ambient(PyObject*, PyObject* place) {
   switch (PyLong_AsLong(place)) {
     case 0: ambient.inference_mode = nullptr; break;
     case 1: ambient.autocast = nullptr; break;
     case 2: ambient.requires_grad = nullptr; break;
     case 3: ambient.keys = 0; break;
+    case 4: ambient.wrap = nullptr; break;
     default: return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "there is no such fact");
   }
   Py_RETURN_NONE;
@@ -110,18 +136,47 @@ int in_autocast(int device, PyObject* name) {
 
 PyObject* autocast_dtype(PyObject* name) { return PyObject_CallOneArg(ask_autocast_dtype, name); }
 
-int requires_grad(PyObject* tensor) {
+PyObject* clone(PyObject* tensor) {
+  constexpr int64_t kMostBytes = 256 * 1024;
+  if (!ambient.wrap || ambient.dispatch_mode() || ambient.function_mode() || !is_plain_host(tensor)) return nullptr;
+  void *handle = handle_of(tensor), *made = nullptr, *source = nullptr, *target = nullptr;
+  bool is_contiguous = false;
+  int64_t dims = 0, numel = 0, *sizes = nullptr, *strides = nullptr;
+  if (shim.is_contiguous(handle, &is_contiguous) || !is_contiguous || shim.dim(handle, &dims) ||
+      shim.numel(handle, &numel) || shim.sizes(handle, &sizes) || shim.strides(handle, &strides) ||
+      shim.data_ptr(handle, &source)) {
+    return nullptr;
+  }
+  int32_t dtype = 0;
+  shim.dtype(handle, &dtype);
+  const int64_t nbytes = numel * static_cast<int64_t>(ambient.element_size(dtype));
+  if (nbytes > kMostBytes || (nbytes && !source)) return nullptr;
+  constexpr int32_t kHost = 0;
+  if (ambient.empty(dims, sizes, strides, dtype, kHost, 0, &made)) return nullptr;
+  PyObject* result = nullptr;
+  if (!shim.data_ptr(made, &target) && (target || !nbytes)) {
+    if (nbytes) std::memcpy(target, source, static_cast<size_t>(nbytes));
+    result = ambient.wrap(made);
+    if (!result) PyErr_Clear();
+  }
+  ambient.drop(made);
+  return result;
+}
+
+int needs_gradient(PyObject* tensor) {
   if (ambient.requires_grad) return ambient.requires_grad(impl_of(tensor));
   return truth_of(PyObject_GetAttr(tensor, requires_grad_name));
 }
 
 PyMethodDef ambient_methods[] = {
     {"find_ambient", find_ambient, METH_VARARGS,
-     "find_ambient(library, asked, plain, negative, conjugate, inference)\n--\n\nLook up what tells the thread's modes "
+     "find_ambient(library, bindings, asked, plain, negative, conjugate, inference)\n--\n\nLook up what tells the thread's modes "
      "and a tensor's flags; `asked` are the functions of Python that are asked instead."},
     {"read_ambient", read_ambient, METH_VARARGS,
      "read_ambient(tensor, device)\n--\n\nWhat the core itself tells: inference mode, autocast of a device's number, "
      "whether the tensor requires a gradient, and whether it is plain memory of the host; None where it must ask."},
+    {"try_clone", try_clone, METH_O,
+     "try_clone(tensor)\n--\n\nWhat tensor.clone() gives, or None where torch has to be asked."},
     {"forget_ambient", forget_ambient, METH_O,
      "forget_ambient(place)\n--\n\nAsk Python from now on for one of the facts of read_ambient, by its place."},
     {nullptr, nullptr, 0, nullptr},

@@ -13,6 +13,12 @@ struct Ambient {
   bool (*inference_mode)() = nullptr;           // c10::InferenceMode::is_enabled
   bool (*autocast)(int8_t) = nullptr;           // at::autocast::is_autocast_enabled
   bool (*requires_grad)(const void*) = nullptr; // c10::TensorImpl::requires_grad
+  bool (*dispatch_mode)() = nullptr;            // c10::impl::dispatch_mode_enabled
+  bool (*function_mode)() = nullptr;            // at::impl::torch_function_mode_enabled
+  PyObject* (*wrap)(const void*) = nullptr;     // THPVariable_Wrap
+  int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**) = nullptr;
+  size_t (*element_size)(int32_t) = nullptr;    // aoti_torch_dtype_element_size
+  int32_t (*drop)(void*) = nullptr;             // aoti_torch_delete_tensor_object
   Py_ssize_t keys = 0;                          // where a TensorImpl has its set of dispatch keys; 0: unknown
   uint64_t plain = 0, plain_inference = 0;      // that of a CPU tensor, and of one made in inference mode
 };
@@ -28,7 +34,11 @@ int in_autocast(int device, PyObject* name);
 PyObject* autocast_dtype(PyObject* name);
 
 // Whether a plain tensor requires a gradient; -1 with an error of Python.
-int requires_grad(PyObject* tensor);
+int needs_gradient(PyObject* tensor);
+
+// What tensor.clone() gives, for a small contiguous plain tensor on the host, with gradients off: a new reference. Null
+// where torch has to be asked, as wherever somebody watches operators; then no error is set.
+PyObject* clone(PyObject* tensor);
 
 // The dispatch keys of a tensor; 0 if they are unknown.
 inline uint64_t keys_of(PyObject* tensor) {

@@ -257,7 +257,7 @@ int guard_trainable(PyObject* guard) {
   const Guard* self = reinterpret_cast<Guard*>(guard);
   if (self->is_dead || self->trains < 0) return -1;
   for (size_t i = 0; self->trains && i < self->parts.tensors.size(); ++i) {
-    const int answer = requires_grad(self->parts.tensors[i].tensor);
+    const int answer = needs_gradient(self->parts.tensors[i].tensor);
     if (answer < 0) PyErr_Clear();
     if (answer) return answer;
   }

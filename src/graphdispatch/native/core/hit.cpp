@@ -82,7 +82,7 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   for (Py_ssize_t i = 0; is_plain && i < values.count(); ++i) {
     PyObject* value = values[i];
     if (is_plain_tensor(value)) {
-      const int required = requires_grad(value);
+      const int required = needs_gradient(value);
       if (required) return required;
     } else {
       is_plain = is_constant(value);

@@ -169,6 +169,26 @@ bool load(PlanObject* self, Values& values) {
   return true;
 }
 
+// A part of the outputs as it is handed out: a clone, or the tensor itself.
+PyObject* hand_out(PyObject* tensor, PyObject* is_own) {
+  if (is_own != Py_True) return Py_NewRef(tensor);
+  PyObject* made = is_plain_tensor(tensor) ? clone(tensor) : nullptr;
+  return made ? made : call(tensor, names.clone);
+}
+
+// What Outputs.taker hands out.
+PyObject* take(PlanObject* self) {
+  if (!self->parts) return PyObject_CallNoArgs(self->take);
+  if (!self->is_tuple) return hand_out(PyTuple_GET_ITEM(self->parts, 0), PyTuple_GET_ITEM(self->is_own, 0));
+  Ref result(PyTuple_New(PyTuple_GET_SIZE(self->parts)));
+  for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(self->parts); ++i) {
+    PyObject* part = hand_out(PyTuple_GET_ITEM(self->parts, i), PyTuple_GET_ITEM(self->is_own, i));
+    if (!part) return nullptr;
+    PyTuple_SET_ITEM(result.get(), i, part);
+  }
+  return result.release();
+}
+
 // Pool.order_after_last_use.
 bool order(PlanObject* self) {
   if (self->streams && item(self->pool_dict, names._last_stream) == self->stream) {
@@ -215,7 +235,7 @@ PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
   PyObject* graph = item(self->entry_dict, names.graph);
   if (!graph) return run_by_python(self, values, stats);
   Ref result;
-  if (load(self, values) && Ref(call(Ref::of(graph).get(), names.replay))) result = Ref(PyObject_CallNoArgs(self->take));
+  if (load(self, values) && Ref(call(Ref::of(graph).get(), names.replay))) result = Ref(take(self));
   if (!result) {
     fail(self);
     return nullptr;

@@ -42,9 +42,11 @@ struct PlanObject {
   PyObject* streams;  // the thread-local with the thread's stream; null: the pool is asked
   PyObject* stream;   // which stream needs no ordering, if it used the pool last
   PyObject* targets;  // a list of tensors; null until the first run, and where Python loads
+  PyObject* parts;    // the outputs as they lie in the graph's memory, where clones are handed out; else null
+  PyObject* is_own;   // of each, whether it is the graph's memory; another one is handed out as it is
   PyObject* watched;  // the places of arguments that may share memory with what the graph writes
   int64_t rows, size;
-  bool is_prepared, follows_data, copies_bytes;
+  bool is_prepared, is_tuple, follows_data, copies_bytes;
   std::vector<Copy>* copies;
 };
 

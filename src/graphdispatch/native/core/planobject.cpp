@@ -40,10 +40,15 @@ bool read_pool(PlanObject* self) {
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *plan, *entry, *inputs, *take, *watched;
+  PyObject *plan, *entry, *inputs, *take, *watched, *parts = nullptr, *is_own = nullptr;
   long long rows, size;
-  if (!PyArg_ParseTuple(args, "OOLLOOO!", &plan, &entry, &rows, &size, &inputs, &take, &PyTuple_Type, &watched)) {
+  int is_tuple = 0;
+  if (!PyArg_ParseTuple(args, "OOLLOOO!|O!O!p", &plan, &entry, &rows, &size, &inputs, &take, &PyTuple_Type, &watched,
+                        &PyTuple_Type, &parts, &PyTuple_Type, &is_own, &is_tuple)) {
     return nullptr;
+  }
+  if (parts && (!is_own || PyTuple_GET_SIZE(parts) != PyTuple_GET_SIZE(is_own) || !PyTuple_GET_SIZE(parts))) {
+    return PyErr_Format(PyExc_ValueError, "as many flags as outputs, and at least one");
   }
   Ref made(type->tp_alloc(type, 0));
   auto* self = reinterpret_cast<PlanObject*>(made.get());
@@ -54,6 +59,9 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->inputs = Py_NewRef(inputs);
   self->take = Py_NewRef(take);
   self->watched = Py_NewRef(watched);
+  self->parts = Py_XNewRef(parts);
+  self->is_own = Py_XNewRef(is_own);
+  self->is_tuple = is_tuple;
   self->rows = rows;
   self->size = size;
   self->rows_object = PyLong_FromLongLong(rows);
@@ -66,7 +74,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 #define GD_REFERENCES(VISIT)                                                                                    \
   VISIT(plan) VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(entry_dict)           \
   VISIT(pool_dict) VISIT(inputs_dict) VISIT(acquire) VISIT(release) VISIT(backend) VISIT(watch) VISIT(here)     \
-  VISIT(streams) VISIT(stream) VISIT(targets) VISIT(watched)
+  VISIT(streams) VISIT(stream) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<PlanObject*>(object);
