@@ -23,8 +23,25 @@ Outcome outcome(int truth) {
   return truth == 1 ? Outcome::kServed : truth == 0 ? Outcome::kMissed : Outcome::kRaised;
 }
 
+// Whether a key is the spelling of a call, by the identity of the names; another one may be equal still.
+bool is_spelling(const Call& call, PyObject* key) {
+  const Py_ssize_t keywords = PyDict_GET_SIZE(call.kwargs);
+  if (!PyTuple_CheckExact(key) || PyTuple_GET_SIZE(key) != 1 + keywords) return false;
+  if (PyLong_AsSsize_t(PyTuple_GET_ITEM(key, 0)) != PyTuple_GET_SIZE(call.args)) return false;
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0, i = 1; PyDict_Next(call.kwargs, &at, &name, &value); ++i) {
+    if (PyTuple_GET_ITEM(key, i) != name) return false;
+  }
+  return true;
+}
+
 // The spelling of a call: (number of positional arguments, *keywords).
 Ref spelling_of(const Call& call) {
+  const Ref spellings = attribute(call.route, names.spellings);
+  if (!spellings || !PyDict_Check(spellings.get())) return Ref();
+  PyObject *first, *found;
+  Py_ssize_t begin = 0;
+  if (PyDict_Next(spellings.get(), &begin, &first, &found) && is_spelling(call, first)) return Ref::of(found);
   const Py_ssize_t keywords = PyDict_GET_SIZE(call.kwargs);
   const Ref key(PyTuple_New(1 + keywords));
   PyObject* count = key ? PyLong_FromSsize_t(PyTuple_GET_SIZE(call.args)) : nullptr;
@@ -34,8 +51,6 @@ Ref spelling_of(const Call& call) {
   for (Py_ssize_t at = 0, i = 1; i <= keywords && PyDict_Next(call.kwargs, &at, &name, &value); ++i) {
     PyTuple_SET_ITEM(key.get(), i, Py_NewRef(name));
   }
-  const Ref spellings = attribute(call.route, names.spellings);
-  if (!spellings || !PyDict_Check(spellings.get())) return Ref();
   return Ref::of(PyDict_GetItemWithError(spellings.get(), key.get()));
 }
 
