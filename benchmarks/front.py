@@ -1,43 +1,97 @@
-"""What a ``graphed()`` call adds to the bare replay of the same entry, by number of inputs."""
+"""What a ``graphed()`` call adds to the bare replay of the same entry, by number of inputs: native and in Python."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from graphdispatch import graphed
+from graphdispatch import Graphed, graphed
+from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.native.bound import CORE
+from graphdispatch.serve.hit import HitPath
 
-from .timing import Effort, Row, row
+from .timing import Effort, Row, interleaved
 
 __all__ = ["TITLE", "rows"]
 
 TITLE = "graphed() call over bare replay"
 _SIZE = 8
 _INPUTS = (1, 4, 16)
+_LAYERS = 20  # of two parameters each
+
+
+class _PythonPlan(ReplayPlan):
+    """A plan that runs in Python though there is a core."""
+
+    __slots__ = ()
+    run = ReplayPlan.run_in_python
+
+
+class _Model(nn.Module):
+    """The sum of its inputs, in a model of 40 parameters, two of which it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(_LAYERS))
+
+    def forward(self, **tensors: Tensor) -> Tensor:
+        """Any number of ``[rows, 16]`` -> ``[rows, 16]``."""
+        first: Tensor = self.layers[0](sum(tensors.values(), torch.zeros(())))
+        return first
 
 
 def rows(effort: Effort) -> list[Row]:
-    """1, 4 and 16 inputs; a full batch, and one with a row of padding."""
+    """1, 4 and 16 inputs; a full batch, and one with a row of padding; gradients off, and on as by default; then a
+    model of 40 parameters."""
     found = []
     for inputs in _INPUTS:
         for count in (_SIZE, _SIZE - 1):
-            call, replay = _settled(inputs, count)
-            padding = "exact" if count == _SIZE else "padded"
-            found.append(row(f"{inputs:2} inputs, {padding}", call, replay, effort.turns))
+            for gradients in (False, True):
+                found += _compared(inputs, count, gradients, _total, "", effort)
+    for inputs in _INPUTS:
+        found += _compared(inputs, _SIZE, True, _Model().eval(), ", 40 parameters", effort)
     return found
 
 
-def _settled(inputs: int, count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _compared(
+    inputs: int, count: int, gradients: bool, fn: Callable[..., Tensor], note: str, effort: Effort
+) -> list[Row]:
+    """The lines of one case: served by the core where there is one, and by Python."""
+    case = (
+        f"{inputs:2} inputs, {'exact' if count == _SIZE else 'padded'}, gradients {'on' if gradients else 'off'}{note}"
+    )
+    names = ["native", "Python"] if CORE is not None else ["Python"]
+    with torch.set_grad_enabled(gradients):
+        steps = [_settled(inputs, count, fn) for _ in names]
+        _use_python(steps[-1][0])
+        calls = [partial(step, **batch) for step, batch in steps]
+        *seconds, base = interleaved([*calls, steps[0][0].entries[0].graph.replay], effort.turns)
+    return [Row(f"{case}: {name}", took * 1e6, base * 1e6) for name, took in zip(names, seconds, strict=True)]
+
+
+def _total(**tensors: Tensor) -> Tensor:
+    return sum(tensors.values(), torch.zeros(()))
+
+
+def _settled(inputs: int, count: int, fn: Callable[..., Tensor]) -> tuple[Graphed[..., Tensor], dict[str, Tensor]]:
+    """A served function whose next call of the batch is a hit."""
     names = [f"x{number}" for number in range(inputs)]
-
-    def total(**tensors: Tensor) -> Tensor:
-        return sum(tensors.values(), torch.zeros(()))
-
-    step = graphed(total, dynamic=dict.fromkeys(names, 0), sizes=(_SIZE,), capture_after=1)
-    for shift in range(3):
+    step = graphed(fn, dynamic=dict.fromkeys(names, 0), sizes=(_SIZE,), capture_after=1)
+    for shift in range(5):
         batch = {name: torch.randn(count, 16) + shift for name in names}
         step(**batch)
     decision = step.last_decision
     assert decision is not None
     assert decision.reason.is_graph
-    return lambda: step(**batch), step.entries[0].graph.replay
+    return step, batch
+
+
+def _use_python(step: Graphed[..., Tensor]) -> None:
+    """Serve all further calls in Python, as where there is no core."""
+    server, entry = step._server, step.entries[0]
+    vars(server)["serve"] = partial(HitPath.serve_in_python, server)
+    for plan in entry._plans.values():
+        plan.__class__ = _PythonPlan
+    if entry.guard is not None:
+        entry.guard.native, entry.guard._due = None, 0
