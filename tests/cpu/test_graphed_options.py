@@ -399,7 +399,7 @@ ODD_CALLS: dict[str, tuple[tuple[Any, ...], Reason]] = {
     "above the largest": ((torch.ones(5, 3), None), Reason.ABOVE_LARGEST_SIZE),
     "a set": ((torch.ones(4, 3), {1, 2}), Reason.UNGUARDED_ARGUMENT),
     "an array": ((torch.ones(4, 3), np.ones(2)), Reason.UNGUARDED_ARGUMENT),
-    "a numpy scalar": ((torch.ones(4, 3), np.float64(2)), Reason.UNGUARDED_ARGUMENT),
+    "a numpy array": ((torch.ones(4, 3), np.ones(2)), Reason.UNGUARDED_ARGUMENT),
     "a sparse tensor": ((torch.ones(4, 3), torch.eye(2).to_sparse()), Reason.TENSOR_SUBCLASS),
     "a lazy conjugate": ((torch.ones(4, 3), torch.ones(2, dtype=torch.complex64).conj()), Reason.TENSOR_SUBCLASS),
     "no tensor": ((3, None), Reason.NO_TENSORS),

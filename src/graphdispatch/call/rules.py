@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ConfigError, check_callable, shown
 from .padding import Pad, as_pad
-from .spec import FlatCall, Leaf, describe, parameter_names
+from .spec import FlatCall, Leaf, declared_names, describe, parameter_names
 
 __all__ = ["ArgumentRules", "callable_name", "make_rules"]
 
@@ -48,15 +48,16 @@ class ArgumentRules(NamedTuple):
         return leaf.path in self.static or leaf.argument in self.static
 
     def check_names(self, fn: Callable[..., Any], call: FlatCall) -> None:
-        """Raise ``ConfigError`` if ``dynamic`` names an argument that neither the callable's signature nor this call
-        has."""
+        """Raise ``ConfigError`` if ``dynamic`` names nothing that this call has, nor arguments that it leaves out.
+
+        Any argument may be left out or be None, also one that only ``**kwargs`` takes, if another one is there."""
         names = {leaf.path for leaf in call.leaves} | {leaf.argument for leaf in call.leaves}
-        for name in self.dynamic:
-            if name not in names and (parameter_names(fn) is None or "[" in name or "." in name):
-                raise ConfigError(
-                    f"dynamic names {name!r}, which is no argument of this call of {callable_name(fn)}; "
-                    f"expected one of {sorted(names)}"
-                )
+        unknown = [name for name in self.dynamic if name not in declared_names(fn)]
+        if unknown and names.isdisjoint(self.dynamic):
+            raise ConfigError(
+                f"dynamic names {unknown[0]!r}, which is no argument of this call of {callable_name(fn)}; "
+                f"expected one of {sorted(names)}"
+            )
 
 
 def make_rules(

@@ -7,8 +7,10 @@ then only compared with later calls.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..native.bound import CORE
@@ -37,11 +39,24 @@ _is_inference = torch.is_inference_mode_enabled
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 # Values whose equality is known to mean that a callable cannot tell them apart.
 _CONSTANTS = (
-    bool, int, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    bool, int, str, bytes, range, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size,
 )  # fmt: skip
 # Constants whose equality is too coarse (0.0 equals -0.0) or too fine (NaN is not NaN), and what to compare instead.
-_EXACT: dict[type, Callable[[Any], str]] = {float: float.hex, complex: repr}
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    float: float.hex,
+    complex: repr,
+    slice: lambda value: tuple(map(_exactly, (value.start, value.stop, value.step))),
+    frozenset: lambda value: frozenset(map(_exactly, value)),
+    **dict.fromkeys(
+        (kind for kind in np.sctypeDict.values() if not issubclass(kind, (np.object_, np.void))),
+        lambda value: (value.dtype, value.tobytes()),
+    ),
+}
+_CORE_CONSTANTS = frozenset((float, complex, *_CONSTANTS))
+"""Those that the core compares as exactly."""
+# Compared by identity: the code and state of a function are followed as those of the callable itself.
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, ModuleType)
 _DEVICES = {"cpu": 0, "cuda": 1}
 """Their numbers in torch; of other devices the core asks by name."""
 
@@ -130,7 +145,7 @@ class Signature:
                 self._constants.append((position, type(value), value, value))
             else:
                 self._objects.append((position, value))
-        if CORE is not None:
+        if CORE is not None and all(one[1] in _CORE_CONSTANTS for one in self._constants):
             self.native = self._native(values)
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
@@ -305,7 +320,20 @@ def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
 
 def _is_plain(value: Any) -> bool:
     kind = type(value)
-    return kind in _EXACT or kind in _CONSTANTS or issubclass(kind, (torch.Tensor, Enum))
+    if kind is slice:
+        return all(map(_is_plain_part, (value.start, value.stop, value.step)))
+    if kind is frozenset:
+        return all(map(_is_plain_part, value))
+    return kind in _EXACT or kind in _CONSTANTS or issubclass(kind, (torch.Tensor, Enum, *_BY_IDENTITY))
+
+
+def _is_plain_part(value: Any) -> bool:
+    return type(value) in _EXACT or type(value) in _CONSTANTS
+
+
+def _exactly(value: Any) -> Any:
+    """A constant as something that is equal exactly where a callable cannot tell it apart."""
+    return type(value), _EXACT[type(value)](value) if type(value) in _EXACT else value
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

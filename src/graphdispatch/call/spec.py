@@ -14,9 +14,11 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
-__all__ = ["VALUES", "CallSpec", "FlatCall", "Leaves", "describe", "is_tensor", "parameter_names"]
+from .nests import flatten, has_mappings, leaves_of, paths_of, wrapped
+
+__all__ = ["VALUES", "CallSpec", "FlatCall", "Leaves", "declared_names", "describe", "is_tensor", "parameter_names"]
 
 
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -34,6 +36,12 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
     if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return tuple(p.name for p in parameters)
+
+
+def declared_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The names that the signature of ``fn`` spells out; none if it has no signature."""
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return tuple(p.name for p in _parameters(fn) or () if p.kind not in variadic)
 
 
 def _target(fn: Any) -> Any:
@@ -132,15 +140,8 @@ class Leaves(list[Any]):
 
     def still_fit(self) -> bool:
         """Whether the arguments still hold these very values: nothing was put in, taken out, or replaced."""
-        now = tree_leaves(list(self.arguments))
+        now = leaves_of(list(self.arguments))
         return len(now) == len(self) and all(map(is_, now, self))
-
-
-def _path(path: Any, place: int) -> str:
-    try:
-        return keystr(path)
-    except Exception:  # of a key that cannot be printed
-        return f"[{place}]"
 
 
 class FlatCall:
@@ -152,14 +153,13 @@ class FlatCall:
     def __init__(self, fn: Callable[..., Any], spec: CallSpec, values: Sequence[Any]) -> None:
         self.fn = fn
         self._spec = spec
+        self._wraps = has_mappings(list(values))
         self.leaves: list[Leaf] = []
         self._specs: list[TreeSpec] = []
         for name, value in zip(spec.names, values, strict=True):
-            paths, tree = tree_flatten_with_path(value)
-            self._specs.append(tree)
-            self.leaves += [
-                Leaf(name + _path(path, place), name.partition("[")[0]) for place, (path, _) in enumerate(paths)
-            ]
+            nest = wrapped(value) if self._wraps else value
+            self._specs.append(tree_structure(nest))
+            self.leaves += [Leaf(name + path, name.partition("[")[0]) for path in paths_of(nest)]
         self.is_flat = all(spec.is_leaf() for spec in self._specs)
         inverse = spec.order if spec.order is not None else range(len(values))
         self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
@@ -175,7 +175,7 @@ class FlatCall:
             return list(values)
         leaves: list[Any] = []
         for value, expected in zip(values, self._specs, strict=True):
-            flat, spec = tree_flatten(value)
+            flat, spec = flatten(value, wraps=self._wraps)
             try:
                 if spec != expected:
                     return None

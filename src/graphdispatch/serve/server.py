@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, Pool
+from ..call.nests import leaves_of
 from ..call.signature import Refusal
 from ..call.spec import CallSpec
 from ..capture.request import CaptureResult
@@ -123,7 +123,7 @@ class Server(HitPath):
 
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        return self.may_need_gradients(tree_leaves([*args, *kwargs.values()]), None)
+        return self.may_need_gradients(leaves_of([*args, *kwargs.values()]), None)
 
     def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
