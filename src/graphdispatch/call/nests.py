@@ -105,8 +105,9 @@ def flatten(value: Any, *, wraps: bool) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def paths_of(value: Any) -> list[str]:
-    """How to reach each leaf of a wrapped nest, such as ``['ids'][0]``: by place where a class was registered without
-    keys, or where a key cannot be printed."""
+    """How to reach each leaf of a nest, such as ``['ids'][0]``: by place where a class was registered without keys, or
+    where a key cannot be printed."""
+    value = wrapped(value)
     kind = pytree._get_node_type(value)
     node = pytree.SUPPORTED_NODES.get(kind)
     if node is None:

@@ -14,11 +14,19 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
-from .nests import flatten, has_mappings, leaves_of, paths_of, wrapped
-
-__all__ = ["VALUES", "CallSpec", "FlatCall", "Leaves", "declared_names", "describe", "is_tensor", "parameter_names"]
+__all__ = [
+    "VALUES",
+    "CallSpec",
+    "FlatCall",
+    "Leaves",
+    "declared_names",
+    "describe",
+    "is_tensor",
+    "leaves_of",
+    "parameter_names",
+]
 
 
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -28,6 +36,22 @@ VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether a value is a tensor by its type, whatever it says of its class."""
     return issubclass(type(value), torch.Tensor)
+
+
+_LEAF = tree_structure(None)
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_tensor(value) or type(value) in VALUES
+
+
+def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
+    """The values of a nest of arguments, those in mappings too."""
+    if all(map(_is_leaf, values)):
+        return values
+    from . import nests
+
+    return nests.leaves_of(list(values))
 
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -153,13 +177,18 @@ class FlatCall:
     def __init__(self, fn: Callable[..., Any], spec: CallSpec, values: Sequence[Any]) -> None:
         self.fn = fn
         self._spec = spec
-        self._wraps = has_mappings(list(values))
+        self._flatten: Callable[[Any], tuple[list[Any], TreeSpec]] = tree_flatten
         self.leaves: list[Leaf] = []
         self._specs: list[TreeSpec] = []
         for name, value in zip(spec.names, values, strict=True):
-            nest = wrapped(value) if self._wraps else value
-            self._specs.append(tree_structure(nest))
-            self.leaves += [Leaf(name + path, name.partition("[")[0]) for path in paths_of(nest)]
+            paths, tree = [""], _LEAF
+            if not _is_leaf(value):
+                from . import nests  # here, since most calls have none
+
+                self._flatten = partial(nests.flatten, wraps=nests.has_mappings(list(values)))
+                tree, paths = self._flatten(value)[1], nests.paths_of(value)
+            self._specs.append(tree)
+            self.leaves += [Leaf(name + path, name.partition("[")[0]) for path in paths]
         self.is_flat = all(spec.is_leaf() for spec in self._specs)
         inverse = spec.order if spec.order is not None else range(len(values))
         self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
@@ -175,7 +204,7 @@ class FlatCall:
             return list(values)
         leaves: list[Any] = []
         for value, expected in zip(values, self._specs, strict=True):
-            flat, spec = flatten(value, wraps=self._wraps)
+            flat, spec = self._flatten(value)
             try:
                 if spec != expected:
                     return None

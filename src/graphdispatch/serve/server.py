@@ -13,9 +13,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends import Backend, Pool
-from ..call.nests import leaves_of
 from ..call.signature import Refusal
-from ..call.spec import CallSpec
+from ..call.spec import CallSpec, leaves_of
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
 from ..decide.decision import Decision, SizeTable
