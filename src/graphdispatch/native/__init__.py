@@ -7,6 +7,7 @@ is here needs no torch; ``bound`` has the parts that look at tensors.
 import os
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -30,9 +31,15 @@ def _load() -> tuple[ModuleType | None, str]:
     if not IS_ENABLED:
         return None, "GRAPHDISPATCH_NATIVE=0 turns it off"
     try:
-        return import_module("._core", __name__), ""
+        core = import_module("._core", __name__)
     except ImportError as error:
         return None, f"it was not compiled when the package was installed, or cannot be loaded: {error}"
+    if (Path(__file__).parent / "core").is_dir():  # a checkout, whose sources may have changed since
+        from .build import fingerprint
+
+        if fingerprint() != core.SOURCES:
+            return None, "it is older than its sources; compile it with make, or with python native/build.py"
+    return core, ""
 
 
 _loaded = _load()

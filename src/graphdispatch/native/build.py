@@ -4,6 +4,7 @@ It imports neither torch nor graphdispatch, so that the build hook of the packag
 it compiles the core in place, unless that is newer than its sources; its arguments are more flags for the compiler.
 """
 
+import hashlib
 import os
 import shlex
 import subprocess
@@ -13,9 +14,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["CompileError", "compile_core", "compile_extension"]
+__all__ = ["CORE_SOURCES", "CompileError", "compile_core", "compile_extension", "fingerprint"]
 
 _HERE = Path(__file__).parent
+CORE_SOURCES = _HERE / "core"
+"""The folder of the core's sources, which a wheel does not have."""
 
 
 class CompileError(Exception):
@@ -62,14 +65,22 @@ def compile_extension(
 def compile_core(flags: Sequence[str] = ()) -> Path:
     """Compile the core beside this file, and return its path. Raises ``CompileError``."""
     target = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    compile_extension(sorted((_HERE / "core").glob("*.cpp")), target, flags)
+    sources = sorted(CORE_SOURCES.glob("*.cpp"))
+    compile_extension(sources, target, [f'-DGD_SOURCES="{fingerprint()}"', *flags])
     return target
+
+
+def fingerprint() -> str:
+    """What the core's sources are, as a hash: the extension keeps that of the sources it was compiled from."""
+    files = sorted(path for path in CORE_SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
+    content = b"\0".join(part for path in files for part in (path.name.encode(), path.read_bytes()))
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _is_fresh() -> bool:
     target = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
     made = target.stat().st_mtime if target.exists() else 0.0
-    return all(source.stat().st_mtime <= made for source in (_HERE / "core").iterdir())
+    return all(source.stat().st_mtime <= made for source in CORE_SOURCES.iterdir())
 
 
 if __name__ == "__main__":

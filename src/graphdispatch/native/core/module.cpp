@@ -29,7 +29,8 @@ PyModuleDef definition = {
 
 // Add the types and functions of each part; false with an error.
 bool fill(PyObject* module) {
-  if (gd::add_decide(module) || !gd::add_guard(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
+  if (PyModule_AddStringConstant(module, "SOURCES", GD_SOURCES) || gd::add_decide(module)) return false;
+  if (!gd::add_guard(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
   for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods}) {
     if (PyModule_AddFunctions(module, functions)) return false;
   }

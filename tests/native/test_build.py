@@ -1,0 +1,71 @@
+"""How the core is found: compiled from the sources that lie beside it, or left out with a reason."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import graphdispatch
+from graphdispatch.native import EXTENSION
+from graphdispatch.native.build import CompileError, compile_core, fingerprint
+
+PACKAGE = Path(graphdispatch.__file__).parent
+ASK = "from graphdispatch.native import EXTENSION, WHY_NO_EXTENSION; print(EXTENSION is not None, WHY_NO_EXTENSION)"
+
+
+def asked(root: Path, **environment: str) -> str:
+    """What a new interpreter says of the package below ``root``."""
+    env = {**os.environ, "PYTHONPATH": str(root), **environment}
+    return subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The package in a folder of its own, which a test may change."""
+    shutil.copytree(PACKAGE, tmp_path / "graphdispatch", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+@pytest.mark.skipif(EXTENSION is None, reason="the native core is not compiled, or turned off")
+def test_a_core_that_is_older_than_its_sources_is_left_out(copied: Path) -> None:
+    """Its types may be others than what the Python beside it expects."""
+    assert asked(copied).startswith("True")
+    source = copied / "graphdispatch/native/core/module.cpp"
+    source.write_text(source.read_text() + "// changed\n")
+    assert "older than its sources" in asked(copied)
+
+
+@pytest.mark.skipif(EXTENSION is None, reason="the native core is not compiled, or turned off")
+def test_an_installed_core_has_no_sources_beside_it(copied: Path) -> None:
+    """As in a wheel: then it is taken as it is."""
+    shutil.rmtree(copied / "graphdispatch/native/core")
+    assert asked(copied).startswith("True")
+
+
+def test_a_package_without_a_core_says_so(copied: Path) -> None:
+    """As where there was no compiler."""
+    for core in (copied / "graphdispatch/native").glob("_core*"):
+        core.unlink()
+    assert "was not compiled" in asked(copied)
+
+
+def test_the_environment_turns_the_core_off(copied: Path) -> None:
+    """Whether there is one or not."""
+    assert "GRAPHDISPATCH_NATIVE=0" in asked(copied, GRAPHDISPATCH_NATIVE="0")
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is written."""
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(CompileError, match="/nowhere/c\\+\\+ cannot be run"):
+        compile_core()
+
+
+def test_a_core_keeps_the_hash_of_its_sources() -> None:
+    """The one that serves here is that of the sources here."""
+    if EXTENSION is None:
+        pytest.skip("the native core is not compiled, or turned off")
+    assert fingerprint() == EXTENSION.SOURCES
