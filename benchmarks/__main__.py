@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from graphdispatch.native import tape
+
 from . import (
     adaptive,
     capture,
@@ -87,6 +89,7 @@ def _where() -> dict[str, str]:
         "python": platform.python_version(),
         "commit": _commit(),
         "threads": "1",
+        "graphs on the CPU": "native" if tape.wait() else f"Python's loop, since {tape.TAPE.why_not}",
     }
 
 

@@ -195,8 +195,8 @@ def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest
         x.normal_()
         graph.replay()
         assert torch.equal(out, x * 2)
-        assert graph._program is not None
-        assert (graph._program.tape is not None) == is_ready
+        assert graph.program is not None
+        assert (graph.program.tape is not None) == is_ready
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

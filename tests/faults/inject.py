@@ -133,14 +133,14 @@ class DeviceFaults:
             if not self.replays:
                 return replay(graph)
             count, error = self.replays.pop(0)
-            program = graph._program
+            program = graph.program
             assert program is not None
             fault = [Step(partial(_raise, error), _raise)] if error is not None else []
-            graph._program = Program([*program.steps[:count], *fault])
+            graph.program = Program([*program.steps[:count], *fault])
             try:
                 replay(graph)
             finally:
-                graph._program = program
+                graph.program = program
 
         monkeypatch.setattr(CPUBackend, "begin_capture", begin_capture)
         monkeypatch.setattr(CPUGraph, "replay", replay_some)

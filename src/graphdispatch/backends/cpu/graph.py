@@ -87,7 +87,8 @@ class CPUGraph(Graph):
         self._here = pool.streams.here
         self._default = pool.streams.default
         binder = _Binder(recording, pool)
-        self._program: Program | None = Program(binder.steps)
+        self.program: Program | None = Program(binder.steps)
+        """What a replay runs, or None after ``reset``."""
         self._memory = binder.memory
         self.arena = binder.arena
         """The memory of the pool that the graph uses, or None."""
@@ -98,7 +99,7 @@ class CPUGraph(Graph):
 
     def replay(self) -> None:
         """Run the calls on the calling thread's current stream, and wait for them."""
-        program = self._program
+        program = self.program
         if program is None:
             raise ReplayError("this graph was released; capture it again")
         self._pool.generation += 1
@@ -122,7 +123,7 @@ class CPUGraph(Graph):
 
     def reset(self) -> None:
         """Release the calls and their memory."""
-        self._program = None
+        self.program = None
         self._memory = []
         self.arena = None
         self._nbytes = 0
@@ -136,10 +137,10 @@ class CPUGraph(Graph):
     @property
     def num_replayed(self) -> int:
         """The number of operators that a replay runs."""
-        return len(self._program or ())
+        return len(self.program or ())
 
     def __repr__(self) -> str:
-        state = "released" if self._program is None else f"{self.num_replayed} of {self.num_recorded} operators"
+        state = "released" if self.program is None else f"{self.num_replayed} of {self.num_recorded} operators"
         return f"<CPUGraph {state}, {self._nbytes} bytes>"
 
 

@@ -18,7 +18,7 @@ from ...errors import ReplayError
 from ...native.tape import TAPE
 from ..operators import storage_key, tensors_in
 
-__all__ = ["Program", "Step", "below_autograd", "run_and_copy", "run_collective", "tell"]
+__all__ = ["Program", "Step", "below_autograd", "loop", "run_and_copy", "run_collective", "tell"]
 
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -57,7 +57,7 @@ class Program:
         """Make the tape, if the extension is ready."""
         if TAPE.module is None:
             return
-        tape = TAPE.module.Tape(partial(_loop, self.calls, self.steps), partial(tell, self.steps))
+        tape = TAPE.module.Tape(partial(loop, self.calls, self.steps), partial(tell, self.steps))
         for run, func, operands, outs in self.steps:
             if operands is None:
                 tape.add_call(run)
@@ -73,7 +73,7 @@ class Program:
         if self.tape is not None:
             self.tape.replay()
         else:
-            _loop(self.calls, self.steps)
+            loop(self.calls, self.steps)
 
 
 def tell(steps: Sequence[Step], position: int, what: BaseException | list[tuple[int, ...]]) -> None:
@@ -84,7 +84,8 @@ def tell(steps: Sequence[Step], position: int, what: BaseException | list[tuple[
     what.add_note(f"raised by {step.func} in the replay of a graph")
 
 
-def _loop(calls: list[Callable[[], Any]], steps: Sequence[Step]) -> None:
+def loop(calls: list[Callable[[], Any]], steps: Sequence[Step]) -> None:
+    """Python's way through a program's calls. An error passes through, with a note that names the operator."""
     try:
         with below_autograd():
             for call in calls:
