@@ -15,6 +15,7 @@ import torch
 
 from ..native.bound import CORE
 from ..reasons import Reason
+from .caches import advice_for, is_cache
 from .padding import Pad
 from .rules import ArgumentRules
 from .spec import Leaf, describe, is_tensor
@@ -286,6 +287,8 @@ def refusal(
     if len(set(rows.values())) > 1:
         return Refusal(Reason.ROWS_DISAGREE, f"arguments have different numbers of rows: {rows}")
     for leaf, value in zip(leaves, values, strict=True):
+        if is_cache(value) and (advice := advice_for([value])):
+            return Refusal(Reason.STATE_REBOUND, f"argument {leaf.path!r}: {advice}")
         if has_odd([leaf], [value], rules):
             return Refusal(
                 Reason.UNGUARDED_ARGUMENT,
@@ -307,8 +310,10 @@ def device_of(
 
 
 def has_odd(leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules) -> bool:
-    """Whether there is an argument whose change cannot be seen: no tensor, no constant, and not declared static."""
-    return any(not (_is_plain(value) or rules.is_static(leaf)) for leaf, value in zip(leaves, values, strict=True))
+    """Whether there is an argument whose change cannot be seen: no tensor, no constant, no cache, and not declared
+    static."""
+    pairs = zip(leaves, values, strict=True)
+    return any(not (_is_plain(value) or rules.is_static(leaf) or is_cache(value)) for leaf, value in pairs)
 
 
 def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:

@@ -58,7 +58,7 @@ class CaptureAttempt:
         for _ in range(request.options.warmup_iterations):
             self._warm_up()
         with paused_collector(request.options.gc_disable):
-            recording = record(request, self._existing, self._start_over, self.eager.trace)
+            recording = record(request, self.eager, self._existing, self._start_over)
         try:
             entry = self._make_entry(recording)
             entry.capture_time_ms = (request.clock() - started) * 1e3
@@ -77,7 +77,7 @@ class CaptureAttempt:
         check_may_capture(self.request, self.eager)
         if entry.written is not None or entry.mode is not CUDAGraphMode.FULL:  # else it writes its inputs at most
             self._warm_up()
-        check_values(self.eager.answer, entry.output)
+        check_values(self.eager.opened, entry.output)
         self._compare_replay(entry)
 
     def restore(self) -> None:
@@ -146,7 +146,7 @@ class CaptureAttempt:
 
     def _make_entry(self, recording: Recording) -> CUDAGraphEntry:
         request, warm_run, output = self.request, self._warm_run, recording.outputs
-        check_values(self.eager.answer, output)
+        check_values(self.eager.opened, output)
         rule = self._find_output_rule(output)
         views = request.inputs.views(request.size)
         mutated = tuple(index for index, view in enumerate(views) if warm_run.writes_to(view))
@@ -207,7 +207,7 @@ class CaptureAttempt:
         """
         request = self.request
         if request.is_padded:
-            rule = learn_output_rule(self.eager.answer, request.rows, output, request.size)
+            rule = learn_output_rule(self.eager.opened, request.rows, output, request.size)
         elif request.rule is not None:
             rule = request.rule
         elif all(spec.dim is None for spec in request.inputs.specs):
@@ -235,7 +235,10 @@ class CaptureAttempt:
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
         try:
             with request.backend.rehearsing(), effects:
-                return request.call(values)
+                output = request.call(values)
+            return self.eager.open_outputs(output)
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(
                 f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the "

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from ..backends.insight import reveal_operators
 from ..backends.operators import is_strided, tensors_in
 from ..call.signature import PLAIN_TENSORS
-from ..call.spec import FlatCall, Leaves
+from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
 from ..errors import CaptureError
+from ..memory.outputs import is_shape
 from ..reasons import Reason
 from ..state.objects import attribute_table
 from ..state.reads import StateReads
@@ -29,6 +31,10 @@ class EagerRun:
     """One watched run on the real rows: its answer, what it wrote, and the random generator before and after."""
 
     answer: Any
+    opened: Any
+    """The answer as ``open_outputs`` gives it."""
+    open_outputs: Callable[[Any], Any]
+    """Opens the objects among the outputs of a run that this run did not meet: see ``memory/opened.py``."""
     effects: EffectRecorder
     outputs: list[torch.Tensor]
     """Copies of the output tensors, in order."""
@@ -69,6 +75,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
     answer, has_run = None, False
+    open_outputs = _opener(walk)
     try:
         with trace, effects:
             answer = within(request.call, request.values)
@@ -77,7 +84,8 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
         changed, drew = within(walk.change), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
-        outputs = [tensor.detach().clone() for tensor in tensors_in(answer)]
+        opened = open_outputs(answer)
+        outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
         written = {i: t.detach().clone() for i, t in enumerate(request.arguments()) if effects.writes_to(t)}
     except BaseException as error:
         if not request.keep_effects:
@@ -95,11 +103,28 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     if not request.keep_effects and (changed or drew):
         walk.restore(generators=True)
     trace.spares_iterators = True
-    return EagerRun(answer, effects, outputs, written, before, after, draws, trace, changed, drew)
+    return EagerRun(answer, opened, open_outputs, effects, outputs, written, before, after, draws, trace, changed, drew)
 
 
 def _call(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
+
+
+def _opener(walk: StateWalk) -> Callable[[Any], Any]:
+    """What opens the outputs of one call's runs; ``walk`` has met what was there before them."""
+    made: list[Any] = []
+
+    def open_outputs(output: Any) -> Any:
+        leaves = tree_leaves(output, is_leaf=is_shape)
+        if all(is_tensor(leaf) or (type(leaf) in VALUES and not is_shape(leaf)) for leaf in leaves):
+            return output
+        if not made:
+            from ..memory.opened import Opener  # here, since few callables return objects
+
+            made.append(Opener(walk.knows))
+        return made[0].open(output)
+
+    return open_outputs
 
 
 def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:
@@ -165,7 +190,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 "change; pass them as arguments",
                 Reason.STATE_UNSEEN,
             )
-    for output in tensors_in(eager.answer):
+    for output in tensors_in(eager.opened):
         if output.requires_grad:
             raise CaptureError("an output requires a gradient; call under torch.no_grad()", Reason.NEEDS_GRADIENTS)
         if type(output) not in PLAIN_TENSORS or not is_strided(output):

@@ -22,7 +22,7 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..state.trace import CodeTrace
+from .eager_run import EagerRun
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
@@ -43,20 +43,21 @@ class Recording(NamedTuple):
 
 
 def record(
-    request: CaptureRequest, existing: set[int], start_over: Callable[[str], None], trace: CodeTrace
+    request: CaptureRequest, eager: EagerRun, existing: set[int], start_over: Callable[[str], None]
 ) -> Recording:
     """Record the call. If that fails inside a module and breaks are automatic, break at the module and record again.
 
     ``existing`` are the keys of the storages that the graph may read besides its inputs. ``start_over`` is called
     before each try with what is being done, and puts everything back to where the eager run began.
-    ``trace`` notes the code that the call runs. Raises ``CaptureError`` with the operator that ran last.
+    The trace of the ``eager`` run notes the code that the call runs. Raises ``CaptureError`` with the operator that
+    ran last.
     """
     breaks = request.auto_breaks
     while True:
         mode = CUDAGraphMode.PIECEWISE if breaks else request.mode
         try:
             with uncached_casts(), breaks.marked() if breaks is not None else nullcontext():
-                return _record_once(request, mode, existing, start_over, trace)
+                return _record_once(request, mode, eager, existing, start_over)
         except CaptureError as error:
             if breaks is None or not breaks.add(error):
                 raise
@@ -65,9 +66,9 @@ def record(
 def _record_once(
     request: CaptureRequest,
     mode: CUDAGraphMode,
+    eager: EagerRun,
     existing: set[int],
     start_over: Callable[[str], None],
-    trace: CodeTrace,
 ) -> Recording:
     start_over(f"capturing {request.size} rows")
     values, buffers = request.static_values(), request.buffer_storages()
@@ -80,8 +81,9 @@ def _record_once(
             _Breaks(request, capture, watch, parts) if is_piecewise else nullcontext(),
             watch.within(capture),
         ):
-            with trace:  # here, since the end of a capture runs much Python that reads nothing
+            with eager.trace:  # here, since the end of a capture runs much Python that reads nothing
                 output = request.call(values)
+            output = eager.open_outputs(output)
             is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ..call.breaks import is_break
+from ..call.caches import advice_for
 from . import holders, objects
 from .holders import Holder
 from .objects import ABSENT, CONTAINERS
@@ -107,9 +108,15 @@ class StateWalk:
             self._seen[id(os.environ)] = os.environ
             self._hold(((), "os.environ"), os.environ, dict, holders.write_environment)
 
+    def knows(self, value: Any) -> bool:
+        """Whether it met this very object."""
+        return id(value) in self._seen
+
     def change(self) -> str | None:
-        """The first of ``changes``, or None."""
-        return next(self.changes(), None)
+        """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
+        change = next(self.changes(), None)
+        advice = advice_for(self._seen.values()) if change is not None else ""
+        return f"{change} ({advice})" if advice else change
 
     def changes(self) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``).

@@ -21,11 +21,16 @@ class KeptCache(StaticCache):
     Its tensors are made by the first request, for that request's rows. Used by one request at a time.
     """
 
+    __module__ = StaticCache.__module__  # state of the model's, which guards compare, and none of this library's
+
     def __init__(self, config: Any, max_cache_len: int) -> None:
         super().__init__(config=config, max_cache_len=max_cache_len)
+        self.counts = TokenCounts()
         for layer in self.layers:
             if isinstance(layer, StaticSlidingWindowLayer):
                 kind: Any = type(layer)
+                del layer.cumulative_length_int
+                layer.counts = self.counts
                 layer.__class__ = _counting(kind)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -56,17 +61,48 @@ class KeptCache(StaticCache):
                 layer.cumulative_length_int = int(layer.cumulative_length)
 
 
+class TokenCounts:
+    """How many tokens each sliding window has seen, in Python, for the code that makes masks before each step.
+
+    It changes with each step and is no state that guards compare. So captured code must not read it.
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        """Whether a step is under way, within which nobody may read."""
+        self.was_read_inside = False
+        """Whether a step has read a count, which its graph would keep."""
+        self._tokens: dict[int, int] = {}
+
+    def read(self, layer: Any) -> int:
+        """The tokens that a layer has seen."""
+        self.was_read_inside |= self.is_closed
+        return self._tokens.get(id(layer), 0)
+
+    def write(self, layer: Any, tokens: int) -> None:
+        """Set what ``read`` gives."""
+        self._tokens[id(layer)] = tokens
+
+
 class _CountsInTensor(StaticSlidingWindowLayer):
     """A sliding window whose step of one token is the same code before and after the window is full."""
+
+    @property
+    def cumulative_length_int(self) -> int:
+        """The number of tokens so far, in Python."""
+        counts: TokenCounts = self.counts
+        return counts.read(self)
+
+    @cumulative_length_int.setter
+    def cumulative_length_int(self, tokens: int) -> None:
+        self.counts.write(self, tokens)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens and return what they attend to, with the same values as the base class."""
         if key_states.shape[-2] != 1:
-            states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
-            self.cumulative_length.fill_(self.cumulative_length_int)
-            return states
+            return self._update_many(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         last = self.max_cache_len - 1
@@ -80,6 +116,11 @@ class _CountsInTensor(StaticSlidingWindowLayer):
         self.cumulative_length.add_(1)
         return self.keys, self.values
 
+    def _update_many(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
+        self.cumulative_length.fill_(self.cumulative_length_int)
+        return states
+
     def get_seq_length(self) -> Any:
         """The number of tokens so far, as a tensor, so that captured code may use it."""
         return self.cumulative_length if self.is_initialized else 0
@@ -88,7 +129,7 @@ class _CountsInTensor(StaticSlidingWindowLayer):
 @cache
 def _counting(kind: Any) -> type:
     """The class of such layers that counts in a tensor."""
-    return type(kind.__name__, (_CountsInTensor, kind), {"_original": kind})
+    return type(kind.__name__, (_CountsInTensor, kind), {"_original": kind, "__module__": kind.__module__})
 
 
 def _tensors(layer: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
@@ -102,6 +143,10 @@ def take_out(cache: KeptCache) -> StaticCache:
     cache.recount()
     taken = copy.deepcopy(cache)
     taken.__class__ = StaticCache
-    for layer in taken.layers:
-        layer.__class__ = getattr(type(layer), "_original", type(layer))
+    del taken.counts
+    for layer, kept in zip(taken.layers, cache.layers, strict=True):
+        if isinstance(layer, _CountsInTensor):
+            del layer.counts
+            layer.__class__ = type(layer)._original
+            layer.cumulative_length_int = kept.cumulative_length_int
     return taken

@@ -220,10 +220,8 @@ class Request:
         if slot is None or not self.uses(kwargs):
             return self._owner.plain_call(*args, **kwargs)
         ids = kwargs.get("input_ids")
-        if self._is_prefilled and not args and ids is not None and ids.shape[1] == 1:
-            answer = slot.step(**dict(sorted(kwargs.items())))  # the order is the prefill's, and says nothing
-            slot.cache.advance()
-            return answer
+        if self._is_prefilled and not args and ids is not None and ids.shape[1] == 1 and not slot.is_hopeless:
+            return slot.serve(kwargs)
         answer = self._owner.plain_call(*args, **kwargs)
         slot.cache.recount()
         self._is_prefilled = True

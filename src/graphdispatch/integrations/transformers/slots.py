@@ -37,23 +37,40 @@ class Slot:
         self.cache = cache
         self.step = step
         self.is_busy = False
+        self.steps = 0
+        """The steps served so far."""
         self.error = ""
         """What the model raised with this cache, where it raises nothing without; empty if it did not."""
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether captures have failed and no graph ever served, so that keeping the cache gains nothing."""
+        """Whether no graph can serve, as far as was seen: captures have failed and none has served, or the model reads
+        in Python what each step changes."""
         stats = self.step.stats
-        return bool(stats.capture_failures) and not stats.hits
+        return (bool(stats.capture_failures) and not stats.hits) or self.cache.counts.was_read_inside
+
+    def serve(self, arguments: dict[str, Any]) -> Any:
+        """The model's answer to a step of one token."""
+        counts = self.cache.counts
+        self.steps += 1
+        counts.is_closed = True
+        try:
+            # Sorted, since the order of a prefill's arguments says nothing, and another order is another call.
+            answer = self.step(**dict(sorted(arguments.items())))
+        finally:
+            counts.is_closed = False
+        self.cache.advance()
+        return answer
 
     def explain(self) -> str:
         """One line: what served how often, and what became of the latest step."""
         stats, decision = self.step.stats, self.step.last_decision
         said = f"; latest: {decision.explain()}" if decision is not None else ""
         said += f"; raised {self.error}" if self.error else ""
+        said += "; the model reads how full a sliding window is" if self.cache.counts.was_read_inside else ""
         return (
-            f"{self.key.rows} rows, {self.key.length} tokens: {stats.hits} of {stats.hits + stats.misses} steps by "
-            f"{stats.captures} captured graphs{said}"
+            f"{self.key.rows} rows, {self.key.length} tokens: {stats.hits} of {self.steps} steps by graphs, "
+            f"of which {stats.captures} were captured{said}"
         )
 
 
@@ -134,7 +151,7 @@ class SlotPool:
 def _figures(slot: Slot) -> GenerationStats:
     stats = slot.step.stats
     return GenerationStats(
-        steps=stats.hits + stats.misses,
+        steps=slot.steps,
         hits=stats.hits,
         captures=stats.captures,
         capture_failures=stats.capture_failures,

@@ -1,0 +1,168 @@
+"""Key-value caches of transformers: as arguments, in closures, on objects of an engine, and among outputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.reasons import Reason
+
+transformers = pytest.importorskip("transformers")
+_COMMON = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_COMMON |= {"num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 0}
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    """A plain decoder, one with a sliding window, and one with convolutions in the place of attention."""
+    torch.manual_seed(0)
+    configs = {
+        "full": transformers.LlamaConfig(**_COMMON),
+        "sliding": transformers.Gemma2Config(**_COMMON, sliding_window=4, head_dim=8),
+        "hybrid": transformers.Lfm2Config(**_COMMON, layer_types=["conv", "full_attention"]),
+    }
+    return {name: transformers.AutoModelForCausalLM.from_config(config).eval() for name, config in configs.items()}
+
+
+class Engine:
+    """Holds a model and its cache, as engines do."""
+
+    def __init__(self, model: Any, cache: Any) -> None:
+        self.model, self.cache = model, cache
+
+    def step(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=self.cache)
+
+
+def in_closure(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
+    """The cache is a variable that the callable has captured."""
+
+    def step(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache)
+
+    serve = graphed(step, dynamic={})
+    return serve, serve
+
+
+def on_object(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
+    """The cache is an attribute of what the method is bound to."""
+    serve = graphed(Engine(model, cache).step, dynamic={})
+    return serve, serve
+
+
+def as_argument(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
+    """The cache is an argument like others."""
+    serve = graphed(model, dynamic={})
+    return serve, lambda ids, places: serve(input_ids=ids, position_ids=places, past_key_values=cache)
+
+
+def as_static(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
+    """The cache is an argument that is named in ``static=``."""
+    serve = graphed(model, dynamic={}, static=("past_key_values",))
+    return serve, lambda ids, places: serve(input_ids=ids, position_ids=places, past_key_values=cache)
+
+
+PLACES = [in_closure, on_object, as_argument, as_static]
+
+
+def make_cache(model: Any, kind: str) -> Any:
+    """An empty cache."""
+    if kind == "static":
+        return transformers.StaticCache(config=model.config, max_cache_len=16)
+    return transformers.DynamicCache(config=model.config)
+
+
+def content(cache: Any) -> list[Any]:
+    """All that the layers hold, in order."""
+    flat = []
+    for layer in cache.layers:
+        for name, value in sorted(vars(layer).items()):
+            flat += [(name, key, inner) for key, inner in (value.items() if isinstance(value, dict) else [("", value)])]
+    return flat
+
+
+def check_decoding(model: Any, kind: str, place: Callable[..., tuple[Any, Any]]) -> Graphed[..., Any]:
+    """Decode with one cache eagerly and with another through ``place``; outputs and caches must be equal throughout."""
+    plain, served = make_cache(model, kind), make_cache(model, kind)
+    serve, step = place(model, served)
+    with torch.no_grad():
+        for index in range(STEPS):
+            ids, places = torch.tensor([[5 + index], [9 + index]]), torch.full((2, 1), index)
+            want = model(input_ids=ids, position_ids=places, past_key_values=plain)
+            got = step(ids, places)
+            assert torch.equal(got.logits, want.logits)
+            assert got.past_key_values is served
+            for (name, key, value), (*_, expected) in zip(content(served), content(plain), strict=True):
+                is_same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
+                assert is_same, (index, name, key)
+    assert isinstance(serve, Graphed)
+    return serve
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("model", ["full", "hybrid"])
+def test_a_static_cache_is_written_by_graphs(models: dict[str, Any], model: str, place: Any) -> None:
+    """Wherever it is held, it is after each step what eager makes of it; no ``static=`` is needed."""
+    stats = check_decoding(models[model], "static", place).stats
+    assert (stats.captures, stats.capture_failures) == (1, 0)
+    assert stats.hits == STEPS - 3
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("model", "kind", "told"),
+    [
+        ("full", "dynamic", "use a static cache"),
+        ("sliding", "dynamic", "use a static cache"),
+        ("sliding", "static", r"graphdispatch\.integrations\.transformers serves it"),
+    ],
+)
+def test_other_caches_are_refused_in_time(models: dict[str, Any], model: str, kind: str, told: str, place: Any) -> None:
+    """They are after each step as after one execution, and the reason says what to use."""
+    serve = check_decoding(models[model], kind, place)
+    decision = serve.last_decision
+    assert decision is not None
+    assert decision.reason is Reason.STATE_REBOUND
+    with pytest.raises(AssertionError, match=told):
+        raise AssertionError(decision.detail)
+    assert (serve.stats.hits, serve.stats.captures) == (0, 0)
+
+
+def test_a_cache_of_convolutions_alone_is_static(models: dict[str, Any]) -> None:
+    """A ``DynamicCache`` whose layers have one size is written by graphs."""
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=99, state_size=4)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    plain, served = (transformers.DynamicCache(config=config) for _ in range(2))
+    step = graphed(model, dynamic={})
+    with torch.no_grad():
+        for index in range(8):
+            ids = torch.tensor([[5 + index]])
+            want = model(input_ids=ids, cache_params=plain, use_cache=True).logits
+            assert torch.equal(step(input_ids=ids, cache_params=served, use_cache=True).logits, want)
+    assert step.stats.hits
+
+
+@pytest.mark.parametrize("model", ["full", "sliding", "hybrid"])
+def test_a_cache_that_the_call_makes_is_made_anew(models: dict[str, Any], model: str) -> None:
+    """A decoder as everyone calls it returns the cache that it made; decoding goes on with it as with eager's."""
+    plain = models[model]
+    step = graphed(plain, dynamic={"input_ids": 0}, sizes=(4,))
+    with torch.no_grad():
+        for index in range(6):
+            ids = torch.randint(1, 99, (4 - index % 2, 7))
+            got, want = step(input_ids=ids), plain(input_ids=ids)
+            assert type(got.past_key_values) is transformers.DynamicCache
+            assert [type(layer) for layer in got.past_key_values.layers] == [
+                type(layer) for layer in want.past_key_values.layers
+            ]
+            torch.testing.assert_close(got.logits, want.logits)
+            more = torch.randint(1, 99, (len(ids), 2))
+            torch.testing.assert_close(
+                plain(input_ids=more, past_key_values=got.past_key_values).logits,
+                plain(input_ids=more, past_key_values=want.past_key_values).logits,
+            )
+    assert step.stats.captures == 1
+    assert step.stats.hits

@@ -1,0 +1,187 @@
+"""Objects among outputs: made anew around a graph's results, or handed out themselves where they were there before."""
+
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from graphdispatch.api.graphed import graphed
+from graphdispatch.memory.outputs import OutputView
+
+
+@dataclass
+class Answer:
+    x: torch.Tensor
+    number: int = 3
+    more: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    x: torch.Tensor
+    name: str = "a"
+
+
+class Batch(UserDict[str, Any]):
+    pass
+
+
+class Rows(list[Any]):
+    unit = "rows"
+
+
+class Table(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("read-only")
+
+
+class Guarded:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.__dict__["x"] = x
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError("read-only")
+
+
+def make_nest(x: torch.Tensor) -> Any:
+    """Objects in objects in containers."""
+    return [Answer(x + 1, more=[Slotted(x * 2), {"inner": (Answer(x, 7),)}]), "text"]
+
+
+MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dataclass": lambda x: Answer(x + 1),
+    "with slots": lambda x: Slotted(x + 1, "b"),
+    "nest": make_nest,
+    "user's dict": lambda x: Batch(q=x * 3, size=2),
+    "list": lambda x: Rows([x, 3]),
+    "dict": lambda x: Table(a=x + 2),
+    "namespace": lambda x: SimpleNamespace(a=x - 1, b="t"),
+    "mapping": lambda x: MappingProxyType({"k": x * 1}),
+    "refuses attributes": lambda x: Guarded(x * 4),
+    "no tensors": lambda x: (x + 1, SimpleNamespace(a=1, b=None)),
+    "shape": lambda x: (x + 1, x.shape[1:], {"of": x.shape}),
+    "distribution": lambda x: torch.distributions.Normal(x, x.exp(), validate_args=False),
+}
+
+
+SHAPED = ("shape", "distribution")
+"""Those that hold the number of rows, and so are served without a batch dimension."""
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two answers have the same classes and the same values to any depth."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (dict, MappingProxyType)):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Slotted):
+        return same(a.x, b.x) and a.name == b.name
+    return same(vars(a), vars(b)) if hasattr(a, "__dict__") else bool(a == b)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("outputs", ["clone", "static", "view", "ring:2"])
+def test_objects_are_made_anew(kind: str, outputs: str) -> None:
+    """A hit gives an object of the same class, whose tensors are this call's, in every way to hand out outputs."""
+    make = MAKERS[kind]
+    step = graphed(make, dynamic={"x": 0} if kind not in SHAPED else {}, max_size=4, outputs=outputs)
+    answers: list[Any] = []
+    for index in range(6):
+        x = torch.full((4, 2), float(index))
+        got = step(x)
+        got = got.get() if isinstance(got, OutputView) else got
+        assert same(got, make(x))
+        assert all(got is not answer for answer in answers)
+        answers.append(got)
+    assert step.stats.hits == 3
+
+
+def test_padded_objects_are_cut() -> None:
+    """Tensors in an object follow the batch as others do."""
+    step = graphed(make_nest, dynamic={"x": 0}, sizes=(4,))
+    for rows in (4, 3, 2, 3, 2, 4):
+        x = torch.randn(rows, 2)
+        assert same(step(x), make_nest(x))
+    assert step.stats.captures == 1
+    assert step.stats.hits
+
+
+def test_packed_sequences_are_made_anew() -> None:
+    """A subclass of a named tuple that pytree does not know."""
+    lengths = torch.tensor([3, 2])
+
+    def pack(x: torch.Tensor) -> PackedSequence:
+        return PackedSequence(x * 2, lengths)
+
+    step = graphed(pack, dynamic={})
+    expected = pack_padded_sequence(torch.ones(2, 3), lengths, batch_first=True)
+    for index in range(5):
+        got = step(torch.full((5,), float(index)))
+        assert type(got) is type(expected)
+        assert torch.equal(got.data, torch.full((5,), 2.0 * index))
+    assert step.stats.hits
+
+
+def test_an_object_from_before_is_itself() -> None:
+    """What the callable holds or was given stays that very object."""
+    held = Answer(torch.ones(2), 5)
+
+    def step(x: torch.Tensor, other: Any) -> Any:
+        return Answer(x + 1, more=held), held, other
+
+    other = SimpleNamespace(a=1)
+    serve = graphed(step, dynamic={"x": 0}, static=("other",), max_size=2)
+    for index in range(5):
+        made, same_held, same_other = serve(torch.full((2, 2), float(index)), other)
+        assert same_held is held
+        assert made.more is held
+        assert same_other is other
+        assert torch.equal(made.x, torch.full((2, 2), index + 1.0))
+    assert serve.stats.hits
+
+
+def shared(x: torch.Tensor) -> Any:
+    """One object, returned twice."""
+    answer = Answer(x + 1)
+    return answer, answer
+
+
+def cycle(x: torch.Tensor) -> Any:
+    """An object that holds itself."""
+    answer = Answer(x + 1)
+    answer.more = answer
+    return answer
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "one object twice": (shared, "Answer .* and another one in the graph"),
+    "a cycle": (cycle, "Answer .* and another one in the graph"),
+    "an iterator": (lambda x: (x, iter([x])), "a list_iterator in eager"),
+    "a module": (lambda x: (x, torch.nn.ReLU()), "ReLU in eager and another one"),
+    "a count of rows": (lambda x: Answer(x, x.shape[0]), "is 3 in eager and 4 in the graph"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_other_objects_stay_eager(kind: str) -> None:
+    """What cannot be made anew is refused, with what to do instead; the answers are eager's."""
+    make, told = REFUSED[kind]
+    step = graphed(make, dynamic={"x": 0}, sizes=(4,))
+    for _ in range(3):
+        step(torch.ones(3, 2))
+    decision = step.last_decision
+    assert decision is not None
+    assert decision.reason == "output_unsupported"
+    assert "register_pytree_node" in decision.detail
+    with pytest.raises(AssertionError, match=told):
+        raise AssertionError(decision.detail)
+    assert step.stats.hits == 0
