@@ -181,6 +181,25 @@ def test_a_failed_first_step_is_made_again_without_a_kept_cache() -> None:
     assert "RuntimeError: no static caches here" in told
 
 
+class ReadsTheWindow(transformers.Gemma2ForCausalLM):  # type: ignore[misc]
+    """Its steps depend on how full the window is, in Python."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(*args, past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None:
+            out.logits = out.logits * (1 if past_key_values.layers[0].get_mask_sizes(1)[1] < 3 else -1)
+        return out
+
+
+def test_a_model_that_reads_the_window_in_python_runs_as_before() -> None:
+    """A graph would keep what it read; the first step shows it, and no graph serves."""
+    model = make_model("gemma2")
+    model.__class__ = ReadsTheWindow
+    generation = check_same(model, [(prompts(2, 5), GREEDY)] * 2, cache_lengths=(32,))
+    assert generation.stats.hits == 0
+    assert generation.stats.not_served == {NotServed.NO_GRAPH: 3}
+
+
 def test_an_error_of_the_request_comes_through(served: GraphedGeneration) -> None:
     """What raises without graphs raises with them, and the next request is served."""
     model = served.model

@@ -7,7 +7,18 @@ with GraphedGeneration(model, cache_lengths=(256, 1024), max_batch_size=8):
 """
 
 from .available import FIRST_VERSION, LAST_VERSION
+from .batching import BatchingStats, GraphedBatching, graphed_continuous_batching
 from .generation import GraphedGeneration, graphed_generation
 from .stats import GenerationStats, NotServed
 
-__all__ = ["FIRST_VERSION", "LAST_VERSION", "GenerationStats", "GraphedGeneration", "NotServed", "graphed_generation"]
+__all__ = [
+    "FIRST_VERSION",
+    "LAST_VERSION",
+    "BatchingStats",
+    "GenerationStats",
+    "GraphedBatching",
+    "GraphedGeneration",
+    "NotServed",
+    "graphed_continuous_batching",
+    "graphed_generation",
+]
