@@ -191,7 +191,7 @@ class Batch:
 
 
 def test_a_dataclass_is_named_by_its_type() -> None:
-    """As an argument and as an output, in one line without values, with what opens it."""
+    """As an argument, and as an output that no graph can make, in one line without values, with what opens it."""
     step = make(lambda b: b.ids * 2, dynamic={})
     assert reason(step, Batch(batch(4))) is Reason.NO_TENSORS
     opened = r"a .*\.Batch \(torch\.utils\._pytree\.register_dataclass\(Batch\) lets graphs see its fields\)"
@@ -200,7 +200,7 @@ def test_a_dataclass_is_named_by_its_type() -> None:
     step = make(lambda x, b: x * 2)
     assert reason(step, batch(4), Batch(batch(4))) is Reason.UNGUARDED_ARGUMENT
     assert re.search(rf"argument 'b' is {opened}, whose change", step.explain(batch(4), Batch(batch(4))))
-    step = make(lambda x: Batch(x * 2))
+    step = make(lambda x: (Batch(x * 2),) * 2)
     assert reason(step, batch(4)) is Reason.OUTPUT_UNSUPPORTED
     said = step.explain(batch(4))
     assert re.search(rf"an output that is no tensor is {opened} in eager and another one in the graph", said)

@@ -186,8 +186,9 @@ class ReadsTheWindow(transformers.Gemma2ForCausalLM):  # type: ignore[misc]
 
     def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         out = super().forward(*args, past_key_values=past_key_values, **kwargs)
-        if past_key_values is not None:
-            out.logits = out.logits * (1 if past_key_values.layers[0].get_mask_sizes(1)[1] < 3 else -1)
+        window = past_key_values.layers[0]
+        seen = getattr(window, "cumulative_length_int", None)  # the name in a static layer
+        out.logits = out.logits * (1 if (window.cumulative_length if seen is None else seen) % 3 else -1)
         return out
 
 

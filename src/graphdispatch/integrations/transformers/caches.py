@@ -6,6 +6,7 @@ It differs from a new one in two ways: beams are reordered in place, and sliding
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -48,18 +49,6 @@ class KeptCache(StaticCache):
         """Whether all layers are of linear attention, whose cache has one size whatever the length."""
         return all(type(layer) is LinearAttentionLayer for layer in self.layers)
 
-    def advance(self) -> None:
-        """Count one token in Python, where masks are made; the captured code has counted it in tensors."""
-        for layer in self.layers:
-            if isinstance(layer, _CountsInTensor):
-                layer.cumulative_length_int += 1
-
-    def recount(self) -> None:
-        """Count in Python what the layers have counted in tensors. Waits for the device."""
-        for layer in self.layers:
-            if isinstance(layer, _CountsInTensor):
-                layer.cumulative_length_int = int(layer.cumulative_length)
-
 
 class TokenCounts:
     """How many tokens each sliding window has seen, in Python, for the code that makes masks before each step.
@@ -68,20 +57,39 @@ class TokenCounts:
     """
 
     def __init__(self) -> None:
-        self.is_closed = False
-        """Whether a step is under way, within which nobody may read."""
         self.was_read_inside = False
         """Whether a step has read a count, which its graph would keep."""
         self._tokens: dict[int, int] = {}
+        self._before: dict[int, int] | None = None
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of one token is under way, whose code may be captured."""
+        return self._before is not None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within the block a step is under way; at its end each layer has seen one token more."""
+        self._before = before = dict(self._tokens)
+        try:
+            yield
+        finally:
+            self._tokens = {layer: tokens + 1 for layer, tokens in before.items()}
+            self._before = None
 
     def read(self, layer: Any) -> int:
         """The tokens that a layer has seen."""
-        self.was_read_inside |= self.is_closed
+        self.was_read_inside |= self.is_stepping
         return self._tokens.get(id(layer), 0)
 
     def write(self, layer: Any, tokens: int) -> None:
         """Set what ``read`` gives."""
         self._tokens[id(layer)] = tokens
+
+    def note_step(self, layer: Any) -> None:
+        """Note that a layer has seen the token of this step, however often the step's code runs."""
+        if self._before is not None:
+            self._tokens[id(layer)] = self._before.get(id(layer), 0) + 1
 
 
 class _CountsInTensor(StaticSlidingWindowLayer):
@@ -101,10 +109,9 @@ class _CountsInTensor(StaticSlidingWindowLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens and return what they attend to, with the same values as the base class."""
-        if key_states.shape[-2] != 1:
-            return self._update_many(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[-2] != 1 or not self.counts.is_stepping:
+            return self._update_eagerly(key_states, value_states)
+        self.counts.note_step(self)
         last = self.max_cache_len - 1
         is_full = (self.cumulative_length > last).long()
         # A full window drops its oldest token.
@@ -116,7 +123,9 @@ class _CountsInTensor(StaticSlidingWindowLayer):
         self.cumulative_length.add_(1)
         return self.keys, self.values
 
-    def _update_many(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _update_eagerly(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states)
         self.cumulative_length.fill_(self.cumulative_length_int)
         return states
@@ -140,7 +149,6 @@ def _tensors(layer: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
 
 def take_out(cache: KeptCache) -> StaticCache:
     """A copy of a cache for the caller to keep: an ordinary ``StaticCache`` with tensors of its own."""
-    cache.recount()
     taken = copy.deepcopy(cache)
     taken.__class__ = StaticCache
     del taken.counts

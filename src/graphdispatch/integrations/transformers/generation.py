@@ -223,7 +223,6 @@ class Request:
         if self._is_prefilled and not args and ids is not None and ids.shape[1] == 1 and not slot.is_hopeless:
             return slot.serve(kwargs)
         answer = self._owner.plain_call(*args, **kwargs)
-        slot.cache.recount()
         self._is_prefilled = True
         return answer
 

@@ -51,16 +51,10 @@ class Slot:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The model's answer to a step of one token."""
-        counts = self.cache.counts
         self.steps += 1
-        counts.is_closed = True
-        try:
+        with self.cache.counts.step():
             # Sorted, since the order of a prefill's arguments says nothing, and another order is another call.
-            answer = self.step(**dict(sorted(arguments.items())))
-        finally:
-            counts.is_closed = False
-        self.cache.advance()
-        return answer
+            return self.step(**dict(sorted(arguments.items())))
 
     def explain(self) -> str:
         """One line: what served how often, and what became of the latest step."""
