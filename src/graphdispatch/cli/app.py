@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import GraphDispatchError
+from .doctor import doctor
 
 if TYPE_CHECKING:
     import typer
@@ -17,8 +18,11 @@ _USAGE_ERROR = 2
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line (default: the process's arguments) and return its exit code: the entry point.
 
-    A bad value, or an error that this library raises, is one line on stderr and exit code 2.
+    A bad value, or an error that this library raises, is one line on stderr and exit code 2. ``doctor`` runs on a
+    broken installation, too.
     """
+    if (sys.argv[1:] if arguments is None else arguments) == ["doctor"]:
+        return doctor()
     try:
         app = build_app()
     except ModuleNotFoundError as error:
@@ -61,6 +65,7 @@ def build_app() -> "typer.Typer":
     )
     for command in (demo, audit, plan, simulate, lint, calibrate):
         app.command()(command)
+    app.command(name="doctor", help=doctor.__doc__)(lambda: doctor())
 
     @app.callback()
     def _options(
