@@ -18,13 +18,18 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/
 # One process for each core. A process that has run its share takes tests from the others, so that all end together.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test fuzz gpu-test gpu-emulated gpu-bench bench native-check lint format types check clean
+.PHONY: demo test sweep fuzz gpu-test gpu-emulated gpu-bench bench native-check lint format types check clean
 
 demo: $(VENV)/.native
 	@$(BIN)/graphdispatch demo $(ARGS)
 
 test: $(VENV)/.native
 	@PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+# Many real models, tiny and with random weights, each against eager; writes docs/models.md. Models of timm are tried where
+# it is installed, with pillow; torchvision is not needed.
+sweep: $(VENV)/.native
+	@$(BIN)/python -m tests.real_models.sweep --write $(ARGS)
 
 # The property tests on new random examples. A failure prints the line that repeats it, and build/fuzz keeps the example:
 # the next run tries it first.

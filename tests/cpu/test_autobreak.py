@@ -97,3 +97,28 @@ def test_the_option_is_checked(breaks: object) -> None:
     """``breaks`` is "marked" or "auto"."""
     with pytest.raises(ValueError, match="breaks must be"):
         CUDAGraphOptions(breaks=breaks)  # type: ignore[arg-type]
+
+
+class _Reader(nn.Module):
+    """Reads a value back and holds almost all of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers, after a read."""
+        return self.layers(x) if x.sum().item() < 1e9 else x
+
+
+def test_no_break_at_almost_all_of_the_work() -> None:
+    """A module that holds almost all of the served one does not run eagerly in pieces: the call stays eager, with the
+    reason."""
+    model = nn.Sequential(_Reader(), nn.Linear(4, 2)).eval()
+    served = graphed(model, dynamic={"input": 0}, sizes=[4], options=CUDAGraphOptions(breaks="auto"))
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(4, 4)
+            assert torch.equal(served(x), model(x))
+    assert not served.stats.hits
+    assert served.stats.reasons[Reason.CAPTURE_UNSAFE]

@@ -213,14 +213,26 @@ class CaptureAttempt:
         elif all(spec.dim is None for spec in request.inputs.specs):
             rule = fixed_rule(output)
         else:
-            rows = request.size - 1 if request.size > 1 else 2
-            rule = learn_output_rule(output, request.size, self._run_with(rows), rows)
+            probed, rows = self._run_with_other_rows()
+            rule = learn_output_rule(output, request.size, probed, rows)
         if request.rule is not None and rule != request.rule:
             raise CaptureError(
                 f"outputs follow the batch differently than in other sizes: {rule} instead of {request.rule}",
                 Reason.OUTPUT_ROWS_UNKNOWN,
             )
         return rule
+
+    def _run_with_other_rows(self) -> tuple[Any, int]:
+        """The outputs for another number of rows, and that number: one row less, or one more if it does not take so
+        few, as a normalisation over the batch."""
+        size = self.request.size
+        if size > 1:
+            try:
+                return self._run_with(size - 1), size - 1
+            except CaptureError as error:
+                if size > 2 or error.__cause__ is None:
+                    raise
+        return self._run_with(size + 1), size + 1
 
     def _run_with(self, rows: int) -> Any:
         """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps."""

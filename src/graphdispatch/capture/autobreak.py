@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from traceback import walk_tb
 from typing import Any
 
 from torch import nn
@@ -10,8 +9,11 @@ from torch import nn
 from ..call.breaks import eager_break, is_marked, remove_eager_break
 from ..errors import CaptureError
 from ..reasons import Reason
+from .advice import modules_within
 
 __all__ = ["AutoBreaks"]
+
+_MOST_SHARE = 0.75
 
 
 class AutoBreaks:
@@ -29,17 +31,27 @@ class AutoBreaks:
     def add(self, error: CaptureError) -> bool:
         """Break at the innermost module in which the capture failed. Returns False if there is none to break at.
 
-        The served module itself does not count: nothing would be left to capture.
+        The served module itself does not count, nor does one with most of its parts: graphs of the little that
+        is left would not pay.
         """
         if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
             return False
-        cause = error.__cause__ if error.__cause__ is not None else error
-        for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and module not in (*self._served, *self.reasons) and not is_marked(module):
-                self.reasons[module] = str(error)
-                return True
+        for module in modules_within(error):
+            if module in (*self._served, *self.reasons) or is_marked(module):
+                continue
+            if self._share_of([*self.reasons, module]) > _MOST_SHARE:
+                return False
+            self.reasons[module] = str(error)
+            return True
         return False
+
+    def _share_of(self, modules: list[nn.Module]) -> float:
+        """The share of the served module's parts that lie in these modules; 0 where no module is served."""
+        root = next((served for served in self._served if isinstance(served, nn.Module)), None)
+        if root is None:
+            return 0.0
+        inside = {part for module in modules for part in module.modules()}
+        return sum(part in inside for part in root.modules()) / len(list(root.modules()))
 
     @contextmanager
     def marked(self) -> Iterator[None]:

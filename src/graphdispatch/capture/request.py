@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CaptureRequest", "CaptureResult", "automatic_breaks", "failed_result"]
 
-_OF_A_MISSING_ENTRY = (
-    Reason.CAPTURE_FAILED,
-    Reason.OUTPUT_ROWS_UNKNOWN,
-    Reason.REPLAY_FAILED,
-    Reason.VERIFICATION_FAILED,
-)
 _log = logging.getLogger("graphdispatch")
 
 
@@ -158,17 +152,8 @@ def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage:
         reason = Reason.REPLAY_FAILED
     detail = str(error) if isinstance(error, GraphDispatchError) else f"{type(error).__name__}: {error}"
     detail = f"{detail} (while {stage})" if stage else detail
-    if reason in _OF_A_MISSING_ENTRY:
-        detail += _missing_entries(request)
+    from .advice import advice  # here, since few captures fail
+
+    detail += advice(request, error, reason)
     _log.debug("no graph for %s: %s", request.key, detail)
     return CaptureResult(answer, None, reason, detail, error)
-
-
-def _missing_entries(request: CaptureRequest) -> str:
-    """Which tensors seem to follow the batch though ``dynamic`` does not name them, with the remedy; or nothing."""
-    specs, rows = request.inputs.specs, request.rows
-    found = {s.name: s.shape.index(rows) for s in specs if s.dim is None and rows > 1 and rows in s.shape}
-    if not found or all(spec.dim is None for spec in specs):
-        return ""
-    entries = ", ".join(f"{name!r}: {dim}" for name, dim in found.items())
-    return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"

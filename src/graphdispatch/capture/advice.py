@@ -1,0 +1,73 @@
+"""What a user can do about a capture that failed, as far as the failed run shows. Loaded only after a failure."""
+
+from collections.abc import Iterator
+from traceback import walk_tb
+from typing import Any
+
+from torch import nn
+
+from ..errors import CaptureError
+from ..reasons import Reason
+from .request import CaptureRequest
+
+__all__ = ["advice", "modules_within"]
+
+_OF_A_MISSING_ENTRY = (
+    Reason.CAPTURE_FAILED,
+    Reason.OUTPUT_ROWS_UNKNOWN,
+    Reason.REPLAY_FAILED,
+    Reason.VERIFICATION_FAILED,
+)
+
+
+def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
+    """A remedy, to be added to a refusal; empty if there is none to give."""
+    if reason is Reason.CAPTURE_UNSAFE:
+        return _nearest_break(request, error)
+    parts = [_missing_entries(request)] if reason in _OF_A_MISSING_ENTRY else []
+    if reason is Reason.VERIFICATION_FAILED:
+        parts.append(_same_tensors(request))
+    return "".join(parts)
+
+
+def modules_within(error: BaseException) -> Iterator[nn.Module]:
+    """The modules whose methods an error came through, from the innermost."""
+    cause = error.__cause__ if isinstance(error, CaptureError) and error.__cause__ is not None else error
+    for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            yield module
+
+
+def _nearest_break(request: CaptureRequest, error: Exception) -> str:
+    """The smallest module around what no graph can hold, under its name in the served one."""
+    fn: Any = request.call.fn
+    root = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    if not isinstance(root, nn.Module) or request.is_piecewise:
+        return ""
+    names = {module: name for name, module in root.named_modules() if name}
+    name = next((names[module] for module in modules_within(error) if module in names), "")
+    if not name:
+        return ""
+    return f"; or break there: eager_break(model.get_submodule({name!r})) with mode='PIECEWISE'"
+
+
+def _missing_entries(request: CaptureRequest) -> str:
+    """Which tensors seem to follow the batch though ``dynamic`` does not name them."""
+    specs, rows = request.inputs.specs, request.rows
+    found = {s.name: s.shape.index(rows) for s in specs if s.dim is None and rows > 1 and rows in s.shape}
+    if not found or all(spec.dim is None for spec in specs):
+        return ""
+    entries = ", ".join(f"{name!r}: {dim}" for name, dim in found.items())
+    return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"
+
+
+def _same_tensors(request: CaptureRequest) -> str:
+    """Which arguments are one tensor: the callable may tell that, and a graph gets copies."""
+    groups: dict[int, list[str]] = {}
+    for spec in request.inputs.specs:
+        groups.setdefault(id(request.values[spec.position]), []).append(spec.name)
+    same = next((names for names in groups.values() if len(names) > 1), None)
+    if same is None:
+        return ""
+    return f"; {', '.join(same)} are one tensor, and the graph has a copy for each: wrap a function that takes it once"

@@ -1,0 +1,51 @@
+"""Models that people run, called as people call them: a fast part of ``make sweep``."""
+
+import pytest
+import torch
+
+from .document import document
+from .families import build_cases, cases_of
+from .sweep import run_case
+
+pytest.importorskip("transformers")
+FAST = [
+    ("encoder", "bert"),
+    ("encoder", "deberta-v2"),
+    ("encoder", "canine"),
+    ("decoder", "llama"),
+    ("decoder", "gpt2"),
+    ("decoder", "qwen3"),
+    ("seq2seq", "t5"),
+    ("vision", "vit"),
+    ("audio", "wav2vec2"),
+    ("nn", "LSTM"),
+    ("nn", "TransformerEncoder"),
+    ("nn", "TransformerEncoder, mask"),
+    ("nn", "Transformer"),
+    ("nn", "ScriptedMLP"),
+]
+_NOT_YET = {"default"}
+"""Styles that return caches."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "name"), FAST, ids=[name for _, name in FAST])
+def test_every_style_is_served(kind: str, name: str) -> None:
+    """Every style of the family is fully served, and each answer is eager's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        outcomes = [run_case(case, times=False) for case in build_cases(kind, name) if case.style not in _NOT_YET]
+    finally:
+        torch.set_num_threads(threads)
+    assert outcomes
+    for outcome in outcomes:
+        assert (outcome.served, outcome.wrong) == ("full", ""), outcome
+
+
+def test_the_sweep_is_wide() -> None:
+    """The sweep has at least 100 families, each once, and its table counts what it was given."""
+    names = [name for _, name in cases_of()]
+    assert len(names) > 100
+    assert len(cases_of()) == len(set(cases_of()))
+    assert "0 cases of 0 families" in document([], {})
