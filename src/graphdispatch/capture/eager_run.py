@@ -158,6 +158,11 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             f"the call draws from {eager.unseen}, and a graph would keep the numbers of its capture; draw with torch",
             Reason.STATE_UNSEEN,
         )
+    if eager.trace.seeds is not None:
+        raise CaptureError(
+            f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
+            Reason.STATE_REBOUND,
+        )
     if eager.trace.walk.overflow is not None:
         raise CaptureError(
             f"the call reaches too many Python objects to watch them all, at {eager.trace.walk.overflow}; keep large "
@@ -182,8 +187,9 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
     reads = StateReads(request.call.fn, eager.trace, request.roots) if eager.trace.walk.iterator is not None else None
     if reads is not None and reads.unguarded:
         raise CaptureError(f"the call reads state that no guard can compare: {reads.unguarded}", Reason.STATE_UNSEEN)
+    names = eager.trace.names | eager.trace.break_names
     for spec in request.inputs.specs:
-        attributes = (attribute_table(request.values[spec.position]) or {}).keys() & eager.trace.names
+        attributes = (attribute_table(request.values[spec.position]) or {}).keys() & names
         if attributes:
             raise CaptureError(
                 f"argument {spec.name!r} carries the attributes {sorted(attributes)}, which a graph would not see "

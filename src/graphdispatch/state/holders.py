@@ -3,6 +3,8 @@
 Each ``read_`` function gives a dict by label, a list of entries, or bytes; its ``write_`` function takes the same.
 """
 
+import ctypes
+import io
 import os
 import types
 from collections.abc import Callable, Collection
@@ -17,6 +19,7 @@ from . import objects
 from .objects import ABSENT
 
 __all__ = [
+    "IN_MEMORY",
     "Holder",
     "frozen",
     "labelled",
@@ -25,6 +28,7 @@ __all__ = [
     "read_class",
     "read_context",
     "read_function",
+    "read_memory",
     "read_names",
     "read_slots",
     "read_tensor",
@@ -36,11 +40,16 @@ __all__ = [
     "write_context",
     "write_environment",
     "write_function",
+    "write_memory",
     "write_names",
     "write_numbers",
     "write_slots",
     "write_tensor",
 ]
+
+
+IN_MEMORY = (io.BytesIO, io.StringIO, ctypes.Array, ctypes.Structure, ctypes.c_int.__mro__[1])
+"""Files in memory, and what ``ctypes`` makes: compiled objects that code writes."""
 
 
 class Holder(NamedTuple):
@@ -174,9 +183,10 @@ def write_container(value: Any, before: list[Any]) -> None:
     """Make these the entries of a container, as ``objects.content`` gave them."""
     if issubclass(type(value), dict):
         half = len(before) // 2
-        dict.clear(value)
+        home = objects.dict_of(value)
+        home.clear(value)
         for key, inner in zip(before[:half], before[half:], strict=True):
-            dict.__setitem__(value, key, inner)
+            home.__setitem__(value, key, inner)
     elif issubclass(type(value), set):
         set.clear(value)
         set.update(value, before)
@@ -287,3 +297,22 @@ def write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
     if tensor.data.data_ptr() != before[".data"].data_ptr() or tensor.shape != before[".data"].shape:
         tensor.data = before[".data"]
     tensor.requires_grad_(before[".requires_grad"])
+
+
+def read_memory(value: Any) -> Any:
+    """What a file in memory holds and where it stands, or the bytes of an object of ``ctypes``."""
+    if isinstance(value, io.IOBase):
+        return None if value.closed else _file_class(value).__getstate__(value)[:-1]
+    return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+
+
+def write_memory(value: Any, before: Any) -> None:
+    """Put that back; a file that was closed stays closed."""
+    if not isinstance(value, io.IOBase):
+        ctypes.memmove(ctypes.addressof(value), before, len(before))
+    elif before is not None and not value.closed:
+        _file_class(value).__setstate__(value, (*before, None))
+
+
+def _file_class(value: Any) -> Any:
+    return io.BytesIO if issubclass(type(value), io.BytesIO) else io.StringIO

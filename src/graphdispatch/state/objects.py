@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import Enum
@@ -34,6 +34,7 @@ __all__ = [
     "attribute_table",
     "cell_value",
     "content",
+    "dict_of",
     "functions_in",
     "is_code",
     "is_followed",
@@ -164,10 +165,16 @@ def slots_of(kind: type) -> dict[str, Any]:
 def content(container: Any) -> list[Any]:
     """The keys and values of a dict, or the entries of another container, as they are now."""
     if issubclass(type(container), dict):
-        return [*dict.keys(container), *dict.values(container)]
+        home = dict_of(container)
+        return [*home.keys(container), *home.values(container)]
     kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
     kind = next((kind for kind in kinds if issubclass(type(container), kind)), None)
     return [] if kind is None else list(kind.__iter__(container))
+
+
+def dict_of(table: Any) -> Any:
+    """The class of Python's own whose methods read and write a dict: an ``OrderedDict`` has another order."""
+    return OrderedDict if issubclass(type(table), OrderedDict) else dict
 
 
 def referents(value: Any) -> list[Any]:

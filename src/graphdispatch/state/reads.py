@@ -8,10 +8,11 @@ import os
 import types
 import weakref
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sized
 from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from ..call.breaks import is_break
-from . import objects
+from . import holders, objects
 from .objects import ABSENT, CONTAINERS, Reader
 from .trace import CodeTrace
 
@@ -148,6 +149,8 @@ class StateReads:
         if issubclass(type(value), CONTAINERS):
             if self._trace is not None or _matters(value):
                 self.contents.append(value)
+                if issubclass(kind, OrderedDict) and len(value) > 1:
+                    self.readers.append(partial(_same_order, value, list(OrderedDict.keys(value))))
             held = objects.content(value)
             self._count(len(held), value)
             self._pending += held
@@ -168,6 +171,8 @@ class StateReads:
                 self._names = self._library_names = self._names | _attributes_of(value)
             if issubclass(type(value), objects.CACHES):
                 self.readers.append(partial(_still_caches, value, _cached(value)))
+            if issubclass(kind, holders.IN_MEMORY):
+                self.readers.append(partial(_still_holds, value, holders.read_memory(value)))
             for inner in objects.referents(value):
                 self._pending += objects.content(inner) if issubclass(type(inner), CONTAINERS) else [inner]
         self._pending.append(kind)
@@ -283,6 +288,16 @@ def _cached(cache: Any) -> set[Any]:
     outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
     every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
     return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
+
+
+def _still_holds(value: Any, before: Any) -> bool:
+    """Whether a file in memory, or an object of ``ctypes``, holds what it held."""
+    return bool(holders.read_memory(value) == before)
+
+
+def _same_order(table: Any, keys: list[Any]) -> bool:
+    """Whether an ``OrderedDict`` has the same keys in the same order, which its dict does not tell."""
+    return all(map(is_, OrderedDict.keys(table), keys))
 
 
 def _still_caches(cache: Any, before: set[Any]) -> bool:

@@ -24,6 +24,7 @@ __all__ = ["CodeTrace"]
 _log = logging.getLogger("graphdispatch")
 _READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py")
 """Modules of the standard library that read all attributes of what they are given."""
+_SETS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
 
@@ -85,11 +86,13 @@ class CodeTrace:
         """Whether something ran unseen; then everything within reach counts as read."""
         self._nested: set[types.CodeType] = set()
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
-        self._depth = 0
+        self.break_names: set[str] = set()
+        """Names of attributes in code that runs inside of breaks, at each replay."""
         self._in_breaks: set[types.CodeType] = set()
-        """Code that ran where nothing is read."""
+        self.seeds: str | None = None
+        """Which random generator of its own the callable set, in words."""
         self._within = within
-        self._inside = int(within is None)
+        self._depth, self._inside = 0, int(within is None)
         self._outer: Any = None
         self._plain: dict[int, types.CodeType] = {}
         """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
@@ -99,11 +102,10 @@ class CodeTrace:
     @property
     def touched(self) -> set[str] | None:
         """The names of all attributes that the code can have changed; None if it spells them not all."""
-        names = (
-            self.names | self.library_names | {name for code in self._in_breaks for name in code_reads(code).attributes}
-        )
+        names = self.names | self.library_names | self.break_names
+        breaks = [code_reads(code) for code in self._in_breaks]
         spells_all = names.isdisjoint(("__setattr__", "__delattr__")) and not any(
-            reads.whole or reads.whole_self for reads in map(code_reads, self._in_breaks)
+            r.whole or r.whole_self for r in breaks
         )
         return names if spells_all and not self.is_blind and not self.reads_whole else None
 
@@ -148,6 +150,12 @@ class CodeTrace:
                 self._inside -= 1
             elif self._depth and self._inside and frame.f_code in self._skipped:
                 self._depth -= 1
+        elif event == "c_call" and type(getattr(arg, "__self__", None)) is torch.Generator:
+            self._note_generator(frame, arg.__name__)
+
+    def _note_generator(self, frame: types.FrameType, method: str) -> None:
+        if self._inside and not self._depth and method in _SETS and not _is_library(frame):
+            self.seeds = f"{method}() of a torch.Generator"
 
     def _note_call(self, frame: types.FrameType) -> None:
         code = frame.f_code
@@ -171,6 +179,9 @@ class CodeTrace:
                 self._check_iterators(frame)
         elif self._inside and code not in self._in_breaks:
             self._in_breaks.add(code)
+            reads = code_reads(code)
+            self.break_names |= reads.attributes
+            self._note_asked(reads)
             self._check_iterators(frame)
 
     def _check_iterators(self, frame: types.FrameType) -> None:
@@ -193,8 +204,7 @@ class CodeTrace:
         if not (reads.attributes | reads.variables).isdisjoint(("environ", "getenv")):
             self.reads_environment = True
             self.walk.visit_environment()
-        if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
-            self.asked |= {text for text in reads.texts if text.isidentifier()}
+        self._note_asked(reads)
         if any(name.startswith("__compiled_fn") for name in reads.variables):
             self.reads_whole = self.reads_whole or f"{path}:{code.co_firstlineno} ({code.co_name}, compiled)"
         # What a class reads to find its attributes is compared anyway: all of its objects' attributes are.
@@ -212,6 +222,10 @@ class CodeTrace:
                     self.functions.append(fn)
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+    def _note_asked(self, reads: CodeReads) -> None:
+        if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
+            self.asked |= {text for text in reads.texts if text.isidentifier()}
 
     def _note_variables(self, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""

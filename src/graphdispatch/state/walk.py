@@ -258,6 +258,8 @@ class StateWalk:
             yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
         elif issubclass(kind, bytearray):
             self._hold(path, value, bytes, lambda held, before: held.__setitem__(slice(None), before))
+        elif issubclass(kind, holders.IN_MEMORY):
+            self._hold(path, value, holders.read_memory, holders.write_memory)
         elif issubclass(kind, partial):
             yield from (("", inner) for inner in (value.func, value.args, value.keywords))
         elif not slots:
