@@ -158,11 +158,6 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             f"the call draws from {eager.unseen}, and a graph would keep the numbers of its capture; draw with torch",
             Reason.STATE_UNSEEN,
         )
-    if eager.trace.seeds is not None:
-        raise CaptureError(
-            f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
-            Reason.STATE_REBOUND,
-        )
     if eager.trace.walk.overflow is not None:
         raise CaptureError(
             f"the call reaches too many Python objects to watch them all, at {eager.trace.walk.overflow}; keep large "
@@ -181,6 +176,24 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             "as it is; return the new values instead",
             Reason.STATE_REBOUND,
         )
+    _check_reads(request, eager)
+    for output in tensors_in(eager.opened):
+        if output.requires_grad:
+            raise CaptureError("an output requires a gradient; call under torch.no_grad()", Reason.NEEDS_GRADIENTS)
+        if type(output) not in PLAIN_TENSORS or not is_strided(output):
+            raise CaptureError(
+                f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
+                Reason.OUTPUT_UNSUPPORTED,
+            )
+
+
+def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
+    """Raise ``CaptureError`` if the run used what a replay neither sees nor repeats."""
+    if eager.trace.seeds is not None:
+        raise CaptureError(
+            f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
+            Reason.STATE_REBOUND,
+        )
     advanced = eager.trace.walk.advanced()
     if advanced is not None:
         raise CaptureError(f"the call advances an iterator: {advanced}; pass what it gives", Reason.STATE_UNSEEN)
@@ -195,14 +208,6 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 f"argument {spec.name!r} carries the attributes {sorted(attributes)}, which a graph would not see "
                 "change; pass them as arguments",
                 Reason.STATE_UNSEEN,
-            )
-    for output in tensors_in(eager.opened):
-        if output.requires_grad:
-            raise CaptureError("an output requires a gradient; call under torch.no_grad()", Reason.NEEDS_GRADIENTS)
-        if type(output) not in PLAIN_TENSORS or not is_strided(output):
-            raise CaptureError(
-                f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
-                Reason.OUTPUT_UNSUPPORTED,
             )
 
 

@@ -135,10 +135,7 @@ class RowProver:
             raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
 
     def _prove_for_small_rows(self) -> None:
-        """Once more with small numbers in the real rows: large ones may hide what padding does to them.
-
-        Not where the graph writes state: where it writes, numbers may decide.
-        """
+        """Once more with small numbers in the real rows, which hide less. Not where they may decide where it writes."""
         request, entry = self._request, self._entry
         parts = list(zip(request.inputs.specs, request.arguments(), strict=True))
         real = [_small(value) if spec.dim is not None and _takes_any_value(spec) else value for spec, value in parts]

@@ -28,7 +28,6 @@ __all__ = [
     "read_class",
     "read_context",
     "read_function",
-    "read_memory",
     "read_names",
     "read_slots",
     "read_tensor",
@@ -40,7 +39,6 @@ __all__ = [
     "write_context",
     "write_environment",
     "write_function",
-    "write_memory",
     "write_names",
     "write_numbers",
     "write_slots",
@@ -297,22 +295,3 @@ def write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
     if tensor.data.data_ptr() != before[".data"].data_ptr() or tensor.shape != before[".data"].shape:
         tensor.data = before[".data"]
     tensor.requires_grad_(before[".requires_grad"])
-
-
-def read_memory(value: Any) -> Any:
-    """What a file in memory holds and where it stands, or the bytes of an object of ``ctypes``."""
-    if isinstance(value, io.IOBase):
-        return None if value.closed else _file_class(value).__getstate__(value)[:-1]
-    return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
-
-
-def write_memory(value: Any, before: Any) -> None:
-    """Put that back; a file that was closed stays closed."""
-    if not isinstance(value, io.IOBase):
-        ctypes.memmove(ctypes.addressof(value), before, len(before))
-    elif before is not None and not value.closed:
-        _file_class(value).__setstate__(value, (*before, None))
-
-
-def _file_class(value: Any) -> Any:
-    return io.BytesIO if issubclass(type(value), io.BytesIO) else io.StringIO

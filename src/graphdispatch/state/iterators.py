@@ -1,6 +1,8 @@
-"""How far iterators are, and what refuses to advance them. Loaded only where a callable reaches one."""
+"""How far iterators are, and what other compiled objects hold. Loaded only where a callable reaches one."""
 
+import ctypes
 import gc
+import io
 import types
 import warnings
 from contextlib import suppress
@@ -10,7 +12,7 @@ from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
 
-__all__ = ["advance_refused", "progress"]
+__all__ = ["advance_refused", "progress", "read_memory", "still_holds", "write_memory"]
 
 
 def advance_refused(name: str) -> CaptureError:
@@ -44,3 +46,27 @@ def _place(part: Any) -> Any:
     if issubclass(type(part), list):  # made anew for some kinds
         return len(part)
     return repr(part) if issubclass(type(part), objects.CONSTANTS) else id(part)
+
+
+def read_memory(value: Any) -> Any:
+    """What a file in memory holds and where it stands, or the bytes of an object of ``ctypes``."""
+    if isinstance(value, io.IOBase):
+        return None if value.closed else _file_class(value).__getstate__(value)[:-1]
+    return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+
+
+def write_memory(value: Any, before: Any) -> None:
+    """Put that back; a file that was closed stays closed."""
+    if not isinstance(value, io.IOBase):
+        ctypes.memmove(ctypes.addressof(value), before, len(before))
+    elif before is not None and not value.closed:
+        _file_class(value).__setstate__(value, (*before, None))
+
+
+def _file_class(value: Any) -> Any:
+    return io.BytesIO if issubclass(type(value), io.BytesIO) else io.StringIO
+
+
+def still_holds(value: Any, before: Any) -> bool:
+    """Whether a file in memory, or an object of ``ctypes``, holds what it held."""
+    return bool(read_memory(value) == before)

@@ -172,7 +172,9 @@ class StateReads:
             if issubclass(type(value), objects.CACHES):
                 self.readers.append(partial(_still_caches, value, _cached(value)))
             if issubclass(kind, holders.IN_MEMORY):
-                self.readers.append(partial(_still_holds, value, holders.read_memory(value)))
+                from .iterators import read_memory, still_holds
+
+                self.readers.append(partial(still_holds, value, read_memory(value)))
             for inner in objects.referents(value):
                 self._pending += objects.content(inner) if issubclass(type(inner), CONTAINERS) else [inner]
         self._pending.append(kind)
@@ -288,11 +290,6 @@ def _cached(cache: Any) -> set[Any]:
     outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
     every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
     return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
-
-
-def _still_holds(value: Any, before: Any) -> bool:
-    """Whether a file in memory, or an object of ``ctypes``, holds what it held."""
-    return bool(holders.read_memory(value) == before)
 
 
 def _same_order(table: Any, keys: list[Any]) -> bool:

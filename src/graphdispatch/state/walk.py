@@ -259,7 +259,9 @@ class StateWalk:
         elif issubclass(kind, bytearray):
             self._hold(path, value, bytes, lambda held, before: held.__setitem__(slice(None), before))
         elif issubclass(kind, holders.IN_MEMORY):
-            self._hold(path, value, holders.read_memory, holders.write_memory)
+            from .iterators import read_memory, write_memory
+
+            self._hold(path, value, read_memory, write_memory)
         elif issubclass(kind, partial):
             yield from (("", inner) for inner in (value.func, value.args, value.keywords))
         elif not slots:
