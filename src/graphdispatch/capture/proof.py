@@ -120,7 +120,8 @@ class RowProver:
                 self._prove_for_small_rows()
             except _DependentRowsError as found:
                 return found.proof
-        return RowProof(True, self._is_deterministic is not False, untested=self._untested(alike))
+        untested, assumed = self._untested(alike)
+        return RowProof(True, self._is_deterministic is not False, untested=untested, assumed=assumed)
 
     def _replay(self, padding: Padding) -> None:
         try:
@@ -194,17 +195,23 @@ class RowProver:
             values.append(_Value(f"state of shape {tuple(region.target.shape)}", left, is_state=True))
         return values
 
-    def _untested(self, alike: Mapping[int, torch.Tensor]) -> tuple[str, ...]:
-        """Of which arguments this batch could not tell."""
+    def _untested(
+        self, alike: Mapping[int, torch.Tensor]
+    ) -> tuple[tuple[str, ...], tuple[tuple[int, torch.Tensor], ...]]:
+        """Of which arguments this batch could not tell; and of these, the ones that were the same for long, with their
+        row."""
         request, specs = self._request, self._request.inputs.specs
         fixed = {i for i, spec in enumerate(specs) if spec.dim is not None and not _takes_any_value(spec)}
         if request.is_padded:
             fixed &= alike.keys()
         else:
             fixed = {i for i in fixed if i in alike or specs[i].is_pad_given}
+        lasting: set[int] = set()
         if any(i not in fixed for i, spec in enumerate(specs) if spec.dim is not None):  # a dummy batch tells nothing
-            fixed -= request.inputs.constants({i: alike[i] for i in fixed if i in alike})
-        return (*(specs[i].name for i in sorted(fixed)), *(["state"] if self._unseen else []))
+            lasting = request.inputs.constants({i: alike[i] for i in fixed if i in alike})
+        names = (specs[i].name for i in sorted(fixed - lasting))
+        assumed = tuple((specs[i].position, alike[i]) for i in sorted(lasting & fixed))
+        return (*names, *(["state"] if self._unseen else [])), assumed
 
 
 _BY_RULE = Padding("the padding of the pad rules", [])

@@ -209,7 +209,8 @@ class CUDAGraphEntry(NotCopied):
         values, rows = self.check(inputs)
         if self.depends_on_padding(rows) and self.proof is not None:
             raise ReplayError(f"{rows} rows in a graph of {self.size}: {self.proof.text}")
-        if not self.may_pad(rows):
+        is_as_proven = rows == self.size or self.proof is None or self.proof.holds_for(values)
+        if not (self.may_pad(rows) and is_as_proven):
             raise ReplayError(
                 f"{rows} rows in a graph of {self.size}: {Reason.PADDING_UNPROVEN.text}; or serve the batch through "
                 "the wrapper, manager or dispatcher that has the graph, which compares it"

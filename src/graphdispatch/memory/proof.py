@@ -1,6 +1,10 @@
 """``RowProof``: what replays with other padding have shown of one graph's rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ..reasons import Reason
 
@@ -26,10 +30,18 @@ class RowProof:
     untested: tuple[str, ...] = ()
     """The arguments (and ``"state"``) of which the batch could not tell; padded batches are compared until one can."""
 
+    assumed: tuple[tuple[int, torch.Tensor], ...] = ()
+    """Values of a call, by place, with the row that all of theirs were in many batches. No padding could test them, so
+    that padded batches are served while they stay so, and compared as soon as they do not."""
+
+    def holds_for(self, values: Sequence[Any]) -> bool:
+        """Whether the rows of a call are as the proof assumes. Reads values back to the host, if it assumes any."""
+        return all(torch.equal(values[place], row.expand_as(values[place])) for place, row in self.assumed)
+
     @property
     def is_complete(self) -> bool:
         """Whether no further batch needs to be asked."""
-        return not (self.independent and self.untested)
+        return not (self.independent and (self.untested or self.assumed))
 
     @property
     def text(self) -> str:

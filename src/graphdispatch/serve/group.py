@@ -231,6 +231,8 @@ class GraphGroup:
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
         if entry is None or entry.state is not EntryState.VERIFIED or not entry.may_pad(decision.rows):
             return None
+        if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
+            return None  # the slow path looks at the values
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
@@ -316,6 +318,8 @@ class GraphGroup:
         """
         if not entry.knows_effects:
             return False
+        if rows != entry.size and entry.proof is not None and not entry.proof.holds_for(values):
+            return True
         if entry.compares(rows) or entry.replay_count >= entry.verify_at:
             return True
         return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
