@@ -410,7 +410,7 @@ def test_versions_are_tested_before_they_are_used() -> None:
 def test_what_is_no_part_of_a_guard_is_refused() -> None:
     """The class checks what it is given, rather than trusting it."""
     empty: dict[str, Any] = dict.fromkeys(
-        ("tables", "contents", "sequences", "types", "codes", "readers", "tensors", "arrays", "hooks"), ()
+        ("tables", "contents", "sequences", "types", "codes", "homes", "readers", "tensors", "arrays", "hooks"), ()
     )
     given = {"absent": object(), "handles": {"next_id": 1}, "latest": 1, "trains": 0, **empty}
     assert GUARD(**given).holds()
@@ -419,6 +419,7 @@ def test_what_is_no_part_of_a_guard_is_refused() -> None:
         "contents": (({}, None, []),),
         "sequences": (1,),
         "codes": ((1, 2),),
+        "homes": ((1, 2),),
         "readers": (("cell", 1, None, 1), ("slot", Settings(), 1, 1), ("other", 1, None, 1)),
         "tensors": ((1, 0, 0, True),),
         "arrays": ((1, 2, True),),

@@ -50,6 +50,7 @@ def compile_guard(guard: "StateGuard") -> Any:
             readers=tuple(_reader(reader, next(held)) for reader in guard._readers),
             types=tuple((value, next(held)) for value in guard._objects),
             codes=tuple((value, next(held)) for value in guard._functions),
+            homes=tuple((value, _raw(next(held))) for value in guard._homes),
             tensors=tuple(zip(guard._tensors, guard._addresses, guard._numels, guard._contiguous, strict=True)),
             arrays=tuple((value, data, type(value) in (array, np.ndarray)) for value, data in guard._arrays),
             hooks=tuple(guard._hooks),
@@ -111,6 +112,8 @@ def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
         if function is cell_value or (function is getattr and args[1:] == ("cell_contents",)):
             return "cell", args[0], None, expected
         if function is getattr and type(args[0]) is types.FunctionType:
+            return args[1], args[0], None, expected
+        if function is getattr and args[1:] == ("__mro__",):
             return args[1], args[0], None, expected
         if function is slot_value:
             return "slot", args[1], args[0], expected

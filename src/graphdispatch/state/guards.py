@@ -36,7 +36,7 @@ _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) i
 """The setting that torch keeps in a variable."""
 _MOST_WAITED = 4096
 _training = attrgetter("training")
-_code = attrgetter("__code__")
+_code, _table = attrgetter("__code__"), attrgetter("__dict__")
 _address, _numel, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
 _requires_grad = attrgetter("requires_grad")
 
@@ -79,7 +79,9 @@ class StateGuard:
         self._contents = tuple(part for values in (*reads.members, *watched) for part in (values, _END))
         self._named = [*_DEVICE, *reads.attributes]
         self._attributes = [partial(itemgetter(*names, names[0]), table) for table, names in self._named]
-        self._readers: list[Callable[[], Any]] = [*_SETTINGS, *reads.readers]
+        self._homes = tuple(filter(_has_own_table, reads.homes))
+        others = [partial(objects.attribute_table, home) for home in reads.homes if not _has_own_table(home)]
+        self._readers: list[Callable[[], Any]] = [*_SETTINGS, *others, *reads.readers]
         # Lazy parameters and subclasses have no address to compare; ``_held`` compares their identity.
         plain = (torch.Tensor, nn.Parameter, nn.Buffer)
         tensors = [t for t in reads.tensors if type(t) in plain and t.layout is torch.strided]
@@ -116,6 +118,7 @@ class StateGuard:
                 map(call, self._readers),
                 map(type, self._objects),
                 map(_code, self._functions),
+                map(_table, self._homes),
             )
             if not all(map(is_, now, self._held)):
                 read = self._read()
@@ -154,8 +157,9 @@ class StateGuard:
     def _read(self) -> tuple[Any, ...]:
         """Everything that is compared by identity, as it is now."""
         attributes = chain.from_iterable(map(call, self._attributes))
-        kinds, codes = map(type, self._objects), map(_code, self._functions)
-        return tuple(chain(chain.from_iterable(self._contents), attributes, map(call, self._readers), kinds, codes))
+        kinds, codes, homes = map(type, self._objects), map(_code, self._functions), map(_table, self._homes)
+        readers = map(call, self._readers)
+        return tuple(chain(chain.from_iterable(self._contents), attributes, readers, kinds, codes, homes))
 
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
@@ -164,7 +168,8 @@ class StateGuard:
             for guard in (self, other)
         )
         parts = (
-            (*g._tensors, *g._objects, *g._functions, *g._tables, *(a for a, _ in g._arrays)) for g in (self, other)
+            (*g._tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
+            for g in (self, other)
         )
         return figures == others and same_objects(*parts) and same_objects(self._held, other._held)
 
@@ -203,7 +208,7 @@ class StateGuard:
         bases = {base for kind in kinds for base in kind.__mro__[:-1]}
         if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
             return None
-        last = len(self._readers) + len(self._objects) + len(self._functions)
+        last = sum(map(len, (self._readers, self._objects, self._functions, self._homes)))
         count = sum(len(names) + 1 for _, names in self._named)
         values = iter(self._held[len(self._held) - last - count :])
         flags = {}
@@ -220,6 +225,15 @@ class StateGuard:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _has_own_table(value: Any) -> bool:
+    """Whether an object's ``__dict__`` is where its attributes are, and the object's own to tell."""
+    kind = type(value)
+    tables = [vars(base) for base in kind.__mro__[:-1]]
+    told = [table["__dict__"] for table in tables if "__dict__" in table]
+    is_plain = all(type(each) is types.GetSetDescriptorType for each in told)
+    return kind.__dictoffset__ != 0 and is_plain and not any("__getattribute__" in table for table in tables)
 
 
 def _parts(container: Any) -> tuple[Iterable[Any], ...]:

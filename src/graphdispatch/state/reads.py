@@ -29,7 +29,9 @@ __all__ = ["StateReads"]
 _PACKAGE = str(__package__).partition(".")[0]
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+_TABLES = frozenset((*_MEMBERS, *_HOOKS))
+"""What a module keeps its members and hooks in: compared by identity here, and by its entries apart."""
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _MOST_COMPARED = 1_000_000
 
@@ -47,6 +49,8 @@ class StateReads:
         """Functions within reach; their code is compared."""
         self.objects: list[Any] = []
         """Objects and modules, whose class is compared."""
+        self.homes: list[Any] = []
+        """Objects, modules and tensors whose attributes are compared; their ``__dict__`` itself may be replaced."""
         self.members: list[Iterable[Any]] = []
         """The parameters, buffers and submodules of modules."""
         self.contents: list[Iterable[Any]] = []
@@ -96,6 +100,7 @@ class StateReads:
             self.tensors.append(value)
             table = objects.attribute_table(value)
             if table or (self._trace is not None and self._trace.asked):
+                self.homes.append(value)
                 self._compare(table, self._names)
         elif issubclass(type(value), nn.Module):
             self._visit_module(value)
@@ -120,6 +125,7 @@ class StateReads:
     def _visit_module(self, module: nn.Module) -> None:
         self.modules.append(module)
         self.objects.append(module)
+        self.homes.append(module)
         table = objects.attribute_table(module) or {}
         for name in _MEMBERS:
             members = table.get(name)
@@ -135,7 +141,7 @@ class StateReads:
         kind = type(module)
         is_library = any(base is not nn.Module for base in kind.__mro__ if base.__module__.startswith("torch."))
         names = self._named(kind, self._library_names if is_library else self._names)
-        self._compare(table, names | {"training"})
+        self._compare(table, names | {"training"} | _TABLES)
         self._pending.append(kind)
 
     def _visit_object(self, value: Any) -> None:
@@ -161,6 +167,7 @@ class StateReads:
         names = self._named(kind, self._names if is_user else self._library_names)
         if table is not None:
             self.objects.append(value)
+            self.homes.append(value)
             self._compare(table, names)
         for name in slots.keys() & (slots.keys() if self._trace is None or self._all else names):
             reader = partial(objects.slot_value, slots[name], value)
@@ -184,6 +191,7 @@ class StateReads:
             if base is not kind:
                 self._pending.append(base)
             elif self._trace is not None:
+                self.readers.append(partial(getattr, base, "__mro__"))
                 table = vars(base)
                 self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
 
@@ -241,12 +249,13 @@ class StateReads:
         if table is None:
             return
         if self._trace is None:
-            chosen = [name for name, value in table.items() if name not in _MODULE_ATTRIBUTES and _matters(value)]
-            self._pending += (value for name, value in table.items() if name not in _MODULE_ATTRIBUTES)
+            kept = {name: value for name, value in table.items() if name not in _MODULE_ATTRIBUTES}
+            chosen = [name for name, value in kept.items() if name in _TABLES or _matters(value)]
+            self._pending += (value for name, value in kept.items() if name not in _TABLES)
         else:
             found = table if issubclass(type(names), _All) else (name for name in names if name in table)
             chosen = [name for name in found if name not in _MODULE_ATTRIBUTES]
-            self._pending += (table[name] for name in chosen)
+            self._pending += (table[name] for name in chosen if name not in _TABLES)
         self.tables.append(table)
         self._count(len(chosen), table)
         if chosen:

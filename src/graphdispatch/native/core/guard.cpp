@@ -148,6 +148,8 @@ PyObject* read(Guard* self, const Reader& reader) {
     case Kind::kKeywordDefaults:
       value = PyFunction_GET_KW_DEFAULTS(reader.subject);
       return Py_NewRef(value ? value : Py_None);
+    case Kind::kBases:
+      return Py_XNewRef(reinterpret_cast<PyTypeObject*>(reader.subject)->tp_mro);
     case Kind::kReference:
       return referent(reader.subject);
     case Kind::kContext:
@@ -237,6 +239,10 @@ bool all_match(Guard* self) {
   }
   for (const Pair& entry : self->parts.codes) {
     if (PyFunction_GET_CODE(entry.subject) != entry.expected) return false;
+  }
+  for (const Pair& entry : self->parts.homes) {  // null before an object has a dict, which it has then lost
+    PyObject** place = _PyObject_GetDictPtr(entry.subject);
+    if (!place || *place != entry.expected) return false;
   }
   return readers_match(self) && tensors_match(self) && arrays_match(self);
 }

@@ -32,7 +32,7 @@ struct Sequence {
   Range entries;
 };
 
-enum class Kind { kCall, kCell, kReference, kContext, kSlot, kDefaults, kKeywordDefaults };
+enum class Kind { kCall, kCell, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
 
 struct Reader {
   Kind kind;
@@ -65,7 +65,7 @@ struct Parts {
   std::vector<Bindings> bindings;  // of each dict
   Slots slots;
   std::vector<Sequence> sequences;
-  std::vector<Pair> types, codes;
+  std::vector<Pair> types, codes, homes;  // a home is an object with the dict of its attributes
   std::vector<Array> arrays;
   std::vector<Reader> readers;
   std::vector<TensorPlace> tensors;

@@ -32,7 +32,7 @@ int each_reference(Guard* self, Visit visit) {
   for (TensorPlace& entry : self->parts.tensors) one(entry.tensor);
   for (PyObject*& table : self->parts.hooks) one(table);
   for (Array& entry : self->parts.arrays) one(entry.array), one(entry.bytes);
-  pairs(self->parts.types), pairs(self->parts.codes);
+  pairs(self->parts.types), pairs(self->parts.codes), pairs(self->parts.homes);
   return stop;
 }
 
@@ -114,6 +114,13 @@ bool add_code(Guard* self, PyObject* item) {
   return true;
 }
 
+bool add_home(Guard* self, PyObject* item) {
+  PyObject *object, *dict;
+  if (!PyArg_ParseTuple(item, "OO!", &object, &PyDict_Type, &dict)) return false;
+  self->parts.homes.push_back({Py_NewRef(object), Py_NewRef(dict)});
+  return true;
+}
+
 // Where a slot of a class made by a class statement lies in its objects; 0 with an error for any other descriptor.
 Py_ssize_t offset_of(PyObject* descriptor, PyObject* object) {
   if (Py_TYPE(descriptor) == &PyMemberDescr_Type &&
@@ -132,7 +139,7 @@ bool add_reader(Guard* self, PyObject* item) {
   const std::pair<const char*, Kind> kinds[] = {
       {"call", Kind::kCall},       {"cell", Kind::kCell}, {"reference", Kind::kReference},
       {"context", Kind::kContext}, {"slot", Kind::kSlot}, {"__defaults__", Kind::kDefaults},
-      {"__kwdefaults__", Kind::kKeywordDefaults},
+      {"__kwdefaults__", Kind::kKeywordDefaults}, {"__mro__", Kind::kBases},
   };
   Reader reader{Kind::kCall, subject, 0, expected};
   bool known = false;
@@ -143,7 +150,7 @@ bool add_reader(Guard* self, PyObject* item) {
   if (!known || (reader.kind == Kind::kCell && !PyCell_Check(subject)) ||
       (reader.kind == Kind::kReference && !PyWeakref_CheckRef(subject)) ||
       (reader.kind == Kind::kContext && !PyContextVar_CheckExact(subject)) ||
-      (is_function && !PyFunction_Check(subject))) {
+      (reader.kind == Kind::kBases && !PyType_Check(subject)) || (is_function && !PyFunction_Check(subject))) {
     PyErr_Format(PyExc_TypeError, "%R cannot be read as a %s", subject, name);
     return false;
   }
@@ -203,14 +210,15 @@ bool add_each(Guard* self, PyObject* items, bool (*add)(Guard*, PyObject*)) {
 
 PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
   static const char* names[] = {"absent", "handles", "latest", "trains", "tables", "contents", "sequences", "types",
-                                "codes", "readers", "tensors", "arrays", "hooks", nullptr};
-  PyObject *absent, *handles, *latest, *parts[9];
+                                "codes", "homes", "readers", "tensors", "arrays", "hooks", nullptr};
+  PyObject *absent, *handles, *latest, *parts[10];
   int trains;
   if (!PyArg_ParseTupleAndKeywords(
-          args, named, "$OO!O!iO!O!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent, &PyDict_Type, &handles,
+          args, named, "$OO!O!iO!O!O!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent, &PyDict_Type, &handles,
           &PyLong_Type, &latest, &trains, &PyTuple_Type, &parts[0], &PyTuple_Type, &parts[1], &PyTuple_Type, &parts[2],
           &PyTuple_Type, &parts[3], &PyTuple_Type, &parts[4], &PyTuple_Type, &parts[5], &PyTuple_Type, &parts[6],
-          &PyTuple_Type, &parts[7], &PyTuple_Type, &parts[8])) {
+          &PyTuple_Type, &parts[7], &PyTuple_Type, &parts[8],
+          &PyTuple_Type, &parts[9])) {
     return nullptr;
   }
   Guard* self = reinterpret_cast<Guard*>(type->tp_alloc(type, 0));
@@ -220,9 +228,9 @@ PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
   self->handles = Py_NewRef(handles);
   self->latest = Py_NewRef(latest);
   self->trains = trains;
-  bool (*const adders[])(Guard*, PyObject*) = {add_table,  add_content, add_sequence, add_type, add_code,
+  bool (*const adders[])(Guard*, PyObject*) = {add_table,  add_content, add_sequence, add_type, add_code, add_home,
                                                add_reader, add_tensor,  add_array,    add_hooks};
-  for (int i = 0; i < 9; ++i) {
+  for (int i = 0; i < 10; ++i) {
     if (!add_each(self, parts[i], adders[i])) {
       Py_DECREF(self);
       return nullptr;

@@ -1,0 +1,111 @@
+"""A table that holds attributes, members or hooks is replaced as a whole: no graph of the old one serves."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch import graphed
+
+
+class Half:
+    def factor(self) -> float:
+        """A factor."""
+        return 0.5
+
+
+class Third:
+    def factor(self) -> float:
+        """Another factor."""
+        return 0.25
+
+
+def make() -> nn.Module:
+    """A model that reads a configuration, a method of a base class, weights and hooks."""
+
+    class Scaled(Half):
+        pass
+
+    class Config:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.config = Config(1.0)
+            self.scaled = Scaled()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            bonus = getattr(self.linear.weight, "bonus", 1.0)
+            return self.linear(x) * self.config.scale * self.scaled.factor() * bonus
+
+    model = Model().eval()
+    model.linear.weight.bonus = 2.0  # type: ignore[attr-defined]
+    return model
+
+
+def other_module_attributes(model: nn.Module) -> None:
+    """``model.__dict__ = {...}``."""
+    other = type(model.config)(3.0)
+    model.__dict__ = {**model.__dict__, "config": other}
+
+
+def other_object_attributes(model: nn.Module) -> None:
+    """``object.__dict__ = {...}``."""
+    model.config.__dict__ = {"scale": 3.0}
+
+
+def other_tensor_attributes(model: nn.Module) -> None:
+    """``parameter.__dict__ = {...}``."""
+    model.linear.weight.__dict__ = {"bonus": 5.0}
+
+
+def other_modules(model: nn.Module) -> None:
+    """``model._modules = {...}``."""
+    model._modules = {"linear": nn.Linear(4, 4)}
+
+
+def other_parameters(model: nn.Module) -> None:
+    """``module._parameters = {...}``."""
+    model.linear._parameters = OrderedDict(weight=nn.Parameter(torch.ones(4, 4)), bias=None)
+
+
+def other_hooks(model: nn.Module) -> None:
+    """``module._forward_hooks = {...}``."""
+    model.linear._forward_hooks = OrderedDict({1: lambda module, args, output: output + 1})
+
+
+def other_bases(model: nn.Module) -> None:
+    """``Class.__bases__ = (...)``."""
+    type(model.scaled).__bases__ = (Third,)
+
+
+@pytest.mark.parametrize(
+    "swap",
+    [
+        other_module_attributes,
+        other_object_attributes,
+        other_tensor_attributes,
+        other_modules,
+        other_parameters,
+        other_hooks,
+        other_bases,
+    ],
+)
+def test_a_replaced_table_is_seen(swap: Callable[[nn.Module], None]) -> None:
+    """Be the guard native or not."""
+    torch.manual_seed(0)
+    model = make()
+    serve = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    with torch.no_grad():
+        for _ in range(6):
+            serve(torch.randn(4, 4))
+        assert serve.stats.hits == 4
+        swap(model)
+        x = torch.randn(4, 4)
+        assert torch.equal(serve(x), model(x))
+        assert serve.stats.hits == 4
