@@ -18,7 +18,7 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/
 # One process for each core. A process that has run its share takes tests from the others, so that all end together.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test sweep fuzz gpu-test gpu-emulated gpu-bench bench native-check lint format types check clean
+.PHONY: demo test sweep fuzz generate-test gpu-test gpu-emulated gpu-bench bench native-check lint format types check clean
 
 demo: $(VENV)/.native
 	@$(BIN)/graphdispatch demo $(ARGS)
@@ -70,6 +70,10 @@ native-check: $(VENV)/.test
 	@ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
 		LD_PRELOAD="$$(for name in libasan libubsan libstdc++; do g++ -print-file-name=$$name.so; done | tr '\n' ' ')" \
 		$(BIN)/python -m pytest tests/native $(ARGS)
+
+# generate() for all decoder families and modes; takes some minutes.
+generate-test: $(VENV)/.native
+	@$(BIN)/python -m pytest $(PARALLEL) tests/generate/broad_generation.py tests/generate $(ARGS)
 
 gpu-bench:
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)

@@ -22,6 +22,7 @@ from . import (
     decoder,
     eviction,
     front,
+    generate,
     guard,
     online,
     piecewise,
@@ -51,6 +52,7 @@ _PARTS = {
     "online": _Part(online.TITLE, online.rows),
     "eviction": _Part(eviction.TITLE, eviction.rows),
     "planning": _Part(planning.TITLE, planning.rows),
+    "generate": _Part(generate.TITLE, generate.rows),
     "simulate": _Part(simulate.TITLE, simulate.rows),
 }
 

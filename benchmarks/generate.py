@@ -1,0 +1,92 @@
+"""``generate()`` of a small Llama: microseconds per token by graphs, over transformers' own ways in the same turns.
+
+Beside its default cache, which grows, stands its static cache, eagerly and compiled. Compiling has a limit of time; it
+needs a compiler, and is left out where it fails.
+"""
+
+import importlib.util
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .timing import Effort, Row, interleaved
+
+__all__ = ["TITLE", "rows"]
+
+TITLE = "generate() by graphs over transformers, microseconds per token (a Llama of 4 layers x 256)"
+_TOKENS = 48
+_MOST_TURNS = 7  # a turn generates whole sequences
+_COMPILE_SECONDS = 240
+
+
+def rows(effort: Effort) -> list[Row]:
+    """For batches of 1 and 4: graphs over each other way; none without transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    import transformers
+
+    from graphdispatch.integrations.transformers import graphed_generation
+
+    plain, twin = (_model(transformers) for _ in range(2))
+    graphed_generation(twin, cache_lengths=(64,))
+    found = []
+    for count in (1, 4):
+        batch = {"input_ids": torch.randint(2, 1000, (count, 9)), "attention_mask": torch.ones(count, 9).long()}
+        asked: dict[str, Any] = {**batch, "max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}
+        ways: dict[str, Callable[[], Any]] = {
+            "graphs": lambda asked=asked: twin.generate(**asked),
+            "default cache": lambda asked=asked: plain.generate(**asked),
+            "static cache": lambda asked=asked: plain.generate(**asked, cache_implementation="static"),
+        }
+        compiled = _compiled(transformers, plain, asked)
+        if compiled is not None:
+            ways["static cache, compiled"] = compiled
+        for way in ways.values():
+            way()
+        graphs_s, *others_s = interleaved(list(ways.values()), min(effort.turns, _MOST_TURNS))
+        for name, seconds in zip(list(ways)[1:], others_s, strict=True):
+            found.append(Row(f"batch {count}, graphs over {name}", graphs_s / _TOKENS * 1e6, seconds / _TOKENS * 1e6))
+    return found
+
+
+def _model(transformers: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1024,
+        pad_token_id=1,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _compiled(transformers: Any, model: Any, asked: dict[str, Any]) -> Callable[[], Any] | None:
+    """``generate`` with transformers' compiled static cache, once it is compiled; None where that fails or is slow."""
+    config = transformers.CompileConfig(mode="default")
+    config._compile_all_devices = True
+
+    def way() -> Any:
+        return model.generate(**asked, cache_implementation="static", compile_config=config)
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(_COMPILE_SECONDS)
+    try:
+        way()
+    except Exception as error:
+        print(f"transformers' compiled static cache is left out: {type(error).__name__}")
+        return None
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return way
