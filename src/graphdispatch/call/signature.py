@@ -15,7 +15,6 @@ import torch
 
 from ..native.bound import CORE
 from ..reasons import Reason
-from .caches import advice_for, is_cache
 from .padding import Pad
 from .rules import ArgumentRules
 from .spec import Leaf, describe, is_tensor
@@ -287,7 +286,7 @@ def refusal(
     if len(set(rows.values())) > 1:
         return Refusal(Reason.ROWS_DISAGREE, f"arguments have different numbers of rows: {rows}")
     for leaf, value in zip(leaves, values, strict=True):
-        if is_cache(value) and (advice := advice_for([value])):
+        if not _is_plain(value) and _is_cache(value) and (advice := _caches().advice_for([value])):
             return Refusal(Reason.STATE_REBOUND, f"argument {leaf.path!r}: {advice}")
         if has_odd([leaf], [value], rules):
             return Refusal(
@@ -313,7 +312,18 @@ def has_odd(leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules)
     """Whether there is an argument whose change cannot be seen: no tensor, no constant, no cache, and not declared
     static."""
     pairs = zip(leaves, values, strict=True)
-    return any(not (_is_plain(value) or rules.is_static(leaf) or is_cache(value)) for leaf, value in pairs)
+    return any(not (_is_plain(value) or rules.is_static(leaf) or _is_cache(value)) for leaf, value in pairs)
+
+
+def _is_cache(value: Any) -> bool:
+    return bool(_caches().is_cache(value))
+
+
+def _caches() -> Any:
+    """What is known of caches; loaded where an argument is an object, since few callers give one."""
+    from . import caches
+
+    return caches
 
 
 def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:

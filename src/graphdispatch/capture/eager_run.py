@@ -14,7 +14,6 @@ from ..backends.operators import is_strided, tensors_in
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
 from ..errors import CaptureError
-from ..memory.outputs import is_shape
 from ..reasons import Reason
 from ..state.objects import attribute_table
 from ..state.reads import StateReads
@@ -115,8 +114,8 @@ def _opener(walk: StateWalk) -> Callable[[Any], Any]:
     made: list[Any] = []
 
     def open_outputs(output: Any) -> Any:
-        leaves = tree_leaves(output, is_leaf=is_shape)
-        if all(is_tensor(leaf) or (type(leaf) in VALUES and not is_shape(leaf)) for leaf in leaves):
+        leaves = tree_leaves(output, is_leaf=lambda node: type(node) is torch.Size)
+        if all(is_tensor(leaf) or (type(leaf) in VALUES and type(leaf) is not torch.Size) for leaf in leaves):
             return output
         if not made:
             from ..memory.opened import Opener  # here, since few callables return objects

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..call.spec import VALUES
 from ..errors import CaptureError
 from ..reasons import Reason
 from ..state.objects import attribute_table, slots_of
-from .outputs import Opened, is_opened, is_shape
 
-__all__ = ["Opener", "closed", "opened_like"]
+__all__ = ["Opened", "Opener", "closed", "has_objects", "is_opened", "is_shape", "opened_like"]
 
 _MOST_OBJECTS = 4096
 
@@ -53,6 +52,41 @@ _ADAPTERS: dict[type, Adapter] = {
     object: Adapter(lambda value: None, lambda kind, content: object.__new__(kind)),
 }
 """By the class that an object's class takes its ``__new__`` from. Attributes are opened besides."""
+
+
+class Opened:
+    """An object that the call made, as a node of its outputs: what an object of class ``kind``
+    contains, then its attributes in the order of ``names``."""
+
+    __slots__ = ("kind", "names", "values")
+
+    def __init__(self, kind: type, names: tuple[str, ...], values: list[Any]) -> None:
+        self.kind = kind
+        self.names = names
+        self.values = values
+
+
+def _make_opened(values: Any, context: Any) -> Opened:
+    kind, names = context
+    return Opened(kind, names, list(values))
+
+
+register_pytree_node(
+    Opened,
+    lambda node: (node.values, (node.kind, node.names)),
+    _make_opened,
+    serialized_type_name="graphdispatch.Opened",
+)
+
+
+def is_shape(node: Any) -> bool:
+    """Whether a value is a ``torch.Size``, which torch takes apart and makes a tuple of."""
+    return type(node) is torch.Size
+
+
+def is_opened(node: Any) -> bool:
+    """Whether a node of outputs stands for an object."""
+    return type(node) is Opened
 
 
 class Opener:
@@ -126,6 +160,11 @@ def _slots(value: Any) -> dict[str, Any]:
         except AttributeError:  # not set
             continue
     return held
+
+
+def has_objects(tree: Any) -> bool:
+    """Whether an object was opened among these outputs."""
+    return any(map(is_opened, tree_leaves(tree, is_leaf=is_opened)))
 
 
 def closed(tree: Any) -> Any:

@@ -10,6 +10,7 @@ Which dimension of an output follows the batch is learnt by comparing a run of t
 number of rows, never from a dimension that merely equals the number of rows.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Pool
 from ..backends.tracing import untraced
@@ -27,16 +28,13 @@ from ..reasons import Reason
 from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
 
 __all__ = [
-    "Opened",
     "OutputRule",
     "OutputView",
     "Outputs",
     "check_values",
     "first_rows",
     "fixed_rule",
-    "is_opened",
     "is_same_value",
-    "is_shape",
     "learn_output_rule",
 ]
 
@@ -80,41 +78,6 @@ class OutputView:
 
     def __repr__(self) -> str:
         return f"<OutputView {'stale' if self.is_stale else 'fresh'}>"
-
-
-class Opened:
-    """An object that the call made, as a node of its outputs (see ``opened.py``): what an object of class ``kind``
-    contains, then its attributes in the order of ``names``."""
-
-    __slots__ = ("kind", "names", "values")
-
-    def __init__(self, kind: type, names: tuple[str, ...], values: list[Any]) -> None:
-        self.kind = kind
-        self.names = names
-        self.values = values
-
-
-def _make_opened(values: Any, context: Any) -> Opened:
-    kind, names = context
-    return Opened(kind, names, list(values))
-
-
-register_pytree_node(
-    Opened,
-    lambda node: (node.values, (node.kind, node.names)),
-    _make_opened,
-    serialized_type_name="graphdispatch.Opened",
-)
-
-
-def is_shape(node: Any) -> bool:
-    """Whether a value is a ``torch.Size``, which torch takes apart and makes a tuple of."""
-    return type(node) is torch.Size
-
-
-def is_opened(node: Any) -> bool:
-    """Whether a node of outputs stands for an object."""
-    return type(node) is Opened
 
 
 @dataclass(frozen=True)
@@ -188,12 +151,11 @@ class Outputs:
         self._mode = mode
         self._pool = pool
         self._build = _builder(leaves, spec)
-        self._has_objects = any(map(is_opened, tree_leaves(tree, is_leaf=is_opened)))
-        if self._has_objects:
-            from .opened import closed  # here, since few callables return objects
-
-            build = self._build
-            self._build = lambda tensors: closed(build(tensors))
+        opened = sys.modules.get(f"{__package__}.opened")  # loaded by the run that has opened an object
+        self._objects: Any = opened if opened is not None and opened.has_objects(tree) else None
+        if self._objects is not None:
+            build, close = self._build, self._objects.closed
+            self._build = lambda tensors: close(build(tensors))
         if buffers is not None:
             parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
             buffers.prepare([OutputSpec(*tensor, dict(dims), own) for tensor, dims, own in parts], spec)
@@ -248,10 +210,8 @@ class Outputs:
         graph's own, so that their addresses hold from the first call on. Call it with the pool's lock held."""
         if self._mode != "static":
             return answer
-        if self._has_objects:
-            from .opened import opened_like
-
-            answer = opened_like(answer, self.tree)
+        if self._objects is not None:
+            answer = self._objects.opened_like(answer, self.tree)
         cut = self.peek(rows)
         for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
             if own:

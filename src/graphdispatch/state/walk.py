@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from ..call.breaks import is_break
-from ..call.caches import advice_for
 from . import holders, objects
 from .holders import Holder
 from .objects import ABSENT, CONTAINERS
@@ -115,7 +114,11 @@ class StateWalk:
     def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
         change = next(self.changes(), None)
-        advice = advice_for(self._seen.values()) if change is not None else ""
+        if change is None:
+            return None
+        from ..call.caches import advice_for  # here, since few runs change anything
+
+        advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
     def changes(self) -> Iterator[str]:
