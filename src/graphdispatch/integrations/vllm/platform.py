@@ -1,5 +1,6 @@
 """vLLM's CPU platform with graphs."""
 
+import os
 from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
@@ -58,3 +59,5 @@ class GraphCpuPlatform(CpuPlatform):
         if graphs.has_piecewise_cudagraphs() and mode == CompilationMode.VLLM_COMPILE:
             compilation.mode, compilation.backend = mode, "eager"
             compilation.ir_enable_torch_wrap = False
+            # Without generated code there is nothing to keep on disk; vLLM would look for it there at each step.
+            os.environ["VLLM_USE_AOT_COMPILE"] = "0"
