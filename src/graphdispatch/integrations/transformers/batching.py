@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import transformers
 from transformers.generation.continuous_batching import initialization, model_runner
 
 from ...api.wrapper import CUDAGraphWrapper
@@ -17,6 +18,7 @@ from ...errors import ConfigError, shown
 from ...modes import CUDAGraphMode
 from ...reasons import Reason
 from ...stats import CUDAGraphStats
+from .available import FIRST_VERSION_OF_BATCHING, check_version
 
 __all__ = ["BatchingStats", "GraphedBatching", "graphed_continuous_batching"]
 
@@ -42,9 +44,11 @@ class GraphedBatching:
 
     Hooks of the process are set at the beginning of the block and taken away at its end, or by ``unpatch``; others
     models run as before. ``options`` are those of ``CUDAGraphWrapper``; inputs and outputs are static. Thread-safe.
+    Raises ``ImportError`` for a transformers older than 5.23.
     """
 
     def __init__(self, model: Any, *, options: CUDAGraphOptions | None = None) -> None:
+        check_version(transformers.__version__, FIRST_VERSION_OF_BATCHING)
         if not hasattr(model, "generate_batch"):
             raise ConfigError(f"model must have transformers' generate_batch(), got {shown(model)}")
         self.model = model
