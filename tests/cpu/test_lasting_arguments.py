@@ -12,7 +12,7 @@ def _mixes(x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_change_after_many_batches_is_compared() -> None:
-    """After 40 padded batches with zeros others come: each answer is eager's, and the rows are found to be dependent."""
+    """After 40 padded batches with zeros others come: every answer is that of eager, and dependent rows are found."""
     served = graphed(_mixes, dynamic={"x": 0, "kinds": 0}, sizes=[4])
     for step in range(60):
         x, kinds = torch.randn(3, 2), torch.full((3, 2), int(step >= 40))

@@ -24,8 +24,6 @@ FAST = [
     ("nn", "Transformer"),
     ("nn", "ScriptedMLP"),
 ]
-_NOT_YET = {"default"}
-"""Styles that return caches."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -35,7 +33,7 @@ def test_every_style_is_served(kind: str, name: str) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        outcomes = [run_case(case, times=False) for case in build_cases(kind, name) if case.style not in _NOT_YET]
+        outcomes = [run_case(case, times=False) for case in build_cases(kind, name)]
     finally:
         torch.set_num_threads(threads)
     assert outcomes
