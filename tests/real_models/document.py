@@ -21,7 +21,7 @@ _HEAD = """# Models that were tried
 in which people call it, three rounds of eight batches of 2 to 4 rows, and compares every answer with eager on the CPU
 backend. This file is what it wrote; nothing in it is written by hand. *full*: every call of the last round was a hit.
 *difference* is the largest one between an answer and eager's, with padding. *ratio* is eager's time over the served one
-for 4 rows of these tiny models, in one run.
+for 4 rows of these tiny models; on a busy machine it says little.
 
 """
 
