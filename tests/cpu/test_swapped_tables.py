@@ -1,5 +1,6 @@
 """A table that holds attributes, members or hooks is replaced as a whole: no graph of the old one serves."""
 
+import builtins
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -38,6 +39,7 @@ def make() -> nn.Module:
             self.linear = nn.Linear(4, 4)
             self.config = Config(1.0)
             self.scaled = Scaled()
+            self.scaled.unused = 1
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             bonus = getattr(self.linear.weight, "bonus", 1.0)
@@ -79,6 +81,12 @@ def other_hooks(model: nn.Module) -> None:
     model.linear._forward_hooks = OrderedDict({1: lambda module, args, output: output + 1})
 
 
+def hidden_method(model: nn.Module) -> None:
+    """One attribute goes, and another one hides a method: as many as before."""
+    del model.scaled.unused
+    model.scaled.factor = lambda: 0.125
+
+
 def other_bases(model: nn.Module) -> None:
     """``Class.__bases__ = (...)``."""
     type(model.scaled).__bases__ = (Third,)
@@ -94,6 +102,7 @@ def other_bases(model: nn.Module) -> None:
         other_parameters,
         other_hooks,
         other_bases,
+        hidden_method,
     ],
 )
 def test_a_replaced_table_is_seen(swap: Callable[[nn.Module], None]) -> None:
@@ -109,3 +118,24 @@ def test_a_replaced_table_is_seen(swap: Callable[[nn.Module], None]) -> None:
         x = torch.randn(4, 4)
         assert torch.equal(serve(x), model(x))
         assert serve.stats.hits == 4
+
+
+def bounded(x: torch.Tensor) -> torch.Tensor:
+    """Uses a builtin."""
+    return x * abs(-2)
+
+
+@pytest.mark.parametrize("place", [globals(), vars(builtins)], ids=["global", "builtin"])
+def test_a_hidden_or_replaced_builtin_is_seen(place: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A global variable hides the builtin of its name; somebody else may replace the builtin itself."""
+    serve = graphed(bounded, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    x = torch.ones(4, 1)
+    for _ in range(5):
+        serve(x)
+    hits = serve.stats.hits
+    assert hits > 0
+    with monkeypatch.context() as patch:
+        patch.setitem(place, "abs", lambda _: 7)
+        answer = serve(x)
+        assert serve.stats.hits == hits
+    assert torch.equal(answer, x * 7)

@@ -89,18 +89,22 @@ def _contents(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...]
 
 
 def _tables(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Tables with their lengths, names and values."""
+    """Tables with all their keys, or None where these are not compared, with names and values, and with names that are
+    not there."""
     found: dict[int, list[Any]] = {}
-    for table, size in zip(guard._tables, guard._sizes, strict=True):
+    for table, keys in zip(guard._tables, guard._keys, strict=True):
         raw = _raw(table)
-        found[id(raw)] = [raw, size]
+        found[id(raw)] = [raw, keys, ()]
+    for table, absent in guard._absent:
+        raw = _raw(table)
+        found.setdefault(id(raw), [raw, None, ()])[2] = tuple(absent)
     for table, names in guard._named:
         raw = _raw(table)
-        known = found.setdefault(id(raw), [raw, -1])
+        known = found.setdefault(id(raw), [raw, None, ()])
         for name in names:
             known += (name, next(held))
         next(held)  # the first once more
-    return tuple((table, size, tuple(entries)) for table, size, *entries in found.values())
+    return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
 
 
 def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:

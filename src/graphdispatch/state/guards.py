@@ -95,7 +95,8 @@ class StateGuard:
         self._functions = tuple(reads.functions)
         self._held = self._read()
         self._tables = tuple(reads.tables)
-        self._sizes = list(map(len, self._tables))
+        self._keys = list(map(tuple, self._tables))
+        self._absent = [(table, names) for table, names in reads.absent if names]
         self._arrays = [(array, array.tobytes()) for array in reads.arrays]
         self._trains = self._find_training()
         self.native: Any = None
@@ -131,7 +132,9 @@ class StateGuard:
                 or list(map(_is_contiguous, self._tensors)) != self._contiguous
             ):
                 return False
-            if list(map(len, self._tables)) != self._sizes:
+            if list(map(tuple, self._tables)) != self._keys and not self._has_same_keys():
+                return False
+            if not all(table.keys().isdisjoint(names) for table, names in self._absent):
                 return False
             if self._arrays and not all(array.tobytes() == held for array, held in self._arrays):
                 return False
@@ -164,14 +167,24 @@ class StateGuard:
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
         figures, others = (
-            (guard._addresses, guard._numels, guard._contiguous, guard._sizes, [held for _, held in guard._arrays])
-            for guard in (self, other)
+            (g._addresses, g._numels, g._contiguous, g._keys, [held for _, held in g._arrays]) for g in (self, other)
         )
+        absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
+        if next(absent) != next(absent):
+            return False
         parts = (
             (*g._tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
             for g in (self, other)
         )
         return figures == others and same_objects(*parts) and same_objects(self._held, other._held)
+
+    def _has_same_keys(self) -> bool:
+        """Whether all tables have the keys that they had, in whatever order; that order is the known one then."""
+        now = list(map(tuple, self._tables))
+        if list(map(frozenset, now)) != list(map(frozenset, self._keys)):
+            return False
+        self._keys = now
+        return True
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""

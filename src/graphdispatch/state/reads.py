@@ -9,7 +9,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter, is_
@@ -57,8 +57,10 @@ class StateReads:
         """Containers."""
         self.attributes: list[tuple[Mapping[str, Any], list[str]]] = []
         """Tables of attributes and variables, and the names in them that are compared."""
-        self.tables: list[Sized] = []
-        """Tables whose length is compared, so that a name that was not there is noticed."""
+        self.tables: list[Mapping[str, Any]] = []
+        """Tables whose keys are compared: a name that was not there may hide one of a class."""
+        self.absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
+        """Tables of variables, and the names that the code looked up in vain there."""
         self.readers: list[Reader] = []
         self.arrays: list[Any] = []
         """Arrays of numbers, of NumPy and of Python; their bytes are compared."""
@@ -73,13 +75,10 @@ class StateReads:
         self._compared = 0
         self._pending: list[Any] = [fn, *extra]
         self._pending += [hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values()]
-        self._pending += trace.functions if trace is not None else ()
-        if trace is not None and trace.reads_environment:
-            self.contents.append(vars(os.environ)["_data"])
         self._follow()
-        for table, names in trace.variables.values() if trace is not None else ():
-            self._compare_variables(table, names)
-        self._follow()
+        if trace is not None:
+            self._compare_namespaces(trace)
+            self._follow()
         asked = trace.asked if trace is not None else set()
         self.missing = asked - _TENSOR_ATTRIBUTES
 
@@ -232,6 +231,16 @@ class StateReads:
             self._pending.append(fn.__dict__["__wrapped__"])
         if self._trace is None:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
+
+    def _compare_namespaces(self, trace: CodeTrace) -> None:
+        self._pending += trace.functions
+        if trace.reads_environment:
+            self.contents.append(vars(os.environ)["_data"])
+        for table, names in trace.variables.values():
+            self._compare_variables(table, names)
+        for table, names in trace.absent.values():
+            self._compare_variables(table, names)  # those that are there by now
+            self.absent.append((table, frozenset(names - table.keys())))
 
     def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         known = [name for name in names if name in table]

@@ -3,12 +3,14 @@
 Only what was run counts. Code that takes the same path again reads the same, and whatever decides the path is read.
 """
 
+import builtins
 import gc
 import importlib._bootstrap
 import logging
 import os
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr
 
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 """Where torch compiles a function before its first run. What that reads is no part of the run."""
+
+_Names = dict[int, tuple[dict[str, Any], set[str]]]
 
 
 class _IteratorMetError(BaseException):
@@ -74,8 +78,10 @@ class CodeTrace:
         """Classes whose objects are read under names that are not spelled in the code."""
         self.reads_whole: str = ""
         """The code that reads objects of any class so; empty if none does."""
-        self.variables: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self.variables: _Names = {}
         """The global variables that code of the user uses: for each namespace, by its ``id``, the names."""
+        self.absent: _Names = {}
+        """Names under which that code finds nothing there: a builtin serves, or a default."""
         self.sets_generator = False
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
         self.functions: list[types.FunctionType] = []
@@ -84,11 +90,9 @@ class CodeTrace:
         """Whether code of the user names the environment variables."""
         self.is_blind = False
         """Whether something ran unseen; then everything within reach counts as read."""
-        self._nested: set[types.CodeType] = set()
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
         self.break_names: set[str] = set()
         """Names of attributes in code that runs inside of breaks, at each replay."""
-        self._in_breaks: set[types.CodeType] = set()
         self.seeds: str | None = None
         """Which random generator of its own the callable set, in words."""
         self._within = within
@@ -96,8 +100,8 @@ class CodeTrace:
         self._outer: Any = None
         self._plain: dict[int, types.CodeType] = {}
         """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
-        self._whole_self: set[types.CodeType] = set()
-        """Code that reads its first parameter whole, which may be of another class each time."""
+        self._nested, self._in_breaks, self._whole_self = (set[types.CodeType]() for _ in range(3))
+        """The last is code that reads its first parameter whole, which may be of another class each time."""
 
     @property
     def touched(self) -> set[str] | None:
@@ -230,6 +234,10 @@ class CodeTrace:
     def _note_variables(self, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
         used = {name for name in reads.variables if name in table}
+        built_in = vars(builtins)
+        _keep(self.variables, built_in, [name for name in reads.variables - used if name in built_in])
+        named = reads.variables | reads.attributes if "globals" in reads.variables else reads.variables
+        _keep(self.absent, table, named - used)
         if "globals" in reads.variables:  # globals()["scale"], or under any other name
             used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
         self._use(table, list(used), table.get("__name__", ""))
@@ -244,12 +252,17 @@ class CodeTrace:
             if objects.is_settings(module) and id(module) not in seen:
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
+                _keep(self.absent, vars(module), reads.attributes.difference(names))
                 self._use(vars(module), names, module.__name__)
                 modules += (vars(module)[name] for name in names)
 
     def _use(self, table: dict[str, Any], names: list[str], where: str) -> None:
-        self.variables.setdefault(id(table), (table, set()))[1].update(names)
+        _keep(self.variables, table, names)
         self.walk.visit_variables(table, iter(names), where)
+
+
+def _keep(notes: _Names, table: dict[str, Any], names: Iterable[str]) -> None:
+    notes.setdefault(id(table), (table, set()))[1].update(names)
 
 
 def _is_library(frame: types.FrameType) -> bool:

@@ -41,23 +41,27 @@ inline bool matches(PyObject*& expected, PyObject* now) {
 
 bool dict_matches(Guard* self, Dict& entry, const Bindings& wanted) {
   const uint64_t version = version_of(entry.dict);
-  if (wanted.size >= 0 && PyDict_GET_SIZE(entry.dict) != wanted.size) return false;
   PyObject** slot = self->parts.slots.data() + wanted.names.first;
   for (uint32_t i = 0; i < wanted.names.count; ++i, slot += 2) {
     PyObject* now = PyDict_GetItemWithError(entry.dict, slot[0]);
     if (!now || !matches(slot[1], now)) return false;
   }
-  if (wanted.has_values) {
+  for (uint32_t i = 0; i < wanted.absent.count; ++i) {
+    PyObject* name = self->parts.slots[wanted.absent.first + i];
+    if (PyDict_GetItemWithError(entry.dict, name) || PyErr_Occurred()) return false;
+  }
+  if (wanted.has_values || wanted.has_keys) {
     PyObject *key, *value;
     PyObject** keys = self->parts.slots.data() + wanted.keys.first;
     PyObject** values = self->parts.slots.data() + wanted.values.first;
+    const uint32_t count = wanted.has_values ? wanted.values.count : wanted.keys.count;
     Py_ssize_t position = 0;
     uint32_t i = 0;
     for (; PyDict_Next(entry.dict, &position, &key, &value); ++i) {
-      if (i >= wanted.values.count || !matches(values[i], value)) return false;
+      if (i >= count || (wanted.has_values && !matches(values[i], value))) return false;
       if (wanted.has_keys && !matches(keys[i], key)) return false;
     }
-    if (i != wanted.values.count) return false;
+    if (i != count) return false;
   }
   entry.version = version;
   return true;

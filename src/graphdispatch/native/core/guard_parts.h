@@ -21,8 +21,8 @@ struct Dict {
 
 // What is compared of a dict whose version is another.
 struct Bindings {
-  Py_ssize_t size = -1;   // -1: any
   Range names;            // names, each followed by its value
+  Range absent;           // names that are not there
   Range keys, values;     // all keys and all values, in order
   bool has_keys = false, has_values = false;
 };

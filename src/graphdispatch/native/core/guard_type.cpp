@@ -69,9 +69,14 @@ Range keep(Guard* self, PyObject* tuple) {
 }
 
 bool add_table(Guard* self, PyObject* item) {
-  PyObject *dict, *names;
+  PyObject *dict, *keys, *names, *absent;
   Bindings wanted;
-  if (!PyArg_ParseTuple(item, "O!nO!", &PyDict_Type, &dict, &wanted.size, &PyTuple_Type, &names)) return false;
+  if (!PyArg_ParseTuple(item, "O!OO!O!", &PyDict_Type, &dict, &keys, &PyTuple_Type, &names, &PyTuple_Type, &absent)) {
+    return false;
+  }
+  wanted.absent = keep(self, absent);
+  wanted.has_keys = PyTuple_Check(keys);
+  if (wanted.has_keys) wanted.keys = keep(self, keys);
   wanted.names = keep(self, names);
   wanted.names.count /= 2;
   self->parts.bindings.push_back(wanted);
