@@ -130,7 +130,7 @@ def test_classes_without_keys() -> None:
         (lambda x: x + 1, lambda x: x + 2),
         (int, float),
     ],
-    ids=str,
+    ids=lambda values: " ".join(getattr(value, "__name__", str(value)) for value in values),
 )
 def test_constants_select_the_graph(values: tuple[Any, ...]) -> None:
     """Constants of NumPy, slices, ranges, frozen sets, functions and classes: each value has its graph."""
