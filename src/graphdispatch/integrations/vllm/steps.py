@@ -7,6 +7,9 @@ Note [metadata at fixed addresses]
     assigned. So what changes between steps comes in through memory, as arguments do; and if vLLM's code reads a value
     that changed (another number of tokens, another kind of mask), the guard sees it, and the step runs eagerly.
 
+    Code that torch compiled counts as reading everything. A full graph records the model's own Python instead, which
+    runs the same operators (``skip_compiled``).
+
     The CPU's schedule (``scheduler_metadata``) is a C++ structure in a tensor, with pointers into itself. They are the
     words that in every step point into the tensor; a copy has them moved by as much as the tensor.
 """
@@ -60,7 +63,7 @@ class FixedStep:
         self._schedule = schedule
         self._metadata: dict[int, Any] = {}
         """By the ``id`` of what vLLM gave for the first step, the objects that stay; layers share them."""
-        self.context = dataclasses.replace(given)
+        self.context = dataclasses.replace(given, skip_compiled=True)
         metadata = given.attn_metadata
         if isinstance(metadata, dict):
             self.context.attn_metadata = {layer: self._own(each) for layer, each in metadata.items()}
@@ -68,6 +71,7 @@ class FixedStep:
             self.context.slot_mapping = {layer: self._own(each) for layer, each in given.slot_mapping.items()}
         if given.is_padding is not None:
             self.context.is_padding = self._own(given.is_padding)
+        self.context.additional_kwargs = dict(given.additional_kwargs)
         self._metadata.clear()  # the ids are good for one step alone
 
     def _own(self, given: Any) -> Any:
@@ -94,6 +98,9 @@ class FixedStep:
             return False
         for field in _FIELDS:
             setattr(mine, field, getattr(given, field))
+        if mine.additional_kwargs or given.additional_kwargs:
+            mine.additional_kwargs.clear()
+            mine.additional_kwargs.update(given.additional_kwargs)
         pairs: list[tuple[Any, Any]] = [(mine.is_padding, given.is_padding)]
         for ours, theirs in ((mine.attn_metadata, given.attn_metadata), (mine.slot_mapping, given.slot_mapping)):
             if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -143,11 +150,9 @@ class FixedStep:
             slots[:count] = (torch.arange(count) + round_) % block_size
 
 
-_FIELDS = tuple(
-    field.name
-    for field in dataclasses.fields(ForwardContext)
-    if field.name not in ("attn_metadata", "slot_mapping", "is_padding")
-)
+_KEPT = ("attn_metadata", "slot_mapping", "is_padding", "additional_kwargs", "batch_descriptor", "skip_compiled")
+_FIELDS = tuple(field.name for field in dataclasses.fields(ForwardContext) if field.name not in _KEPT)
+"""What is assigned at each step. The descriptor is the one that the graph was captured for."""
 
 
 def _copied(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

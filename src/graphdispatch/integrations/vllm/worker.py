@@ -52,7 +52,17 @@ class GraphCpuModelRunner(CPUModelRunner):
                     for step in range(_ROUNDS):
                         self._fill_buffers(step)
                         lengths = min(longest, descriptor.num_tokens + 13 * step) if step else None
-                        self._warmup_and_capture(descriptor, mode, profile_seq_lens=lengths, num_warmups=int(not step))
+                        self._dummy_run(
+                            descriptor.num_tokens,
+                            mode,
+                            force_attention=True,  # without it, pieces would be compared on memory that nobody wrote
+                            uniform_decode=descriptor.uniform,
+                            num_active_loras=descriptor.num_active_loras,
+                            skip_eplb=True,
+                            remove_lora=False,
+                            is_graph_capturing=True,
+                            profile_seq_lens=lengths,
+                        )
         finally:
             set_cudagraph_capturing_enabled(False)
             self.maybe_remove_all_loras(self.lora_config)

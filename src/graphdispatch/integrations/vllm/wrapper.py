@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from vllm import forward_context
 from vllm.compilation import monitor
-from vllm.compilation.counter import compilation_counter
 from vllm.config import CUDAGraphMode as TheirMode
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -162,9 +161,7 @@ class StaticGraphWrapper:
         return self.runnable(*args, **kwargs)
 
     def _note(self, reason: Reason, text: str) -> None:
-        if reason is Reason.CAPTURED_NOW:
-            compilation_counter.num_cudagraph_captured += 1
-        elif not reason.leads_to_graph and reason not in self._logged:
+        if not reason.leads_to_graph and reason not in self._logged:
             self._logged.add(reason)
             _logger.warning("a step in mode %s ran eagerly: %s", self._mode.name, text)
 
