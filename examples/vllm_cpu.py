@@ -1,0 +1,215 @@
+"""vLLM on the CPU, served by this library's graphs: eager's tokens, the hit rate, and the speed beside inductor.
+
+    pip install 'graphdispatch[vllm]'
+    python examples/vllm_cpu.py --modes FULL PIECEWISE --requests 48
+
+Each engine runs in a process of its own: vLLM eagerly, vLLM with the code that inductor compiles, and vLLM with our
+graphs in each of the modes. The model is a tiny Llama with random weights, so nothing is downloaded.
+``--tensor-parallel 2`` splits it over two processes that talk by gloo; ``--spawn`` gives the engine's core a process of
+its own. ``--plan`` takes the capture sizes from a plan that ``graphdispatch plan`` has written.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float32",
+}
+SIZES = [1, 2, 4, 8, 16, 24, 32, 64, 128, 256]
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+
+def main() -> None:
+    """Run every engine, compare tokens, print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--spawn", action="store_true", help="put the engine's core into a process of its own")
+    parser.add_argument("--plan", type=Path, help="a plan with the capture sizes")
+    parser.add_argument("--no-inductor", action="store_true", help="leave out vLLM with compiled code")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each speed is measured; 0: not at all")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        run_engine(args)
+        return
+    kinds = ["eager", *([] if args.no_inductor else ["inductor"]), *args.modes]
+    found = {}
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "config.json").write_text(json.dumps(MODEL))
+        for kind in kinds:
+            found[kind] = start(kind, place)
+            report(kind, found[kind], found["eager"])
+    if args.json is not None:
+        args.json.write_text(json.dumps(found))
+    if any(found[kind]["tokens"] != found["eager"]["tokens"] for kind in args.modes):
+        sys.exit("some tokens are not those of eager")
+
+
+def start(kind: str, place: str) -> dict[str, Any]:
+    """One engine in a process of its own."""
+    own = {"GRAPHDISPATCH_VLLM": "graphs"} if kind in MODES else {}
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", f"{kind}:{place}"]
+    done = subprocess.run(command, env={**os.environ, **SETTINGS, **own}, capture_output=True, text=True, check=False)
+    result = Path(place) / f"{kind}.json"
+    if not result.exists():
+        sys.exit(f"{kind}: the engine failed\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return dict(json.loads(result.read_text()))
+
+
+def report(kind: str, got: dict[str, Any], eager: dict[str, Any]) -> None:
+    """Print one engine's lines."""
+    pairs = list(zip(got["tokens"], eager["tokens"], strict=True))
+    print(f"{kind}: {sum(a == b for a, b in pairs)} of {len(pairs)} requests have eager's tokens")
+    for mode, total in (got["totals"][0] if got["totals"] else {}).items():
+        late = total["captures"] - got["warm"][0][mode]["captures"]
+        served = total["hits"] - got["warm"][0][mode]["hits"]
+        other = sum(total["eager"].values()) - sum(got["warm"][0][mode]["eager"].values())
+        print(f"  {mode}: {total['graphs']} graphs, {served} replays, {other} eager instead, {late} captured late")
+    if got["steps"]:
+        print(f"  {got['graph_steps']} of {got['steps']} steps by graphs, {got['padding']:.1%} of their tokens padding")
+    for count, (forward, whole) in got["speed"].items():
+        print(f"  {count:>2} requests: {forward:.2f} ms a forward, {whole:.1f} tokens/s")
+    sys.stdout.flush()
+
+
+def run_engine(args: argparse.Namespace) -> None:
+    """The child: serve the requests, write what came out."""
+    kind, _, place = args.child.partition(":")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.spawn or args.tensor_parallel > 1))
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from graphdispatch.plan.plan import Plan
+
+    torch.set_num_threads(1)
+    how: dict[str, Any] = {"enforce_eager": True}
+    if kind == "inductor":
+        how = {"compilation_config": {"mode": 3}}
+    elif kind in MODES:
+        mode = 3 if "PIECEWISE" in kind else 0
+        sizes = SIZES if args.plan is None else list(Plan.load(args.plan).sizes)
+        how = {"compilation_config": {"mode": mode, "cudagraph_mode": kind, "cudagraph_capture_sizes": sizes}}
+    llm = LLM(
+        model=place,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        seed=0,
+        max_model_len=256,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=48 << 20,
+        tensor_parallel_size=args.tensor_parallel,
+        **how,
+    )
+    steps = watch_steps(llm) if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" else Steps()
+    ours = kind in MODES
+    warm = llm.collective_rpc("graph_totals") if ours else []
+
+    def serve(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:
+        rng = random.Random(seed)
+        prompts = [
+            {"prompt_token_ids": [rng.randrange(2, 1000) for _ in range(rng.randint(4, 40))]} for _ in range(count)
+        ]
+        limits = [rng.randint(*lengths) for _ in range(count)]
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in limits]
+        return [list(done.outputs[0].token_ids) for done in llm.generate(prompts, params, use_tqdm=False)]
+
+    tokens = serve(args.requests, (4, 32))
+    totals = llm.collective_rpc("graph_totals") if ours else []
+    result = {"tokens": tokens, "warm": warm, "totals": totals, **steps.figures(), "speed": {}}
+    for count in (1, 4, 16) if args.repeats else ():
+        serve(count, (8, 8))
+        steps.forward.clear()
+        rates = []
+        for _ in range(args.repeats):
+            began = time.perf_counter()
+            made = sum(map(len, serve(count, (64, 64))))
+            rates.append(made / (time.perf_counter() - began))
+        result["speed"][count] = (steps.median_decode(count), statistics.median(rates))
+    (Path(place) / f"{kind}.json").write_text(json.dumps(result))
+
+
+class Steps:
+    """What an engine in this process did, step by step."""
+
+    def __init__(self) -> None:
+        self.forward: list[tuple[int, float]] = []
+        self.counts = {"steps": 0, "graph_steps": 0, "real": 0, "padded": 0}
+
+    def figures(self) -> dict[str, Any]:
+        """Steps, steps by graphs, and the share of padding in those."""
+        padded = self.counts["padded"]
+        share = 1 - self.counts["real"] / padded if padded else 0.0
+        return {"steps": self.counts["steps"], "graph_steps": self.counts["graph_steps"], "padding": share}
+
+    def median_decode(self, count: int) -> float:
+        """The median time of a forward of ``count`` requests with one token each, in milliseconds; 0.0 if unseen."""
+        times = [seconds for tokens, seconds in self.forward if tokens == count]
+        return 1e3 * statistics.median(times) if times else 0.0
+
+
+def watch_steps(llm: Any) -> Steps:
+    """Count and time the steps of an engine that runs in this process."""
+    steps = Steps()
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    decide, forward = runner._determine_batch_execution_and_padding, runner._model_forward
+    latest = [0]
+
+    def decided(*args: Any, **kwargs: Any) -> Any:
+        answer = decide(*args, **kwargs)
+        tokens, (mode, descriptor, *_) = kwargs["num_tokens"], answer
+        latest[0] = tokens
+        steps.counts["steps"] += 1
+        if mode.value:
+            steps.counts["graph_steps"] += 1
+            steps.counts["real"] += tokens
+            steps.counts["padded"] += descriptor.num_tokens
+        return answer
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = forward(*args, **kwargs)
+        steps.forward.append((latest[0], time.perf_counter() - began))
+        return result
+
+    runner._determine_batch_execution_and_padding, runner._model_forward = decided, timed
+    return steps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""A running vLLM on the CPU: tokens, hits and reasons in every mode, in processes of its own, and by a plan."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environment that has it")
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
+Serve = Callable[..., dict[str, Any]]
+
+
+def serve(place: Path, *options: str, **variables: str) -> dict[str, Any]:
+    """What the example measures; it fails by itself if a token is not eager's."""
+    file = place / "served.json"
+    command = [sys.executable, str(ROOT / "examples" / "vllm_cpu.py"), "--no-inductor", "--repeats", "0"]
+    done = subprocess.run(
+        [*command, "--json", str(file), *options],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return dict(json.loads(file.read_text()))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every mode and eager, with the same requests of mixed lengths."""
+    requests = os.environ.get("GRAPHDISPATCH_VLLM_REQUESTS", "300")
+    return serve(tmp_path_factory.mktemp("served"), "--requests", requests, "--modes", *MODES)
+
+
+def check(got: dict[str, Any]) -> None:
+    """Every graph was compared before it served, and after the warm-up only graphs ran."""
+    for warm, total in zip(got["warm"], got["totals"], strict=True):
+        assert total
+        for mode, after in total.items():
+            before = warm[mode]
+            assert before["graphs"] == before["captures"] == after["captures"] > 0
+            assert before["eager"] == {"captured_now": before["captures"], "verified_now": before["captures"]}
+            assert after["eager"] == before["eager"]
+            assert after["failures"] == 0
+            assert after["hits"] > before["hits"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_has_the_tokens_of_eager(found: dict[str, Any], mode: str) -> None:
+    """With comparisons and guards on; nothing is captured or compared after the warm-up, and nothing runs eagerly."""
+    assert found[mode]["tokens"] == found["eager"]["tokens"]
+    check(found[mode])
+    steps, graphs = found[mode]["steps"], found[mode]["graph_steps"]
+    assert 0 < graphs < steps if mode == "FULL_DECODE_ONLY" else graphs == steps
+
+
+def test_a_spawned_engine_has_the_tokens_of_eager(tmp_path: Path) -> None:
+    """The engine's core, and its worker, are processes that vLLM spawns."""
+    got = serve(tmp_path, "--requests", "40", "--spawn", "--modes", "FULL_AND_PIECEWISE")
+    check(got["FULL_AND_PIECEWISE"])
+
+
+def test_tensor_parallel_workers_have_the_tokens_of_eager(tmp_path: Path) -> None:
+    """Both ranks serve the same steps by the same graphs, with gloo's collectives inside."""
+    got = serve(tmp_path, "--requests", "40", "--tensor-parallel", "2", "--modes", "FULL")["FULL"]
+    check(got)
+    assert len(got["totals"]) == 2
+    assert got["totals"][0] == got["totals"][1]
+
+
+def test_a_plan_of_recorded_steps_has_its_sizes_captured(tmp_path: Path) -> None:
+    """The steps of a run are recorded, planned for, and served by the plan's sizes."""
+    trace, plan = tmp_path / "steps.csv", tmp_path / "plan.json"
+    first = serve(tmp_path, "--requests", "40", "--modes", "FULL", GRAPHDISPATCH_VLLM_TRACE=str(trace))
+    lines = trace.read_text().splitlines()
+    assert lines[0] == "num_tokens,num_reqs,uniform_decode"
+    assert len(lines) - 1 == first["eager"]["steps"] + first["FULL"]["steps"]
+    command = [sys.executable, "-m", "graphdispatch", "plan", str(trace), "--max-graphs", "6", "--output", str(plan)]
+    subprocess.run(command, capture_output=True, check=True)
+    planned = serve(tmp_path, "--requests", "40", "--modes", "FULL", "--plan", str(plan))["FULL"]
+    assert planned["warm"][0]["FULL"]["graphs"] == len(json.loads(plan.read_text())["sizes"]) <= 6
+    assert planned["padding"] < first["FULL"]["padding"]

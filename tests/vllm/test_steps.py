@@ -1,0 +1,102 @@
+"""Metadata at fixed addresses: what is copied, what is assigned, and what no graph can be told."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environment that has it")
+
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_context
+
+from graphdispatch.integrations.vllm.steps import FixedStep, Schedule
+
+
+@dataclasses.dataclass
+class Metadata:
+    num_actual_tokens: int
+    seq_lens: torch.Tensor
+    scheduler_metadata: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+def schedule(*numbers: int) -> torch.Tensor:
+    """A structure of two numbers and two pointers: to its last word, and behind its end."""
+    words = torch.tensor([*numbers, 0, 0])
+    words[2], words[3] = words.data_ptr() + 24, words.data_ptr() + 32
+    return words.view(torch.int8)
+
+
+def context(tokens: int, lengths: list[int], numbers: tuple[int, int] = (1, 2), **extra: Any) -> ForwardContext:
+    """What vLLM makes for a step: new objects and new tensors; both layers share one object."""
+    metadata = Metadata(tokens, torch.tensor(lengths), schedule(*numbers), **extra)
+    slots = torch.arange(len(lengths))
+    return ForwardContext(
+        no_compile_layers={},
+        attn_metadata={"a": metadata, "b": metadata},
+        slot_mapping={"a": slots, "b": slots},
+        cudagraph_runtime_mode=CUDAGraphMode.FULL,
+        batch_descriptor=BatchDescriptor(len(lengths)),
+    )
+
+
+def test_each_step_fills_the_same_objects() -> None:
+    """Tensors at the same addresses with new values; numbers are assigned; layers go on sharing."""
+    memory = Schedule()
+    step = FixedStep(context(2, [5, 6]), memory)
+    own = step.context.attn_metadata["a"]
+    assert own is step.context.attn_metadata["b"]
+    places = [own.seq_lens.data_ptr(), step.context.slot_mapping["a"].data_ptr()]
+    for lengths in ([7, 8], [9, 1]):
+        assert step.load(context(2, lengths))
+        assert own.seq_lens.tolist() == lengths
+        assert [own.seq_lens.data_ptr(), step.context.slot_mapping["a"].data_ptr()] == places
+        assert step.context.attn_metadata["a"] is own
+    with step.entered():
+        assert get_forward_context() is step.context
+    assert step.load(context(1, [7, 8]))
+    assert own.num_actual_tokens == 1
+
+
+def test_a_schedule_keeps_its_pointers_into_itself() -> None:
+    """They move with it, also the one behind its end; numbers stay, even one that looks like an address."""
+    memory = Schedule()
+    for numbers in ((1, 2), (3, 4)):
+        given = schedule(*numbers)
+        assert memory.load(given)
+        words, place = memory.tensor[:4].tolist(), memory.tensor.data_ptr()
+        assert words == [*numbers, place + 24, place + 32]
+    like = schedule(0, 0)
+    like.view(torch.int64)[1] = like.data_ptr() + 8
+    assert memory.load(like)
+    assert memory.tensor[1] == like.data_ptr() + 8
+
+
+def test_a_schedule_without_room_is_refused() -> None:
+    """The step then runs eagerly, on vLLM's own schedule."""
+    assert not Schedule(nbytes=16).load(schedule(1, 2))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        context(2, [5, 6, 7]),
+        context(2, [5, 6], mask=torch.zeros(2)),
+        dataclasses.replace(context(2, [5, 6]), attn_metadata=None),
+        dataclasses.replace(context(2, [5, 6]), attn_metadata={"a": None}),
+    ],
+    ids=["shape", "another tensor", "no metadata", "other layers"],
+)
+def test_another_form_is_refused(other: ForwardContext) -> None:
+    """A graph cannot be told it; the step runs eagerly."""
+    assert not FixedStep(context(2, [5, 6]), Schedule()).load(other)
+
+
+def test_the_warm_up_writes_slots_of_the_null_block_once_each() -> None:
+    """Tokens beyond one block write nowhere."""
+    step = FixedStep(context(3, [1, 1, 1]), Schedule())
+    step.context.slot_mapping["a"].fill_(-1)
+    step.vary(2, 1)
+    assert step.context.slot_mapping["b"].tolist() == [1, 0, -1]
