@@ -14,6 +14,7 @@ from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind
 from .kernels import in_place_method
+from .parts import parts_of
 from .planner import lay_out, prune
 from .program import Program, Step, below_autograd, run_and_copy, run_collective, tell
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
@@ -152,6 +153,7 @@ class _Binder:
         self._offsets: dict[Slot, int] = {}
         self._tensors: dict[TensorRef, torch.Tensor] = {}
         shared = {ref.slot for ref in tree_leaves(recording.outputs) if isinstance(ref, TensorRef)}
+        self._shared = shared
         slots = shared.union(*(i.reads | i.writes for i in recording.program))
         for slot in slots:
             storage = slot.live_storage()
@@ -172,10 +174,10 @@ class _Binder:
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():
             fills = {literal.ref.slot: self._fill(literal) for literal in recording.literals}
-            for step in (*fills.values(), *map(self._bind, once)):
+            for step in (*fills.values(), *self._bind_all(once)):
                 step.run()
             written = {slot for instruction in each for slot in instruction.writes}
-            self.steps = [*(fill for slot, fill in fills.items() if slot in written), *map(self._bind, each)]
+            self.steps = [*(fill for slot, fill in fills.items() if slot in written), *self._bind_all(each)]
             self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
         self.memory = own
 
@@ -194,7 +196,20 @@ class _Binder:
         place = self._tensor(literal.ref)
         return Step(partial(place.copy_, literal.initial), torch.ops.aten.copy_.default, ((place, literal.initial), {}))
 
-    def _bind(self, instruction: Instruction) -> Step:
+    def _bind_all(self, instructions: list[Instruction]) -> list[Step]:
+        return [step for instruction in instructions for step in self._bind(instruction)]
+
+    def _bind(self, instruction: Instruction) -> list[Step]:
+        step = self._bind_call(instruction)
+        if step.operands is None or step.outs is not None:
+            return [step]
+        is_hidden = instruction.writes.isdisjoint(self._shared)
+        parts = parts_of(step.func, *step.operands)
+        if parts is None:
+            return [step._replace(is_hidden=is_hidden)]
+        return [Step(part.run, part.func, (part.args, part.kwargs), is_hidden=is_hidden) for part in parts]
+
+    def _bind_call(self, instruction: Instruction) -> Step:
         args, kwargs = tree_map_only(TensorRef, self._tensor, (instruction.args, instruction.kwargs))
         outs = tuple(map(self._tensor, instruction.outs))
         func, kernel = instruction.func, instruction.kernel
