@@ -125,6 +125,14 @@ def test_a_given_pad_rule_is_kept() -> None:
         assert reason(step) is Reason.PADDED
 
 
+def test_rows_that_are_left_may_hold_anything() -> None:
+    """``Pad.leave`` promises nothing: what an earlier, larger batch left there must not change real rows either."""
+    step = gd.graphed(lambda x: x + x.amax(0) * 0.1, dynamic={"x": 0}, pad={"x": "leave"}, sizes=(5,), capture_after=1)
+    for rows in (4, 4, 5, 4):
+        x = torch.rand(rows, 3) + (9 if rows == 5 else 1)
+        assert torch.equal(step(x), x + x.amax(0) * 0.1)
+
+
 def test_the_caller_sees_one_execution() -> None:
     """State, arguments and the random generator are as after one eager call, whatever is replayed."""
     count, ours = torch.zeros((), dtype=torch.int64), torch.Generator().manual_seed(1)

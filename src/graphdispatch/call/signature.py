@@ -81,7 +81,8 @@ class InputSpec:
     """Whether the caller's tensors leave no gaps in memory; the buffer never does, so that eager may compute a tensor
     with gaps by another kernel."""
     is_pad_given: bool = False
-    """Whether the user gave the pad rule; then nothing but its padding is ever put into padding rows."""
+    """Whether the user gave a rule of what padding rows hold; then nothing else is ever put there. Rows that are left
+    as they are may hold anything that came before."""
 
     def sized(self, rows: int) -> tuple[int, ...]:
         """The shape with ``rows`` rows."""
@@ -155,7 +156,7 @@ class Signature:
         if dim is not None and self.rows == NO_MATCH:
             self.rows = tensor.shape[dim]
         given = rules.pad.get(leaf.path, rules.pad.get(leaf.argument))
-        pad, is_given = given or Pad.zero(), given is not None
+        pad, is_given = given or Pad.zero(), given is not None and given.kind != "leave"
         spec = InputSpec(leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense, is_given)
         self._forms[position] = spec
         self._checks.append(_TensorCheck(position, tensor.dtype, tensor.device, {}, tensor.is_contiguous()))
