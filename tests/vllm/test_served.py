@@ -39,16 +39,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return serve(tmp_path_factory.mktemp("served"), "--requests", requests, "--modes", *MODES)
 
 
-def check(got: dict[str, Any]) -> None:
-    """Every graph was compared before it served, and after the warm-up only graphs ran."""
+def check(got: dict[str, Any], *, tries: int = 0) -> None:
+    """Every graph was compared before it served, and after the warm-up only graphs ran.
+
+    So many captures of the warm-up may fail: the first collective has torch set a variable of the environment, and a
+    capture in which that happens is refused and made again.
+    """
     for warm, total in zip(got["warm"], got["totals"], strict=True):
         assert total
         for mode, after in total.items():
             before = warm[mode]
             assert before["graphs"] == before["captures"] == after["captures"] > 0
-            assert before["eager"] == {"captured_now": before["captures"], "verified_now": before["captures"]}
+            passing = {"state_rebound": before["failures"]} if before["failures"] else {}
+            assert before["eager"] == {"captured_now": before["captures"], "verified_now": before["captures"]} | passing
             assert after["eager"] == before["eager"]
-            assert after["failures"] == 0
+            assert after["failures"] == before["failures"] <= tries
             assert after["hits"] > before["hits"]
 
 
@@ -70,7 +75,7 @@ def test_a_spawned_engine_has_the_tokens_of_eager(tmp_path: Path) -> None:
 def test_tensor_parallel_workers_have_the_tokens_of_eager(tmp_path: Path) -> None:
     """Both ranks serve the same steps by the same graphs, with gloo's collectives inside."""
     got = serve(tmp_path, "--requests", "40", "--tensor-parallel", "2", "--modes", "FULL")["FULL"]
-    check(got)
+    check(got, tries=1)
     assert len(got["totals"]) == 2
     assert got["totals"][0] == got["totals"][1]
 

@@ -10,6 +10,10 @@ Note [metadata at fixed addresses]
     Code that torch compiled counts as reading everything. A full graph records the model's own Python instead, which
     runs the same operators (``skip_compiled``).
 
+    Two values of the CPU's metadata change at every step, and no kernel reads them: the longest query and the longest
+    sequence. Some code counts as reading everything (that of collectives does), and would be refused for them. In
+    their place stands an object that raises when it is used.
+
     The CPU's schedule (``scheduler_metadata``) is a C++ structure in a tensor, with pointers into itself. They are the
     words that in every step point into the tensor; a copy has them moved by as much as the tensor.
 """
@@ -20,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 __all__ = ["FixedStep", "Schedule"]
 
@@ -89,7 +94,8 @@ class FixedStep:
             for field in dataclasses.fields(given)
             if isinstance(value := getattr(given, field.name), torch.Tensor)
         }
-        return dataclasses.replace(given, **tensors)
+        unread = _UNREAD_NAMES if type(given) is CPUAttentionMetadata else ()
+        return dataclasses.replace(given, **tensors, **dict.fromkeys(unread, _UNREAD))
 
     def load(self, given: ForwardContext) -> bool:
         """Fill the context from vLLM's for this step. False if it has another form, so that the graph cannot serve."""
@@ -131,7 +137,7 @@ class FixedStep:
                     return False
             elif isinstance(value, torch.Tensor):
                 return False
-            else:
+            elif own is not _UNREAD:
                 setattr(ours, name, value)
         return True
 
@@ -153,6 +159,17 @@ class FixedStep:
 _KEPT = ("attn_metadata", "slot_mapping", "is_padding", "additional_kwargs", "batch_descriptor", "skip_compiled")
 _FIELDS = tuple(field.name for field in dataclasses.fields(ForwardContext) if field.name not in _KEPT)
 """What is assigned at each step. The descriptor is the one that the graph was captured for."""
+
+
+class _Unread:
+    """Stands for a value that nobody reads."""
+
+    def __bool__(self) -> bool:
+        raise TypeError("graphs are not told this value of the attention metadata")
+
+
+_UNREAD: Any = _Unread()
+_UNREAD_NAMES = ("max_query_len", "max_seq_len")
 
 
 def _copied(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
