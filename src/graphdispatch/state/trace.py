@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..backends.tracing import untraced
 from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from . import objects
@@ -141,10 +142,12 @@ class CodeTrace:
 
         return advance_refused(self.spared)
 
+    @untraced
     def _note_both(self, frame: types.FrameType, event: str, arg: Any) -> None:
         self._outer(frame, event, arg)
         self._note(frame, event, arg)
 
+    @untraced
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event == "call":
             if id(frame.f_code) not in self._plain:
