@@ -18,7 +18,7 @@ ASK = "from graphdispatch.native import EXTENSION, WHY_NO_EXTENSION; print(EXTEN
 
 def asked(root: Path, **environment: str) -> str:
     """What a new interpreter says of the package below ``root``."""
-    env = {**os.environ, "PYTHONPATH": str(root), **environment}
+    env = {**os.environ, "GRAPHDISPATCH_NATIVE": "1", "PYTHONPATH": str(root), **environment}
     return subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, check=True).stdout
 
 
