@@ -23,7 +23,7 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test sweep fuzz generate-test vllm-test gpu-test gpu-emulated gpu-bench bench native-check lint format types
-.PHONY: check clean
+.PHONY: docs docs-serve check clean
 
 demo: $(VENV)/.native
 	@$(BIN)/graphdispatch demo $(ARGS)
@@ -91,6 +91,17 @@ vllm-test: $(VLLM_VENV)/.test
 bench: $(VENV)/.native
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+# The documentation as a site, in build/site: a broken link fails, and so does a snippet that does not run.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.docs $(VENV)/.native
+	@$(BIN)/python -m pytest tests/contract/test_documents.py $(ARGS)
+	@$(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
+
+docs-serve: export NO_MKDOCS_2_WARNING := 1
+docs-serve: $(VENV)/.docs
+	@$(BIN)/mkdocs serve $(ARGS)
+
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
@@ -136,6 +147,11 @@ $(VENV)/.native: $(VENV)/.test $(NATIVE_SOURCES)
 $(VENV)/.dev: $(VENV)/.test
 	@echo "installing the development tools"
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	@echo "installing what builds the documentation"
+	@$(PIP) install --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 $(CUDA_VENV)/.test: $(CUDA_VENV)/.made constraints.txt

@@ -1,5 +1,6 @@
 """Every snippet of README and docs runs, every command in them exists, and every link leads somewhere."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -9,8 +10,14 @@ from typing import Any
 
 import pytest
 
+import graphdispatch as gd
+
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT).with_suffix(""))
 
 
 def blocks(language: str) -> list[Any]:
@@ -18,7 +25,7 @@ def blocks(language: str) -> list[Any]:
     found = []
     for path in DOCUMENTS:
         for index, code in enumerate(re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.S | re.M)):
-            found.append(pytest.param(code, id=f"{path.name}-{index}"))
+            found.append(pytest.param(code, id=f"{_name(path)}-{index}"))
     return found
 
 
@@ -34,7 +41,7 @@ def links() -> list[Any]:
     found = []
     for path in DOCUMENTS:
         for target in re.findall(r"\]\((?!https?://)([^)]+)\)", path.read_text()):
-            found.append(pytest.param(path, target, id=f"{path.name}-{target}"))
+            found.append(pytest.param(path, target, id=f"{_name(path)}-{target}"))
     return found
 
 
@@ -58,6 +65,29 @@ def test_link_leads_somewhere(path: Path, target: str) -> None:
     linked = path.parent / name if name else path
     assert linked.is_file()
     assert not anchor or anchor in headings(linked)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """Each stands on one of its pages, once, as the object that it is."""
+    pages = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")]
+    shown = [name for page in pages for name in re.findall(r"^::: (graphdispatch\.\S+)$", page, re.M)]
+    assert sorted(shown) == sorted(f"graphdispatch.{home}.{name}" for name, home in gd._HOME_OF.items())
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """The site shows all documents, each once."""
+    shown = re.findall(r"^ .*: ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    docs = ROOT / "docs"
+    assert sorted(shown) == sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
+
+
+def test_pictures_are_drawn_from_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each SVG file is what ``docs/pictures/draw.py`` draws."""
+    folder = ROOT / "docs" / "pictures"
+    monkeypatch.syspath_prepend(str(folder))
+    draw = importlib.import_module("draw")
+    drawn = {f"{one.__name__}.svg": draw.svg(one) for one in draw.PICTURES}
+    assert drawn == {path.name: path.read_text() for path in folder.glob("*.svg")}
 
 
 @pytest.mark.parametrize("code", blocks("python"))

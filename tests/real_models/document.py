@@ -71,4 +71,4 @@ def _cell(text: str) -> str:
     """A refusal in a cell of a table: paths as from the package that the line is in."""
     text = re.sub(r"^eager, \d+ rows: ", "", text)
     text = re.sub(r"\S*/site-packages/(\S+?):\d+", r"\1", text)
-    return text.replace("|", "/")[:260]
+    return text.replace("|", "/")[:260].replace("[", r"\[")  # or a subscript would be read as a link
