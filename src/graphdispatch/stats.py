@@ -14,6 +14,7 @@ from .reasons import Reason
 __all__ = ["CUDAGraphStats", "DispatchStats", "Eviction", "EvictionReason"]
 
 _MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
+_VERIFIED_NOW, _CAPTURED_NOW = Reason.VERIFIED_NOW, Reason.CAPTURED_NOW  # found on the class, each costs a call
 _MOST_EVICTIONS = 64  # this many are remembered one by one
 
 
@@ -105,13 +106,18 @@ class CUDAGraphStats(Unlocked):
         """Count a call whose answer is eager's, with the reason. ``rows`` is its number of rows, 0 if unknown."""
         with self._lock:
             self.reasons[reason] += 1
-            if rows > 0 and (rows in self._rows_of_eager or len(self._rows_of_eager) < _MOST_ROWS):
-                self._rows_of_eager[rows] = self._rows_of_eager.get(rows, 0) + 1
-            if reason is Reason.VERIFIED_NOW:
+            if rows > 0:
+                known = self._rows_of_eager
+                if rows in known:
+                    known[rows] += 1
+                elif len(known) < _MOST_ROWS:
+                    known[rows] = 1
+            if reason is _VERIFIED_NOW:
                 self.verifications += 1
                 return
             self.misses += 1
-            self.fallbacks += reason is not Reason.CAPTURED_NOW
+            if reason is not _CAPTURED_NOW:
+                self.fallbacks += 1
 
     def record_capture(self, time_ms: float) -> None:
         """Count a successful capture."""

@@ -5,11 +5,10 @@ compiled graph can be seen instead: its arguments are all that it reads, it says
 returns is new. So it stands in a recording as one call, and a replay runs the compiled kernels.
 """
 
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from .tracing import UntracedMode
 
 __all__ = ["CompiledRegion", "PythonCalls", "reveal_compiled"]
 
-_MODULE = "torch._inductor.output_code"
 _revealed: list[type] = []
 """The class of compiled graphs, once its calls are shown to modes. There is one, as torch has one compiler."""
 _lock = threading.Lock()
@@ -68,13 +66,13 @@ class PythonCalls(UntracedMode):
         return func(*args, **kwargs)
 
 
-def reveal_compiled(mode: type[TorchDispatchMode]) -> None:
+def reveal_compiled(compiler: ModuleType, mode: type[TorchDispatchMode]) -> None:
     """Show calls of compiled graphs to entered modes of this class, by ``watch_region``. Costs such calls 0.1 us.
 
-    Does nothing if the compiler is not loaded yet, or is not the one known here. The memory of compiled code is then of
-    unknown origin, and a capture refuses it.
+    ``compiler`` is the module that has their class. Does nothing if it is not the one known here: the memory of
+    compiled code is then of unknown origin, and a capture refuses it.
     """
-    graphs = getattr(sys.modules.get(_MODULE), "CompiledFxGraph", None)
+    graphs = getattr(compiler, "CompiledFxGraph", None)
     with _lock:
         if not _revealed and "mutated_input_idxs" in getattr(graphs, "__annotations__", {}):
             _reveal(graphs, mode)

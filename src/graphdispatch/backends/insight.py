@@ -14,7 +14,7 @@ import sys
 import threading
 from functools import cache
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -23,15 +23,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..reasons import Reason
-from .compiled import CompiledRegion, reveal_compiled
 from .operators import tensors_in, user_line
 from .tracing import UntracedMode
+
+if TYPE_CHECKING:
+    from .compiled import CompiledRegion
 
 __all__ = ["OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
 """The namespaces whose composite operators are made of other operators."""
 _COMPILED = (".cpp", ".cc", ".cxx", ".c", ".cu", ".cuh", ".h", ".hpp", ".hip", ".mm", ".sycl")
+_COMPILER = "torch._inductor.output_code"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
@@ -123,7 +126,11 @@ class OperatorMode(UntracedMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        reveal_compiled(OperatorMode)
+        compiler = sys.modules.get(_COMPILER)
+        if compiler is not None:
+            from .compiled import reveal_compiled
+
+            reveal_compiled(compiler, OperatorMode)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -180,7 +187,7 @@ class OperatorMode(UntracedMode):
         """Say that no graph can hold what runs. Raises the error, unless the run must go on."""
         raise error
 
-    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
+    def watch_region(self, region: "CompiledRegion", args: tuple[Any, ...]) -> Any:
         """Show the call of a compiled graph to ``watch``."""
         with torch._C.DisableTorchFunction():
             return self.watch(cast(OpOverload, region), args, {})

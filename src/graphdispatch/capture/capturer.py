@@ -10,25 +10,17 @@
 with eager on the first batch only. If anything fails after the eager run, the caller still has eager's answer.
 """
 
-import logging
 from contextvars import copy_context
 
-from ..backends.insight import reveal_operators
-from ..call.spec import FlatCall
 from ..memory.entry import CUDAGraphEntry
 from ..memory.windows import WINDOWS
 from ..modes import EntryState
 from ..reasons import Reason
-from ..state.trace import CodeTrace
-from ..state.walk import StateWalk
 from .attempt import CaptureAttempt
-from .eager_run import run_eagerly, undo_run
-from .effects import EffectRecorder
+from .eager_run import run_eagerly
 from .request import CaptureRequest, CaptureResult, failed_result
 
 __all__ = ["capture_entry", "verify_entry", "warm_up"]
-
-_log = logging.getLogger("graphdispatch")
 
 
 def capture_entry(request: CaptureRequest) -> CaptureResult:
@@ -56,8 +48,11 @@ def _attempt(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureRe
             return _attempt_alone(request, known)
     answer = None
     if request.keep_effects:
-        with WINDOWS.running(lambda: request.reach):
+        run = WINDOWS.begin(lambda: request.reach)
+        try:
             answer = request.call(request.values)
+        finally:
+            WINDOWS.end(run)
     return CaptureResult(answer, None, Reason.STATE_SHARED, Reason.STATE_SHARED.text)
 
 
@@ -92,36 +87,6 @@ def warm_up(request: CaptureRequest) -> None:
         if not is_alone:
             return
         request.pool.order_after_last_use()
-        copy_context().run(_run_twice, request)  # nobody could unset a context variable
+        from .warming import run_twice  # here, since few callables are warmed
 
-
-def _run_twice(request: CaptureRequest) -> None:
-    first = _run_once(request)
-    drew, is_changed = first.drew(), first.change() is not None
-    if drew is not None or (is_changed and first.iterator is None and _run_once(request).change() is not None):
-        first.restore(generators=True)
-
-
-def _run_once(request: CaptureRequest) -> StateWalk:
-    """Run the call once on the static inputs, if that can be undone, and put back what it writes; the Python state as
-    it was before."""
-    rng_before = request.backend.rng_state()
-    walk = StateWalk(*request.roots)
-    trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares_iterators=True)
-    if trace.refusal() is not None:
-        return walk
-    reveal_operators()
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
-    try:
-        # Other views each time: state that keeps one of them is not the same after a second run.
-        values = request.values_with(view.detach() for view in request.inputs.views(request.size))
-        request.inputs.load(request.values, request.rows, request.size)
-        with request.backend.rehearsing(), trace, effects:
-            request.call(values)
-    except Exception as error:
-        request.backend.raise_if_lost(error)
-        _log.debug("warming up %s failed: %s", request.key, error)
-        walk.restore(generators=True)
-    finally:
-        undo_run(request, effects, rng_before)
-    return walk
+        copy_context().run(run_twice, request)  # nobody could unset a context variable

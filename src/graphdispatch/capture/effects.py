@@ -11,14 +11,13 @@ Note [exactly once]
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import Backend
-from ..backends.compiled import CompiledRegion, PythonCalls
 from ..backends.insight import OperatorMode, python_kernel, run_kernel
 from ..backends.operators import (
     OperatorKind,
@@ -34,6 +33,9 @@ from ..backends.operators import (
 from ..backends.standins import HostReads
 from ..errors import CaptureError
 from ..reasons import Reason
+
+if TYPE_CHECKING:
+    from ..backends.compiled import CompiledRegion
 
 __all__ = ["EffectRecorder", "Region", "first_uncovered", "redo", "retry_once", "undo"]
 
@@ -177,8 +179,10 @@ class EffectRecorder(OperatorMode):
             self._note_made(tensor)
         return result
 
-    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
+    def watch_region(self, region: "CompiledRegion", args: tuple[Any, ...]) -> Any:
         """Save what compiled code overwrites. Python inside it would not be frozen, so no graph may hold that."""
+        from ..backends.compiled import PythonCalls  # here, since few callables are compiled
+
         before = torch.get_rng_state()
         with PythonCalls(python_kernel) as inside:
             result = super().watch_region(region, args)

@@ -16,7 +16,6 @@ from ..call.spec import FlatCall
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, ConfigError, GraphDispatchError, ReplayError, VerificationError
-from ..memory.buffers import OutputBuffers
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
@@ -25,6 +24,7 @@ from ..reasons import Reason
 from ..state.objects import CONSTANTS
 
 if TYPE_CHECKING:
+    from ..memory.buffers import OutputBuffers
     from .autobreak import AutoBreaks
 
 __all__ = ["CaptureRequest", "CaptureResult", "automatic_breaks", "failed_result"]
@@ -51,7 +51,7 @@ class CaptureRequest:
     options: CUDAGraphOptions
     rule: OutputRule | None = None
     """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
-    buffers: OutputBuffers | None = None
+    buffers: "OutputBuffers | None" = None
     """Where copies of outputs go, if they go to preallocated memory."""
     auto_breaks: "AutoBreaks | None" = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""

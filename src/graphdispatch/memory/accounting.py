@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..backends.base import Graph, Pool
-from .buffers import OutputBuffers
 from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
 
@@ -83,12 +82,10 @@ def memory_report(
     entries = sorted(entries, key=lambda entry: (entry.size, entry.mode))
     whole = set(pools)
     graphs: dict[Pool, list[Graph]] = {pool: [] for pool in whole}
-    buffers: set[OutputBuffers] = set()
     for entry in entries:
         graphs.setdefault(entry.pool, []).append(entry.graph)
-        if entry.outputs.buffers is not None:
-            buffers.add(entry.outputs.buffers)
     rows = tuple(_row(entry) for entry in entries)
+    buffers = {entry.outputs.buffers for entry in entries if entry.outputs.buffers is not None}
     return MemoryReport(
         rows,
         pool_bytes=sum(p.nbytes if p in whole else p.nbytes_of(kept) for p, kept in graphs.items()),

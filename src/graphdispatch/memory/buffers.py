@@ -5,7 +5,7 @@ the lock of the graphs' pool.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec
 
 from ..errors import CaptureError
 from ..reasons import Reason
+from .outputs import OutputView
 
 __all__ = ["OutputBuffers", "OutputRing", "OutputSpec", "first_part"]
 
@@ -46,9 +47,34 @@ class OutputBuffers(ABC):
         self.sets: list[list[torch.Tensor | None]] = []
         """For each turn, the buffers of the output tensors, in order; None for a tensor that is handed out as it is."""
 
+    def prepare(self, outputs: Iterable[tuple[int, torch.Tensor, dict[int, int], bool]], structure: TreeSpec) -> None:
+        """Make ``sets`` for a graph with these outputs, the fields of specs, or check that the present ones fit."""
+        self._prepare([OutputSpec(*one) for one in outputs], structure)
+
     @abstractmethod
-    def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
-        """Make ``sets`` for a graph with these outputs, or check that the present ones fit."""
+    def _prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None: ...
+
+    def hand_out(self, result: Any) -> Any:
+        """What a call returns for outputs that were copied into a set."""
+        return result
+
+    def taker(self, cut: list[torch.Tensor], build: Callable[[list[torch.Tensor]], Any]) -> Callable[[], Any]:
+        """What copies a graph's outputs into the next set, and hands that out, put together by ``build``."""
+        copies: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = []
+        for buffer_set in self.sets:
+            pairs = list(zip(cut, buffer_set, strict=True))
+            result = [source if buffer is None else first_part(buffer, source.shape) for source, buffer in pairs]
+            copied = [place for place, (_, buffer) in enumerate(pairs) if buffer is not None]
+            copies.append(([result[place] for place in copied], [cut[place] for place in copied], result))
+
+        def take() -> Any:
+            targets, sources, result = copies[self.generation % self.lifetime]
+            self.generation += 1
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            return self.hand_out(build(result))
+
+        return take
 
 
 class OutputRing(OutputBuffers):
@@ -62,7 +88,11 @@ class OutputRing(OutputBuffers):
         self.lifetime = length
         self._kinds: list[tuple[Any, ...]] = []
 
-    def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
+    def hand_out(self, result: Any) -> Any:
+        """A handle, which tells when the copies are used again."""
+        return OutputView(result, self)
+
+    def _prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
         """Allocate the copies. Raises ``CaptureError`` if the outputs are of other kinds than in earlier sizes."""
         kinds = [(one.shape(self.capacity), one.tensor.dtype, one.tensor.device, one.is_own) for one in outputs]
         if self.sets and kinds != self._kinds:

@@ -7,18 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ..backends.base import Backend, Graph, Pool, Timer
-from ..backends.operators import is_strided
 from ..backends.tracing import untraced
-from ..call.signature import ForeignSignature, InputSpec, Signature
-from ..call.spec import FlatCall, is_tensor
+from ..call.signature import ForeignSignature, Signature
+from ..call.spec import FlatCall
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
-from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats
 from .inputs import StaticInputs
@@ -203,68 +200,18 @@ class CUDAGraphEntry(NotCopied):
         have moved, and for a batch that is not proven: one with padding that no comparison tested, or one that
         ``verify_every`` wants compared. Counts as a hit of the door that captured the graph. Thread-safe.
         """
-        self._refuse_unserved()
-        if inputs is None:
-            return self.plan(self.size).run(None, self.stats)
-        values, rows = self.check(inputs)
-        if self.depends_on_padding(rows) and self.proof is not None:
-            raise ReplayError(f"{rows} rows in a graph of {self.size}: {self.proof.text}")
-        is_as_proven = rows == self.size or self.proof is None or self.proof.holds_for(values)
-        if not (self.may_pad(rows) and is_as_proven):
-            raise ReplayError(
-                f"{rows} rows in a graph of {self.size}: {Reason.PADDING_UNPROVEN.text}; or serve the batch through "
-                "the wrapper, manager or dispatcher that has the graph, which compares it"
-            )
-        return self.serve_timed(values, rows, self.stats)
+        from .asked import replay  # here, as below
 
-    def _refuse_unserved(self) -> None:
-        """Raise ``ReplayError`` if no batch may be replayed now, whatever it holds."""
-        if self.backend.is_watched():
-            raise ReplayError(Reason.INSIDE_CAPTURE.text)
-        if forward_ad._current_level >= 0:
-            raise ReplayError(f"forward-mode differentiation is under way: {Reason.NEEDS_GRADIENTS.text}")
-        if not self.is_current():
-            raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
-        if self.replay_count >= self.verify_at:
-            raise ReplayError(
-                f"the graph for {self.key} must be compared with eager now (verify_every); serve a batch through the "
-                "wrapper, manager or dispatcher that has it"
-            )
+        return replay(self, inputs)
 
     def check(self, inputs: Mapping[str, Any]) -> tuple[Sequence[Any], int]:
         """The values to ``serve`` and their number of rows; raises ``GuardError`` for inputs that do not fit.
 
         Every copied tensor must be given; static tensors and constants may be, and must be those of the capture.
         """
-        if not isinstance(inputs, Mapping):
-            raise GuardError(f"inputs must be a mapping from name to tensor, got a {type(inputs).__name__}")
-        names = [spec.name for spec in self.inputs.specs]
-        values = list(self.example)
-        if len(inputs) != len(names) or not set(names) <= inputs.keys():
-            places = {leaf.path: place for place, leaf in enumerate(self.call.leaves)} if self.call is not None else {}
-            if not set(names) <= set(inputs) <= {*names, *places}:
-                raise GuardError(f"inputs must be named {names}, got {list(inputs)}")
-            for name in set(inputs) - set(names):
-                values[places[name]] = inputs[name]
-        rows = -1
-        for spec in self.inputs.specs:
-            tensor = values[spec.position] = inputs[spec.name]
-            rows = _rows_of(spec, tensor, rows)
-        if rows < 0:
-            rows = self.size
-        if not 1 <= rows <= self.size:
-            raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {rows}")
-        clash = self.plan(rows).clash(values)
-        if clash is not None:
-            raise GuardError(f"{clash}; pass copies")
-        if any(values[place].__dict__ for place in self.bare):
-            raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
-        if self.signature is not None and not self.signature.fits(values):
-            raise GuardError(
-                "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "
-                "the memory layout of an input; capture again for such calls"
-            )
-        return values, rows
+        from .asked import check_inputs  # here, since doors compare calls by their signatures
+
+        return check_inputs(self, inputs)
 
     def mismatch(self, values: Sequence[Any]) -> str:
         """What is wrong with a call whose values do not fit, as a sentence."""
@@ -355,26 +302,6 @@ class CUDAGraphEntry(NotCopied):
             f"<CUDAGraphEntry {self.mode.name} {self.size} rows, {self.state.value}, "
             f"{self.replay_count} replays, {self.nbytes} bytes>"
         )
-
-
-def _rows_of(spec: InputSpec, tensor: Any, rows: int) -> int:
-    """The rows of a call, as far as an input tells (-1: not yet). Raises ``GuardError`` if it does not fit."""
-    if not is_tensor(tensor) or not is_strided(tensor):
-        got = tensor.layout if is_tensor(tensor) else type(tensor).__name__
-        raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise GuardError(
-            f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
-        )
-    if spec.dim is not None and rows < 0 and tensor.dim() == len(spec.shape):
-        rows = tensor.shape[spec.dim]
-    wanted = spec.sized(max(rows, 0))
-    if tensor.shape != wanted or tensor.dtype is not spec.dtype or tensor.device != spec.device:
-        raise GuardError(
-            f"input {spec.name!r} must have shape {wanted}, {spec.dtype} on {spec.device}, "
-            f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
-        )
-    return rows
 
 
 GraphEntry = CUDAGraphEntry

@@ -1,14 +1,16 @@
 """How answers are handed out: as the callable made them, behind handles, or in tensors that the caller gave."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_leaves
 
 from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
-from .buffers import OutputBuffers, OutputRing
 from .outputs import OutputRule, OutputView
+
+if TYPE_CHECKING:
+    from .buffers import OutputBuffers
 
 __all__ = ["Handout"]
 
@@ -27,13 +29,18 @@ class Handout:
         if out is not None:
             self.out = _given().CallerBuffers(out, 0).given
         self._options = options
+        self._returns_handles = options.returns_handles
 
-    def make_buffers(self, capacity: int) -> OutputBuffers | None:
+    def make_buffers(self, capacity: int) -> "OutputBuffers | None":
         """The places for copies of a group's outputs, of at most ``capacity`` rows, if they go to such."""
         if self.out is not None:
             buffers: OutputBuffers = _given().CallerBuffers(self.out, capacity)
             return buffers
-        return OutputRing(self._options.ring_length, capacity) if self._options.ring_length else None
+        if not self._options.ring_length:
+            return None
+        from .buffers import OutputRing  # here, as below
+
+        return OutputRing(self._options.ring_length, capacity)
 
     def give(self, answer: Any) -> Any:
         """What an eager step returned, as a hit would hand it out. A ``ConfigError`` of an ``out`` that it does not
@@ -44,7 +51,7 @@ class Handout:
             except ConfigError as error:
                 error.answer = answer
                 raise
-        return OutputView(answer, None) if self._options.returns_handles else answer
+        return OutputView(answer, None) if self._returns_handles else answer
 
     def check_room(self, rule: OutputRule | None, rows: int, largest: int) -> None:
         """Raise ``ConfigError`` if ``out`` has no room for a batch above the largest size, before the callable runs.

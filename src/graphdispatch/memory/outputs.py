@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -25,7 +25,9 @@ from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
-from .buffers import OutputBuffers, OutputRing, OutputSpec, first_part
+
+if TYPE_CHECKING:
+    from .buffers import OutputBuffers, OutputRing
 
 __all__ = [
     "OutputRule",
@@ -48,7 +50,7 @@ class OutputView:
 
     __slots__ = ("_generation", "_source", "_value")
 
-    def __init__(self, value: Any, source: Pool | OutputRing | None) -> None:
+    def __init__(self, value: Any, source: "Pool | OutputRing | None") -> None:
         """``source`` is whose memory it is; None is for outputs that no replay touches (of an eager step)."""
         self._value = value
         self._source = source
@@ -140,7 +142,7 @@ class Outputs:
         is_own: Sequence[bool],
         mode: str,
         pool: Pool,
-        buffers: OutputBuffers | None = None,
+        buffers: "OutputBuffers | None" = None,
     ) -> None:
         self.tree = tree
         self.rule = rule
@@ -158,13 +160,13 @@ class Outputs:
             self._build = lambda tensors: close(build(tensors))
         if buffers is not None:
             parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
-            buffers.prepare([OutputSpec(*tensor, dict(dims), own) for tensor, dims, own in parts], spec)
+            buffers.prepare([(*tensor, dict(dims), own) for tensor, dims, own in parts], spec)
 
     def taker(self, rows: int) -> Callable[[], Any]:
         """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
         cut, build = self.peek(rows), self._build
         if self.buffers is not None:
-            return self._copier(cut, self.buffers)
+            return self.buffers.taker(cut, build)
         if self._mode == "view":
             return lambda: OutputView(build(cut), self._pool)
         if self._mode != "clone" or not any(self._is_own):
@@ -185,25 +187,6 @@ class Outputs:
         ):
             return ()
         return tuple(self.peek(rows)), self._is_own, self._build is tuple
-
-    def _copier(self, cut: list[torch.Tensor], buffers: OutputBuffers) -> Callable[[], Any]:
-        """Copies into the next set of buffers, and hands that out."""
-        copies: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = []
-        for buffer_set in buffers.sets:
-            pairs = list(zip(cut, buffer_set, strict=True))
-            result = [source if buffer is None else first_part(buffer, source.shape) for source, buffer in pairs]
-            copied = [place for place, (_, buffer) in enumerate(pairs) if buffer is not None]
-            copies.append(([result[place] for place in copied], [cut[place] for place in copied], result))
-
-        def take() -> Any:
-            targets, sources, result = copies[buffers.generation % buffers.lifetime]
-            buffers.generation += 1
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            value = self._build(result)
-            return OutputView(value, buffers) if isinstance(buffers, OutputRing) else value
-
-        return take
 
     def with_values(self, answer: Any, rows: int) -> Any:
         """Eager's answer for ``rows`` rows, in the tensors that a replay would hand out: with ``outputs="static"`` the

@@ -62,19 +62,29 @@ class Windows:
         with self._changed:
             self._changed.wait_for(lambda: not self._covers(written), _RUN_WAITS_S)
 
-    @contextmanager
-    def running(self, reach: _Reach) -> Iterator[None]:
-        """A block in which the calling thread runs a callable eagerly, once no window covers what it reaches."""
-        token, here = object(), threading.get_ident()
-        with self._changed:
-            if self.open and not self._changed.wait_for(lambda: not self._covers(reach()), _RUN_WAITS_S):
-                _log.warning("a call ran during a capture of another thread that shares its state; a write may be lost")
-            self._runs[token] = (here, reach)
-        try:
-            yield
-        finally:
+    def begin(self, reach: _Reach) -> object:
+        """Begin an eager run of the calling thread, once no window covers what it reaches; returns what ``end`` takes.
+
+        It takes no lock while no window is open. A run is noted before it looks for windows, and a window is opened
+        before its capture looks for runs, so that one of the two sees the other.
+        """
+        run = object()
+        self._runs[run] = here = (threading.get_ident(), reach)
+        if self.open:
+            del self._runs[run]
             with self._changed:
-                del self._runs[token]
+                if not self._changed.wait_for(lambda: not self._covers(reach()), _RUN_WAITS_S):
+                    _log.warning(
+                        "a call ran during a capture of another thread that shares its state; a write may be lost"
+                    )
+                self._runs[run] = here
+        return run
+
+    def end(self, run: object) -> None:
+        """End a run, and tell the captures that wait for it."""
+        self._runs.pop(run, None)
+        if self.open:
+            with self._changed:
                 self._changed.notify_all()
 
     @contextmanager

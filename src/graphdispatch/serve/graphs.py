@@ -287,7 +287,8 @@ class GraphSet:
 
         Other graphs that do not fit the present state stay for when it comes back.
         """
-        gone = {guard for entry in self._entries() if (guard := entry.guard) is not None and not guard.holds()}
+        guards = {entry.guard for entry in self._entries() if entry.guard is not None}
+        gone = {guard for guard in guards if not guard.holds()}
         gone = {guard for guard in gone if guard.has_moved() or not guard.within(self.guard)}
         for entry in self._entries() if gone else ():
             if entry.guard in gone:
@@ -302,7 +303,7 @@ class GraphSet:
         """Release all graphs, with the buffers that they shared, since the user says so; sizes are captured anew when
         they are asked for."""
         for group in self.groups.values():
-            group.failures.clear()
+            group.forgive()
         self.release([victim for entry in self._entries() for victim in self.cache.retire(entry, reason, tag)])
         self._guard = None
 

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -16,20 +16,23 @@ from ..call.spec import CallSpec, FlatCall, is_tensor
 from ..decide.decision import Decision, SizeTable
 from ..descriptors import BatchDescriptor
 from ..memory.backoff import Backoff, Failure, Quarantine
-from ..memory.buffers import OutputBuffers
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
-from ..memory.replay import ReplayPlan
 from ..modes import EntryState
 from ..reasons import Reason
-from ..state.guards import StateGuard
+from .hits import Hit, Hits, Standing
 
-__all__ = ["GraphGroup", "Hit", "Hits", "Route", "Routes", "Spelling"]
+if TYPE_CHECKING:
+    from ..memory.buffers import OutputBuffers
+    from .refused import RefusedCalls
+
+__all__ = ["GraphGroup", "Route", "Routes", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
 R = TypeVar("R", bound="Route")
 _MOST_STATES = 8
+_MOST_ROWS = 4096
 _RETRY = Backoff(first=16, factor=4)  # misses of a size between a failed capture and the next try
 
 
@@ -73,6 +76,8 @@ class Route:
         self.is_single = is_single
         """Whether only the calls like the first one are served; others are odd."""
         self.spellings: dict[tuple[Any, ...], Spelling] = {}
+        self.refused: RefusedCalls | None = None
+        """The calls whose arguments no graph can take; None before the first."""
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
@@ -81,6 +86,17 @@ class Route:
     def name_of(self, size: int) -> Hashable:
         """What the door calls the graph of ``size``: the ``key`` of its entry."""
         return self.descriptor or size
+
+    def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
+        """Why no graph can serve such a call, as far as that is known without a group; needs no lock."""
+        if not self.table.sizes:
+            return Decision.eager(self.without_sizes)
+        return self.refused.get(args, kwargs) if self.refused is not None else None
+
+    def forget_calls(self) -> None:
+        """Forget the spellings, with their groups, and what was refused."""
+        self.spellings.clear()
+        self.refused = None
 
     @property
     def groups(self) -> list["GraphGroup"]:
@@ -135,35 +151,6 @@ class Spelling:
         return None
 
 
-class Hit(NamedTuple):
-    """What a hit needs, made once for a number of rows."""
-
-    entry: CUDAGraphEntry
-    plan: ReplayPlan
-    decision: Decision
-    guard: StateGuard | None
-    """What must be as it was at the capture; None if nobody guards it."""
-
-
-class Hits(dict[int, Hit | None]):
-    """The hits of a group by number of rows; ``hits[rows]`` is None where no verified graph serves so many.
-
-    A hit is made when it is first asked for, by any thread, without a lock.
-    """
-
-    __slots__ = ("_group",)
-
-    def __init__(self, group: "GraphGroup") -> None:
-        super().__init__()
-        self._group = group
-
-    def __missing__(self, rows: int) -> Hit | None:
-        hit = self._group.make_hit(rows)
-        if hit is not None:
-            self[rows] = hit
-        return hit
-
-
 @dataclass(eq=False)
 class GraphGroup:
     """The graphs of one signature, by size. Changed only with the server's lock held; ``hits`` is read without it."""
@@ -187,7 +174,7 @@ class GraphGroup:
     """The values of a call of two rows; empty if none is kept."""
     wants_example: bool = False
     """Whether the next call must take the slow path, which keeps an example."""
-    buffers: OutputBuffers | None = None
+    buffers: "OutputBuffers | None" = None
     """Where copies of outputs go, if they go to preallocated memory."""
     hits: Hits = field(init=False)
 
@@ -234,6 +221,26 @@ class GraphGroup:
         if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
             return None  # the slow path looks at the values
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
+
+    def is_ready(self, rows: int) -> bool:
+        """Whether a verified graph may serve calls of ``rows`` rows."""
+        return type(self.hits[rows]) is Hit
+
+    def remember(self, leaves: Sequence[Any], size: int, decision: Decision, last_misses: int) -> None:
+        """Let calls like this one, which no graph serves, run eagerly at once until one may be captured for them.
+
+        The ``last_misses`` before a size may be tried again take the slow path, where admission counts them. A size
+        with graphs of another state of the callable is not remembered, since that state may come back.
+        """
+        until = math.inf
+        if size:
+            failure = self.failures.get(size)
+            if failure is None or failure.reason is not decision.reason or self.of_size(size) or self.wants_example:
+                return
+            until = failure.retry_at - last_misses
+        if self.misses[size] < until and len(self.hits) < _MOST_ROWS:
+            rows = self.signature.match(leaves)
+            self.hits[rows] = Standing(self, rows, size, decision, until)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.
@@ -282,6 +289,12 @@ class GraphGroup:
         """
         is_passing = reason is Reason.STATE_REBOUND
         self.failures.fail(size, self.misses[size], reason, detail, is_final=is_final, is_passing=is_passing)
+        self.hits.clear()
+
+    def forgive(self) -> None:
+        """Forget all failed captures."""
+        self.failures.clear()
+        self.hits.clear()
 
     def blocked(self, size: int) -> Failure | None:
         """The failure that keeps ``size`` from being captured at the next call, if any."""

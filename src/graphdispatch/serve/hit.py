@@ -19,6 +19,7 @@ from ..native.bound import CORE
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats
 from .group import Route
+from .hits import Hit, Standing
 
 __all__ = ["HitPath"]
 
@@ -48,7 +49,9 @@ class HitPath(ABC):
                 values = [values[place] for place in order]
             leaves = values if is_flat else group.call.flatten(values)
             hit = group.hits[group.signature.match(leaves)] if leaves is not None else None
-            if hit is not None and leaves is not None:
+            if type(hit) is Standing:
+                return self.refuse(hit, args, kwargs)
+            if type(hit) is Hit and leaves is not None:
                 entry, plan, decision, guard = hit
                 backend = entry.backend
                 if (
@@ -90,6 +93,10 @@ class HitPath(ABC):
     @abstractmethod
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet)."""
+
+    @abstractmethod
+    def refuse(self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call of which is known why no graph serves it."""
 
     @abstractmethod
     def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:

@@ -5,29 +5,25 @@ A door translates its caller's terms into a ``Route`` and hands the call over; i
 
 import itertools
 import random
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from ..backends import Backend, Pool
 from ..call.signature import Refusal
-from ..call.spec import CallSpec, leaves_of
+from ..call.spec import CallSpec
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
-from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
-from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
+from .eager import EagerPath
 from .graphs import Capturer, GraphSet
 from .group import GraphGroup, Route, Spelling
-from .hit import HitPath
 
 __all__ = ["Choice", "Server"]
 
@@ -49,7 +45,7 @@ class Choice(NamedTuple):
         return f"{self.decision.explain()}; {pieces}" if pieces else self.decision.explain()
 
 
-class Server(HitPath):
+class Server(EagerPath):
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
     At most ``max_groups`` signatures are kept; one without a graph gives way to a new one. With ``eager_captures`` a
@@ -72,12 +68,9 @@ class Server(HitPath):
         times_replays: bool = False,
         capturer: Capturer | None = None,
     ) -> None:
-        self.fn = fn
-        self.graphs = GraphSet(fn, options, cache, backend=backend, pool=pool, out=out, capturer=capturer)
-        self.stats = cache.stats
-        self.lock = self.graphs.lock
-        self.local = threading.local()
-        self.strict = strict
+        super().__init__(
+            GraphSet(fn, options, cache, backend=backend, pool=pool, out=out, capturer=capturer), strict=strict
+        )
         self.max_groups = max_groups
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
@@ -89,11 +82,6 @@ class Server(HitPath):
         self._numbers = itertools.count()
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision of the calling thread's latest call, or None before the first."""
-        return getattr(self.local, "decision", None)
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
@@ -108,10 +96,17 @@ class Server(HitPath):
         closed = self.closed(route)
         if closed is not None:
             return self.run_eagerly(Decision.eager(closed), args, kwargs)
+        refused = route.refusal(args, kwargs)
+        if refused is not None:
+            if self.graphs.cache:
+                with self.lock:
+                    self.graphs.refresh()
+            return self.run_eagerly(refused, args, kwargs)
         with self.lock:
             self.graphs.refresh()
             choice = self.choose(route, args, kwargs)
             self.count(choice)
+            self._remember(choice)
             if choice.group is not None:
                 self.graphs.handout.check_room(choice.group.rule, choice.rows, route.table.largest)
                 done, answer = self.perform(choice)
@@ -119,30 +114,6 @@ class Server(HitPath):
                     return answer
                 choice = answer
         return self.run_eagerly(choice.decision, args, kwargs)
-
-    def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        return self.may_need_gradients(leaves_of([*args, *kwargs.values()]), None)
-
-    def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
-        """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
-        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
-
-    def closed(self, route: Route) -> Reason | None:
-        """Why no graph may replay on the calling thread now, whatever the call; or None.
-
-        The thread is in a capture, in a break of a replay in this pool, or in forward-mode differentiation, or the
-        graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs with its pool's lock held.
-        """
-        graphs, entry = self.graphs, route.entry
-        backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
-        if backend is not None and backend.is_watched():
-            return Reason.INSIDE_CAPTURE
-        if pool is not None and pool.is_inside_replay():
-            return Reason.INSIDE_REPLAY
-        if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
-            return Reason.NEEDS_GRADIENTS
-        return Reason.ASLEEP if graphs.is_asleep else None
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What to do with a call. It makes the call's group if it can have one, and changes nothing else."""
@@ -204,6 +175,14 @@ class Server(HitPath):
         if choice.entry is None and choice.decision.reason is not Reason.CAPTURED_NOW:
             self.graphs.cache.admission.count_miss((group.key, size))
 
+    def _remember(self, choice: Choice) -> None:
+        """Note a refusal that stands for a while, so that such calls need not take the slow path until it may end."""
+        group, size, admission = choice.group, choice.size, self.graphs.cache.admission
+        if group is None or choice.entry is not None or self.graphs.handout.out is not None:
+            return  # where outputs go to the caller's tensors, each call is checked for room
+        if not (size and admission.still_to_wait((group.key, size))):
+            group.remember(choice.leaves, size, choice.decision, admission.capture_after)
+
     def perform(self, choice: Choice) -> tuple[bool, Any]:
         """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
 
@@ -258,6 +237,7 @@ class Server(HitPath):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
         made = self._make_group(route, spec, args, kwargs)
         if isinstance(made, Refusal):
+            self._note_refusal(route, made, args, kwargs)
             return made
         group, leaves = made
         spelling = route.spellings.get(key)  # which may have gone with its last group
@@ -267,6 +247,19 @@ class Server(HitPath):
             spelling.groups.append(group)
             spelling.use(group)
         return group, leaves, group.signature.match(leaves)
+
+    def _note_refusal(self, route: Route, refusal: Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember a call that no graph can take by its arguments."""
+        if refusal.reason is Reason.NO_TENSORS:
+            is_lasting = bool(route.rules and route.rules.dynamic)  # else it may read tensors held elsewhere
+        else:
+            is_lasting = self.graphs.backend is not None  # else one may be registered
+        if is_lasting:
+            if route.refused is None:
+                from .refused import RefusedCalls  # here, since most callables need none
+
+                route.refused = RefusedCalls()
+            route.refused.add(Decision.eager(refusal.reason, detail=refusal.detail), args, kwargs)
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
         """The spelling of a call; None if the only graph of the route is of a call with other arguments."""
@@ -344,7 +337,7 @@ class Server(HitPath):
     def clear(self, *routes: Route) -> None:
         """Release all graphs, and forget the spellings and signatures of ``routes``; called with the lock held."""
         for route in routes:
-            route.spellings.clear()
+            route.forget_calls()
         self.graphs.clear()
 
     def drop(self, route: Route) -> None:
@@ -353,7 +346,7 @@ class Server(HitPath):
         for group in route.groups:
             self.graphs.groups.pop(group.key, None)
         route.table = SizeTable((), route.table.mode)
-        route.spellings.clear()
+        route.forget_calls()
 
     def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
         """How such a call, of ``rows`` rows if nothing else tells, would be served now, in one line."""
@@ -385,15 +378,3 @@ class Server(HitPath):
         if result.entry is not None:
             answer = result.entry.with_values(answer, choice.rows)
         return self.graphs.handout.give(answer)
-
-    def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
-        self.local.decision = decision
-        self.stats.record_eager(decision.reason, decision.rows)
-        if self.strict and not decision.reason.leads_to_graph:
-            raise FallbackError(decision.explain(), decision.reason)
-        try:
-            with WINDOWS.running(lambda: storages_of(self.graphs.guard._tensors)):
-                return self.graphs.handout.give(self.fn(*args, **kwargs))
-        finally:  # the callable may have called this object, too
-            self.local.decision = decision

@@ -175,7 +175,7 @@ class _Simulation:
         key, first, groups, eager = self._kinds[tokens, is_decode, reqs]
         if first is None:
             self.server.run_eagerly(eager, (tokens,), {})
-        elif self._policy is None or first.hits[tokens] is None:
+        elif self._policy is None or not first.is_ready(tokens):
             self.server.serve(first.route, (tokens,), {})
         else:
             self._ask(self._policy, key, groups)
@@ -187,7 +187,7 @@ class _Simulation:
     def _ask(self, policy: DispatchPolicy, key: DispatchKey, groups: Mapping[DispatchMode, GraphGroup]) -> None:
         """Have the policy choose among the graphs that are ready and eager, and tell it what the step took."""
         tokens, before, chosen = key.num_tokens, self.device.now, DispatchMode.EAGER
-        ready = {mode: group for mode, group in groups.items() if group.hits[tokens] is not None}
+        ready = {mode: group for mode, group in groups.items() if group.is_ready(tokens)}
         if policy.should_use_graph(key, True):
             chosen = policy.select_mode(key, (*ready, DispatchMode.EAGER))
         if chosen in ready:
@@ -206,7 +206,7 @@ class _Simulation:
         found = [self._decide(tokens, reqs, query_len=query_len, allowed_modes=modes) for modes in self._allowed]
         groups = {_GRAPH_MODES[d.mode]: self._groups[d.mode, d.descriptor] for d in found if d.descriptor is not None}
         first = next(iter(groups.values()), None)
-        if first is not None and not self._captures and first.hits[tokens] is None:
+        if first is not None and not self._captures and not first.is_ready(tokens):
             return _Kind(key, None, {}, Decision.eager(Reason.CACHE_FULL, tokens))
         return _Kind(key, first, groups, found[0])
 

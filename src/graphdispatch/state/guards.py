@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..backends.operators import storage_key
+from ..call.spec import VALUES
 from ..native.guards import GUARD
 from . import objects
 from .compiled import END, compile_guard
@@ -35,6 +36,8 @@ _SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
 """The setting that torch keeps in a variable."""
 _MOST_WAITED = 4096
+_LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
+"""Classes of which torch's pytrees make no nest."""
 _training = attrgetter("training")
 _code, _table = attrgetter("__code__"), attrgetter("__dict__")
 _address, _numel, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
@@ -291,10 +294,9 @@ def wants_gradient(value: Any) -> bool:
     """Whether an argument is a tensor that requires a gradient, or an object that holds such a tensor."""
     if issubclass(type(value), torch.Tensor):
         return bool(value.requires_grad)
-    return any(
-        issubclass(type(inner), torch.Tensor) and inner.requires_grad
-        for inner in tree_leaves(objects.content(value) or list((objects.attribute_table(value) or {}).values()))
-    )
+    held = objects.content(value) or list((objects.attribute_table(value) or {}).values())
+    leaves = held if all(type(inner) in _LEAVES for inner in held) else tree_leaves(held)
+    return any(issubclass(type(inner), torch.Tensor) and inner.requires_grad for inner in leaves)
 
 
 def same_callable(a: Any, b: Any) -> bool:

@@ -8,7 +8,7 @@ its own address.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ...errors import CaptureError
 from ...reasons import Reason
-from ..compiled import CompiledRegion
 from ..insight import OperatorMode, run_kernel
 from ..operators import (
     OperatorKind,
@@ -33,6 +32,9 @@ from ..operators import (
 )
 from ..standins import HostReads
 from .kernels import Kernel, choose_kernel
+
+if TYPE_CHECKING:
+    from ..compiled import CompiledRegion
 
 __all__ = ["Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
 
@@ -184,7 +186,7 @@ class Recorder(OperatorMode):
             func(*args, **(kwargs or {})) if self.is_paused else super().__torch_dispatch__(func, types, args, kwargs)
         )
 
-    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
+    def watch_region(self, region: "CompiledRegion", args: tuple[Any, ...]) -> Any:
         """Record the call of a compiled graph."""
         return region(*args) if self.is_paused else super().watch_region(region, args)
 

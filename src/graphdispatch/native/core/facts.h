@@ -13,7 +13,7 @@ namespace gd {
   NAME(is_capturing) NAME(depth) NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits)    \
   NAME(replays) NAME(real_rows) NAME(padded_rows) NAME(_rows_of_hits) NAME(record_hit) NAME(open)                  \
   NAME(spellings) NAME(latest) NAME(call) NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step)        \
-  NAME(stats) NAME(local) NAME(decision) NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects)  \
+  NAME(stats) NAME(local) NAME(decision) NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects) NAME(refuse)  \
   NAME(pop) NAME(trainable) NAME(__dict__) NAME(_current_level)   \
   NAME(lock) NAME(pool) NAME(backend) NAME(inputs) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high)        \
   NAME(_here) NAME(_default) NAME(_last_stream) NAME(_is_known_to_core)

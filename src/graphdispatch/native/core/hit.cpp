@@ -10,7 +10,9 @@ namespace {
 
 constexpr Py_ssize_t kMostValues = 64;  // of a call that need no memory of their own
 
-enum class Outcome { kServed, kMissed, kRaised };
+constexpr Py_ssize_t kOfHit = 4, kOfStanding = 5;  // fields of what GraphGroup.hits holds
+
+enum class Outcome { kServed, kMissed, kRaised, kRefused };
 
 // A call under way: what HitPath.serve was given, and what it finds.
 struct Call {
@@ -91,7 +93,7 @@ int is_trainable(PyObject* guard) {
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 
-// Server.may_need_gradients; -1 with an error.
+// EagerPath.may_need_gradients; -1 with an error.
 int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   bool is_plain = guard != Py_None;
   for (Py_ssize_t i = 0; is_plain && i < values.count(); ++i) {
@@ -110,7 +112,7 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 
-// Find the prepared hit of a call that fits: 1, 0 if there is none, -1 with an error.
+// Find the prepared hit of a call that fits, or why none can be: 1, 0 if there is neither, -1 with an error.
 int find(Call& call, PyObject* signature, Values& values) {
   const Ref core = attribute(signature, names.native);
   if (!core) return -1;
@@ -131,7 +133,9 @@ int find(Call& call, PyObject* signature, Values& values) {
   call.hit = Ref::of(PyDict_Check(hits.get()) ? PyDict_GetItemWithError(hits.get(), number.get()) : nullptr);
   if (!call.hit && !PyErr_Occurred()) call.hit = Ref(PyObject_GetItem(hits.get(), number.get()));
   if (!call.hit) return -1;
-  return call.hit.get() != Py_None && PyTuple_Check(call.hit.get()) && PyTuple_GET_SIZE(call.hit.get()) == 4;
+  if (!PyTuple_Check(call.hit.get())) return 0;
+  const Py_ssize_t fields = PyTuple_GET_SIZE(call.hit.get());
+  return fields == kOfHit || fields == kOfStanding;
 }
 
 // Whether the guard holds: 1, 0, or -1 with an error.
@@ -189,6 +193,7 @@ Outcome serve_values(Call& call, Values& values) {
   const Ref signature = attribute(call.group.get(), names.signature);
   const int found = signature ? find(call, signature.get(), values) : -1;
   if (found != 1) return outcome(found);
+  if (PyTuple_GET_SIZE(call.hit.get()) == kOfStanding) return Outcome::kRefused;
   PyObject* guard = PyTuple_GET_ITEM(call.hit.get(), 3);
   const Ref native = attribute(PyTuple_GET_ITEM(call.hit.get(), 1), names.native);
   if (!native || !Py_IS_TYPE(native.get(), plan_type)) return native ? Outcome::kMissed : Outcome::kRaised;
@@ -240,6 +245,10 @@ PyObject* serve(PyObject* server, PyObject* const* args, Py_ssize_t count) {
   const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
   if (done == Outcome::kRaised) return nullptr;
+  if (done == Outcome::kRefused) {
+    PyObject* standing[] = {server, call.hit.get(), args[1], args[2]};
+    return PyObject_VectorcallMethod(names.refuse, standing, 4, nullptr);
+  }
   PyObject* again[] = {server, args[0], args[1], args[2]};
   return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
 }

@@ -1,0 +1,48 @@
+"""Runs a call before its capture, and puts everything back."""
+
+import logging
+
+from ..backends.insight import reveal_operators
+from ..call.spec import FlatCall
+from ..state.trace import CodeTrace
+from ..state.walk import StateWalk
+from .eager_run import undo_run
+from .effects import EffectRecorder
+from .request import CaptureRequest
+
+__all__ = ["run_twice"]
+
+_log = logging.getLogger("graphdispatch")
+
+
+def run_twice(request: CaptureRequest) -> None:
+    """Run the call on the static inputs, and once more if that changes Python state; put that back if both do."""
+    first = _run_once(request)
+    drew, is_changed = first.drew(), first.change() is not None
+    if drew is not None or (is_changed and first.iterator is None and _run_once(request).change() is not None):
+        first.restore(generators=True)
+
+
+def _run_once(request: CaptureRequest) -> StateWalk:
+    """Run the call once on the static inputs, if that can be undone, and put back what it writes; the Python state as
+    it was before."""
+    rng_before = request.backend.rng_state()
+    walk = StateWalk(*request.roots)
+    trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares_iterators=True)
+    if trace.refusal() is not None:
+        return walk
+    reveal_operators()
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+    try:
+        # Other views each time: state that keeps one of them is not the same after a second run.
+        values = request.values_with(view.detach() for view in request.inputs.views(request.size))
+        request.inputs.load(request.values, request.rows, request.size)
+        with request.backend.rehearsing(), trace, effects:
+            request.call(values)
+    except Exception as error:
+        request.backend.raise_if_lost(error)
+        _log.debug("warming up %s failed: %s", request.key, error)
+        walk.restore(generators=True)
+    finally:
+        undo_run(request, effects, rng_before)
+    return walk

@@ -1,0 +1,115 @@
+"""The eager path: how a call runs that no graph serves, and at once where it is known why none does."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..call.signature import PLAIN_TENSORS
+from ..call.spec import VALUES, leaves_of
+from ..decide.decision import Decision
+from ..errors import FallbackError
+from ..memory.replay import next_use
+from ..memory.windows import WINDOWS, storages_of
+from ..reasons import Reason
+from ..state.guards import StateGuard, wants_gradient
+from .graphs import GraphSet
+from .group import Route
+from .hit import HitPath
+from .hits import Standing
+
+__all__ = ["EagerPath"]
+
+
+class EagerPath(HitPath):
+    """Runs calls of ``graphs.fn`` eagerly, each with its reason. ``strict`` raises ``FallbackError`` instead."""
+
+    def __init__(self, graphs: GraphSet, *, strict: bool) -> None:
+        self.fn = graphs.fn
+        self.graphs = graphs
+        self.stats = graphs.stats
+        self.lock = graphs.lock
+        self.local = threading.local()
+        self.strict = strict
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision of the calling thread's latest call, or None before the first."""
+        return getattr(self.local, "decision", None)
+
+    def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with gradients on may have to be differentiated. Needs no lock."""
+        values = [*args, *kwargs.values()]
+        for value in values:
+            kind = type(value)
+            if kind in PLAIN_TENSORS:
+                if value.requires_grad:
+                    return True
+            elif kind not in VALUES:
+                return self.may_need_gradients(leaves_of(values), None)
+        return self.graphs.guard.trainable
+
+    def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
+        """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
+        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
+
+    def closed(self, route: Route) -> Reason | None:
+        """Why no graph may replay on the calling thread now, whatever the call; or None.
+
+        The thread is in a capture, in a break of a replay in this pool, or in forward-mode differentiation, or the
+        graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs with its pool's lock held.
+        """
+        graphs, entry = self.graphs, route.entry
+        backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
+        if backend is not None and backend.is_watched():
+            return Reason.INSIDE_CAPTURE
+        if pool is not None and pool.is_inside_replay():
+            return Reason.INSIDE_REPLAY
+        if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
+            return Reason.NEEDS_GRADIENTS
+        return Reason.ASLEEP if graphs.is_asleep else None
+
+    def refuse(self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call eagerly of which is known why no graph serves it, or hand it to ``step`` if that may have ended.
+
+        It counts what the slow path counts, and asks what may differ between two such calls.
+        """
+        group, rows, size, decision, until = standing
+        gradients = torch.is_grad_enabled()
+        if self.closed(group.route) is not None or (gradients and self.needs_gradients(args, kwargs)):
+            return self.step(group.route, args, kwargs)
+        with self.lock:
+            if self.graphs.cache:
+                self.graphs.refresh()
+            stands = group.hits.get(rows) is standing
+            if stands and size:
+                stands = group.misses[size] < until
+                group.misses[size] += stands
+                next_use()
+        if not stands:
+            return self.step(group.route, args, kwargs)
+        if not gradients:
+            return self.run_eagerly(decision, args, kwargs)
+        torch._C._set_grad_enabled(False)
+        try:
+            return self.run_eagerly(decision, args, kwargs)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
+        self.local.decision = decision
+        self.stats.record_eager(decision.reason, decision.rows)
+        if self.strict and not decision.reason.leads_to_graph:
+            raise FallbackError(decision.explain(), decision.reason)
+        run = WINDOWS.begin(self._reach)
+        try:
+            return self.graphs.handout.give(self.fn(*args, **kwargs))
+        finally:
+            WINDOWS.end(run)
+            self.local.decision = decision  # the callable may have called this object, too
+
+    def _reach(self) -> set[int]:
+        return storages_of(self.graphs.guard._tensors)

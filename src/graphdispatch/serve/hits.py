@@ -1,0 +1,58 @@
+"""What a group knows of calls by their number of rows: the prepared hit, or why no graph serves them for a while."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..decide.decision import Decision
+from ..memory.entry import CUDAGraphEntry
+from ..memory.replay import ReplayPlan
+from ..state.guards import StateGuard
+
+if TYPE_CHECKING:
+    from .group import GraphGroup
+
+__all__ = ["Hit", "Hits", "Standing"]
+
+
+class Hit(NamedTuple):
+    """What a hit needs, made once for a number of rows."""
+
+    entry: CUDAGraphEntry
+    plan: ReplayPlan
+    decision: Decision
+    guard: StateGuard | None
+    """What must be as it was at the capture; None if nobody guards it."""
+
+
+class Standing(NamedTuple):
+    """Why no graph serves so many rows, and none will for a while: such calls run eagerly at once.
+
+    It has another number of fields than a hit, by which the core tells them apart.
+    """
+
+    group: "GraphGroup"
+    rows: int
+    size: int
+    """The size whose misses the calls are; 0 if no size would serve them."""
+    decision: Decision
+    until: float
+    """The misses of the size from which on calls take the slow path again."""
+
+
+class Hits(dict[int, Hit | Standing | None]):
+    """The hits of a group by number of rows; ``hits[rows]`` is None where no verified graph serves so many.
+
+    A hit is made when it is first asked for, by any thread, without a lock. Why there is none is put here by the slow
+    path, with the server's lock held.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: "GraphGroup") -> None:
+        super().__init__()
+        self._group = group
+
+    def __missing__(self, rows: int) -> Hit | Standing | None:
+        hit = self._group.make_hit(rows)
+        if hit is not None:
+            self[rows] = hit
+        return hit

@@ -1,0 +1,96 @@
+"""Calls whose arguments no graph can take, known again by what the refusal looked at."""
+
+from collections import UserDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..call.caches import is_cache
+from ..call.signature import PLAIN_TENSORS
+from ..call.spec import VALUES
+from ..decide.decision import Decision
+from ..reasons import Reason
+
+__all__ = ["RefusedCalls"]
+
+_MOST = 1024
+_NESTS = (dict, list, tuple)
+_SEEN_INTO = (*_NESTS, UserDict, slice, frozenset)
+"""Some of these may be flattened, or compared part by part."""
+# These follow from the arguments alone. All others also depend on what the server holds.
+_LASTING = frozenset(
+    (
+        Reason.TENSOR_SUBCLASS,
+        Reason.DEVICES_DISAGREE,
+        Reason.DEVICE_UNSUPPORTED,
+        Reason.ROWS_DISAGREE,
+        Reason.STATE_REBOUND,
+        Reason.UNGUARDED_ARGUMENT,
+        Reason.NO_TENSORS,
+    )
+)
+
+
+class RefusedCalls:
+    """Refusals by the look of the call: classes, nesting, and of tensors all that ``refusal`` asks of them.
+
+    So a call with the same look would be refused for the same reason, and making that out again is saved. At most 1,024
+    looks are kept, the latest. A call that holds something whose look says too little is not remembered: a class that
+    torch flattens, a mapping of its own class, a cache. Used with one backend and one set of rules. Changed only with
+    the server's lock held; ``get`` needs none.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Decision] = {}
+        self._opaque: set[type] = set()
+
+    def get(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
+        """The decision for an earlier call that looked like this one."""
+        look: list[Any] = [len(args), *kwargs]
+        known = self._add_look(look, (*args, *kwargs.values()))
+        return self._known.get(tuple(look)) if known else None
+
+    def add(self, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember a refusal, if the look of the call tells that it stays."""
+        if decision.reason not in _LASTING:
+            return
+        self._note_kinds([*args, *kwargs.values()])
+        look: list[Any] = [len(args), *kwargs]
+        if self._add_look(look, [*args, *kwargs.values()]):
+            self._known[tuple(look)] = decision
+            if len(self._known) > _MOST:
+                del self._known[next(iter(self._known))]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _add_look(self, look: list[Any], values: Iterable[Any]) -> bool:
+        """Add the look of some values; False if one of them cannot be told by its look."""
+        for value in values:
+            kind = type(value)
+            look.append(kind)
+            if kind in PLAIN_TENSORS:
+                if value.is_nested:
+                    look.append(value.layout)
+                    continue
+                look += (value.shape, value.device, value.layout, value.is_conj(), value.is_neg())
+            elif kind in _NESTS:
+                look.append(len(value))
+                if kind is dict:
+                    look += value
+                if not self._add_look(look, value.values() if kind is dict else value):
+                    return False
+            elif kind not in VALUES and (kind not in self._opaque or kind in pytree.SUPPORTED_NODES):
+                return False
+        return True
+
+    def _note_kinds(self, values: Iterable[Any]) -> None:
+        """Note the classes among some values that nobody looks into: they alone say what becomes of a call."""
+        for value in values:
+            kind = type(value)
+            if kind in _NESTS:
+                self._note_kinds(value.values() if kind is dict else value)
+            elif issubclass(kind, torch.Tensor) or not (issubclass(kind, _SEEN_INTO) or is_cache(value)):
+                self._opaque.add(kind)

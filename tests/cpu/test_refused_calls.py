@@ -1,0 +1,259 @@
+"""A call that no graph can serve runs eagerly at once, for as long as its refusal stands and no longer."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import graphdispatch
+from graphdispatch import CUDAGraphOptions, Graphed, graphed
+from graphdispatch.reasons import Reason
+from graphdispatch.serve.refused import RefusedCalls
+
+_PACKAGE = str(Path(graphdispatch.__file__).parent)
+ROWS = 4
+
+
+class Opaque:
+    """An object that nobody can compare."""
+
+    def __init__(self) -> None:
+        self.held: Any = 1
+
+
+def first(x: Any, more: Any = None) -> Any:
+    """The first argument."""
+    return x
+
+
+def unsafe(x: torch.Tensor) -> torch.Tensor:
+    """It reads a value on the host."""
+    return x * 2 if x.sum().item() > -1e9 else x
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Reason]] = {
+    "an object": (first, (torch.ones(ROWS, 3), Opaque()), Reason.UNGUARDED_ARGUMENT),
+    "an object in a nest": (first, (torch.ones(ROWS, 3), {"a": [1, Opaque()]}), Reason.UNGUARDED_ARGUMENT),
+    "a sparse tensor": (first, (torch.ones(ROWS, 3).to_sparse(),), Reason.TENSOR_SUBCLASS),
+    "a lazy conjugate": (first, (torch.ones(ROWS, 3, dtype=torch.complex64).conj(),), Reason.TENSOR_SUBCLASS),
+    "two devices": (first, (torch.ones(ROWS, 3), torch.ones(ROWS, device="meta")), Reason.DEVICES_DISAGREE),
+    "no tensor": (first, (3,), Reason.NO_TENSORS),
+    "too many rows": (first, (torch.ones(ROWS + 1, 3),), Reason.ABOVE_LARGEST_SIZE),
+    "no rows": (first, (torch.ones(0, 3),), Reason.NO_ROWS),
+    "a read on the host": (unsafe, (torch.ones(ROWS, 3),), Reason.CAPTURE_UNSAFE),
+}
+
+
+def serve(fn: Callable[..., Any]) -> Graphed[..., Any]:
+    """A graphed callable whose first argument has the batch."""
+    options = CUDAGraphOptions(max_failures=1)
+    return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), capture_after=1, options=options)
+
+
+def frames_of(call: Callable[[], Any]) -> list[str]:
+    """The functions of the package that a call runs."""
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_refused_call_is_remembered(name: str, gradients: bool) -> None:
+    """It runs few functions, with gradients on some more; it is counted, and says why, each time."""
+    fn, args, reason = CALLS[name]
+    step = serve(fn)
+    with torch.set_grad_enabled(gradients):
+        for _ in range(5):
+            step(*args)
+        counted = step.stats.reasons[reason]
+        frames = frames_of(lambda: step(*args))
+        assert step.last_decision is not None
+        assert step.last_decision.reason is reason
+        assert step.stats.reasons[reason] == counted + 1
+        assert (step.stats.misses, step.stats.captures) == (6, 0)
+        assert step.explain(*args) == step.last_decision.explain()
+    assert len(frames) <= (50 if gradients else 18), frames
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_python_serves_a_refused_call_alike(name: str) -> None:
+    """The reference of the native core hands it to the same function."""
+    fn, args, reason = CALLS[name]
+    step = serve(fn)
+    with torch.no_grad():
+        for _ in range(5):
+            step._server.serve_in_python(step._decode, args, {})
+        frames = frames_of(lambda: step._server.serve_in_python(step._decode, args, {}))
+    assert step.last_decision is not None
+    assert step.last_decision.reason is reason
+    assert "choose" not in frames
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_seen_in_a_refused_call(name: str) -> None:
+    """A call that comes to need gradients gets them."""
+    fn, args, _ = CALLS[name]
+    step = serve(fn)
+    for _ in range(3):
+        step(*args)
+    if not isinstance(args[0], torch.Tensor):
+        pytest.skip("nothing to differentiate")
+    leaf = args[0].clone().requires_grad_()
+    assert step(leaf, *args[1:]).requires_grad
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+    step(*args)
+    assert not step(*args).requires_grad
+
+
+def test_a_gradient_in_an_object_is_seen() -> None:
+    """An object of a refused call may hold a tensor at any time."""
+    step, odd = serve(first), Opaque()
+    x = torch.ones(ROWS, 3)
+    for _ in range(3):
+        step(x, odd)
+    odd.held = torch.ones(3, requires_grad=True)
+    step(x, odd)
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+
+
+@torch.no_grad()
+def test_a_class_that_torch_comes_to_know_is_served() -> None:
+    """Registering the class of an argument ends its refusal."""
+
+    class Late:
+        def __init__(self, held: torch.Tensor) -> None:
+            self.held = held
+
+    step, x, held = serve(lambda x, late: x + late.held), torch.ones(ROWS, 3), torch.ones(3)
+    for _ in range(3):
+        step(x, Late(held))
+    pytree.register_pytree_node(Late, lambda late: ([late.held], None), lambda held, _: Late(*held))
+    for factor in range(1, 5):
+        assert torch.equal(step(x, Late(held * factor)), x + factor)
+    assert step.stats.hits > 0
+
+
+class Switched(torch.nn.Module):
+    """It reads a value on the host while ``is_unsafe``."""
+
+    is_unsafe = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Twice the input."""
+        return unsafe(x) if self.is_unsafe else x * 2
+
+
+@torch.no_grad()
+def test_invalidate_ends_a_refusal() -> None:
+    """A size that was given up is captured at the next call."""
+    model = Switched().eval()
+    step = serve(model)
+    for _ in range(4):
+        step(torch.ones(ROWS, 3))
+    model.is_unsafe = False
+    step(torch.ones(ROWS, 3))
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+    step.invalidate()
+    for factor in range(4):
+        step(torch.full((ROWS, 3), float(factor)))
+    assert step.stats.hits > 0
+
+
+@torch.no_grad()
+def test_a_state_that_comes_back_is_served() -> None:
+    """A size whose capture failed in one state still serves in the other."""
+    model = Switched().eval()
+    step = serve(model)
+    model.is_unsafe = False
+    for factor in range(3):
+        step(torch.full((ROWS, 3), float(factor)))
+    model.is_unsafe = True
+    for _ in range(4):
+        step(torch.ones(ROWS, 3))
+    model.is_unsafe, hits = False, step.stats.hits
+    for _ in range(2):
+        step(torch.ones(ROWS, 3))
+    assert step.stats.hits == hits + 2
+
+
+@torch.no_grad()
+def test_weights_that_moved_are_released_in_a_refused_call() -> None:
+    """A call that no graph serves lets go of graphs that can serve no more, as every call does."""
+    model = torch.nn.Linear(3, 3).eval()
+    step = graphed(model, dynamic={"input": 0}, sizes=(ROWS,), capture_after=1)
+    for _ in range(3):
+        step(torch.randn(ROWS, 3))
+        step(torch.randn(ROWS + 1, 3))
+    assert len(step.entries) == 1
+    model.weight = torch.nn.Parameter(torch.zeros(3, 3))
+    assert torch.equal(step(torch.ones(ROWS + 1, 3)), model(torch.ones(ROWS + 1, 3)))
+    assert not step.entries
+
+
+@torch.no_grad()
+def test_larger_sizes_end_a_refusal() -> None:
+    """``use_sizes`` decides anew for every number of rows."""
+    step = serve(lambda x: x * 2)
+    for _ in range(3):
+        step(torch.ones(2 * ROWS, 3))
+    step.use_sizes((ROWS, 2 * ROWS))
+    for factor in range(4):
+        step(torch.full((2 * ROWS, 3), float(factor)))
+    assert step.stats.hits > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CALLS)
+def test_sleep_is_the_reason_while_it_lasts(name: str) -> None:
+    """A refused call during sleep is asleep, and refused again afterwards."""
+    fn, args, reason = CALLS[name]
+    step = serve(fn)
+    for _ in range(3):
+        step(*args)
+    step.sleep()
+    step(*args)
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.ASLEEP
+    step.wake()
+    for _ in range(2):
+        step(*args)
+    assert step.last_decision.reason is reason
+
+
+@torch.no_grad()
+def test_a_backend_is_looked_for_each_time() -> None:
+    """A call on a device without a backend may be served once there is one, so it is not remembered."""
+    step = serve(first)
+    for _ in range(2):
+        step(torch.ones(ROWS, 3, device="meta"))
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.DEVICE_UNSUPPORTED
+    assert step._decode.refused is None
+
+
+@torch.no_grad()
+def test_so_many_looks_are_remembered() -> None:
+    """Refused calls of ever other shapes take no more and more memory."""
+    step, odd = serve(first), Opaque()
+    for width in range(1, 1100):
+        step(torch.ones(ROWS, width), odd)
+    assert isinstance(step._decode.refused, RefusedCalls)
+    assert len(step._decode.refused) == 1024
