@@ -85,6 +85,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("graphdispatch")
+    if name == "metrics":  # a module: its names need the extra of that name
+        return import_module(".metrics", __name__)
     if name in _HOME_OF:
         value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
         globals()[name] = value

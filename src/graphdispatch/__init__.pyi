@@ -1,5 +1,6 @@
 """The public names, for type checkers; ``__init__.py`` finds them at run time."""
 
+from . import metrics as metrics
 from .api.adaptive_wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
 from .api.composite import CompositeDispatcher as CompositeDispatcher
 from .api.dispatcher import CudagraphDispatcher as CudagraphDispatcher

@@ -72,19 +72,12 @@ class CUDAGraphStats(Unlocked):
 
     def reset(self) -> None:
         """Forget everything counted so far."""
-        self.captures = 0
-        self.capture_failures = 0
+        self.captures = self.capture_failures = self.evictions = self.evicted_bytes = 0
         self.capture_time_ms = 0.0
-        self.replays = 0
-        self.hits = 0
-        self.misses = 0
-        self.fallbacks = 0
-        self.evictions = 0
-        self.evicted_bytes = 0
+        self.replays = self.hits = self.misses = self.fallbacks = self.verifications = 0
+        self.real_rows = self.padded_rows = 0
+        self.eviction_reasons: Counter[EvictionReason] = Counter()
         self._last_evictions: deque[Eviction] = deque(maxlen=_MOST_EVICTIONS)
-        self.verifications = 0
-        self.real_rows = 0
-        self.padded_rows = 0
         self.reasons: Counter[Reason] = Counter()
         # Two counters, since hits and other calls are counted under different locks.
         self._rows_of_hits: dict[int, int] = {}
@@ -135,6 +128,7 @@ class CUDAGraphStats(Unlocked):
         with self._lock:
             self.evictions += 1
             self.evicted_bytes += eviction.freed_bytes
+            self.eviction_reasons[eviction.reason] += 1
             self._last_evictions.append(eviction)
 
     @property
@@ -174,9 +168,9 @@ class CUDAGraphStats(Unlocked):
         """The counters as plain data, for JSON."""
         with self._lock:
             plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
-            plain["reasons"] = {reason.value: n for reason, n in self.reasons.items()}
-        shares = ("hit_rate", "graph_ratio", "padding_ratio")
-        return plain | {name: getattr(self, name) for name in shares}
+            for name in ("reasons", "eviction_reasons"):
+                plain[name] = {reason.value: n for reason, n in plain[name].items()}
+        return plain | {name: getattr(self, name) for name in ("hit_rate", "graph_ratio", "padding_ratio")}
 
     def __repr__(self) -> str:
         return (

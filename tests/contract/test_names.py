@@ -26,10 +26,13 @@ def python(code: str, *options: str) -> str:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    """The stub re-exports exactly ``__all__``."""
+    """The stub re-exports exactly ``__all__``, and the module ``metrics``."""
     stubbed = set()
     for node in ast.parse(STUB.read_text()).body:
         if isinstance(node, ast.ImportFrom):
+            if node.module is None:
+                assert ast.unparse(node) == "from . import metrics as metrics"
+                continue
             assert all(alias.asname == alias.name for alias in node.names), ast.unparse(node)
             stubbed |= {alias.name for alias in node.names}
         elif isinstance(node, ast.AnnAssign):
@@ -40,7 +43,7 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_the_stub_imports_from_where_the_names_live() -> None:
     """A name of the stub and the same name at run time are one object's."""
     for node in ast.parse(STUB.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
                 assert graphdispatch._HOME_OF[alias.name] == node.module
 
@@ -78,6 +81,7 @@ def test_deciding_and_configuring_need_no_torch(module: str) -> None:
 
 COMPANIONS = (
     "plan",
+    "metrics",
     "report",
     "auditing",
     "simulation",

@@ -50,6 +50,8 @@ def test_captures_evictions_and_failures_are_counted_apart() -> None:
         stats.record_eviction(Eviction("key", BatchDescriptor(4), 7, 1.5, freed, EvictionReason.COUNT))
     assert (stats.captures, stats.capture_time_ms) == (2, 3.5)
     assert (stats.capture_failures, stats.evictions, stats.evicted_bytes, stats.calls) == (1, 3, 30, 0)
+    assert stats.eviction_reasons == {EvictionReason.COUNT: 3}
+    assert stats.to_dict()["eviction_reasons"] == {"count": 3}
 
 
 def test_only_the_latest_evictions_are_remembered() -> None:

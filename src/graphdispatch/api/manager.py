@@ -14,6 +14,7 @@ from ..config import CUDAGraphConfig, parse_mode
 from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..errors import ConfigError, GuardError, ReplayError, check_callable, shown
+from ..memory.accounting import MemoryReport
 from ..memory.budget import MemoryBudget
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
@@ -198,6 +199,10 @@ class CUDAGraphManager(MadeAnew):
     def stats(self) -> CUDAGraphStats:
         """What happened so far."""
         return self.registry.stats
+
+    def memory_report(self) -> MemoryReport:
+        """The bytes held, part by part and graph by graph."""
+        return self.registry.memory_report()
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; batches capture anew.

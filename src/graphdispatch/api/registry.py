@@ -19,7 +19,7 @@ from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, ConfigError, check_callable, check_count, check_type, shown
 from ..forking import make_lock
-from ..memory.accounting import memory_report
+from ..memory.accounting import MemoryReport, memory_report
 from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
@@ -218,7 +218,11 @@ class CUDAGraphRegistry(MadeAnew):
     @property
     def memory_bytes(self) -> int:
         """Bytes held by the pool, the graphs, and their static inputs and output buffers."""
-        return memory_report(self._cache, [self._pool]).total
+        return self.memory_report().total
+
+    def memory_report(self) -> MemoryReport:
+        """These bytes, part by part and graph by graph."""
+        return memory_report(self._cache, [self._pool])
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off."""

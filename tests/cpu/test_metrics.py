@@ -1,0 +1,242 @@
+"""The metrics for Prometheus: every counter as it is, from every door, and read by a real server where there is one."""
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+import graphdispatch as gd
+
+prometheus = pytest.importorskip("prometheus_client")
+
+
+def served(**options: Any) -> gd.Graphed[..., Any]:
+    """A callable with room for two graphs, which has captured, padded, evicted and refused."""
+    layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
+    serve = gd.graphed(layer, dynamic={"input": 0}, sizes=(2, 4, 8), max_cached_graphs=2, **options)
+    serve.prewarm(torch.randn(8, 4), sizes=[8, 4])
+    for rows in (3, 3, 7, 2, 2, 2, 2, 9):
+        serve(torch.randn(rows, 4))
+    return serve
+
+
+def exported(collector: Any) -> dict[tuple[str, ...], float]:
+    """The samples by name and labels' values."""
+    samples = [sample for family in collector.collect() for sample in family.samples]
+    found = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+def test_every_counter_is_exported_as_it_is() -> None:
+    """Calls, reasons, rows, captures, evictions, bytes and graphs are those of ``stats`` and ``memory_report``."""
+    serve = served()
+    stats, memory = serve.stats, serve.memory_report()
+    found = exported(gd.metrics.PrometheusCollector(serve, name="decoder"))
+    one = {name.removeprefix("graphdispatch_"): value for (name, *_), value in found.items()}
+    assert stats.hits > 0
+    assert (one["hits_total"], one["captures_total"]) == (stats.hits, stats.captures)
+    assert (one["real_rows_total"], one["padding_rows_total"]) == (stats.real_rows, stats.padded_rows - stats.real_rows)
+    assert one["capture_seconds_total"] == pytest.approx(stats.capture_time_ms / 1e3)
+    assert one["capture_failures_total"] == 0
+    reasons = {key[2]: value for key, value in found.items() if key[0] == "graphdispatch_eager_steps_total"}
+    assert reasons == {reason.value: number for reason, number in stats.reasons.items()}
+    assert found["graphdispatch_eager_steps_total", "decoder", "above_largest_size"] == 1
+    assert found["graphdispatch_evictions_total", "decoder", "count"] == stats.evictions == 1
+    assert sum(v for k, v in found.items() if k[0] == "graphdispatch_bytes") == memory.total
+    assert {k[2]: v for k, v in found.items() if k[0] == "graphdispatch_graphs"} == {
+        str(entry.size): 1 for entry in memory.entries
+    }
+
+
+def test_every_door_is_exported() -> None:
+    """A wrapper, also around a module that has ``stats`` of its own, a manager and a dispatcher, by one collector."""
+    layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
+    layer.stats = "its own"  # type: ignore[assignment]
+    wrapper, manager = gd.CUDAGraphWrapper(layer), gd.CUDAGraphManager()
+    dispatcher = gd.CudagraphDispatcher(layer)
+    entry = manager.capture_graph(4, 1, layer, inputs={"input": torch.randn(4, 4)})
+    dispatcher.register_graph(gd.DispatchKey(4, 4), entry)
+    for _ in range(4):
+        wrapper(torch.randn(4, 4), batch_descriptor=gd.BatchDescriptor(4), cudagraph_runtime_mode=gd.CUDAGraphMode.FULL)
+        manager.execute_or_capture(4, 1, layer, {"input": torch.randn(4, 4)})
+        dispatcher.dispatch(gd.DispatchKey(4, 4), torch.randn(4, 4))
+    collector = gd.metrics.PrometheusCollector(wrapper, "wrapper").add(manager, "manager").add(dispatcher, "dispatcher")
+    found = exported(collector)
+    assert {key[1:]: value for key, value in found.items() if key[0] == "graphdispatch_hits_total"} == {
+        ("wrapper",): wrapper.get_stats().hits,
+        ("manager",): manager.stats.hits,
+        ("dispatcher",): dispatcher.stats.graph,
+    }
+    for name in ("wrapper", "manager", "dispatcher"):
+        assert sum(value for key, value in found.items() if key[:2] == ("graphdispatch_bytes", name)) > 0
+        assert sum(value for key, value in found.items() if key[:2] == ("graphdispatch_graphs", name)) == 1
+
+
+def test_a_registry_exports_each_metric_once() -> None:
+    """Several callables are one collector's; a second one is the registry's error."""
+    registry = prometheus.CollectorRegistry(auto_describe=True)
+    registry.register(gd.metrics.PrometheusCollector(served(), "one").add(served(), "two"))
+    text = prometheus.generate_latest(registry).decode()
+    typed = re.findall(r"^# TYPE (\S+)", text, re.M)
+    assert len(set(typed)) == len(typed) == 12
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(gd.metrics.PrometheusCollector(served(), "three"))
+
+
+@pytest.mark.parametrize("name", ["decoder", "", None, 3])
+def test_a_name_is_a_text_of_its_own(name: Any) -> None:
+    """The error names those that are taken."""
+    collector = gd.metrics.PrometheusCollector(served(), "decoder")
+    with pytest.raises(gd.ConfigError, match=r"name must be a text that no other callable has.*taken: 'decoder'"):
+        collector.add(served(), name)
+
+
+@pytest.mark.parametrize("other", [torch.nn.Linear(2, 2), None, gd.CUDAGraphConfig()])
+def test_what_counts_nothing_is_refused(other: Any) -> None:
+    """At once, and not at the first scrape."""
+    with pytest.raises(gd.ConfigError, match="served must be what graphed"):
+        gd.metrics.PrometheusCollector(other)
+
+
+def test_a_scrape_waits_for_no_call() -> None:
+    """It takes none of the locks that calls and captures hold, and counts nothing."""
+    serve = served()
+    collector = gd.metrics.PrometheusCollector(serve)
+    before, found = serve.stats.to_dict(), []
+    with serve._server.lock, serve._graphs.pool.lock:
+        thread = threading.Thread(target=lambda: found.append(exported(collector)))
+        thread.start()
+        thread.join(20)
+        assert found
+    assert serve.stats.to_dict() == before
+
+
+def test_scrapes_beside_calls_are_whole() -> None:
+    """While a thread serves, no scrape fails, and no counter falls."""
+    serve, done = served(), threading.Event()
+
+    def call() -> None:
+        for number in range(400):
+            serve(torch.randn(1 + number % 9, 4))
+        done.set()
+
+    thread = threading.Thread(target=call)
+    collector, hits = gd.metrics.PrometheusCollector(serve), [0.0]
+    thread.start()
+    while not done.is_set():
+        hits.append(exported(collector)["graphdispatch_hits_total", "default"])
+    thread.join()
+    assert hits == sorted(hits)
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    """Each name in its queries and in the alert rules is exported."""
+    names = {
+        f.name + ("_total" if f.type == "counter" else "") for f in gd.metrics.PrometheusCollector(served()).collect()
+    }
+    queries = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    asked = set(re.findall(r"graphdispatch_\w+", " ".join(queries) + gd.metrics.ALERTS.read_text()))
+    assert names - asked <= {"graphdispatch_evicted_bytes_total", "graphdispatch_dispatch_seconds_total"}
+    assert asked <= names
+
+
+def dashboard() -> Any:
+    """The dashboard as data."""
+    return json.loads(gd.metrics.DASHBOARD.read_text())
+
+
+@contextmanager
+def server(folder: Path, target: int) -> Iterator[str]:
+    """A Prometheus server that scrapes a port of this machine four times a second, with our rules; its address."""
+    settings = {
+        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "1s"},
+        "rule_files": [str(gd.metrics.ALERTS)],
+        "scrape_configs": [{"job_name": "served", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}],
+    }
+    (folder / "prometheus.yml").write_text(json.dumps(settings))  # JSON is YAML
+    command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    log = (folder / "log").open("w")
+    process = subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stderr=log, stdout=log)
+    try:
+        yield f"http://127.0.0.1:{until(lambda: port_of(folder / 'log'))}"
+    finally:
+        process.terminate()
+        process.wait()
+        log.close()
+
+
+def port_of(log: Path) -> str | None:
+    """The port that the server chose, once its log names it."""
+    found = re.search(r'"Listening on" address=127\.0\.0\.1:(\d+)', log.read_text())
+    return found[1] if found else None
+
+
+def until(ask: Any, seconds: float = 60) -> Any:
+    """What ``ask`` answers, as soon as it is something."""
+    end = time.monotonic() + seconds
+    while not (answer := ask()):
+        assert time.monotonic() < end, "the server did not answer in time"
+        time.sleep(0.1)
+    return answer
+
+
+def query(address: str, path: str, **parameters: str) -> Any:
+    """What the server's API answers."""
+    try:
+        with urlopen(f"{address}/api/v1/{path}?{urlencode(parameters)}", timeout=10) as answer:
+            return json.load(answer)["data"]
+    except HTTPError:
+        return None  # it is still starting
+
+
+def test_a_real_server_scrapes_a_served_model_under_load(tmp_path: Path) -> None:
+    """Every query of the dashboard returns data, the rules load, and promtool finds nothing to say of the metrics."""
+    if shutil.which("prometheus") is None or shutil.which("promtool") is None:
+        pytest.skip("prometheus and promtool are not installed")
+    serve, done = served(), threading.Event()
+    registry = prometheus.CollectorRegistry()
+    registry.register(gd.metrics.PrometheusCollector(serve, "decoder"))
+
+    def load() -> None:
+        for number in range(10**6):
+            serve(torch.randn(1 + number % 9, 4))
+            if done.wait(0.002):
+                return
+
+    text = prometheus.generate_latest(registry)
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+    rules = subprocess.run(["promtool", "check", "rules", str(gd.metrics.ALERTS)], capture_output=True, check=False)
+    assert rules.returncode == 0, rules.stdout
+    httpd, scraped = prometheus.start_http_server(0, "127.0.0.1", registry)
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        with server(tmp_path, httpd.server_port) as address:
+            until(lambda: (query(address, "query", query="graphdispatch_hits_total >= 20") or {}).get("result"))
+            for panel in dashboard()["panels"]:
+                for target in panel["targets"]:
+                    asked = target["expr"].replace("$callable", ".*").replace("$__rate_interval", "30s")
+                    answer = until(lambda asked=asked: query(address, "query", query=asked)["result"])
+                    assert {one["metric"]["callable"] for one in answer} == {"decoder"}
+            (group,) = until(lambda: query(address, "rules")["groups"])
+            assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
+    finally:
+        done.set()
+        thread.join()
+        httpd.shutdown()
+        httpd.server_close()
+        scraped.join()
