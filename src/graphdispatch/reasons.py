@@ -100,6 +100,11 @@ class Reason(StrEnum):
     CAPTURE_FAILED = "capture_failed", "the capture failed"
     OUT_OF_MEMORY = "out_of_memory", "the capture ran out of memory"
     REPLAY_FAILED = "replay_failed", "the replay failed"
+    NO_GAIN = (
+        "no_gain",
+        "replays were slower than eager, so the size stays eager; put more of the work into the call, keep the graph "
+        "all the same with prewarm(), or have it measured anew with invalidate()",
+    )
     VERIFICATION_FAILED = "verification_failed", "the graph's result differed from eager's"
 
     @property

@@ -129,6 +129,7 @@ def _server(fn: Callable[..., Any], config: CUDAGraphConfig, budget: MemoryBudge
         out=out,
         strict=config.strict,
         max_groups=config.max_signatures,
+        judges_gain=config.options.verify and not config.strict,
     )
 
 

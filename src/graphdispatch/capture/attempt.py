@@ -19,6 +19,7 @@ from ..state.guards import StateGuard, WorkspaceGuard
 from .collector import paused_collector
 from .eager_run import EagerRun, check_may_capture, check_python_state, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
+from .gain import check_gain, may_be_timed
 from .proof import Padding, RowProver
 from .recording import Recording, record, uncached_casts
 from .request import CaptureRequest
@@ -67,6 +68,7 @@ class CaptureAttempt:
             else:
                 entry.state = EntryState.VERIFIED
                 entry.trust()
+            self._judge(entry)
         except BaseException:
             recording.graph.reset()
             raise
@@ -79,6 +81,7 @@ class CaptureAttempt:
             self._warm_up()
         check_values(self.eager.opened, entry.output)
         self._compare_replay(entry)
+        self._judge(entry)
 
     def restore(self) -> None:
         """Leave exactly the eager run's effects, or none if the request does not want them.
@@ -279,6 +282,12 @@ class CaptureAttempt:
         if prover.is_wanted:
             entry.proof = prover.prove(alike)
         entry.compared.add(request.rows)
+
+    def _judge(self, entry: CUDAGraphEntry) -> None:
+        """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""
+        if may_be_timed(self.request, self.eager, entry):
+            self._start_over("timing replays and eager runs in turns")
+            check_gain(self.request, entry)
 
     def _replay(self, entry: CUDAGraphEntry) -> None:
         self._reset_generator()  # a pad rule may have drawn random numbers

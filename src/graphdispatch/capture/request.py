@@ -59,10 +59,12 @@ class CaptureRequest:
     """The addresses of the storages that the callable reaches: see Note [windows] in ``memory/windows.py``."""
     keep_effects: bool = True
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
+    judges_gain: bool = False
+    """Whether a graph that replays slower than eager is given up."""
     told_rows: int | None = field(default_factory=current_rows)
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
     clock: Callable[[], float] = time.perf_counter
-    """The clock of the capture time, in seconds."""
+    """The clock of the capture time, and of what is timed for the gain, in seconds."""
 
     @property
     def is_piecewise(self) -> bool:

@@ -7,10 +7,13 @@ each of the rest adds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from sys import maxsize
 from typing import Any
 
 from ..errors import CaptureError, ConfigError
 from ..memory.accounting import EntryMemory, MemoryReport
+from ..memory.cache import GraphCache
+from ..memory.inputs import StaticInputs
 from .graphs import GraphSet
 from .group import GraphGroup
 
@@ -63,7 +66,7 @@ def estimate_memory(
     ordered = sorted(set(sizes), reverse=True)
     if not ordered or ordered[-1] < 1:
         raise ConfigError(f"sizes must be one or more sizes of at least 1 row, got {list(sizes)}")
-    trial, twin = graphs.trial(group)
+    trial, twin = _trial(graphs, group)
     reports: list[MemoryReport] = []
     try:
         for size in ordered[:2]:
@@ -75,6 +78,14 @@ def estimate_memory(
     finally:
         trial.clear()
     return _extrapolate(ordered, reports)
+
+
+def _trial(graphs: GraphSet, group: GraphGroup) -> tuple[GraphSet, GraphGroup]:
+    """An empty set of the same callable and options, with a pool, a cache and statistics of its own, and ``group``
+    without its graphs in it."""
+    trial = GraphSet(graphs.fn, graphs.options, GraphCache(maxsize), backend=graphs.backend, out=graphs.handout.out)
+    inputs = StaticInputs(group.signature.inputs, group.inputs.capacity)
+    return trial, trial.add_group(group.key, group.route, group.call, group.signature, inputs)
 
 
 def _extrapolate(sizes: list[int], reports: list[MemoryReport]) -> MemoryEstimate:

@@ -2,10 +2,10 @@
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from sys import maxsize
 from typing import Any, NamedTuple
 
 from ..backends import Backend, Pool, get_backend
@@ -74,6 +74,10 @@ class GraphSet:
         self.is_asleep = False
         self.is_frozen = False
         """Whether captures and comparisons with eager are forbidden."""
+        self.judges_gain = False
+        """Whether graphs that replay slower than eager are given up."""
+        self.clock = time.perf_counter
+        """Of captures, in seconds."""
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._states = itertools.count(1)
@@ -102,7 +106,7 @@ class GraphSet:
         if isinstance(signature, Refusal):
             return signature
         capacity = route.capacity or route.table.largest if signature.has_rows else 1
-        return self._add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
+        return self.add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
 
     def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
         """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
@@ -131,20 +135,14 @@ class GraphSet:
             if isinstance(entry.signature, ForeignSignature):
                 return Refusal(Reason.ADDRESS_CHANGED, "")
             return Refusal(Reason.ARGUMENTS_CHANGED, entry.mismatch(leaves))
-        group = self._add_group(key, route, call, entry.signature, entry.inputs)
+        group = self.add_group(key, route, call, entry.signature, entry.inputs)
         group.keep(entry)
         return group, leaves
 
-    def trial(self, group: GraphGroup) -> tuple["GraphSet", GraphGroup]:
-        """An empty set of the same callable and options, with a pool, a cache and statistics of its own, and
-        ``group`` without its graphs in it: for captures that are thrown away."""
-        trial = GraphSet(self.fn, self.options, GraphCache(maxsize), backend=self.backend, out=self.handout.out)
-        inputs = StaticInputs(group.signature.inputs, group.inputs.capacity)
-        return trial, trial._add_group(group.key, group.route, group.call, group.signature, inputs)
-
-    def _add_group(
+    def add_group(
         self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
     ) -> GraphGroup:
+        """A new group without graphs, on ``inputs``."""
         failures = GraphGroup.new_failures(self.options.max_failures)
         group = GraphGroup(
             key, route, call, signature, inputs, failures, buffers=self.handout.make_buffers(inputs.capacity)
@@ -191,14 +189,14 @@ class GraphSet:
         if self.current(group, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
         request = self._request(group, values, rows, size, group.route.table.mode)
-        request.keep_effects = keep_effects
+        request.keep_effects, request.judges_gain = keep_effects, self.judges_gain and keep_effects
         with self._counting(request):
             result = self._capturer.capture(request)
         if result.reason is Reason.OUT_OF_MEMORY:
             result = self._capture_with_less(request, result)
         if result.entry is None:
             self.stats.record_capture_failure()
-            group.quarantine(size, result.reason, result.detail)
+            group.quarantine(size, result.reason, result.detail, is_final=result.reason is Reason.NO_GAIN)
             return result
         return self._keep(group, result, result.entry)
 
@@ -244,7 +242,7 @@ class GraphSet:
     ) -> CaptureResult:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
         request = self._request(group, values, rows, entry.size, entry.mode)
-        request.keep_effects = keep_effects
+        request.keep_effects, request.judges_gain = keep_effects, self.judges_gain and keep_effects
         with self._counting(request):
             result = self._capturer.verify(request, entry)
         entry.last_used = next_use()
@@ -256,7 +254,7 @@ class GraphSet:
                 group.warn_of(entry, rows, result.detail)
             self.stats.record_capture_failure()
             group.drop(entry)
-            group.quarantine(entry.size, result.reason, result.detail)
+            group.quarantine(entry.size, result.reason, result.detail, is_final=result.reason is Reason.NO_GAIN)
             if group.route.entry is None:
                 self.cache.remove(entry.place)
                 entry.release()
@@ -396,4 +394,5 @@ class GraphSet:
             buffers=group.buffers,
             auto_breaks=self.auto_breaks,
             reach=storages_of(self.guard._tensors),
+            clock=self.clock,
         )

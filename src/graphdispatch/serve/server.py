@@ -66,11 +66,13 @@ class Server(EagerPath):
         max_groups: int = 1024,
         eager_captures: bool = False,
         times_replays: bool = False,
+        judges_gain: bool = False,
         capturer: Capturer | None = None,
     ) -> None:
         super().__init__(
             GraphSet(fn, options, cache, backend=backend, pool=pool, out=out, capturer=capturer), strict=strict
         )
+        self.graphs.judges_gain = judges_gain
         self.max_groups = max_groups
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""

@@ -1,0 +1,192 @@
+"""A graph that replays slower than eager is given up, by measured times; here a clock gives them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, cycle, islice
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch import CUDAGraphOptions, Graphed, graphed
+from graphdispatch.reasons import Reason
+
+ROWS = 4
+CAPTURE, FAST, SLOW = 1e-3, 1e-3, 2e-3
+
+
+class Clock:
+    """Each second reading is later than the one before by the next of ``durations``, in seconds."""
+
+    def __init__(self, durations: Iterable[float]) -> None:
+        self.durations, self.now, self.timed = iter(durations), 0.0, 0
+        self._is_running = False
+
+    def __call__(self) -> float:
+        """The time now."""
+        if self._is_running:
+            self.now += next(self.durations)
+            self.timed += 1
+        self._is_running = not self._is_running
+        return self.now
+
+
+def pairs(eager: float, replay: float) -> Iterator[float]:
+    """A capture, and then runs of eager and of the graph in turns."""
+    return chain((CAPTURE,), cycle((eager, replay)))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def serve(durations: Iterable[float], fn: Callable[..., Any] | None = None, **options: Any) -> Graphed[..., Any]:
+    """A served callable on such a clock, which captures at once."""
+    options = {"sizes": (ROWS,), "capture_after": 1, **options}
+    step = graphed(fn or (lambda x: x * 2), dynamic={"x": 0}, **options)
+    step._graphs.clock = Clock(durations)
+    return step
+
+
+def reasons(step: Graphed[..., Any], calls: int, rows: int = ROWS) -> list[Reason]:
+    """The reasons of some calls, each answered as eager answers."""
+    found = []
+    for number in range(calls):
+        x = torch.full((rows, 3), float(number))
+        assert torch.equal(step(x), x * 2)
+        assert step.last_decision is not None
+        found.append(step.last_decision.reason)
+    return found
+
+
+def test_a_graph_that_is_slower_is_given_up_once() -> None:
+    """It is captured once, never again, and holds nothing; each call says why, with the times and a remedy."""
+    step = serve(pairs(FAST, SLOW))
+    assert reasons(step, 200) == [Reason.NO_GAIN] * 200
+    assert (step.stats.hits, step.stats.captures, step.stats.capture_failures) == (0, 0, 1)
+    assert step.entries == []
+    text = step.explain(torch.ones(ROWS, 3))
+    assert "a replay took 2000 us and an eager run 1000 us, 5 times of each" in text
+    assert "prewarm()" in text
+    step.check_integrity()
+
+
+def test_a_graph_that_is_faster_costs_two_runs_of_each() -> None:
+    """The first pair warms up and the second decides; the entry knows what it gains."""
+    step = serve(pairs(SLOW, FAST))
+    assert reasons(step, 3) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    clock = step._graphs.clock
+    assert isinstance(clock, Clock)
+    assert clock.timed == 1 + 4
+    assert step.entries[0].gain_ms == pytest.approx(1.0)
+    assert step.entries[0].replay_count == 1
+
+
+@pytest.mark.parametrize(
+    ("eager", "replay", "is_kept"),
+    [
+        ([FAST] * 5, [SLOW, SLOW, SLOW, SLOW, FAST], True),  # one replay was as fast
+        ([FAST, FAST, FAST, FAST, SLOW], [SLOW] * 5, False),  # one eager run was as slow
+        ([FAST, SLOW, FAST, SLOW, FAST], [SLOW] * 5, True),
+        ([FAST] * 5, [1.04 * FAST] * 5, True),  # too little to tell
+        ([9e-5] * 5, [18e-5] * 5, True),  # a short step, and less than 0.1 ms
+        ([9e-5] * 5, [20e-5] * 5, False),
+        ([2e-4] * 5, [2.2e-4] * 5, True),
+        ([2e-4] * 5, [2.3e-4] * 5, False),
+    ],
+)
+def test_noise_gives_up_no_graph(eager: list[float], replay: list[float], is_kept: bool) -> None:
+    """All replays must be slower than four of five eager runs at least, and clearly so."""
+    warm = (SLOW, SLOW)
+    step = serve(chain((CAPTURE,), warm, chain.from_iterable(zip(eager, replay, strict=True)), cycle((CAPTURE,))))
+    reasons(step, 3)
+    assert bool(step.entries) is is_kept
+
+
+def test_a_graph_of_a_padded_batch_is_judged_by_a_full_one() -> None:
+    """A padded batch says little of what the size is worth."""
+    step = serve(pairs(FAST, SLOW))
+    assert reasons(step, 1, rows=3) == [Reason.CAPTURED_NOW]
+    assert reasons(step, 2) == [Reason.NO_GAIN] * 2
+    assert step.entries == []
+
+
+COUNTER = torch.zeros(())
+
+
+def counts(x: torch.Tensor) -> torch.Tensor:
+    """It counts its calls."""
+    COUNTER.add_(1)
+    return x * 2
+
+
+def drawing(x: torch.Tensor) -> torch.Tensor:
+    """It draws numbers."""
+    return x * 2 + 0 * torch.rand(3)
+
+
+@pytest.mark.parametrize(
+    ("fn", "options"),
+    [
+        (counts, {}),
+        (drawing, {}),
+        (None, {"strict": True}),
+        (None, {"options": CUDAGraphOptions(verify=False)}),
+        (None, {"outputs": "ring:3"}),
+    ],
+)
+def test_what_is_not_judged(fn: Callable[..., Any] | None, options: dict[str, Any]) -> None:
+    """Calls that write or draw, since they are not run again for their time; and where graphs are wanted anyway."""
+    step = serve(pairs(FAST, SLOW), fn, **options)
+    for _ in range(4):
+        step(torch.randn(ROWS, 3))
+    assert len(step.entries) == 1
+    assert step.entries[0].gain_ms is None
+    assert step.stats.hits > 0
+
+
+def test_a_prewarmed_graph_is_not_judged() -> None:
+    """Sizes that the user has captured beforehand stay, whatever a clock says."""
+    step = serve(pairs(FAST, SLOW))
+    step.prewarm(torch.ones(ROWS, 3))
+    assert Reason.NO_GAIN not in reasons(step, 5)
+    assert len(step.entries) == 1
+
+
+def test_prewarming_brings_back_what_was_given_up() -> None:
+    """As the refusal says."""
+    step = serve(pairs(FAST, SLOW))
+    reasons(step, 3)
+    step.prewarm(torch.ones(ROWS, 3))
+    assert reasons(step, 3) == [Reason.EXACT] * 3
+
+
+def test_invalidate_has_a_size_measured_anew() -> None:
+    """What made the graph slow may have ended."""
+    slow, fast = islice(pairs(FAST, SLOW), 13), pairs(SLOW, FAST)
+    step = serve(chain(slow, fast))
+    assert reasons(step, 2) == [Reason.NO_GAIN] * 2
+    step.invalidate()
+    assert reasons(step, 3) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+
+
+def test_what_is_timed_leaves_no_effects() -> None:
+    """Python state that the further runs change is as after one call."""
+
+    class Remembers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.made:
+                self.made.append(1)
+            return x * 2
+
+    model = Remembers().eval()
+    step = serve(pairs(FAST, SLOW), model)
+    assert reasons(step, 1) == [Reason.STATE_REBOUND]
+    assert model.made == [1]
+    assert reasons(step, 3)[-1] is Reason.NO_GAIN
+    assert model.made == [1]
