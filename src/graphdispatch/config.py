@@ -249,7 +249,7 @@ class CUDAGraphConfig(_Options):
     """Those sightings count only if they come within so many uses (replays in the process, and sightings)."""
     max_signatures: _Count = 32
     """The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at a time; one
-    without a graph, and without a capture that failed, gives way to a new one."""
+    without a graph gives way to a new one, and one that is used no more does so in time."""
     strict: bool = False
     """Raise ``FallbackError`` where a call would otherwise run eagerly."""
     options: CUDAGraphOptions = CUDAGraphOptions()

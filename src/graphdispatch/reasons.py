@@ -71,6 +71,11 @@ class Reason(StrEnum):
     ARGUMENTS_CHANGED = "arguments_changed", "the arguments do not match those that this graph was captured with"
     TOO_MANY_SIGNATURES = "too_many_signatures", "max_signatures kinds of calls have graphs or failed captures already"
 
+    SIGNATURE_CHANGES = (
+        "signature_changes",
+        "the arguments are of another kind in nearly every call, so that no graph would be used again",
+    )
+
     STATE_TOO_LARGE = "state_too_large", "the state that the call writes is too large to save; raise state_limit_bytes"
     STATE_SHARED = "state_shared", "other threads run callables that share its state, and did not end in time"
     STATE_REBOUND = (

@@ -25,6 +25,7 @@ from .hits import Hit, Hits, Standing
 
 if TYPE_CHECKING:
     from ..memory.buffers import OutputBuffers
+    from .kinds import Changes
     from .refused import RefusedCalls
 
 __all__ = ["GraphGroup", "Route", "Routes", "Spelling"]
@@ -133,6 +134,8 @@ class Spelling:
     def __init__(self, spec: CallSpec, first: "GraphGroup") -> None:
         self.spec = spec
         self.groups = [first]
+        self.changes: Changes | None = None
+        """Whether its calls change too much to be worth graphs; None before the second kind of them."""
         self.use(first)
 
     def use(self, group: "GraphGroup") -> None:

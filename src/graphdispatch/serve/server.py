@@ -4,9 +4,8 @@ A door translates its caller's terms into a ``Route`` and hands the call over; i
 """
 
 import itertools
-import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,6 +23,9 @@ from ..stats import EvictionReason
 from .eager import EagerPath
 from .graphs import Capturer, GraphSet
 from .group import GraphGroup, Route, Spelling
+
+if TYPE_CHECKING:
+    from .kinds import Changes, Kinds
 
 __all__ = ["Choice", "Server"]
 
@@ -80,7 +82,7 @@ class Server(EagerPath):
         self.logs_replays = options.debug_log_enable
         self.observes = times_replays or options.debug_log_enable
         self._eager_captures = eager_captures
-        self._random = random.Random(0)
+        self._kinds: Kinds | None = None
         self._numbers = itertools.count()
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
@@ -237,6 +239,9 @@ class Server(EagerPath):
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
         if spec is None or (route.is_single and route.spellings):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
+        refusal = self._changes(spelling).refusal(spelling.groups) if spelling is not None else None
+        if refusal is not None:
+            return refusal
         made = self._make_group(route, spec, args, kwargs)
         if isinstance(made, Refusal):
             self._note_refusal(route, made, args, kwargs)
@@ -272,21 +277,16 @@ class Server(EagerPath):
     def _make_group(
         self, route: Route, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GraphGroup, list[Any]] | Refusal:
-        """A group for a call that fits none; at the limit, one without a graph gives way to it.
-
-        Which one is left to chance: by age, a cycle over more kinds of calls than the limit would drop each of them
-        just before it comes again. One whose capture failed stays, or it would be captured in vain without end.
-        """
+        """A group for a call that fits none; at the limit, one that is not used gives way to it."""
         groups, leaving = self.graphs.groups, None
         if len(groups) >= self.max_groups:
-            idle = [group for group in groups.values() if not (group.has_graphs or len(group.failures))]
-            if not idle:
+            leaving = self._all_kinds().leaving(groups.values())
+            if leaving is None:
                 return Refusal(
                     Reason.TOO_MANY_SIGNATURES,
                     f"{len(groups)} other kinds of argument lists have graphs, or captures that failed; raise "
-                    "max_signatures, or clear() them",
+                    "max_signatures, or clear() them; one that is used no more gives way in time",
                 )
-            leaving = self._random.choice(idle)
         key = route.key if route.is_single else (route.key, next(self._numbers))
         try:
             made = self.graphs.make_group(key, route, spec, spec.values(args, kwargs))
@@ -300,8 +300,24 @@ class Server(EagerPath):
                 self.forget(leaving)
         return made
 
+    def _all_kinds(self) -> "Kinds":
+        if self._kinds is None:
+            from .kinds import Kinds  # here, since most callables have few kinds of calls
+
+            self._kinds = Kinds()
+        return self._kinds
+
+    def _changes(self, spelling: Spelling) -> "Changes":
+        if spelling.changes is None:
+            from .kinds import Changes  # here, as above
+
+            spelling.changes = Changes()
+        return spelling.changes
+
     def forget(self, group: GraphGroup) -> None:
-        """Let go of a group without graphs, with its static inputs, and of its spelling if it was the only one."""
+        """Let go of a group, with its graphs and static inputs, and of its spelling if it was the only one."""
+        for entry in group.all_entries:
+            self.graphs.release(self.graphs.cache.retire(entry, EvictionReason.DROPPED))
         self.graphs.groups.pop(group.key, None)
         for key, spelling in list(group.route.spellings.items()):
             if group in spelling.groups:

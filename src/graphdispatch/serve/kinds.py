@@ -1,0 +1,93 @@
+"""Kinds of calls: which one gives way to a new one, and whether they change too much to be worth graphs."""
+
+import random
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from ..call.signature import Refusal
+from ..memory.backoff import Backoff
+from ..reasons import Reason
+
+if TYPE_CHECKING:
+    from .group import GraphGroup
+
+__all__ = ["Changes", "Kinds"]
+
+_PATIENCE = Backoff(first=16, factor=2, most=4096)  # refused calls until an unused kind gives way
+_SAMPLE = 64  # new kinds, after which those that are kept are looked at
+_FEWEST = 4
+_REST = 1024  # calls of new kinds that then run eagerly
+_REMEDIES = {
+    "constant": "had other values; pass it as a tensor",
+    "object": "was another object; pass the same one, or tensors and constants",
+    "shape": "had other shapes; name the dimension in dynamic=, or pad it to few lengths",
+    "address": "was another tensor; copy into the same one, or do not name it in static=",
+}
+
+
+class Kinds:
+    """Chooses which group gives way to a new one at the limit. Called with the server's lock held."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+        self._calls: dict[GraphGroup, int] = {}
+        self._refused = 0
+        self._replaced = 0
+
+    def leaving(self, groups: Collection["GraphGroup"]) -> "GraphGroup | None":
+        """The group that gives way, or None if none does now.
+
+        One without graphs goes first. Which one is left to chance: by age, a cycle over more kinds of calls than the
+        limit would drop each of them just before it comes again. One whose capture failed stays, or it would be
+        captured in vain without end. If there is none, a group goes that had no call while 16 calls were refused (32,
+        64, ... after each that went so), the least recently used of them.
+        """
+        idle = [group for group in groups if not (group.has_graphs or len(group.failures))]
+        if idle:
+            return self._random.choice(idle)
+        if not self._refused:
+            self._calls = {group: group.num_calls for group in groups}
+        self._refused += 1
+        if self._refused <= _PATIENCE.wait(self._replaced + 1):
+            return None
+        unused = [group for group in groups if self._calls.get(group) == group.num_calls]
+        self._refused, self._calls = 0, {}
+        if not unused:
+            return None
+        self._replaced += 1
+        return min(unused, key=lambda group: max((entry.last_used for entry in group.all_entries), default=0))
+
+
+class Changes:
+    """Counts the new kinds among the calls of one spelling. Called with the server's lock held."""
+
+    def __init__(self) -> None:
+        self._new = 0
+        self._resting = 0
+        self._refusal = Refusal(Reason.SIGNATURE_CHANGES, "")
+
+    def refusal(self, groups: Sequence["GraphGroup"]) -> Refusal | None:
+        """Why a call of a new kind gets no group: of the ``groups`` that 64 new kinds left, at least 4 and three in
+        four were called once. After 1,024 such calls the next 64 are looked at."""
+        if self._resting:
+            self._resting -= 1
+            return self._refusal
+        self._new = (self._new + 1) % _SAMPLE
+        if self._new or sum(group.num_calls < 2 for group in groups) < max(0.75 * len(groups), _FEWEST):
+            return None
+        self._resting = _REST - 1
+        self._refusal = Refusal(Reason.SIGNATURE_CHANGES, f"{Reason.SIGNATURE_CHANGES.text}{_what_changes(groups)}")
+        return self._refusal
+
+
+def _what_changes(groups: Sequence["GraphGroup"]) -> str:
+    """The arguments that were another each time, as far as that is clear, and what to do about each."""
+    latest = groups[-1]
+    alike = [group for group in groups if group.call.leaves == latest.call.leaves]
+    parts = [group.signature.parts() for group in alike]
+    text = ""
+    for place, leaf in enumerate(latest.call.leaves):
+        found = {one[place] for one in parts if place in one}
+        if 2 * len(found) > len(alike) > 1:
+            text += f"; argument {leaf.path!r} {_REMEDIES[parts[-1][place][0]]}"
+    return text
