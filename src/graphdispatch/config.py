@@ -180,6 +180,8 @@ class CUDAGraphOptions(_Options):
     """Where PIECEWISE graphs break: where the code is marked, or also wherever a capture fails."""
     max_breaks: _Count = 16
     """The most automatic breaks of one callable."""
+    max_eager_share: Annotated[float, Field(ge=0, le=1)] = 0.75
+    """The largest share of a call's operators that automatic breaks may run; with more there is no capture."""
     max_failures: _Count = 3
     """Failed captures of one key after which it stays eager; one that rebinds its state is tried ever more rarely."""
 

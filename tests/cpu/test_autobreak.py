@@ -122,3 +122,34 @@ def test_no_break_at_almost_all_of_the_work() -> None:
             assert torch.equal(served(x), model(x))
     assert not served.stats.hits
     assert served.stats.reasons[Reason.CAPTURE_UNSAFE]
+
+
+class _Mixed(nn.Module):
+    """A read inside a part with some of the layers, and further layers around it."""
+
+    def __init__(self, inside: int, around: int) -> None:
+        super().__init__()
+        self.reader = _Reader()
+        self.reader.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(inside)))
+        self.around = nn.Sequential(*(nn.Linear(4, 4) for _ in range(around)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The read, and what follows."""
+        return self.around(self.reader(x))
+
+
+@torch.no_grad()
+def test_the_share_of_the_breaks_is_told_and_bounded() -> None:
+    """What counts is how much of the work runs eagerly, and not how many modules there are."""
+    x = torch.randn(4, 4)
+    served = automatic(_Mixed(1, 9).eval())
+    for _ in range(3):
+        served(torch.randn(4, 4))
+    assert "(18 % of the operators, " in served.explain(x)
+    for share, is_served in ((0.2, True), (0.15, False)):
+        served = automatic(_Mixed(1, 9).eval(), max_eager_share=share)
+        for _ in range(3):
+            served(torch.randn(4, 4))
+        assert bool(served.entries) is is_served
+    assert "breaks would run 18 % of the operators, and max_eager_share allows 15 %" in served.explain(x)
+    assert "x.sum().item()" in served.explain(x)

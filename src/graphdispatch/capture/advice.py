@@ -42,14 +42,16 @@ def modules_within(error: BaseException) -> Iterator[nn.Module]:
 def _nearest_break(request: CaptureRequest, error: Exception) -> str:
     """The smallest module around what no graph can hold, under its name in the served one."""
     fn: Any = request.call.fn
-    root = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    if not isinstance(root, nn.Module) or request.is_piecewise:
+    within = list(modules_within(error))
+    outermost = within[-1] if within else None  # where a plain function calls the model
+    root = next((one for one in (fn, getattr(fn, "__self__", None), outermost) if isinstance(one, nn.Module)), None)
+    if root is None:
         return ""
     names = {module: name for name, module in root.named_modules() if name}
-    name = next((names[module] for module in modules_within(error) if module in names), "")
-    if not name:
-        return ""
-    return f"; or break there: eager_break(model.get_submodule({name!r})) with mode='PIECEWISE'"
+    name = next((names[module] for module in within if module in names), "")
+    model = "model" if root is not outermost or root is fn else type(root).__name__
+    mode = "" if request.is_piecewise else " with mode='PIECEWISE'"
+    return f"; or break there: eager_break({model}.get_submodule({name!r})){mode}" if name else ""
 
 
 def _missing_entries(request: CaptureRequest) -> str:

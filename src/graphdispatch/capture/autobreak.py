@@ -13,8 +13,6 @@ from .advice import modules_within
 
 __all__ = ["AutoBreaks"]
 
-_MOST_SHARE = 0.75
-
 
 class AutoBreaks:
     """The modules of a callable that no graph can hold, with the reasons; at most ``max_breaks``.
@@ -22,36 +20,36 @@ class AutoBreaks:
     Its owner changes it with the lock of its graphs held.
     """
 
-    def __init__(self, fn: Callable[..., Any], max_breaks: int) -> None:
+    def __init__(self, fn: Callable[..., Any], max_breaks: int, max_eager_share: float) -> None:
         self._served = (fn, getattr(fn, "__self__", None))
         self._max_breaks = max_breaks
+        self._max_eager_share = max_eager_share
         self.reasons: dict[nn.Module, str] = {}
         """For each module the error, which names the operator and the line."""
 
     def add(self, error: CaptureError) -> bool:
         """Break at the innermost module in which the capture failed. Returns False if there is none to break at.
 
-        The served module itself does not count, nor does one with most of its parts: graphs of the little that
-        is left would not pay.
+        The served module itself does not count.
         """
         if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
             return False
         for module in modules_within(error):
             if module in (*self._served, *self.reasons) or is_marked(module):
                 continue
-            if self._share_of([*self.reasons, module]) > _MOST_SHARE:
-                return False
             self.reasons[module] = str(error)
             return True
         return False
 
-    def _share_of(self, modules: list[nn.Module]) -> float:
-        """The share of the served module's parts that lie in these modules; 0 where no module is served."""
-        root = next((served for served in self._served if isinstance(served, nn.Module)), None)
-        if root is None:
-            return 0.0
-        inside = {part for module in modules for part in module.modules()}
-        return sum(part in inside for part in root.modules()) / len(list(root.modules()))
+    def check_share(self, eager_share: float) -> None:
+        """Raise ``CaptureError`` if breaks run more than the allowed share of the operators: graphs of the little that
+        is left would not pay."""
+        if eager_share > self._max_eager_share:
+            raise CaptureError(
+                f"breaks would run {100 * eager_share:.0f} % of the operators, and max_eager_share allows "
+                f"{100 * self._max_eager_share:.0f} %; {'; '.join(self.reasons.values())}",
+                Reason.CAPTURE_UNSAFE,
+            )
 
     @contextmanager
     def marked(self) -> Iterator[None]:

@@ -55,7 +55,7 @@ class Breaking:
         self.parts.append(graph)
         if not self.request.backend.capture_executes:
             graph.replay()  # so that the break sees values, rather than memory that nothing has written yet
-        before = self.watch.storages()
+        before, operators = self.watch.storages(), self.watch.operators
         self.watch.next_part()
         self.watch.is_paused = True
         try:
@@ -66,8 +66,10 @@ class Breaking:
             raise
         finally:
             self.watch.is_paused = False
+        operators = self.watch.operators - operators
         self.watch.next_part(leaves)
-        self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self.request.clock))
+        part = EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self.request.clock, operators)
+        self.parts.append(part)
         self.capture.resume()
         return tree_unflatten(leaves, spec)
 

@@ -91,6 +91,8 @@ class EagerPart:
     """For each leaf, whether it is a tensor that the break made; see Note [whose memory a break returns]."""
     clock: Callable[[], float]
     """In seconds."""
+    operators: int = 0
+    """How many operators it ran at the capture."""
     runs: int = 0
     time_s: float = 0.0
     """Time on the calling thread, in seconds; on a device with queues, the time to launch."""
@@ -151,9 +153,16 @@ class PiecewiseGraph(Graph):
     """Graphs and eager parts in turn; whoever replays it sees one graph."""
 
     def __init__(
-        self, parts: list[Graph | EagerPart], held: list[torch.Tensor], pool: Pool, clock: Callable[[], float]
+        self,
+        parts: list[Graph | EagerPart],
+        held: list[torch.Tensor],
+        pool: Pool,
+        clock: Callable[[], float],
+        operators: int,
     ) -> None:
-        """``held`` are the tensors that cross a break; ``clock`` times the replays, in seconds."""
+        """``held`` are the tensors that cross a break; ``clock`` times the replays, in seconds; ``operators`` is how
+        many the call ran at the capture, those in breaks among them."""
+        self._operators = max(operators, 1)
         self._parts = parts
         self._calls = [part.run if isinstance(part, EagerPart) else part.replay for part in parts]
         self._has_breaks = any(isinstance(part, EagerPart) for part in parts)
@@ -223,11 +232,21 @@ class PiecewiseGraph(Graph):
         """The bytes of all graphs that the driver took."""
         return sum(graph.driver_nbytes for graph in self.graphs)
 
+    @property
+    def eager_share(self) -> float:
+        """The share of the call's operators that run in breaks, from 0 to 1."""
+        return sum(part.operators for part in self.breaks) / self._operators
+
     def describe(self) -> str:
-        """How many graphs and breaks it has, and which share of the replays so far each break took."""
-        counts = Counter((part.name, part.where) for part in self.breaks)
+        """How many graphs and breaks it has, and each break's share of the operators and of the replays so far."""
+        counts, operators = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for part in self.breaks:
+            counts[part.name, part.where] += 1
+            operators[part.name, part.where] += part.operators
         texts = [
-            f"{counts[f.name, f.where]} x {f.name} at {f.place} ({100 * f.share:.0f} % of the time)"
+            f"{counts[f.name, f.where]} x {f.name} at {f.place} "
+            f"({100 * operators[f.name, f.where] / self._operators:.0f} % of the operators, "
+            f"{100 * f.share:.0f} % of the time)"
             for f in _figures([self])
         ]
         return f"graphs: {len(self.graphs)}, breaks: {', '.join(texts) or 'none'}"

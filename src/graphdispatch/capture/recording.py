@@ -88,7 +88,9 @@ def _record_once(
         if is_piecewise:
             from .piecewise import PiecewiseGraph  # here, since most callables are captured as one graph
 
-            graph = PiecewiseGraph(parts, watch.crossing, request.pool, request.clock)
+            graph = PiecewiseGraph(parts, watch.crossing, request.pool, request.clock, watch.operators)
+            if request.auto_breaks:
+                request.auto_breaks.check_share(graph.eager_share)
         return Recording(graph, capture.outputs, is_own, mode)
     except BaseException as error:
         for part in parts:

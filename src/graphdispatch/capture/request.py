@@ -134,7 +134,7 @@ def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> "Auto
         return None
     from .autobreak import AutoBreaks
 
-    return AutoBreaks(fn, options.max_breaks)
+    return AutoBreaks(fn, options.max_breaks, options.max_eager_share)
 
 
 def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage: str) -> CaptureResult:

@@ -41,6 +41,8 @@ class CaptureWatch(OperatorMode):
         """Tensors that one part made and a later one used."""
         self.unreturned: dict[int, str] = {}
         """Storages that a break made and did not return, and its name; later parts must not use them."""
+        self.operators = 0
+        """How many operators ran, in graphs and in breaks."""
         self.latest = "nothing"
         """The operator that ran last."""
 
@@ -82,6 +84,7 @@ class CaptureWatch(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check one operator's arguments, then run it."""
         self.latest = str(func)
+        self.operators += 1
         if func is torch.ops.aten.lift_fresh.default:
             self._note(args[0])
         self._note_crossing(args, kwargs)

@@ -291,6 +291,8 @@ def referent(value: Any) -> Any:
 
 def name_of(value: Any) -> str:
     """What to call a callable or an object in a message."""
+    if issubclass(type(value), types.MethodType):
+        value = value.__self__
     named = (types.FunctionType, types.BuiltinFunctionType, type)
     return value.__qualname__ if issubclass(type(value), named) else type(value).__name__
 

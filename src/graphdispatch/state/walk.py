@@ -7,6 +7,7 @@ that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 
 import os
 import random
+import re
 import types
 import weakref
 from array import array
@@ -32,6 +33,8 @@ __all__ = ["StateWalk"]
 _PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
+_MEMBER = "\0"  # the label of what has them; in a text they are attributes, or entries of a list
+_AS_SPELLED = ((re.compile(r"\0\['(\d+)'\]"), r"[\1]"), (re.compile(r"\0\['(\w+)'\]"), r".\1"), (re.compile("\0"), ""))
 _PLAIN_CONTAINERS = frozenset({*CONTAINERS, OrderedDict})
 _SHARED = (*CONTAINERS, bytearray, array, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
@@ -129,7 +132,7 @@ class StateWalk:
         for holder in self._holders:
             how = holder.change()
             if how is not None:
-                yield _text(holder.path) + how
+                yield _text((holder.path, how))
 
     def drew(self) -> str | None:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
@@ -251,7 +254,7 @@ class StateWalk:
             held = self._hold(path, value, holders.read_attributes, holders.write_attributes)
             for name, inner in held.items():
                 if not kinds[type(inner)].is_opaque:
-                    yield f".{name}" if name not in _MEMBERS else "", inner
+                    yield f".{name}" if name not in _MEMBERS else _MEMBER, inner
         if slots:
             read, write = partial(holders.read_slots, slots), partial(holders.write_slots, slots)
             yield from self._hold(path, value, read, write).items()
@@ -345,4 +348,7 @@ def _text(path: Any) -> str:
     while path:
         path, label = path
         labels.append(label)
-    return "".join(f"{label}" for label in reversed(labels))
+    text = "".join(f"{label}" for label in reversed(labels))
+    for pattern, spelled in _AS_SPELLED:
+        text = pattern.sub(spelled, text)
+    return text
