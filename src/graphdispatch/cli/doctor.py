@@ -41,7 +41,7 @@ def examine() -> Iterator[Finding]:
             yield _required(package, least)
     optional: dict[str, list[str]] = {}
     for package, _, extra in needs:
-        if extra and package != "graphdispatch" and extra not in ("test", "dev"):
+        if extra and package != "graphdispatch" and extra not in ("test", "dev", "docs"):
             optional.setdefault(extra, []).append(package)
     for extra, packages in optional.items():
         missing = [package for package in packages if _version(package) is None]

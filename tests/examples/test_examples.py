@@ -1,0 +1,48 @@
+"""The examples run as they are, compare with eager themselves, and say what they did."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RUN_HERE = {
+    "huggingface_generation": ("transformers", "6 requests, the same tokens; "),
+    "http_service": ("fastapi", 'graphdispatch_hits_total{callable="scorer"} '),
+    "image_classification": ("", "120 calls, 100.0 % by graphs"),
+    "recommender": ("", "400 calls, 100.0 % by graphs"),
+    "diffusion": ("", "4 samples: eager"),
+    "policy": ("", "26 calls, 100.0 % by graphs"),
+}
+RUN_ELSEWHERE = {"tensor_parallel": "tests/cpu/test_ranks.py", "vllm_cpu": "needs vLLM's environment"}
+
+
+def test_every_example_is_known() -> None:
+    """A new one is run here, or it is said where it is run."""
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == RUN_HERE.keys() | RUN_ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_an_example_is_short(name: str) -> None:
+    """It has fewer than 80 lines."""
+    assert (EXAMPLES / f"{name}.py").read_text().count("\n") < 80
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    """In a process of its own, where warnings are errors and the folder is another one; a wrong answer is an error."""
+    needs, promise = RUN_HERE[name]
+    missing = [one for one in (needs, *["prometheus_client", "httpx"] * (needs == "fastapi")) if one and not spec(one)]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}, which is not installed here: pip install 'graphdispatch[examples]'")
+    command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert promise in done.stdout
+
+
+def spec(package: str) -> bool:
+    """Whether a package is installed."""
+    return importlib.util.find_spec(package) is not None
