@@ -69,6 +69,7 @@ _HOMES = {
     "plan.workload": ("Workload",),
     "reasons": ("Reason",),
     "report": ("Report", "audit_report", "callable_report", "plan_report"),
+    "report.timeline": ("Timeline", "timeline"),
     "simulation.simulator": ("SimulationResult", "simulate"),
     "sizes": ("named_sizes",),
     "stats": ("CUDAGraphStats", "DispatchStats"),

@@ -16,9 +16,20 @@ from typing import Any, NamedTuple, TypeAlias
 from ..errors import ConfigError
 from ..plan.storage import write_text
 
-__all__ = ["Chart", "Note", "Part", "Report", "Section", "Table", "Tile", "make_report"]
+__all__ = ["Chart", "Note", "Part", "Report", "Section", "Table", "Tile", "make_report", "save_text"]
 
 _NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}]\S*( \S+){0,3}$")  # a number with its unit, and where it occurs
+
+
+def save_text(path: str | Path, text: str) -> None:
+    """Write ``text`` to ``path`` and replace an old file in one step. Raises ``ConfigError`` if that fails."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"path={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
+            "that exists and may be written to"
+        ) from error
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,13 +41,7 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write the page to ``path`` and replace an old file in one step. Raises ``ConfigError`` if that fails."""
-        try:
-            write_text(path, self.html)
-        except OSError as error:
-            raise ConfigError(
-                f"path={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
-                "that exists and may be written to"
-            ) from error
+        save_text(path, self.html)
 
     def __repr__(self) -> str:
         return f"<Report {self.title!r}, {len(self.html) / 2**20:.1f} MiB>"

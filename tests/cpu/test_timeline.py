@@ -1,0 +1,157 @@
+"""The timeline: every call of the block is in the trace under its reason, and nothing of it stays behind."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graphdispatch as gd
+
+CALLS = (3, 3, 4, 3, 7, 7, 9, 3)
+
+
+def served(**options: Any) -> gd.Graphed[..., Any]:
+    """A callable with room for one graph."""
+    layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
+    return gd.graphed(layer, dynamic={"input": 0}, sizes=(4, 8), max_cached_graphs=1, **options)
+
+
+def run(serve: Callable[..., Any], calls: tuple[int, ...] = CALLS) -> None:
+    """Batches of these many rows."""
+    for rows in calls:
+        serve(torch.randn(rows, 4))
+
+
+def events(trace: gd.Timeline, category: str) -> list[dict[str, Any]]:
+    """The events of a category, by their beginning."""
+    return [event for event in trace.to_dict()["traceEvents"] if event["cat"] == category]
+
+
+def test_each_call_is_an_event_under_its_reason() -> None:
+    """A hit is a replay; any other call has its reason, with what it did within; an eviction is a mark."""
+    serve = served()
+    with gd.timeline(serve) as trace:
+        run(serve)
+    stats = serve.stats
+    assert stats.hits >= 1
+    assert stats.evictions == 1
+    assert Counter(event["name"] for event in events(trace, "call")) == {
+        reason.value: number for reason, number in stats.reasons.items()
+    }
+    replays = events(trace, "replay")
+    assert [(one["args"]["rows"], one["args"]["size"]) for one in replays] == [(3, 4)] * stats.hits
+    work = events(trace, "capture")
+    assert Counter(one["name"] for one in work)["capture"] == stats.captures == 2
+    assert [one["args"] for one in events(trace, "eviction")] == [
+        {
+            "cause": "count",
+            "freed_bytes": stats.last_evictions[0].freed_bytes,
+            "replays": stats.last_evictions[0].replays,
+        }
+    ]
+    for inner in work:
+        around = [c for c in events(trace, "call") if c["ts"] <= inner["ts"]][-1]
+        assert inner["ts"] + inner["dur"] <= around["ts"] + around["dur"]
+
+
+def test_the_block_changes_no_answer_and_no_count() -> None:
+    """The same calls with and without it count the same and answer the same."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
+    plain, watched = (gd.graphed(layer, dynamic={"input": 0}, sizes=(4, 8)) for _ in range(2))
+    batches = [torch.randn(rows, 4) for rows in CALLS * 2]
+    with gd.timeline(watched):
+        answers = [watched(batch) for batch in batches]
+    assert all(torch.equal(plain(batch), answer) for batch, answer in zip(batches, answers, strict=True))
+    one, other = plain.stats.to_dict(), watched.stats.to_dict()
+    assert one | {"capture_time_ms": 0} == other | {"capture_time_ms": 0}
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_nothing_stays_behind(raises: bool) -> None:
+    """After the block, also one that an error ended, the server is as before, and calls are no events."""
+    serve = served()
+    before, capturer = dict(vars(serve._server)), serve._graphs._capturer
+    try:
+        with gd.timeline(serve) as trace:
+            run(serve, (3, 3, 3, 3))
+            if raises:
+                raise KeyError
+    except KeyError:
+        pass
+    after = dict(vars(serve._server))
+    assert {name: value for name, value in after.items() if name not in ("_numbers", "_kinds", "_has_fitted")} == {
+        name: value for name, value in before.items() if name not in ("_numbers", "_kinds", "_has_fitted")
+    }
+    assert serve._graphs._capturer is capturer
+    noted = len(trace.to_dict()["traceEvents"])
+    run(serve)
+    assert len(trace.to_dict()["traceEvents"]) == noted
+
+
+def test_the_saved_trace_is_what_viewers_read(tmp_path: Path) -> None:
+    """Chrome's trace event format: complete events with a duration, marks with a scope, in the order of time."""
+    serve = served()
+    with gd.timeline(serve) as trace:
+        run(serve)
+    trace.save(tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text())
+    assert document == trace.to_dict()
+    times = [event["ts"] for event in document["traceEvents"]]
+    assert times == sorted(times)
+    for event in document["traceEvents"]:
+        assert {"name", "cat", "ph", "ts", "pid", "tid", "args"} <= event.keys()
+        assert (event["ph"] == "X" and event["dur"] > 0) or (event["ph"] == "i" and event["s"] == "t")
+    with pytest.raises(gd.ConfigError, match="cannot be written"):
+        trace.save(tmp_path / "nowhere" / "trace.json")
+
+
+def test_events_are_ranges_of_torch_s_profiler() -> None:
+    """Within the block, while the profiler is on; outside of the block there is none."""
+    serve = served()
+    with torch.profiler.profile() as without:
+        run(serve)
+    with gd.timeline(serve), torch.profiler.profile() as profile:
+        run(serve)
+    found = {event.key: event.count for event in profile.key_averages() if event.key.startswith("graphdispatch: ")}
+    assert {"graphdispatch: call", "graphdispatch: replay", "graphdispatch: capture"} <= found.keys()
+    assert not any(event.key.startswith("graphdispatch") for event in without.key_averages())
+
+
+def test_a_wrapper_is_watched_too_and_several_share_a_trace() -> None:
+    """A graph by descriptor, beside another callable."""
+    serve, wrapper = served(), gd.CUDAGraphWrapper(torch.nn.Linear(4, 4).eval().requires_grad_(False))
+    with gd.timeline(serve, wrapper) as trace, gd.cudagraph_context(gd.CUDAGraphMode.FULL, gd.BatchDescriptor(2)):
+        for _ in range(4):
+            wrapper(torch.randn(2, 4))
+            serve(torch.randn(3, 4))
+    assert len(events(trace, "replay")) == serve.stats.hits + wrapper.get_stats().hits > 1
+
+
+def test_the_latest_events_are_kept() -> None:
+    """At most ``max_events``; the trace says how many it lost."""
+    serve = served()
+    with gd.timeline(serve, max_events=5) as trace:
+        run(serve, (3,) * 20)
+    assert len(trace.to_dict()["traceEvents"]) == 5
+    assert trace.dropped > 10
+    assert repr(trace) == f"<Timeline 5 events, {trace.dropped} dropped>"
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    """Nothing, something else, a callable that a block watches already; and that block goes on."""
+    serve = served()
+    for nothing, told in (((), "needs something to watch"), ((torch.relu,), "watches what graphed"), ((3,), "got 3")):
+        with pytest.raises(gd.ConfigError, match=told), gd.timeline(*nothing):
+            pass
+    with pytest.raises(gd.ConfigError, match="max_events"), gd.timeline(serve, max_events=0):
+        pass
+    with gd.timeline(serve) as trace:
+        with pytest.raises(gd.ConfigError, match=r"watches .* already"), gd.timeline(serve):
+            pass
+        run(serve)
+    assert len(events(trace, "call")) > 3
