@@ -9,6 +9,7 @@ from torch import nn
 
 import graphdispatch as gd
 from graphdispatch import Graphed
+from graphdispatch.capture.effects import EffectRecorder
 from graphdispatch.reasons import Reason
 
 
@@ -131,6 +132,45 @@ def test_rows_that_are_left_may_hold_anything() -> None:
     for rows in (4, 4, 5, 4):
         x = torch.rand(rows, 3) + (9 if rows == 5 else 1)
         assert torch.equal(step(x), x + x.amax(0) * 0.1)
+
+
+TABLE = torch.randn(12, 3)
+PARTICULAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "check": lambda x: (torch._assert_async(((x >= 0) & (x < 8)).all()), x * 2)[1],
+    "index": lambda x: TABLE[x[:, 0].long()] + x,
+    "written index": lambda x: TABLE[torch.empty(len(x), dtype=torch.int64).copy_(x[:, 0])] + x,
+    "bits of a number": lambda x: TABLE[((x[:, 0] + 1).view(torch.int32) >> 23).long() - 126] + x,
+    "exponent": lambda x: TABLE[torch.frexp(x[:, 0] + 1).exponent.long() * 3 - 3] + x,
+    "probability": lambda x: nn.functional.binary_cross_entropy(x / 8, x / 8, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("fn", PARTICULAR.values(), ids=PARTICULAR)
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_a_callable_may_refuse_numbers_that_no_batch_held(
+    fn: Callable[[torch.Tensor], torch.Tensor], first: int
+) -> None:
+    """Such a failure says nothing about its rows; rows that depend on each other are found all the same."""
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    mixing = gd.graphed(lambda x: fn(x) - x.amax(0), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    for rows in (first, 4, 3, 3, 2, 3):
+        x = torch.rand(rows, 3) * 7
+        assert torch.equal(step(x), fn(x))
+        assert torch.equal(mixing(x), fn(x) - x.amax(0))
+    assert reason(step) is Reason.PADDED
+    assert reason(mixing) is Reason.VERIFICATION_FAILED
+
+
+@pytest.mark.parametrize("name", PARTICULAR)
+def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_good(name: str) -> None:
+    """A GPU that meets a failing check, or an index out of range, is of no use to the process any more."""
+    effects = EffectRecorder(1 << 20)
+    with effects:
+        PARTICULAR[name](torch.rand(3, 3))
+    assert effects.limits_values is (name != "exponent")
+    with EffectRecorder(1 << 20) as plain:
+        (torch.rand(3, 3).softmax(-1).argmax(-1) > 1).to(torch.float32)
+    assert not plain.limits_values
 
 
 def test_the_caller_sees_one_execution() -> None:

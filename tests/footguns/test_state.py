@@ -76,12 +76,12 @@ def test_check_without_result(settled: Settle) -> None:
     """An operator that raises for some data does so in a replay, too, though nobody needs its result."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        torch._assert_async((x < 1e9).all())
+        torch._assert_async((x < 100).all())
         return x + 1
 
     step = settled(fn)
     with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value, but got zero"):
-        step(torch.full((4, 3), 2e9))
+        step(torch.full((4, 3), 200.0))
     x = torch.randn(4, 3)
     assert torch.equal(step(x), x + 1)
 

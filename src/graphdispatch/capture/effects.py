@@ -141,6 +141,9 @@ class EffectRecorder(OperatorMode):
         """Whether the run made memory that it did not write at once; see ``unwritten``."""
         self.runs_custom = False
         """Whether it ran an operator of somebody else's, which may draw without saying so."""
+        self.limits_values = False
+        """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities
+        of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
@@ -186,7 +189,9 @@ class EffectRecorder(OperatorMode):
         before = torch.get_rng_state()
         with PythonCalls(python_kernel) as inside:
             result = super().watch_region(region, args)
-        self.uses_rng |= args[1].is_cuda if len(args) > 1 and isinstance(args[1], torch.Tensor) else False
+        is_hidden = args[1].is_cuda if len(args) > 1 and isinstance(args[1], torch.Tensor) else False
+        self.uses_rng |= is_hidden
+        self.limits_values |= is_hidden
         self.uses_rng |= not torch.equal(before, torch.get_rng_state())
         if inside.names:
             self.give_up(
@@ -214,6 +219,7 @@ class EffectRecorder(OperatorMode):
             self._save_generators(args, kwargs)
         result = func(*args, **kwargs)
         self._check_geometry(func, shapes)
+        self.limits_values = self.limits_values or _limits_values(func, args, result)
         if kind is OperatorKind.EMPTY:
             _mark_unwritten(result)
             self.reserves_memory = True
@@ -308,6 +314,20 @@ class EffectRecorder(OperatorMode):
                 self._generators[id(value)] = value
                 state = value.get_state()
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
+
+
+_CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
+_CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
+
+
+def _limits_values(func: OpOverload, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether an operator checks data on the device, or makes integers of floating-point numbers."""
+    name = func._schema.name
+    if name not in _CONVERTING:
+        return name in _CHECKING
+    if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
+        return False
+    return result.dtype is not torch.bool and args[int(name == "aten::copy_")].is_floating_point()
 
 
 _UNWRITTEN = 0x5B

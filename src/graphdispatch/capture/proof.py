@@ -9,13 +9,17 @@ Note [what padding rows may hold]
     arguments of a padding row come from one real row, since they may belong together (the begin and end of a range).
     An argument with a pad rule of the user's keeps its rule: what padding rows hold there is what the user promised.
     With ``padding_writes="allow"`` and no pad rule of the user's all integers keep zero, which may be a scratch slot.
+    A callable may take no such numbers: it checks its data, or makes indices or probabilities of them. A GPU that meets
+    an index out of range is lost to the process. So if the eager run did anything of the kind, or a replay with such
+    numbers fails, the padding gets the largest and the smallest number of the batch instead. That a callable refuses
+    numbers which no batch held says nothing about its rows.
     Last, the real rows themselves get small numbers, so that ``x.amax(0).clamp(max=1)`` cannot hide its padding.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +36,7 @@ from .effects import Region
 from .request import CaptureRequest
 from .verify import difference, tolerance_for
 
-__all__ = ["Padding", "RowProver", "paddings"]
+__all__ = ["Padding", "RowProver"]
 
 _WIDEST = 20  # powers of two
 
@@ -84,6 +88,7 @@ class RowProver:
         self._entry = entry
         self._replay_with = replay_with
         self._is_deterministic: bool | None = None
+        self._is_limited = eager.effects.limits_values
         written = list(self._written_state())
         # Nothing tells which state the first half of a full batch writes. If padding must write none, it is all of it.
         may_write = not request.is_padded and request.options.padding_writes == "allow"
@@ -112,16 +117,43 @@ class RowProver:
                 if self._is_cut:
                     self._replay(_BY_RULE)
                     base = self._read()
-                for padding in paddings(self._request, self.rows):
-                    is_other = self._base.rows or any(rows is not None for rows in padding.rows)
-                    if is_other and padding.name != self._base.name:
-                        self._replay(padding)
-                        self._compare(padding.name, base, self._read())
-                self._prove_for_small_rows()
+                self._prove_for(base, [_other_rows(self._request, self.rows, backwards=True)])
+                self._is_limited = self._is_limited or not self._takes_all(base)
+                if self._is_limited:
+                    self._prove_for(base, _limited_paddings(self._request, self.rows))
+                else:
+                    self._prove_for_small_rows()
             except _DependentRowsError as found:
                 return found.proof
         untested, assumed = self._untested(alike)
         return RowProof(True, self._is_deterministic is not False, untested=untested, assumed=assumed)
+
+    def _prove_for(self, base: Sequence[_Value], paddings: Iterable[Padding]) -> None:
+        for padding in filter(self._is_other, paddings):
+            self._replay(padding)
+            self._compare(padding.name, base, self._read())
+
+    def _takes_all(self, base: Sequence[_Value]) -> bool:
+        """Compare with numbers that no batch held; false as soon as the callable fails for some."""
+        for padding in filter(self._is_other, _wild_paddings(self._request, self.rows)):
+            if not self._takes(padding):
+                return False
+            self._compare(padding.name, base, self._read())
+        return True
+
+    def _is_other(self, padding: Padding) -> bool:
+        is_other = self._base.rows or any(rows is not None for rows in padding.rows)
+        return bool(is_other) and padding.name != self._base.name
+
+    def _takes(self, padding: Padding) -> bool:
+        """Replay with such numbers; whether the callable takes them."""
+        try:
+            self._replay(padding)
+        except _DependentRowsError as found:
+            if found.proof.reason is Reason.PADDING_WRITES_STATE:
+                raise
+            return False
+        return True
 
     def _replay(self, padding: Padding) -> None:
         try:
@@ -144,9 +176,7 @@ class RowProver:
         if is_same or entry.written is not None or entry.mode is not CUDAGraphMode.FULL:
             return
         self._base = Padding("", [], real)
-        try:
-            self._replay(self._base)
-        except _DependentRowsError:  # the callable does not take such rows
+        if not self._takes(self._base):
             return
         base = self._read()
         for rows in _large_rows(request, self.rows):
@@ -231,11 +261,10 @@ def _takes_any_value(spec: InputSpec) -> bool:
     return not spec.is_pad_given and (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
 
 
-def paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
-    """Other padding behind the first ``rows`` rows of the request's batch. See Note [what padding rows may hold]."""
+def _wild_paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
+    """Padding of numbers that no batch held, behind the first ``rows`` rows of the request's."""
     generator = torch.Generator().manual_seed(0)
     count, every = request.size - rows, range(len(request.inputs.specs))
-    yield _other_rows(request, rows, backwards=True)
     for numbers in _large_rows(request, rows):
         yield Padding("large numbers", numbers)
     shuffled = torch.randint(request.rows, (count,), generator=generator)
@@ -243,12 +272,24 @@ def paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
     yield Padding(name, [_rows_for(request, i, count, shuffled, _wide, generator) for i in every])
 
 
+def _limited_paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
+    """Padding of the largest and the smallest numbers of the batch."""
+    for numbers in _signed_rows(request, rows, _extreme):
+        yield Padding("the largest and the smallest number of the batch", numbers)
+
+
 def _large_rows(request: CaptureRequest, rows: int) -> Iterator[list[torch.Tensor | None]]:
-    """Large padding rows of both signs, in turns where there are several."""
+    return _signed_rows(request, rows, _large)
+
+
+def _signed_rows(
+    request: CaptureRequest, rows: int, fill: Callable[[torch.Tensor, torch.Tensor, Any, int, torch.Generator], Any]
+) -> Iterator[list[torch.Tensor | None]]:
+    """Padding rows of both signs, in turns where there are several."""
     generator, count = torch.Generator().manual_seed(0), request.size - rows
     for sign in ((torch.arange(count) % 2) * 2 - 1,) if count > 1 else (torch.ones(1), -torch.ones(1)):
-        fill = partial(_large, sign)
-        yield [_rows_for(request, i, count, None, fill, generator) for i in range(len(request.inputs.specs))]
+        every = range(len(request.inputs.specs))
+        yield [_rows_for(request, i, count, None, partial(fill, sign), generator) for i in every]
 
 
 def _other_rows(request: CaptureRequest, rows: int, *, backwards: bool) -> Padding:
@@ -281,6 +322,18 @@ def _rows_for(
     if source is None or not (is_told or _takes_any_value(spec)):
         return None
     return value.index_select(spec.dim, source.to(value.device))
+
+
+def _extreme(
+    signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
+) -> torch.Tensor:
+    """The largest number of the real rows where the sign is positive, else the smallest."""
+    signs = signs.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
+    if value.is_complex() or not value.numel():
+        return torch.zeros(shape, dtype=value.dtype, device=value.device)
+    wide = value.to(torch.float64)
+    numbers = wide[wide.isfinite()] if bool(wide.isfinite().any()) else torch.zeros_like(wide).flatten()
+    return torch.where(signs > 0, numbers.amax(), numbers.amin()).to(value.dtype).expand(shape)
 
 
 def _large(
