@@ -123,6 +123,17 @@ def test_gradients_on_by_default(settled: Settle) -> None:
     assert torch.equal(out, model(x))
 
 
+def test_gradients_on_by_default_instead(settled: Settle) -> None:
+    """In training mode, or with inputs that require gradients, the call runs eagerly, with gradients."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    with torch.enable_grad():
+        assert step(torch.randn(4, 3, requires_grad=True)).requires_grad
+        model.train()
+        assert step(torch.randn(4, 3)).requires_grad
+    step.check(Reason.NEEDS_GRADIENTS)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own dual level uses it
 def test_forward_mode_gradients(settled: Settle) -> None:
     """A dual tensor carries its tangent without requiring a gradient; a graph would drop it."""

@@ -34,7 +34,18 @@ EXACT_ONLY = frozenset({"drawn"})
 """Parts that pad to other results than eager's by design (footgun row ``dropout``): their batches are not padded."""
 
 KEEPS_TENSORS = frozenset(
-    {"class_attribute", "dynamic_cache", "globals", "grad", "hooks", "kept", "previous", "same_again", "slots"}
+    {
+        "class_attribute",
+        "dynamic_cache",
+        "globals",
+        "grad",
+        "hooks",
+        "kept",
+        "previous",
+        "same_again",
+        "slot_cache",
+        "slots",
+    }
 )
 """Parts that keep what they compute: by design (footgun row ``gradients_on_by_default``) it requires no gradient."""
 
