@@ -119,6 +119,11 @@ def watch_runs(call: AuditedCall, *, piecewise: bool) -> WatchedRuns:
     if drew is not None:
         why = "differs in each call; a graph keeps the draws of its capture"
         frozen.append(Finding("frozen", f"what {drew} draws", "", why))
+    unseen = trace.unseen()
+    if unseen is not None:
+        frozen.append(
+            Finding("frozen", unseen, "", "nobody can compare it or put it back; no graph would use it again")
+        )
     names = call.tensor_names()
     return WatchedRuns(
         operations=survey.operations,

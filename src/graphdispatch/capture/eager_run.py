@@ -193,6 +193,13 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
             Reason.STATE_REBOUND,
         )
+    unseen = eager.trace.unseen()
+    if unseen is not None:
+        raise CaptureError(
+            f"the call uses what nobody can compare or put back: {unseen}; use it outside of the callable, and pass "
+            "what it gives",
+            Reason.STATE_UNSEEN,
+        )
     advanced = eager.trace.walk.advanced()
     if advanced is not None:
         raise CaptureError(f"the call advances an iterator: {advanced}; pass what it gives", Reason.STATE_UNSEEN)

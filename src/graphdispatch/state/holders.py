@@ -5,6 +5,7 @@ Each ``read_`` function gives a dict by label, a list of entries, or bytes; its 
 
 import ctypes
 import io
+import mmap
 import os
 import types
 from collections.abc import Callable, Collection
@@ -46,8 +47,8 @@ __all__ = [
 ]
 
 
-IN_MEMORY = (io.BytesIO, io.StringIO, ctypes.Array, ctypes.Structure, ctypes.c_int.__mro__[1])
-"""Files in memory, and what ``ctypes`` makes: compiled objects that code writes."""
+IN_MEMORY = (io.BytesIO, io.StringIO, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.c_int.__mro__[1])
+"""Files in memory, mapped memory, and what ``ctypes`` makes: compiled objects that code writes."""
 
 
 class Holder(NamedTuple):

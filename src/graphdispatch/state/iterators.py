@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import io
+import mmap
 import types
 import warnings
 from contextlib import suppress
@@ -12,14 +13,16 @@ from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
 
-__all__ = ["advance_refused", "progress", "read_memory", "still_holds", "write_memory"]
+__all__ = ["advance_refused", "is_large", "progress", "read_memory", "still_holds", "write_memory"]
+
+_MOST_MAPPED = 1 << 20
 
 
 def advance_refused(name: str) -> CaptureError:
-    """The error of a run that somebody wants for the graph alone, and that would advance an iterator."""
+    """The error of a run that somebody wants for the graph alone, and that would advance what cannot be put back."""
     return CaptureError(
-        f"a run for the graph's sake would advance an iterator for good: {name}; pass what it gives as an argument, "
-        "or capture by calls",
+        f"a run for the graph's sake would change for good what nobody can put back: {name}; pass what it gives as an "
+        "argument, or capture by calls",
         Reason.STATE_UNSEEN,
     )
 
@@ -49,15 +52,25 @@ def _place(part: Any) -> Any:
 
 
 def read_memory(value: Any) -> Any:
-    """What a file in memory holds and where it stands, or the bytes of an object of ``ctypes``."""
+    """What a file in memory, or mapped memory, holds and where it stands, or the bytes of an object of ``ctypes``."""
     if isinstance(value, io.IOBase):
         return None if value.closed else _file_class(value).__getstate__(value)[:-1]
+    if isinstance(value, mmap.mmap):
+        return None if value.closed else (value[:], value.tell())
     return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+
+
+def is_large(value: Any) -> bool:
+    """Whether mapped memory holds too much to be read at each run: more than a megabyte."""
+    return isinstance(value, mmap.mmap) and not value.closed and len(value) > _MOST_MAPPED
 
 
 def write_memory(value: Any, before: Any) -> None:
     """Put that back; a file that was closed stays closed."""
-    if not isinstance(value, io.IOBase):
+    if isinstance(value, mmap.mmap):
+        value[:], place = before
+        value.seek(place)
+    elif not isinstance(value, io.IOBase):
         ctypes.memmove(ctypes.addressof(value), before, len(before))
     elif before is not None and not value.closed:
         _file_class(value).__setstate__(value, (*before, None))

@@ -28,6 +28,7 @@ __all__ = [
     "CONSTANTS",
     "CONTAINERS",
     "GLOBAL_HOOKS",
+    "SEEN_THROUGH",
     "Kind",
     "Kinds",
     "Reader",
@@ -39,6 +40,7 @@ __all__ = [
     "is_code",
     "is_followed",
     "is_library_code",
+    "is_machine",
     "is_opaque",
     "is_settings",
     "name_of",
@@ -97,7 +99,8 @@ _TORCH_STATE = ("torch.nn", "torch.distributions", "torch.optim", "torch.jit")
 """Where torch keeps classes of objects that belong to a model. Its other objects are machinery."""
 _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
-_MACHINERY = (*_TORCH_NEEDS, "logging", "threading", "importlib", "inspect", "asyncio", "multiprocessing", "subprocess")
+_MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess", "logging", "decimal")
+_MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect")
 
 
 _NOTHING_IN = (*CONSTANTS, *_OPAQUE)
@@ -116,6 +119,12 @@ def is_followed(kind: type) -> bool:
     if issubclass(kind, threading.Thread) or root in (_PACKAGE, *_MACHINERY):
         return False
     return root != "torch" or module.startswith(_TORCH_STATE)
+
+
+def is_machine(kind: type) -> bool:
+    """Whether a class is one of the standard library's whose objects other threads use: their plain values are compared
+    where code uses them, and nobody puts them back."""
+    return kind.__module__.partition(".")[0] in _MACHINES and not issubclass(kind, threading.Thread)
 
 
 @lru_cache(maxsize=8192)
@@ -232,6 +241,22 @@ def is_code(value: Any) -> bool:
     """Whether a class attribute is code: a function, method, property or built-in descriptor."""
     kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_OPAQUE)
     return issubclass(type(value), kinds) and not issubclass(type(value), Enum)
+
+
+SEEN_THROUGH = frozenset(
+    (
+        *CONSTANTS,
+        *_BARE,
+        type,
+        types.ModuleType,
+        OrderedDict,
+        torch.Tensor,
+        nn.Parameter,
+        torch.Size,
+        type(lru_cache(id)),
+    )
+)
+"""Common types whose compiled methods change and read nothing that a walk does not see."""
 
 
 class Kind(NamedTuple):

@@ -5,6 +5,7 @@ too much now and then, and never too little.
 """
 
 import os
+import threading
 import types
 import weakref
 from array import array
@@ -118,8 +119,21 @@ class StateReads:
             self._count(len(value.tobytes()) // 8, value)
         elif self._kinds[kind].is_followed:
             self._visit_object(value)
+        elif objects.is_machine(kind):
+            self._compare_machine(value)
         elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
+
+    def _compare_machine(self, value: Any) -> None:
+        """What code reads of an event, a queue or a shared value. Of a lock it reads nothing: it takes it."""
+        if self._trace is None or issubclass(
+            type(value), (threading.Semaphore, threading.Condition, threading.Barrier)
+        ):
+            return
+        from .foreign import is_used, snapshot, still_same
+
+        if is_used(type(value), self._trace.codes):
+            self.readers.append(partial(still_same, value, snapshot(value)))
 
     def _visit_module(self, module: nn.Module) -> None:
         self.modules.append(module)

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from ..errors import CaptureError
 from . import objects
 from .bytecode import CodeReads, code_reads
 from .walk import StateWalk
+
+if TYPE_CHECKING:
+    from .foreign import MethodCalls
 
 __all__ = ["CodeTrace"]
 
@@ -104,6 +107,8 @@ class CodeTrace:
         self._nested, self._in_breaks, self._whole_self = (set[types.CodeType]() for _ in range(3))
         """The last is code that reads its first parameter whole, which may be of another class each time."""
 
+    _methods: "MethodCalls | None" = None
+
     @property
     def touched(self) -> set[str] | None:
         """The names of all attributes that the code can have changed; None if it spells them not all."""
@@ -157,12 +162,29 @@ class CodeTrace:
                 self._inside -= 1
             elif self._depth and self._inside and frame.f_code in self._skipped:
                 self._depth -= 1
-        elif event == "c_call" and type(getattr(arg, "__self__", None)) is torch.Generator:
-            self._note_generator(frame, arg.__name__)
+        elif event == "c_call" and self._inside and not self._depth:
+            owner = getattr(arg, "__self__", None)
+            if type(owner) not in objects.SEEN_THROUGH:
+                self._note_method(frame, owner, arg.__name__)
 
-    def _note_generator(self, frame: types.FrameType, method: str) -> None:
-        if self._inside and not self._depth and method in _SETS and not _is_library(frame):
-            self.seeds = f"{method}() of a torch.Generator"
+    def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
+        """A method of compiled code is about to run."""
+        if type(owner) is torch.Generator:
+            if method in _SETS and not _is_library(frame):
+                self.seeds = f"{method}() of a torch.Generator"
+        elif self.walk.knows(owner):
+            if self._methods is None:
+                from .foreign import MethodCalls
+
+                self._methods = MethodCalls()
+            if not self._methods.note(owner, method) and self.spares_iterators:
+                self.spared = self._methods.first
+                raise _IteratorMetError
+
+    def unseen(self) -> str | None:
+        """What the run may have changed or read that nobody can compare or put back, in words; or None."""
+        unseen = self._methods.unseen() if self._methods is not None else None
+        return unseen or self.walk.machine_change(self.codes)
 
     def _note_call(self, frame: types.FrameType) -> None:
         code = frame.f_code

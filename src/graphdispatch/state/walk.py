@@ -64,6 +64,7 @@ class StateWalk:
         self._holders: list[Holder] = []
         self._variables: dict[int, dict[str, Any]] = {}
         self._generators: list[Holder] = []
+        self._machines: list[tuple[Any, Any, dict[str, Any]]] = []
         self._iterators: list[tuple[Any, Callable[[], Any], Any]] = []
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
@@ -142,6 +143,17 @@ class StateWalk:
         """Which iterator is not as far as it was when it was met, or None. Of some kinds that cannot be seen."""
         return next((_text(path) for path, read, before in self._iterators if read() != before), None)
 
+    def machine_change(self, codes: Collection[types.CodeType]) -> str | None:
+        """Which lock, queue or other machinery that ``codes`` use is not as it was met, or None."""
+        if not self._machines:
+            return None
+        from .foreign import is_used, still_same
+
+        changed = (
+            p for p, value, before in self._machines if is_used(type(value), codes) and not still_same(value, before)
+        )
+        return next(map(_text, changed), None)
+
     def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
         """Put back everything that is not as it was met, and random generators only if told so: others may use them.
 
@@ -206,11 +218,14 @@ class StateWalk:
             return (("", fn) for fn in objects.functions_in(value))
         if issubclass(kind, types.ModuleType):
             return iter(())
-        if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState)):
+        if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
             self._note_random(path, value)
             return iter(())
         if self._kinds[kind].is_followed:
             return self._object_edges(value, path)
+        if objects.is_machine(kind):
+            self._note_machine(value, path)
+            return iter(())
         is_ours = kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
         return iter([("", value.unwrap())] if is_ours else ())
 
@@ -265,9 +280,12 @@ class StateWalk:
         elif issubclass(kind, bytearray):
             self._hold(path, value, bytes, lambda held, before: held.__setitem__(slice(None), before))
         elif issubclass(kind, holders.IN_MEMORY):
-            from .iterators import read_memory, write_memory
+            from .iterators import is_large, read_memory, write_memory
 
-            self._hold(path, value, read_memory, write_memory)
+            if is_large(value):
+                self.overflow = self.overflow or _text(path)
+            else:
+                self._hold(path, value, read_memory, write_memory)
         elif issubclass(kind, partial):
             yield from (("", inner) for inner in (value.func, value.args, value.keywords))
         elif not slots:
@@ -324,12 +342,19 @@ class StateWalk:
                     if not functions and not issubclass(type(inner), type) and name not in ("__dict__", "__weakref__"):
                         yield f".{name}", inner
 
+    def _note_machine(self, value: Any, path: Any) -> None:
+        from .foreign import snapshot
+
+        self._machines.append((path, value, snapshot(value)))
+        for held in (objects.attribute_table(value) or {}).values():  # so that calls of its compiled parts are noted
+            self._seen.setdefault(id(held), held)
+
     def _note_random(self, path: Any, generator: Any) -> None:
         read: Callable[[], Any]
         write: Any
         freeze: Callable[[Any], Any] = holders.frozen
-        if issubclass(type(generator), np.random.Generator):
-            bits = generator.bit_generator
+        if issubclass(type(generator), (np.random.Generator, np.random.BitGenerator)):
+            bits = getattr(generator, "bit_generator", generator)
             read, write = lambda: bits.state, partial(setattr, bits, "state")
         elif type(generator) is random.Random or generator is random:
             read, write, freeze = generator.getstate, generator.setstate, tuple  # nested tuples of numbers

@@ -1,0 +1,80 @@
+"""Objects whose state Python cannot read: what compiled code made, locks, machinery. Loaded only where one is used."""
+
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from . import objects
+from .holders import IN_MEMORY
+from .iterators import read_memory
+
+__all__ = ["MethodCalls", "is_used", "snapshot", "still_same"]
+
+_SEEN_THROUGH = frozenset(
+    (
+        *("builtins", "collections", "_collections", "array", "functools", "operator", "_operator", "itertools", "re"),
+        *("struct", "_struct", "datetime", "_contextvars", "contextvars", "_weakref", "weakref", "_abc", "_ctypes"),
+        *("_random", "random", "numpy", "torch", "decimal", "typing", "time"),
+    )
+)
+"""Where compiled classes are at home whose objects never change, or whose state a walk compares."""
+_SILENT = ("multiprocessing", "decimal")
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_TAKEN = ("acquire", "release", "__enter__", "__exit__")
+
+
+class MethodCalls:
+    """Calls of compiled methods on objects that were there before a run. For the thread of one run."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        """The first call that may change or read what nobody sees, in words."""
+        self._locks: dict[int, tuple[Any, str]] = {}
+
+    def note(self, owner: Any, method: str) -> bool:
+        """A method of ``owner`` is about to run. Whether a walk sees what it may change or read."""
+        kind = type(owner)
+        home = next((base for base in type.mro(kind) if method in vars(base)), kind)
+        if issubclass(kind, _LOCKS) and method in _TAKEN:
+            self._locks.setdefault(id(owner), (owner, repr(owner)))
+            return True
+        if home.__module__.partition(".")[0] in _SEEN_THROUGH or issubclass(home, IN_MEMORY):
+            return True
+        self.first = self.first or f"{method}() of a {kind.__module__}.{kind.__qualname__}"
+        return False
+
+    def unseen(self) -> str | None:
+        """What nobody saw, or the first lock that is not as it was before its first call, in words; or None."""
+        left = (was for lock, was in self._locks.values() if repr(lock) != was)
+        return self.first or next((f"{was}, which it leaves otherwise" for was in left), None)
+
+
+def is_used(kind: type, codes: Iterable[types.CodeType]) -> bool:
+    """Whether code that ran may have used objects of a class of machinery. Other threads use such objects, too, so
+    those whose code did not run are left out; compiled classes and those that processes share do not tell."""
+    if kind.__module__.partition(".")[0] in _SILENT:
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return any(code.co_filename == file for code in codes)
+
+
+def snapshot(value: Any) -> dict[str, Any]:
+    """The plain values of an object of machinery by name: constants, and how much its queues hold."""
+    table = objects.attribute_table(value)
+    return {"": repr(value)} if table is None else {name: _plain(held) for name, held in list(table.items())}
+
+
+def still_same(value: Any, before: dict[str, Any]) -> bool:
+    """Whether an object of machinery has the plain values that it had."""
+    return snapshot(value) == before
+
+
+def _plain(held: Any) -> Any:
+    if issubclass(type(held), objects.CONSTANTS):
+        return repr(held)
+    if issubclass(type(held), (list, deque)):
+        return len(held)
+    return read_memory(held) if issubclass(type(held), IN_MEMORY) else None
