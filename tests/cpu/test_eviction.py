@@ -20,10 +20,10 @@ from graphdispatch.memory.eviction import (
     LRU,
     EvictionPolicy,
     Frecency,
-    Probation,
     available_evictions,
     make_eviction,
 )
+from graphdispatch.memory.probation import Probation
 
 from .sized import MIB, entry, filled, gone
 

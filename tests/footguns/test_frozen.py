@@ -1,9 +1,13 @@
 """Python that a graph cannot see: numbers, counters, hooks, global variables."""
 
 import ctypes
+import decimal
 import gc
+import hashlib
+import multiprocessing
 import os
 import random
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -276,6 +280,96 @@ def test_python_side_effect(settled: Settle) -> None:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def test_compiled_object_used(tried: Settle) -> None:
+    """Nobody can compare what a compiled object holds, or put it back, so the call stays eager and uses it once."""
+    digest, eager = hashlib.sha256(), hashlib.sha256()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        digest.update(b"x")
+        return x * 2
+
+    step = tried(fn)
+    step.check(Reason.STATE_UNSEEN)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2)
+    eager.update(b"x" * step.calls)
+    assert digest.digest() == eager.digest()
+
+
+def test_compiled_object_used_instead(settled: Settle) -> None:
+    """Used outside of the callable, it is no part of the graph."""
+    digest = hashlib.sha256()
+    batch = lambda rows: (torch.randn(rows, 3), torch.full((rows, 1), 2.0))  # noqa: E731
+    step = settled(lambda x, scale: x * scale, batch, dynamic={"x": 0, "scale": 0})
+    digest.update(b"x")
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x, torch.full((4, 1), float(digest.digest()[0]))), x * digest.digest()[0])
+
+
+def test_lock_left(tried: Settle) -> None:
+    """A semaphore that the call takes and keeps is taken once by each call."""
+    semaphore = threading.Semaphore(1000)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        semaphore.acquire()
+        return x * 2
+
+    step = tried(fn)
+    step.check(Reason.STATE_UNSEEN)
+    before = semaphore._value
+    step(torch.randn(4, 3))
+    assert semaphore._value == before - 1
+
+
+def test_lock_left_instead(settled: Settle) -> None:
+    """A lock that the call gives back is no state."""
+    lock = threading.Lock()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return x * 2
+
+    step = settled(fn)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2)
+    step.check(Reason.EXACT)
+
+
+def test_event_read(settled: Settle) -> None:
+    """An event, a value that processes share, and a decimal context are compared where the code reads them."""
+    event, shared, context = threading.Event(), multiprocessing.Value("i", 1), decimal.Context(prec=5)
+    step = settled(lambda x: x * (1 + event.is_set()) * shared.value * context.prec)
+    x = torch.randn(4, 3)
+    event.set()
+    assert torch.equal(step(x), x * 2 * 1 * 5)
+    shared.value = 3
+    assert torch.equal(step(x), x * 2 * 3 * 5)
+    context.prec = 7
+    assert torch.equal(step(x), x * 2 * 3 * 7)
+
+
+def test_thread_local_read(settled: Settle) -> None:
+    """Each thread gets what its own value gives."""
+
+    class Local(threading.local):
+        scale = 2.0
+
+    local = Local()
+    step = settled(lambda x: x * local.scale)
+    x, other = torch.randn(4, 3), []
+
+    def call() -> None:
+        local.scale = 5.0
+        with torch.no_grad():
+            other.append(step(x))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert torch.equal(other[0], x * 5.0)
+    assert torch.equal(step(x), x * 2.0)
 
 
 def test_python_queue(tried: Settle) -> None:

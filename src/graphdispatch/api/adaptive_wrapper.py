@@ -17,7 +17,8 @@ from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_count, shown
 from ..memory.admission import Admission
 from ..memory.budget import MemoryBudget
-from ..memory.eviction import Frecency, Probation
+from ..memory.eviction import Frecency
+from ..memory.probation import Probation
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.group import GraphGroup

@@ -25,8 +25,9 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.group import GraphGroup, Route, Routes
+from ..serve.group import GraphGroup, Route
 from ..serve.prewarm import compare_numbers
+from ..serve.routes import Routes
 from ..serve.server import Server
 from ..state.guards import same_callable
 from ..stats import CUDAGraphStats, EvictionReason

@@ -22,7 +22,8 @@ from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.eviction import EvictionPolicy
 from ..modes import CUDAGraphMode
-from ..serve.group import Route, Routes
+from ..serve.group import Route
+from ..serve.routes import Routes
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle

@@ -11,15 +11,14 @@ Note [what padding rows may hold]
     With ``padding_writes="allow"`` and no pad rule of the user's all integers keep zero, which may be a scratch slot.
     A callable may take no such numbers: it checks its data, or makes indices or probabilities of them. A GPU that meets
     an index out of range is lost to the process. So if the eager run did anything of the kind, or a replay with such
-    numbers fails, the padding gets the largest and the smallest number of the batch instead. That a callable refuses
-    numbers which no batch held says nothing about its rows.
+    numbers fails (which says nothing about rows), padding gets the largest and the smallest number of the batch.
     Last, the real rows themselves get small numbers, so that ``x.amax(0).clamp(max=1)`` cannot hide its padding.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -142,8 +141,7 @@ class RowProver:
         return True
 
     def _is_other(self, padding: Padding) -> bool:
-        is_other = self._base.rows or any(rows is not None for rows in padding.rows)
-        return bool(is_other) and padding.name != self._base.name
+        return padding.name != self._base.name and any(rows is not None for rows in (*self._base.rows, *padding.rows))
 
     def _takes(self, padding: Padding) -> bool:
         """Replay with such numbers; whether the callable takes them."""
@@ -172,14 +170,17 @@ class RowProver:
         request, entry = self._request, self._entry
         parts = list(zip(request.inputs.specs, request.arguments(), strict=True))
         real = [_small(value) if spec.dim is not None and _takes_any_value(spec) else value for spec, value in parts]
-        is_same = all(small is value for small, (_, value) in zip(real, parts, strict=True))
-        if is_same or entry.written is not None or entry.mode is not CUDAGraphMode.FULL:
+        if (
+            all(small is value for small, (_, value) in zip(real, parts, strict=True))
+            or entry.written is not None
+            or entry.mode is not CUDAGraphMode.FULL
+        ):
             return
         self._base = Padding("", [], real)
         if not self._takes(self._base):
             return
         base = self._read()
-        for rows in _large_rows(request, self.rows):
+        for rows in _signed_rows(request, self.rows, _large):
             self._replay(Padding("", rows, real))
             self._compare("large numbers behind small real rows", base, self._read())
 
@@ -232,10 +233,7 @@ class RowProver:
         row."""
         request, specs = self._request, self._request.inputs.specs
         fixed = {i for i, spec in enumerate(specs) if spec.dim is not None and not _takes_any_value(spec)}
-        if request.is_padded:
-            fixed &= alike.keys()
-        else:
-            fixed = {i for i in fixed if i in alike or specs[i].is_pad_given}
+        fixed = {i for i in fixed if i in alike or (specs[i].is_pad_given and not request.is_padded)}
         lasting: set[int] = set()
         if any(i not in fixed for i, spec in enumerate(specs) if spec.dim is not None):  # a dummy batch tells nothing
             lasting = request.inputs.constants({i: alike[i] for i in fixed if i in alike})
@@ -265,7 +263,7 @@ def _wild_paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
     """Padding of numbers that no batch held, behind the first ``rows`` rows of the request's."""
     generator = torch.Generator().manual_seed(0)
     count, every = request.size - rows, range(len(request.inputs.specs))
-    for numbers in _large_rows(request, rows):
+    for numbers in _signed_rows(request, rows, _large):
         yield Padding("large numbers", numbers)
     shuffled = torch.randint(request.rows, (count,), generator=generator)
     name = "random numbers of all magnitudes"
@@ -273,17 +271,12 @@ def _wild_paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
 
 
 def _limited_paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
-    """Padding of the largest and the smallest numbers of the batch."""
-    for numbers in _signed_rows(request, rows, _extreme):
-        yield Padding("the largest and the smallest number of the batch", numbers)
-
-
-def _large_rows(request: CaptureRequest, rows: int) -> Iterator[list[torch.Tensor | None]]:
-    return _signed_rows(request, rows, _large)
+    name = "the largest and the smallest number of the batch"
+    return (Padding(name, numbers) for numbers in _signed_rows(request, rows, _extreme))
 
 
 def _signed_rows(
-    request: CaptureRequest, rows: int, fill: Callable[[torch.Tensor, torch.Tensor, Any, int, torch.Generator], Any]
+    request: CaptureRequest, rows: int, fill: Callable[..., torch.Tensor]
 ) -> Iterator[list[torch.Tensor | None]]:
     """Padding rows of both signs, in turns where there are several."""
     generator, count = torch.Generator().manual_seed(0), request.size - rows
@@ -366,5 +359,4 @@ def _wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Gen
 
 def _as_finite(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Wide numbers as finite numbers of a narrower type; of a complex one, the real part alone."""
-    largest = torch.finfo(dtype).max
-    return numbers.clamp(-largest, largest).to(dtype)
+    return numbers.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)

@@ -20,10 +20,10 @@ from statistics import median, median_low
 from weakref import WeakKeyDictionary, WeakSet
 
 from ..copying import MadeAnew
-from ..errors import ConfigError, check_count, shown
+from ..errors import ConfigError, shown
 from .entry import CUDAGraphEntry
 
-__all__ = ["GDSF", "LFU", "LRU", "EvictionPolicy", "Frecency", "Probation", "available_evictions", "make_eviction"]
+__all__ = ["GDSF", "LFU", "LRU", "EvictionPolicy", "Frecency", "available_evictions", "make_eviction"]
 
 _GROUP = "graphdispatch.eviction"
 # What vLLM reckons a graph costs the driver where nothing is measured (1 MiB); smaller figures are noise.
@@ -165,27 +165,6 @@ class Frecency(_ByCost):
         if began is None:
             began = self._began[entry] = self._left.pop(entry.place, 0.0)
         return min(began + entry.replay_count + 1, _MOST_USES)
-
-
-class Probation(EvictionPolicy):
-    """Entries with fewer than ``min_replays`` replays go first, least recently used ones ahead; then as ``policy``."""
-
-    def __init__(self, min_replays: int, policy: EvictionPolicy) -> None:
-        check_count("min_replays_to_keep", min_replays, 0)
-        self.min_replays = min_replays
-        self.policy = policy
-
-    def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
-        """What ``policy`` says, or minus infinity."""
-        settled = self.policy.scores(entries)
-        return [
-            score if entry.replay_count >= self.min_replays else float("-inf")
-            for score, entry in zip(settled, entries, strict=True)
-        ]
-
-    def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
-        """Tell ``policy``."""
-        self.policy.evicted(entry, score)
 
 
 _BUILT_IN: dict[str, type[EvictionPolicy]] = {"frecency": Frecency, "gdsf": GDSF, "lfu": LFU, "lru": LRU}

@@ -3,9 +3,9 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from .kinds import Changes
     from .refused import RefusedCalls
 
-__all__ = ["GraphGroup", "Route", "Routes", "Spelling"]
+__all__ = ["GraphGroup", "Route", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
-R = TypeVar("R", bound="Route")
 _MOST_STATES = 8
 _MOST_ROWS = 4096
 _RETRY = Backoff(first=16, factor=4)  # misses of a size between a failed capture and the next try
@@ -103,29 +102,6 @@ class Route:
     def groups(self) -> list["GraphGroup"]:
         """The groups of all spellings."""
         return [group for spelling in self.spellings.values() for group in spelling.groups]
-
-
-class Routes(dict[Hashable, R], Generic[R]):
-    """The routes of a door by its own keys; ``routes[key]`` makes one that is new.
-
-    Beyond ``most`` routes, those that no call has made a group of are forgotten. Not thread-safe: used with the
-    server's lock held, but for lookups with ``get``.
-    """
-
-    __slots__ = ("_make", "_most")
-
-    def __init__(self, make: Callable[..., R], most: int = 1024) -> None:
-        super().__init__()
-        self._make = make
-        self._most = most
-
-    def __missing__(self, key: Hashable) -> R:
-        if len(self) >= self._most:
-            for known, route in list(self.items()):
-                if not route.spellings:
-                    del self[known]
-        route = self[key] = self._make(key)
-        return route
 
 
 class Spelling:

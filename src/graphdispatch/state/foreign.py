@@ -1,17 +1,18 @@
 """Objects whose state Python cannot read: what compiled code made, locks, machinery. Loaded only where one is used."""
 
+import logging
 import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from . import objects
 from .holders import IN_MEMORY
 from .iterators import read_memory
 
-__all__ = ["MethodCalls", "is_used", "snapshot", "still_same"]
+__all__ = ["MethodCalls", "changed_machines", "is_read", "snapshot", "values_here"]
 
 _SEEN_THROUGH = frozenset(
     (
@@ -21,9 +22,12 @@ _SEEN_THROUGH = frozenset(
     )
 )
 """Where compiled classes are at home whose objects never change, or whose state a walk compares."""
+_NOT_READ = (threading.Semaphore, threading.Condition, threading.Barrier, logging.Filterer)
 _SILENT = ("multiprocessing", "decimal")
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-_TAKEN = ("acquire", "release", "__enter__", "__exit__")
+_COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_TAKEN = ("acquire", "release")
+_IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
 
 
 class MethodCalls:
@@ -37,9 +41,10 @@ class MethodCalls:
     def note(self, owner: Any, method: str) -> bool:
         """A method of ``owner`` is about to run. Whether a walk sees what it may change or read."""
         kind = type(owner)
-        home = next((base for base in type.mro(kind) if method in vars(base)), kind)
-        if issubclass(kind, _LOCKS) and method in _TAKEN:
-            self._locks.setdefault(id(owner), (owner, repr(owner)))
+        home = next((base for base in type.mro(kind) if isinstance(vars(base).get(method), _COMPILED)), kind)
+        if issubclass(kind, _LOCKS) and method in (*_TAKEN, *_IN_BLOCKS):
+            if method in _TAKEN:
+                self._locks.setdefault(id(owner), (owner, repr(owner)))
             return True
         if home.__module__.partition(".")[0] in _SEEN_THROUGH or issubclass(home, IN_MEMORY):
             return True
@@ -52,24 +57,38 @@ class MethodCalls:
         return self.first or next((f"{was}, which it leaves otherwise" for was in left), None)
 
 
-def is_used(kind: type, codes: Iterable[types.CodeType]) -> bool:
-    """Whether code that ran may have used objects of a class of machinery. Other threads use such objects, too, so
-    those whose code did not run are left out; compiled classes and those that processes share do not tell."""
-    if kind.__module__.partition(".")[0] in _SILENT:
-        return True
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return any(code.co_filename == file for code in codes)
-
-
 def snapshot(value: Any) -> dict[str, Any]:
     """The plain values of an object of machinery by name: constants, and how much its queues hold."""
     table = objects.attribute_table(value)
     return {"": repr(value)} if table is None else {name: _plain(held) for name, held in list(table.items())}
 
 
-def still_same(value: Any, before: dict[str, Any]) -> bool:
-    """Whether an object of machinery has the plain values that it had."""
-    return snapshot(value) == before
+def values_here(names: Collection[str], local: threading.local) -> dict[str, Any]:
+    """What a ``threading.local`` holds in this thread under ``names``: constants by value, objects by identity."""
+    held = list((objects.attribute_table(local) or {}).items())
+    found = ((name, value) for name, value in held if name in names)
+    return {name: repr(value) if issubclass(type(value), objects.CONSTANTS) else id(value) for name, value in found}
+
+
+def changed_machines(
+    met: Sequence[tuple[Any, Any, dict[str, Any]]], codes: Collection[types.CodeType]
+) -> Iterator[Any]:
+    """Where the objects were met that ``codes`` use and that are not as their snapshots say."""
+    return (path for path, value, was in met if _is_used(type(value), codes) and snapshot(value) != was)
+
+
+def is_read(kind: type, codes: Collection[types.CodeType]) -> bool:
+    """Whether ``codes`` may read objects of a class of machinery. They take locks, and write to logs."""
+    return _is_used(kind, codes) and not issubclass(kind, _NOT_READ)
+
+
+def _is_used(kind: type, codes: Collection[types.CodeType]) -> bool:
+    """Whether code that ran may have used objects of a class of machinery. Other threads use such objects, too, so
+    those whose code did not run are left out; compiled classes and those that processes share do not tell."""
+    if kind.__module__.partition(".")[0] in _SILENT:
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return any(code.co_filename == file for code in codes)
 
 
 def _plain(held: Any) -> Any:

@@ -13,7 +13,7 @@ from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
 
-__all__ = ["advance_refused", "is_large", "progress", "read_memory", "still_holds", "write_memory"]
+__all__ = ["advance_refused", "is_large", "progress", "read_memory", "write_memory"]
 
 _MOST_MAPPED = 1 << 20
 
@@ -78,8 +78,3 @@ def write_memory(value: Any, before: Any) -> None:
 
 def _file_class(value: Any) -> Any:
     return io.BytesIO if issubclass(type(value), io.BytesIO) else io.StringIO
-
-
-def still_holds(value: Any, before: Any) -> bool:
-    """Whether a file in memory, or an object of ``ctypes``, holds what it held."""
-    return bool(read_memory(value) == before)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter, eq, le
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from . import holders, objects
 from .objects import ABSENT, CONTAINERS, Reader
 from .trace import CodeTrace
 
-__all__ = ["StateReads"]
+__all__ = ["StateReads", "unchanged"]
 
 _PACKAGE = str(__package__).partition(".")[0]
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -120,20 +120,13 @@ class StateReads:
         elif self._kinds[kind].is_followed:
             self._visit_object(value)
         elif objects.is_machine(kind):
-            self._compare_machine(value)
+            if self._trace is not None:
+                from .foreign import is_read, snapshot
+
+                if is_read(kind, self._trace.codes):
+                    self.readers.append(partial(unchanged, value, snapshot(value), snapshot))
         elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
-
-    def _compare_machine(self, value: Any) -> None:
-        """What code reads of an event, a queue or a shared value. Of a lock it reads nothing: it takes it."""
-        if self._trace is None or issubclass(
-            type(value), (threading.Semaphore, threading.Condition, threading.Barrier)
-        ):
-            return
-        from .foreign import is_used, snapshot, still_same
-
-        if is_used(type(value), self._trace.codes):
-            self.readers.append(partial(still_same, value, snapshot(value)))
 
     def _visit_module(self, module: nn.Module) -> None:
         self.modules.append(module)
@@ -169,7 +162,7 @@ class StateReads:
             if self._trace is not None or _matters(value):
                 self.contents.append(value)
                 if issubclass(kind, OrderedDict) and len(value) > 1:
-                    self.readers.append(partial(_same_order, value, list(OrderedDict.keys(value))))
+                    self.readers.append(partial(unchanged, value, _order(value), _order))
             held = objects.content(value)
             self._count(len(held), value)
             self._pending += held
@@ -178,7 +171,13 @@ class StateReads:
         table, slots = objects.attribute_table(value), self._kinds[kind].slots
         is_user = bool(objects.user_classes(kind))
         names = self._named(kind, self._names if is_user else self._library_names)
-        if table is not None:
+        if issubclass(kind, threading.local) and self._trace is not None:
+            from .foreign import values_here
+
+            read = partial(values_here, names)
+            self.readers.append(partial(unchanged, value, read(value), read))
+            self._pending += (table or {}).values()
+        elif table is not None:
             self.objects.append(value)
             self.homes.append(value)
             self._compare(table, names)
@@ -190,11 +189,11 @@ class StateReads:
             if issubclass(type(value), attrgetter):
                 self._names = self._library_names = self._names | _attributes_of(value)
             if issubclass(type(value), objects.CACHES):
-                self.readers.append(partial(_still_caches, value, _cached(value)))
+                self.readers.append(partial(unchanged, value, _cached(value), _cached, le))
             if issubclass(kind, holders.IN_MEMORY):
-                from .iterators import read_memory, still_holds
+                from .iterators import read_memory
 
-                self.readers.append(partial(still_holds, value, read_memory(value)))
+                self.readers.append(partial(unchanged, value, read_memory(value), read_memory))
             for inner in objects.referents(value):
                 self._pending += objects.content(inner) if issubclass(type(inner), CONTAINERS) else [inner]
         self._pending.append(kind)
@@ -276,8 +275,8 @@ class StateReads:
             chosen = [name for name, value in kept.items() if name in _TABLES or _matters(value)]
             self._pending += (value for name, value in kept.items() if name not in _TABLES)
         else:
-            found = table if issubclass(type(names), _All) else (name for name in names if name in table)
-            chosen = [name for name in found if name not in _MODULE_ATTRIBUTES]
+            named = names if isinstance(names, frozenset) else frozenset(names)
+            chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen if name not in _TABLES)
         self.tables.append(table)
         self._count(len(chosen), table)
@@ -302,6 +301,9 @@ class _All(frozenset[str]):
     def __or__(self, other: Any) -> "_All":
         return self
 
+    def __contains__(self, name: object) -> bool:
+        return True
+
 
 _ALL = _All()
 
@@ -324,14 +326,14 @@ def _cached(cache: Any) -> set[Any]:
     return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
 
 
-def _same_order(table: Any, keys: list[Any]) -> bool:
-    """Whether an ``OrderedDict`` has the same keys in the same order, which its dict does not tell."""
-    return all(map(is_, OrderedDict.keys(table), keys))
+def unchanged(value: Any, before: Any, read: Callable[[Any], Any], compare: Callable[[Any, Any], Any] = eq) -> bool:
+    """Whether what ``read`` gives of a value is what it was before; a cache may hold more (``le``)."""
+    return bool(compare(before, read(value)))
 
 
-def _still_caches(cache: Any, before: set[Any]) -> bool:
-    """Whether a cache holds all that it held; it may hold more."""
-    return before <= _cached(cache)
+def _order(table: Any) -> list[int]:
+    """The order of the keys of an ``OrderedDict``, which its dict does not tell."""
+    return list(map(id, OrderedDict.keys(table)))
 
 
 def _matters(value: Any, depth: int = 3) -> bool:

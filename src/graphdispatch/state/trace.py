@@ -100,14 +100,12 @@ class CodeTrace:
         self.seeds: str | None = None
         """Which random generator of its own the callable set, in words."""
         self._within = within
-        self._depth, self._inside = 0, int(within is None)
         self._outer: Any = None
+        self._methods: MethodCalls | None = None
         self._plain: dict[int, types.CodeType] = {}
         """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
         self._nested, self._in_breaks, self._whole_self = (set[types.CodeType]() for _ in range(3))
         """The last is code that reads its first parameter whole, which may be of another class each time."""
-
-    _methods: "MethodCalls | None" = None
 
     @property
     def touched(self) -> set[str] | None:

@@ -144,15 +144,12 @@ class StateWalk:
         return next((_text(path) for path, read, before in self._iterators if read() != before), None)
 
     def machine_change(self, codes: Collection[types.CodeType]) -> str | None:
-        """Which lock, queue or other machinery that ``codes`` use is not as it was met, or None."""
+        """Which event, queue or other machinery that ``codes`` use is not as it was met, or None."""
         if not self._machines:
             return None
-        from .foreign import is_used, still_same
+        from .foreign import changed_machines
 
-        changed = (
-            p for p, value, before in self._machines if is_used(type(value), codes) and not still_same(value, before)
-        )
-        return next(map(_text, changed), None)
+        return next(map(_text, changed_machines(self._machines, codes)), None)
 
     def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
         """Put back everything that is not as it was met, and random generators only if told so: others may use them.
