@@ -116,8 +116,9 @@ def _commit() -> str:
 def _table(rows: list[Row]) -> str:
     width = max(len(line.case) for line in rows)
     unit = rows[0].unit
-    compared = any(line.base is not None for line in rows)
-    head = f"{'':{width}}{unit:>12}" + (f"{'compared':>12}{'extra':>12}{'better':>10}" if compared else "")
+    columns = f"{'compared':>12}{'extra':>12}{'better':>10}" if any(line.base is not None for line in rows) else ""
+    columns += f"{'least':>12}{'compared':>12}" if any(line.least is not None for line in rows) else ""
+    head = f"{'':{width}}{unit:>12}{columns}"
     return "\n".join([head, *(_line(line, width) for line in rows)])
 
 
@@ -125,11 +126,18 @@ def _line(line: Row, width: int) -> str:
     text = f"{line.case:{width}}{line.value:12.2f}"
     if line.base is None or line.extra is None or line.speedup is None:
         return text
-    return text + f"{line.base:12.2f}{line.extra:12.2f}{line.speedup:9.2f}x"
+    text += f"{line.base:12.2f}{line.extra:12.2f}{line.speedup:9.2f}x"
+    return text if line.least is None else f"{text}{line.least:12.2f}{line.base_least:12.2f}"
 
 
 def _plain(line: Row) -> dict[str, str | float | None]:
-    return {"case": line.case, line.unit: line.value, f"base_{line.unit}": line.base}
+    figures = {
+        line.unit: line.value,
+        f"base_{line.unit}": line.base,
+        "least": line.least,
+        "base_least": line.base_least,
+    }
+    return {"case": line.case, **{name: figure for name, figure in figures.items() if figure is not None}}
 
 
 if __name__ == "__main__":

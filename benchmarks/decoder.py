@@ -15,7 +15,7 @@ from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.cpu.program import loop
 from graphdispatch.demo import PRESETS, Decoder
 
-from .timing import Effort, Row, interleaved
+from .timing import Effort, Row, compared, interleaved
 
 __all__ = ["TITLE", "python_loop", "rows", "tiny_step"]
 
@@ -24,7 +24,16 @@ _BATCHES = (1, 8, 64)
 
 
 def rows(effort: Effort) -> list[Row]:
-    """For each batch size: the graphed step and the bare replay, each compared with eager in the same turns."""
+    """For each batch size, in inference mode and with gradients on: the graphed step, compared with eager in the same
+    turns; in inference mode the bare replay as well."""
+    found = []
+    for mode in ("inference", "default"):
+        with torch.inference_mode(mode == "inference"):
+            found += [*_decoder_rows(mode, effort), *_mlp_rows(mode, effort)]
+    return found
+
+
+def _decoder_rows(mode: str, effort: Effort) -> list[Row]:
     largest = max(_BATCHES)
     eager, step = tiny_step(largest, _BATCHES)
     step.prewarm(**_batch(largest))
@@ -34,15 +43,21 @@ def rows(effort: Effort) -> list[Row]:
         batch = _batch(count)
         for shift in range(2):
             step(**{**batch, "positions": batch["positions"] + shift})
-        decision = step.last_decision
-        assert decision is not None
-        assert decision.reason.is_graph
-        graph = entries[count].graph
-        sides = [lambda b=batch: step(**b), graph.replay, python_loop(graph), lambda b=batch: eager(**b)]
-        *graphs_s, eager_s = interleaved(sides, effort.turns)
-        for name, seconds in zip(("graphed()", "bare replay", "bare replay, Python's loop"), graphs_s, strict=True):
-            found.append(Row(f"batch {count:2}, {name}", seconds * 1e6, eager_s * 1e6))
-    return found + _mlp_rows(effort)
+        assert step.last_decision is not None
+        assert step.last_decision.reason.is_graph
+        calls = partial(step, **batch), partial(eager, **batch)
+        found += _lines(f"{mode}, batch {count:2}", *calls, entries[count].graph, effort)
+    return found
+
+
+def _lines(
+    case: str, served: Callable[[], object], eager: Callable[[], object], graph: Graph, effort: Effort
+) -> list[Row]:
+    sides = {"graphed()": served}
+    if torch.is_inference_mode_enabled():
+        sides |= {"bare replay": graph.replay, "bare replay, Python's loop": python_loop(graph)}
+    *served_s, eager_s = interleaved([*sides.values(), eager], effort.turns)
+    return [compared(f"{case}, {name}", seconds, eager_s) for name, seconds in zip(sides, served_s, strict=True)]
 
 
 def python_loop(graph: Graph) -> Callable[[], None]:
@@ -67,7 +82,7 @@ def tiny_step(slots: int, sizes: tuple[int, ...]) -> tuple[Decoder, Graphed[[Ten
     return eager, step
 
 
-def _mlp_rows(effort: Effort) -> list[Row]:
+def _mlp_rows(mode: str, effort: Effort) -> list[Row]:
     """Three layers, which leave a graph little to save."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).eval()
     step = graphed(model, dynamic={"input": 0}, sizes=_BATCHES, backend="cpu")
@@ -77,10 +92,7 @@ def _mlp_rows(effort: Effort) -> list[Row]:
         for _ in range(2):
             step(batch := torch.randn(count, 64))
         graph = {entry.size: entry for entry in step.entries}[count].graph
-        sides = [lambda x=batch: step(x), graph.replay, python_loop(graph), lambda x=batch: model(x)]
-        *graphs_s, eager_s = interleaved(sides, effort.turns)
-        for name, seconds in zip(("graphed()", "bare replay", "bare replay, Python's loop"), graphs_s, strict=True):
-            found.append(Row(f"MLP, batch {count:2}, {name}", seconds * 1e6, eager_s * 1e6))
+        found += _lines(f"MLP, {mode}, batch {count:2}", partial(step, batch), partial(model, batch), graph, effort)
     return found
 
 

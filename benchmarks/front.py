@@ -11,7 +11,7 @@ from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
 from graphdispatch.serve.hit import HitPath
 
-from .timing import Effort, Row, interleaved
+from .timing import Effort, Row, compared, interleaved
 
 __all__ = ["TITLE", "rows"]
 
@@ -67,7 +67,7 @@ def _compared(
         _use_python(steps[-1][0])
         calls = [partial(step, **batch) for step, batch in steps]
         *seconds, base = interleaved([*calls, steps[0][0].entries[0].graph.replay], effort.turns)
-    return [Row(f"{case}: {name}", took * 1e6, base * 1e6) for name, took in zip(names, seconds, strict=True)]
+    return [compared(f"{case}: {name}", took, base) for name, took in zip(names, seconds, strict=True)]
 
 
 def _total(**tensors: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .timing import Effort, Row, interleaved
+from .timing import Effort, Row, compared, interleaved
 
 __all__ = ["TITLE", "rows"]
 
@@ -47,7 +47,7 @@ def rows(effort: Effort) -> list[Row]:
             way()
         graphs_s, *others_s = interleaved(list(ways.values()), min(effort.turns, _MOST_TURNS))
         for name, seconds in zip(list(ways)[1:], others_s, strict=True):
-            found.append(Row(f"batch {count}, graphs over {name}", graphs_s / _TOKENS * 1e6, seconds / _TOKENS * 1e6))
+            found.append(compared(f"batch {count}, graphs over {name}", graphs_s, seconds, _TOKENS))
     return found
 
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from graphdispatch import graphed
 from graphdispatch.demo import PRESETS, Decoder
 
-from .timing import Effort, Row
+from .timing import Effort, Row, Seconds, compared
 
 __all__ = ["TITLE", "rows"]
 
-TITLE = "eager and its alternatives on the CPU, each beside eager (medians; least: the shortest turn)"
+TITLE = "eager and its alternatives on the CPU, each beside eager"
 _BATCHES = (1, 8, 64)
 _TURNS = 41
 _CALLS = 10  # in a turn
@@ -46,15 +46,20 @@ class Model(NamedTuple):
 
 
 def rows(effort: Effort) -> list[Row]:
-    """For each model and batch: every peer beside eager in the same turns, then what each needed before its first."""
+    """For each model and batch: every peer beside eager in the same turns, then what each needed before its first.
+
+    First in inference mode, then as a model is called by default: with gradients on.
+    """
     found: list[Row] = []
     torch._inductor.config.force_disable_caches = True
-    for model in _models():
-        dynamic = _Prepared("torch.compile, dynamic", _compiled(model.make(_BATCHES[-1]), dynamic=True))
-        for count in _BATCHES:
-            found += _compare(model, count, dynamic, min(effort.turns, _TURNS))
-            torch._dynamo.reset()
-            gc.collect()
+    for gradients in (False, True):
+        with torch.inference_mode(not gradients):
+            for model in _models():
+                dynamic = _Prepared("torch.compile, dynamic", _compiled(model.make(_BATCHES[-1]), dynamic=True))
+                for count in _BATCHES:
+                    found += _compare(model, count, dynamic, min(effort.turns, _TURNS))
+                    torch._dynamo.reset()
+                    gc.collect()
     return found
 
 
@@ -91,16 +96,15 @@ def _compare(model: Model, count: int, dynamic: _Prepared, turns: int) -> list[R
     spans = _turns([lambda: eager(*batch), *(lambda p=peer: p.step(*batch) for peer in ready)], turns)
     base = spans[0]
     found = []
-    for peer, span in zip(ready, spans[1:], strict=True):
-        case = f"{model.name}, batch {count:2}: {peer.name}"
-        found.append(Row(case, median(span) * 1e6, median(base) * 1e6))
-        found.append(Row(f"{case}, least", min(span) * 1e6, min(base) * 1e6))
+    for peer, took in zip(ready, spans[1:], strict=True):
+        case = f"{model.name}, {'default' if torch.is_grad_enabled() else 'inference'}, batch {count:2}: {peer.name}"
+        found.append(compared(case, took, base))
         found.append(Row(f"{case}, seconds before it", peer.seconds, unit="s"))
     return found
 
 
-def _turns(sides: list[Callable[[], object]], turns: int) -> list[list[float]]:
-    """Seconds of one call of each side, turn by turn, the sides in turns: those that this thread had a processor."""
+def _turns(sides: list[Callable[[], object]], turns: int) -> list[Seconds]:
+    """Seconds of one call of each side, the sides in turns: those that this thread had a processor."""
     spans: list[list[float]] = [[] for _ in sides]
     gc.disable()
     try:
@@ -113,7 +117,7 @@ def _turns(sides: list[Callable[[], object]], turns: int) -> list[list[float]]:
                 span.append((thread_time() - start) / _CALLS)
     finally:
         gc.enable()
-    return spans
+    return [Seconds(median(span), min(span)) for span in spans]
 
 
 def _others(model: Model, count: int) -> Iterator[_Prepared]:
@@ -170,11 +174,12 @@ def _llama() -> Model:
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
 
     def make(count: int) -> Step:
+        twin = deepcopy(model)
         cache = StaticCache(config=model.config, max_cache_len=_CACHE)
 
         def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
             cache.reset()  # each call is the first of a sequence: it writes the same place
-            out = model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+            out = twin(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
             logits: Tensor = out.logits
             return logits
 

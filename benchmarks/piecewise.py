@@ -8,7 +8,7 @@ from torch import Tensor
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Pad, eager_break, graphed
 from graphdispatch.demo import PRESETS, Decoder
 
-from .timing import Effort, Row, interleaved
+from .timing import Effort, Row, compared, interleaved
 
 __all__ = ["TITLE", "rows"]
 
@@ -35,8 +35,8 @@ def _per_break(name: str, part: Callable[[Tensor], Tensor], effort: Effort) -> l
     for count in _BREAKS:
         sides = [_replay(count, part, mode) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)]
         pieces_s, full_s = interleaved(sides, effort.turns)
-        extra_s = (pieces_s - full_s) / count
-        found.append(Row(f"{count:2} breaks {name}", pieces_s * 1e6, full_s * 1e6))
+        extra_s = (pieces_s.median - full_s.median) / count
+        found.append(compared(f"{count:2} breaks {name}", pieces_s, full_s))
     return [*found, Row(f"   each of {_BREAKS[-1]}, with its graph", extra_s * 1e6)]
 
 
@@ -67,7 +67,7 @@ def _decoder(effort: Effort) -> list[Row]:
         for (mode, step), seconds in zip(steps.items(), graph_s, strict=True):
             assert step.last_decision is not None
             assert step.last_decision.mode is mode
-            found.append(Row(f"decoder, batch {count:2}, {mode.name}", seconds * 1e6, eager_s * 1e6))
+            found.append(compared(f"decoder, batch {count:2}, {mode.name}", seconds, eager_s))
     return found
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
-__all__ = ["Effort", "Row", "interleaved", "row"]
+__all__ = ["Effort", "Row", "Seconds", "compared", "interleaved", "row"]
 
 _TURN_SECONDS = 0.001  # a turn of one side lasts about this long, short beside the slices that a system hands out
 
@@ -30,6 +31,9 @@ class Row:
     value: float
     base: float | None = None
     unit: str = "us"
+    least: float | None = None
+    base_least: float | None = None
+    """The shortest turns, where ``value`` and ``base`` are medians."""
 
     @property
     def extra(self) -> float | None:
@@ -42,8 +46,15 @@ class Row:
         return None if self.base is None else self.base / self.value if self.value else math.inf
 
 
-def interleaved(sides: Sequence[Callable[[], object]], turns: int) -> list[float]:
-    """Seconds of one call of each side: the median over ``turns`` turns, the garbage collector off."""
+class Seconds(NamedTuple):
+    """What one call takes: the median of its turns, and the shortest of them."""
+
+    median: float
+    least: float
+
+
+def interleaved(sides: Sequence[Callable[[], object]], turns: int) -> list[Seconds]:
+    """Seconds of one call of each side over ``turns`` turns, the garbage collector off."""
     calls = [_calls_in_a_turn(side) for side in sides]
     times: list[list[float]] = [[] for _ in sides]
     was_on = gc.isenabled()
@@ -55,13 +66,18 @@ def interleaved(sides: Sequence[Callable[[], object]], turns: int) -> list[float
     finally:
         if was_on:
             gc.enable()
-    return [median(kept) for kept in times]
+    return [Seconds(median(kept), min(kept)) for kept in times]
+
+
+def compared(case: str, took: Seconds, base: Seconds, calls: int = 1) -> Row:
+    """The line for what one of so many calls takes, beside another's."""
+    figures = [seconds / calls * 1e6 for seconds in (*took, *base)]
+    return Row(case, figures[0], figures[2], least=figures[1], base_least=figures[3])
 
 
 def row(case: str, call: Callable[[], object], base: Callable[[], object], turns: int) -> Row:
     """The line for a call compared with another one."""
-    seconds, base_seconds = interleaved([call, base], turns)
-    return Row(case, seconds * 1e6, base_seconds * 1e6)
+    return compared(case, *interleaved([call, base], turns))
 
 
 def _calls_in_a_turn(side: Callable[[], object]) -> int:
