@@ -84,15 +84,15 @@ def kept() -> Path:
 def why_not() -> str:
     """Why a new process would have no tape."""
     extension = TapeExtension()
-    assert not extension.wait(60)
+    assert not extension.wait(300)
     assert extension.why_not in repr(extension)
     return extension.why_not
 
 
 def test_it_is_compiled_once(compiler: Compiler) -> None:
     """The next process finds it in the cache, and nothing else is left there but its lock."""
-    assert TapeExtension().wait(60)
-    assert TapeExtension().wait(60)
+    assert TapeExtension().wait(300)
+    assert TapeExtension().wait(300)
     assert compiler.count == 1
     assert sorted(path.suffix for path in cache_folder().iterdir()) == [".lock", ".so"]
 
@@ -100,7 +100,7 @@ def test_it_is_compiled_once(compiler: Compiler) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", "half", "changed", "a link"], ids=str)
 def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tmp_path: Path) -> None:
     """A file that is not what was written is never loaded."""
-    assert TapeExtension().wait(60)
+    assert TapeExtension().wait(300)
     path = kept()
     good = path.read_bytes()
     path.unlink()  # this process runs what was in it
@@ -110,7 +110,7 @@ def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tm
     else:
         changed = good[:500] + bytes([good[500] ^ 1]) + good[501:]
         path.write_bytes({"half": good[: len(good) // 2], "changed": changed}.get(content, content))
-    assert TapeExtension().wait(60)
+    assert TapeExtension().wait(300)
     assert compiler.count == 2
     assert path.read_bytes() == good
     assert not path.is_symlink()
@@ -118,9 +118,9 @@ def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tm
 
 def test_a_file_that_others_may_write_is_made_anew(compiler: Compiler) -> None:
     """Anybody may have changed it, together with its hash."""
-    assert TapeExtension().wait(60)
+    assert TapeExtension().wait(300)
     kept().chmod(0o666)
-    assert TapeExtension().wait(60)
+    assert TapeExtension().wait(300)
     assert compiler.count == 2
     assert not kept().stat().st_mode & 0o022
 
@@ -173,7 +173,7 @@ def test_several_at_once(compiler: Compiler) -> None:
     for extension in extensions:
         extension.start()
     compiler.open_gate()
-    assert all(extension.wait(60) for extension in extensions)
+    assert all(extension.wait(300) for extension in extensions)
     assert compiler.count == 1
 
 
@@ -191,7 +191,7 @@ def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest
     for is_ready in (False, True):
         if is_ready:
             compiler.open_gate()
-            assert extension.wait(60)
+            assert extension.wait(300)
         x.normal_()
         graph.replay()
         assert torch.equal(out, x * 2)
@@ -211,9 +211,9 @@ def test_a_child_forked_meanwhile(compiler: Compiler) -> None:
         extension._thread.join(0.01)
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if extension._thread is None and extension.wait(60) else 1)
+        os._exit(0 if extension._thread is None and extension.wait(300) else 1)
     compiler.open_gate()
-    assert extension.wait(60)
+    assert extension.wait(300)
     assert os.waitpid(pid, 0)[1] == 0
     assert compiler.count == 1
 
@@ -241,7 +241,7 @@ def test_it_can_be_turned_off() -> None:
 def test_making_it_draws_nothing(compiler: Compiler) -> None:
     """The self-test runs on another thread beside the user's draws."""
     state = torch.get_rng_state()
-    assert TapeExtension().wait(60)
+    assert TapeExtension().wait(300)
     assert torch.equal(torch.get_rng_state(), state)
     assert compiler.count == 1
     assert not any(thread.name == "graphdispatch-tape" for thread in threading.enumerate())

@@ -256,8 +256,7 @@ class CUDAGraphRegistry(MadeAnew):
             times_replays=True,
         )
         server.graphs.is_frozen, server.keeps_examples = self.is_frozen, self._keeps_examples
-        self._numbers += 1
-        number = self._numbers
+        number = self._numbers = self._numbers + 1
         self._callables = [one for one in self._callables if one not in gone]
         return _Callable(server, Routes(lambda key: self._make_route(number, *key)))
 
