@@ -83,10 +83,12 @@ generate-test: $(VENV)/.native
 gpu-bench:
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
-# vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library.
+# vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. Sources of engines that are
+# not installed are compared with, too, where pip can have them.
+SOURCES := vllm sglang
 vllm-test: $(VLLM_VENV)/.test
-	@$(VLLM_VENV)/bin/python tests/vllm/sources.py
-	@$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+	@$(VLLM_VENV)/bin/python tests/vllm/sources.py $(SOURCES)
+	@$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/cpu/test_sglang.py $(ARGS)
 
 bench: $(VENV)/.native
 	@$(BIN)/python -m benchmarks $(ARGS)

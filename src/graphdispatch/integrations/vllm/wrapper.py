@@ -12,13 +12,14 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ...api.wrapper import CUDAGraphWrapper
 from ...config import CUDAGraphOptions
 from ...decide.decision import Decision
 from ...decide.engine import mode_of
 from ...descriptors import BatchDescriptor
 from ...errors import ConfigError
+from ...modes import CUDAGraphMode
 from ...reasons import Reason
+from ..engine import EagerSteps, EngineGraphs
 from .steps import FixedStep, Schedule
 
 __all__ = ["GraphTotals", "StaticGraphWrapper", "graph_stats"]
@@ -49,23 +50,12 @@ class GraphTotals(NamedTuple):
         )
 
 
-class _Graphs(CUDAGraphWrapper):
-    """The graph of one descriptor, captured when the descriptor first comes: vLLM names all of them at the warm-up."""
-
-    _captures_at_once = True
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision of the calling thread's latest call."""
-        return self._server.decision
-
-
 class _Served(NamedTuple):
     """What serves one descriptor. Each has a server of its own, since each has its own forward context: to the guards
     of one, that of another would be a callable that has changed."""
 
     key: BatchDescriptor
-    graphs: _Graphs
+    graphs: EngineGraphs
     step: FixedStep | None
 
 
@@ -88,6 +78,11 @@ class StaticGraphWrapper:
         """Release the graphs of all wrappers."""
         for each in list(cls._all_instances):
             each.clear_graphs()
+
+    @classmethod
+    def why_any_eager(cls, mode: CUDAGraphMode) -> Reason | None:
+        """Why the latest call of some wrapper in ``mode`` ran eagerly; None if graphs served all of them."""
+        return next((each.why_eager for each in cls._all_instances if each._mode is mode and each.why_eager), None)
 
     def __init__(
         self,
@@ -112,8 +107,9 @@ class StaticGraphWrapper:
         self._schedule = Schedule() if runtime_mode == TheirMode.FULL else None
         self._captures = True
         self._rounds = 0
-        self._left: Counter[Reason] = Counter()
-        self._logged: set[Reason] = set()
+        self._left = EagerSteps(f"{self._mode.name} step", _logger)
+        self.why_eager: Reason | None = None
+        """Why the latest call ran eagerly; None if a graph served it."""
         StaticGraphWrapper._all_instances.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,26 +140,22 @@ class StaticGraphWrapper:
         variant = (given.has_lora, given.num_active_loras)
         key = BatchDescriptor(given.num_tokens, given.num_reqs, given.uniform, variant)
         backend, pool = self.graph_pool
-        graphs = _Graphs(self.runnable, self._mode, self._options, backend=backend, pool=pool)
+        graphs = EngineGraphs(self.runnable, self._mode, self._options, backend=backend, pool=pool)
         return _Served(key, graphs, None if self._schedule is None else FixedStep(context, self._schedule))
 
     def _serve(self, served: _Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graphs = served.graphs
         answer = graphs(*args, batch_descriptor=served.key, cudagraph_runtime_mode=self._mode, **kwargs)
-        decision = graphs.decision
-        if decision is not None and not decision.mode.has_graphs():
-            self._note(decision.reason, decision.explain())
+        decision = graphs.why_eager
+        self.why_eager = None if decision is None else decision.reason
+        if decision is not None:
+            self._left.note(decision, counts=False)
         return answer
 
     def _eagerly(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._left[reason] += 1
-        self._note(reason, reason.text)
+        self.why_eager = reason
+        self._left.note(Decision.eager(reason))
         return self.runnable(*args, **kwargs)
-
-    def _note(self, reason: Reason, text: str) -> None:
-        if not reason.leads_to_graph and reason not in self._logged:
-            self._logged.add(reason)
-            _logger.warning("a step in mode %s ran eagerly: %s", self._mode.name, text)
 
     def _follow(self, captures: bool) -> None:
         """Allow captures, or no longer."""
@@ -179,7 +171,7 @@ class StaticGraphWrapper:
             captures=sum(each.captures for each in every),
             failures=sum(each.capture_failures for each in every),
             hits=sum(each.hits for each in every),
-            eager=sum((each.reasons for each in every), start=Counter(self._left)),
+            eager=sum((each.reasons for each in every), start=Counter[Reason](self._left)),
         )
 
     def clear_graphs(self) -> None:

@@ -1,0 +1,65 @@
+"""What integrations with serving engines share: graphs captured as they are named, and why steps ran eagerly."""
+
+import logging
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from ..api.wrapper import CUDAGraphWrapper
+from ..decide.decision import Decision
+from ..reasons import Reason
+
+__all__ = ["EagerSteps", "EngineGraphs", "on_all_ranks"]
+
+_QUIET = (Reason.DISABLED, Reason.MODE_EXCLUDED)
+"""What the engine or its user asked for."""
+
+
+class EngineGraphs(CUDAGraphWrapper):
+    """Captures a descriptor when it first comes: an engine names all of them at its warm-up."""
+
+    _captures_at_once = True
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision of the calling thread's latest call; None before the first."""
+        return self._server.decision
+
+    @property
+    def why_eager(self) -> Decision | None:
+        """The decision of the calling thread's latest call, if it ran eagerly; None if a graph served it."""
+        decision = self.decision
+        return None if decision is None or decision.mode.has_graphs() else decision
+
+
+class EagerSteps(Counter[Reason]):
+    """Steps that no graph served, by reason; the first of each reason is a line of ``log``. Not thread-safe.
+
+    ``what`` names a step in that line.
+    """
+
+    def __init__(self, what: str, log: logging.Logger) -> None:
+        super().__init__()
+        self._what, self._log, self._told = what, log, set[Reason](_QUIET)
+
+    def note(self, decision: Decision, *, counts: bool = True) -> None:
+        """Count a step that ran eagerly, unless somebody else ``counts`` it, and tell why."""
+        reason = decision.reason
+        if counts:
+            self[reason] += 1
+        if reason not in self._told and not reason.leads_to_graph:
+            self._told.add(reason)
+            self._log.warning("a %s ran eagerly: %s", self._what, decision.detail or reason.text)
+
+
+def on_all_ranks(is_so: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether ``is_so`` on every rank of ``group``, whose tensors are on the CPU. One small all-reduce; all must ask.
+
+    Without a group, and in a group of one, it is what this rank says.
+    """
+    if group is None or group.size() == 1:
+        return is_so
+    votes = torch.tensor(is_so, dtype=torch.int32)
+    group.allreduce([votes], dist.ReduceOp.MIN).wait()
+    return bool(votes)

