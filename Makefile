@@ -23,22 +23,26 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test sweep fuzz generate-test vllm-test gpu-test gpu-emulated gpu-bench bench native-check lint format types
-.PHONY: docs docs-serve check clean
+.PHONY: help docs docs-serve package check clean
 
-demo: $(VENV)/.native
+# The default target stays the demo.
+demo: $(VENV)/.native ## the main job, on a small generated trace
 	@$(BIN)/graphdispatch demo $(ARGS)
 
-test: $(VENV)/.native
+test: $(VENV)/.native ## the tests; ARGS="tests/unit -k sizes" for some of them
 	@PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/\1:\2/p' $(MAKEFILE_LIST) | awk -F: '{ printf "make %-14s %s\n", $$1, $$2 }'
 
 # Many real models, tiny and with random weights, each against eager; writes docs/models.md. Models of timm are tried where
 # it is installed, with pillow; torchvision is not needed.
-sweep: $(VENV)/.native
+sweep: $(VENV)/.native ## many real models against eager; writes docs/models.md
 	@$(BIN)/python -m tests.real_models.sweep --write $(ARGS)
 
 # The property tests on new random examples. A failure prints the line that repeats it, and build/fuzz keeps the example:
 # the next run tries it first.
-fuzz: $(VENV)/.native
+fuzz: $(VENV)/.native ## the property tests on new random examples
 	@$(BIN)/python -m pytest $(PARALLEL) -m hypothesis --hypothesis-profile=fuzz $(ARGS)
 
 # On a GPU: GPU_PYTHON=python3 names a python that has torch with CUDA, pytest and hypothesis, to be used instead of $(VENV).
@@ -49,10 +53,10 @@ else
 gpu-test gpu-bench: GPU_PYTHON := $(BIN)/python
 gpu-test gpu-bench: $(VENV)/.native
 gpu-emulated: GPU_PYTHON := $(CUDA_VENV)/bin/python
-gpu-emulated: $(CUDA_VENV)/.test
+gpu-emulated: $(CUDA_VENV)/.test ## the same tests without a GPU
 endif
 
-gpu-test:
+gpu-test: ## the tests that need a CUDA device
 	@$(GPU_PYTHON) -c 'import torch; torch.cuda.is_available() or exit("gpu-test needs a CUDA device; none found")'
 	@$(GPU_PYTHON) -m pytest tests/gpu tests/conformance $(ARGS)
 	@GRAPHDISPATCH_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest tests/property/test_piecewise.py tests/property/test_threads.py \
@@ -68,7 +72,7 @@ gpu-emulated:
 
 # The native core under the address and undefined-behaviour sanitizers, in a copy of the sources. It needs g++.
 SANITIZED := build/sanitized
-native-check: $(VENV)/.test
+native-check: $(VENV)/.test ## the native core under sanitizers
 	@rm -rf $(SANITIZED) && mkdir -p build && cp -r src $(SANITIZED)
 	@CXX=g++ $(BIN)/python $(SANITIZED)/graphdispatch/native/build.py -O1 -g -fno-omit-frame-pointer \
 		-fsanitize=address,undefined -fno-sanitize-recover=all
@@ -77,48 +81,52 @@ native-check: $(VENV)/.test
 		$(BIN)/python -m pytest tests/native $(ARGS)
 
 # generate() for all decoder families and modes; takes some minutes.
-generate-test: $(VENV)/.native
+generate-test: $(VENV)/.native ## generate() of transformers by graphs
 	@$(BIN)/python -m pytest $(PARALLEL) tests/generate/broad_generation.py tests/generate $(ARGS)
 
-gpu-bench:
+gpu-bench: ## what graphs are worth on a GPU
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 # vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. Sources of engines that are
 # not installed are compared with, too, where pip can have them.
 SOURCES := vllm sglang
-vllm-test: $(VLLM_VENV)/.test
+vllm-test: $(VLLM_VENV)/.test ## vLLM on the CPU, decided and served by this library
 	@$(VLLM_VENV)/bin/python tests/vllm/sources.py $(SOURCES)
 	@$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/cpu/test_sglang.py $(ARGS)
 
-bench: $(VENV)/.native
+bench: $(VENV)/.native ## ratios measured in one run
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 # The documentation as a site, in build/site: a broken link fails, and so does a snippet that does not run.
 docs: export NO_MKDOCS_2_WARNING := 1
-docs: $(VENV)/.docs $(VENV)/.native
+docs: $(VENV)/.docs $(VENV)/.native ## the documentation as a site, in build/site
 	@$(BIN)/python -m pytest tests/contract/test_documents.py $(ARGS)
 	@$(BIN)/mkdocs build --quiet
 	@echo "build/site/index.html"
 
 docs-serve: export NO_MKDOCS_2_WARNING := 1
-docs-serve: $(VENV)/.docs
+docs-serve: $(VENV)/.docs ## the same, shown while you write
 	@$(BIN)/mkdocs serve $(ARGS)
 
-lint: $(VENV)/.dev
+# It takes some minutes, most of them for torch.
+package: ## wheel and sdist, each in an empty environment, and each extra alone
+	@$(PYTHON) tests/package/check.py
+
+lint: $(VENV)/.dev ## style and import order
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/lint-imports --no-logo
 
-format: $(VENV)/.dev
+format: $(VENV)/.dev ## format, and fix what can be fixed
 	@$(BIN)/ruff check --quiet --fix
 	@$(BIN)/ruff format --quiet
 
-types: $(VENV)/.dev
+types: $(VENV)/.dev ## mypy
 	@$(BIN)/mypy
 
-check: lint types test
+check: lint types test ## all that a change must pass
 
-clean:
+clean: ## remove environments and builds
 	@rm -rf $(VENV) $(CUDA_VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Some systems ship venv without ensurepip; there the system's pip fills the environment.
