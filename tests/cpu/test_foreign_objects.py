@@ -191,6 +191,26 @@ def test_an_event_that_is_set_later_is_seen() -> None:
         assert step.last_decision.reason is Reason.PADDED
 
 
+@pytest.mark.parametrize("name", ["hash", "queue", "semaphore", "event", "queue of tasks"])
+def test_breaks_use_it_once(name: str) -> None:
+    """A capture runs its breaks more than once, so that such a call is refused, too."""
+    case, left = CHANGED[name], []
+    for is_served in (False, True):
+        held = case.make()
+
+        @gd.eager_break
+        def use(x: torch.Tensor, held: Any = held) -> torch.Tensor:
+            case.use(held)
+            return x * 2
+
+        step = gd.graphed(lambda x, use=use: use(x) + 1, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE")
+        for rows in (3, 4, 3, 3, 4, 2, 4):
+            x = torch.randn(rows, 2)
+            (step if is_served else use)(x)
+        left.append(case.read(held))
+    assert left[0] == left[1]
+
+
 def test_other_threads_may_use_a_semaphore_that_the_call_does_not_touch() -> None:
     """What other threads take is no change of the call's, and nothing that it reads."""
     semaphore = threading.Semaphore(50)

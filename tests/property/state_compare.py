@@ -3,9 +3,13 @@
 import contextvars
 import functools
 import gc
+import hashlib
 import itertools
+import mmap
+import queue
 import random
 import re
+import threading
 import types
 import weakref
 from collections import ChainMap, UserDict, deque
@@ -25,6 +29,9 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, to
 _SKIPPED = (types.ModuleType, types.BuiltinFunctionType, types.CodeType, RemovableHandle)
 _HOOKS = re.compile(r"_(forward|backward|state_dict|load_state_dict)_(pre_|post_)?hooks\w*$")
 _ITERATORS = (*(type(iter(kind())) for kind in (list, tuple, dict, set)), type(iter(range(1))), map, itertools.count)
+
+
+_FOREIGN = (type(threading.Lock()), type(threading.RLock()), type(hashlib.sha256()), mmap.mmap, queue.SimpleQueue)
 
 
 class Twins:
@@ -162,6 +169,8 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
         yield "value", value.get(None)
     elif isinstance(value, random.Random):
         yield "state", hash(value.getstate())
+    elif isinstance(value, _FOREIGN):
+        yield "state", _foreign(value)
     elif isinstance(value, np.random.Generator):
         yield "state", repr(value.bit_generator.state)
     elif isinstance(value, types.FunctionType):
@@ -186,6 +195,16 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
         yield "left", value.__reduce__()[1:]
     elif not isinstance(value, (nn.Module, type)) and _table(value) is None and _is_value(value):
         yield "value", repr(value)
+
+
+def _foreign(value: Any) -> Any:
+    """What is left in an object of compiled code."""
+    if isinstance(value, mmap.mmap):
+        return value[:], value.tell()
+    if isinstance(value, queue.SimpleQueue):
+        return value.qsize()
+    is_hash = hasattr(value, "hexdigest")
+    return value.hexdigest() if is_hash else "unlocked" in repr(value)
 
 
 def _is_value(value: Any) -> bool:

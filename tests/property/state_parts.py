@@ -53,9 +53,20 @@ OF_THREAD = frozenset({"thread_local", "surroundings"})
 """Parts whose state is a thread's."""
 
 MAKES_AT_FIRST = frozenset(
-    {"lazy", "cached", "containers", "dynamic_cache", "same_again", "counts_rows", "context_manager", "grad"}
+    {
+        "lazy",
+        "cached",
+        "containers",
+        "dynamic_cache",
+        "same_again",
+        "counts_rows",
+        "context_manager",
+        "grad",
+        "machinery",
+    }
 )
-"""Parts that make something when they first run, which a capture ahead of traffic leaves behind by design."""
+"""Parts that make something when they first run, or take what other threads use, too (footgun row ``lock_left``), which
+a capture ahead of traffic leaves behind by design."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from .state_parts import (
 from .state_places import FORMS, OF_FORM, OF_MODEL, OF_PLACE, ON_MODEL, OTHER, OUTPUTS, PLACES, Place
 
 PRELUDE = """
-import collections, contextlib, copy, dataclasses, enum, fractions, functools, importlib, itertools, operator, random
-import sys, threading, types, typing, weakref
+import collections, contextlib, copy, dataclasses, decimal, enum, fractions, functools, hashlib, importlib, itertools
+import mmap, operator, queue, random, sys, threading, types, typing, weakref
 import HELPER as HELPER_MODULE
 import numpy as np
 import torch

@@ -160,15 +160,15 @@ class CodeTrace:
                 self._inside -= 1
             elif self._depth and self._inside and frame.f_code in self._skipped:
                 self._depth -= 1
-        elif event == "c_call" and self._inside and not self._depth:
+        elif event == "c_call" and self._inside:
             owner = getattr(arg, "__self__", None)
             if type(owner) not in objects.SEEN_THROUGH:
                 self._note_method(frame, owner, arg.__name__)
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
-        """A method of compiled code is about to run."""
+        """A method of compiled code is about to run; in a break, too, which a capture runs more than once."""
         if type(owner) is torch.Generator:
-            if method in _SETS and not _is_library(frame):
+            if not self._depth and method in _SETS and not _is_library(frame):
                 self.seeds = f"{method}() of a torch.Generator"
         elif self.walk.knows(owner):
             if self._methods is None:
@@ -182,7 +182,7 @@ class CodeTrace:
     def unseen(self) -> str | None:
         """What the run may have changed or read that nobody can compare or put back, in words; or None."""
         unseen = self._methods.unseen() if self._methods is not None else None
-        return unseen or self.walk.machine_change(self.codes)
+        return unseen or self.walk.machine_change(self.codes | self._in_breaks)
 
     def _note_call(self, frame: types.FrameType) -> None:
         code = frame.f_code
