@@ -22,6 +22,7 @@ _HOMES = {
     "call.context": ("cudagraph_context",),
     "memory.entry": ("CUDAGraphEntry", "GraphEntry"),
     "memory.outputs": ("OutputView",),
+    "call.dims": ("Dim",),
     "call.padding": ("Pad",),
     "capture.piecewise": ("BreakFigures", "break_figures"),
     "config": ("CUDAGraphConfig", "CUDAGraphOptions"),
@@ -38,6 +39,7 @@ _HOMES = {
     "decide.policies": ("DefaultDispatchPolicy", "DispatchPolicy"),
     "api.workers": ("StreamResult",),
     "ranks.consensus": ("Agreement", "RankConsensus", "RankVote"),
+    "api.stats": ("DispatchStats",),
     "api.streams": ("StreamDispatcher",),
     "decide.support": ("AttentionSupport", "resolve_cudagraph_mode"),
     "errors": (
@@ -72,7 +74,7 @@ _HOMES = {
     "report.timeline": ("Timeline", "timeline"),
     "simulation.simulator": ("SimulationResult", "simulate"),
     "sizes": ("named_sizes",),
-    "stats": ("CUDAGraphStats", "DispatchStats"),
+    "stats": ("CUDAGraphStats",),
     "testing.mock": ("MockCUDAGraph",),
     "api.wrapper": ("CUDAGraphWrapper",),
 }

@@ -8,6 +8,7 @@ from .api.graphed import Graphed as Graphed
 from .api.graphed import graphed as graphed
 from .api.manager import CUDAGraphManager as CUDAGraphManager
 from .api.registry import CUDAGraphRegistry as CUDAGraphRegistry
+from .api.stats import DispatchStats as DispatchStats
 from .api.streams import StreamDispatcher as StreamDispatcher
 from .api.workers import StreamResult as StreamResult
 from .api.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
@@ -21,6 +22,7 @@ from .calibration.calibrate import calibrate as calibrate
 from .call.breaks import eager_break as eager_break
 from .call.breaks import remove_eager_break as remove_eager_break
 from .call.context import cudagraph_context as cudagraph_context
+from .call.dims import Dim as Dim
 from .call.padding import Pad as Pad
 from .capture.piecewise import BreakFigures as BreakFigures
 from .capture.piecewise import break_figures as break_figures
@@ -93,7 +95,6 @@ from .simulation.simulator import SimulationResult as SimulationResult
 from .simulation.simulator import simulate as simulate
 from .sizes import named_sizes as named_sizes
 from .stats import CUDAGraphStats as CUDAGraphStats
-from .stats import DispatchStats as DispatchStats
 from .testing.mock import MockCUDAGraph as MockCUDAGraph
 
 __version__: str

@@ -10,7 +10,8 @@ from torch import Tensor
 from graphdispatch.api.graphed import Graphed, graphed
 from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import ACTIVE, eager_break
+from graphdispatch.call.breaks import eager_break
+from graphdispatch.call.marks import ACTIVE
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import ReplayError

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
-from graphdispatch.call import breaks
-from graphdispatch.call.breaks import ACTIVE, BREAKS, eager_break, is_marked, remove_eager_break
+from graphdispatch.call import marks
+from graphdispatch.call.breaks import eager_break, is_marked, remove_eager_break
+from graphdispatch.call.marks import ACTIVE, BREAKS
 from graphdispatch.capture.piecewise import PiecewiseGraph
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.errors import CaptureError, ConfigError
@@ -203,7 +204,7 @@ def test_nobody_captures_outside_of_a_capture() -> None:
     seen = Spy()
 
     def look(x: Tensor) -> Tensor:
-        seen.append(breaks.ACTIVE.get() is None)  # by the library's module, which no guard looks into
+        seen.append(marks.ACTIVE.get() is None)  # by the library's module, which no guard looks into
         return x + 1
 
     captured(look, X)
@@ -217,7 +218,7 @@ def test_another_thread_does_not_break() -> None:
 
     def elsewhere() -> None:
         with torch.no_grad():
-            seen.append((breaks.ACTIVE.get(), double(X)))
+            seen.append((marks.ACTIVE.get(), double(X)))
 
     @eager_break
     def start_thread(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from graphdispatch.api.composite import CompositeDispatcher
 from graphdispatch.api.dispatcher import CudagraphDispatcher
 from graphdispatch.api.registry import CUDAGraphRegistry
+from graphdispatch.api.stats import DispatchStats
 from graphdispatch.api.streams import StreamDispatcher
 from graphdispatch.backends import get_backend
 from graphdispatch.config import CUDAGraphConfig
@@ -16,7 +17,6 @@ from graphdispatch.descriptors import DispatchKey
 from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
 from graphdispatch.memory.entry import CUDAGraphEntry
 from graphdispatch.reasons import Reason
-from graphdispatch.stats import DispatchStats
 from graphdispatch.testing import MockCUDAGraph
 
 KEY = DispatchKey(2, 2)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from graphdispatch.call.inputs import NO_MATCH
 from graphdispatch.call.rules import ArgumentRules
-from graphdispatch.call.signature import NO_MATCH, Signature, refusal
+from graphdispatch.call.signature import Signature, refusal
 from graphdispatch.call.spec import Leaf
 from graphdispatch.errors import ConfigError
 from graphdispatch.reasons import Reason

@@ -314,14 +314,17 @@ def test_doors_are_copied_and_pickled() -> None:
 def test_wrong_inputs_to_the_core_are_refused() -> None:
     """It raises where Python would; it never reads what is not there."""
     assert CORE is not None
+    start, spans = (1, False, 0, "cpu", None), ((0, 0, -1),)
     with pytest.raises(TypeError):
         HitPath.serve(object(), None, (), {})
     with pytest.raises((TypeError, ValueError)):
-        CORE.Signature(1, False, 0, "cpu", None, ((5, torch.ones(2), (0,), (0,), 0, True, True),), (), (), ())
+        CORE.Signature(*start, ((5, torch.ones(2), (0,), (0,), spans, True, True),), (), (), (), 0)
+    with pytest.raises(ValueError, match="dimension"):
+        CORE.Signature(*start, ((0, torch.ones(2), (0,), (0,), ((1, 0, -1),), True, True),), (), (), (), 0)
     with pytest.raises(TypeError):
-        CORE.Signature(1, False, 0, "cpu", None, ((0, object(), (0,), (0,), 0, True, True),), (), (), ())
+        CORE.Signature(*start, ((0, object(), (0,), (0,), spans, True, True),), (), (), (), 0)
     with pytest.raises(ValueError, match="place"):
-        CORE.Signature(1, False, 0, "cpu", None, (), ((3, int, 1),), (), ())
+        CORE.Signature(*start, (), ((3, int, 1),), (), (), 0)
     with pytest.raises(KeyError):
         CORE.run_method(ReplayPlan, {"nonsense": 1})
 

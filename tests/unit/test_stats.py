@@ -5,10 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from graphdispatch.api.stats import DispatchStats
 from graphdispatch.descriptors import BatchDescriptor
 from graphdispatch.modes import DispatchMode
 from graphdispatch.reasons import Reason
-from graphdispatch.stats import CUDAGraphStats, DispatchStats, Eviction, EvictionReason
+from graphdispatch.stats import CUDAGraphStats, Eviction, EvictionReason
 
 
 def test_rates_are_zero_before_the_first_call() -> None:

@@ -24,7 +24,7 @@ from ..memory.budget import MemoryBudget
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
-from ..stats import DispatchStats
+from .stats import DispatchStats
 
 __all__ = ["CompositeDispatcher", "GraphMember", "MemberStatus"]
 

@@ -18,8 +18,8 @@ from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
-from ..stats import DispatchStats
 from .registered import Registered, check_key, checked_example
+from .stats import DispatchStats
 from .workers import Worker, first_registered
 
 __all__ = ["Chosen", "CudagraphDispatcher"]

@@ -13,7 +13,7 @@ import torch
 from ..backends import get_backend
 from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules, callable_name, make_rules
-from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, resized, roomy_config
+from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, check_callable
 from ..memory.accounting import MemoryReport
@@ -52,7 +52,7 @@ class SizePlan(Protocol):
 def graphed(
     fn: Callable[P, R],
     *,
-    dynamic: Mapping[str, int],
+    dynamic: Mapping[str, Any],
     pad: Mapping[str, Any] | None = None,
     static: Iterable[str] = (),
     max_size: int | None = None,
@@ -75,9 +75,10 @@ def graphed(
     """Serve ``fn`` by graphs of a few sizes, padding each batch to the next; what cannot be served runs eagerly.
 
     ``dynamic`` names the batch dimension of each argument that has one, ``{"input_ids": 0}``; an argument in a nest is
-    named by its path, ``"batch['ids']"``; ``{}`` is for none, of a callable that works on what it holds. All have the
-    same number of rows in a call. Other tensors are copied whole each time; constants (numbers, strings, None, enums)
-    select the graph; ``static`` names tensors whose address never changes and objects that are the same each time.
+    named by its path, ``"batch['ids']"``; ``{}`` is for none, of a callable that works on what it holds. Several
+    dimensions have names, ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``, and each name one length in a call; then
+    ``sizes`` are those of the first, or combinations such as ``(8, 64)``. Other tensors are copied whole; constants
+    select the graph; ``static`` names tensors whose address never changes, and objects that are the same each time.
 
     ``pad`` gives the rule for padding rows of an argument: a ``Pad``, a number, ``"zero"`` (default),
     ``"repeat_last"``, ``"leave"``, or a function ``(padding, real)``. Rows of the model must be independent of each
@@ -94,9 +95,8 @@ def graphed(
     overwrites them, a batch that needs more is an error. ``strict`` raises ``FallbackError`` instead of an eager step.
 
     ``mode`` is ``"FULL"`` (one graph for the call), ``"PIECEWISE"`` (graphs between the parts that ``eager_break``
-    marks), ``"NONE"``, or one that tells uniform decode batches, served by ``FULL`` graphs, from others:
-    ``"FULL_AND_PIECEWISE"``, ``"FULL_DECODE_ONLY"``. For these two ``uniform_decode`` is called with each call's
-    arguments and says which it is.
+    marks), ``"NONE"``, or ``"FULL_AND_PIECEWISE"`` or ``"FULL_DECODE_ONLY"``, which serve uniform decode batches by
+    ``FULL`` graphs: ``uniform_decode`` is called with each call's arguments and says whether it is one.
 
     Graphs are for inference. A call that needs gradients (gradients are on, and an input or a captured tensor requires
     one, or a module that does is in training mode) runs eagerly; every other call runs under ``torch.no_grad()``.
@@ -106,9 +106,21 @@ def graphed(
     settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
     settings["options"] = _options(options, outputs)
-    config = roomy_config(_loaded(sizes), max_size, max_cached_graphs, settings)
-    rules = make_rules(fn, dynamic, {} if pad is None else pad, static)
+    chosen = _loaded(sizes), max_size, max_cached_graphs
+    config, rules = _read(fn, (dynamic, {} if pad is None else pad, static), chosen, settings, out)
     return Graphed(_server(fn, config, budget, out), config, rules, _checked_kind(uniform_decode, config))
+
+
+def _read(
+    fn: Callable[..., Any], arguments: Any, sizes: tuple[Any, int | None, int | None], settings: Any, out: Any
+) -> tuple[CUDAGraphConfig, ArgumentRules]:
+    """The configuration and the rules that the options of ``graphed`` stand for."""
+    dynamic = arguments[0]
+    if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
+        from .sizes import grid_config  # here, since most callables have one dynamic dimension
+
+        return grid_config(fn, arguments, sizes, settings, out)
+    return roomy_config(*sizes, settings), make_rules(fn, *arguments)
 
 
 def _loaded(sizes: Any) -> Any:
@@ -198,10 +210,13 @@ class Graphed(Lifecycle, Generic[P, R]):
         self._graphs = server.graphs
         self._config = config
         self._uniform_decode = uniform_decode
-        self._decode = self._mixed = Route(0, SizeTable.of(config.resolve(), config.mode.decode_mode()), rules)
+        make: Callable[..., Route] = Route
+        if rules.grid is not None:
+            from .sizes import grid_route as make
+        self._decode = self._mixed = make(0, SizeTable.of(config.resolve(), config.mode.decode_mode()), rules)
         if uniform_decode is not None:
             table = SizeTable.of(config.resolve(mixed=True), config.mode.mixed_mode())
-            self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
+            self._mixed = make(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
         self._rules = rules
         self.stats = server.stats
         """What happened so far: hits, captures, padding, and the reason for every eager step."""
@@ -277,12 +292,12 @@ class Graphed(Lifecycle, Generic[P, R]):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The capture sizes that calls are padded to now."""
-        return self._decode.table.sizes or self._mixed.table.sizes
+        return self._decode.table.points or self._mixed.table.points
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
         """Those of calls that are not uniform decode, in a mode that tells them apart; else the same."""
-        return self._mixed.table.sizes
+        return self._mixed.table.points
 
     @property
     def _routes(self) -> list[Route]:
@@ -293,17 +308,18 @@ class Graphed(Lifecycle, Generic[P, R]):
     def use_sizes(self, sizes: str | Sequence[int] | SizePlan) -> None:
         """Pad calls to these capture sizes from now on: as for ``graphed``, a plan, a name, or sizes.
 
-        Graphs of sizes that stay go on serving; the others are released, and all of them if the largest size grows.
-        Raises ``ConfigError`` for sizes that cannot be; nothing has changed then.
+        Graphs of sizes that stay serve on; the others are released, and all of them if the largest size grows. Raises
+        ``ConfigError`` for sizes that cannot be; nothing has changed then.
         """
+        from .sizes import other_sizes
+
         with self._server.lock:
-            self._config = config = resized(self._config, sizes)
-            resolved = {route: config.resolve(mixed=route is not self._decode) for route in self._routes}
-            self._server.use_tables({r: SizeTable.of(new, r.table.mode) for r, new in resolved.items()})
+            routes = {route: route is not self._decode for route in self._routes}
+            self._config, self._rules, tables = other_sizes(self._config, self._rules, sizes, routes)
+            self._server.use_tables(tables)
 
     def keep_examples(self) -> None:
-        """Keep two rows of one call of each signature from now on, so that ``capture_size`` has something to capture
-        with; tensors without a batch dimension are kept as they are."""
+        """Keep two rows of a call of each signature for ``capture_size``; tensors without a batch dimension whole."""
         with self._server.lock:
             self._server.keep_examples()
 
@@ -317,7 +333,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         from ..serve.prewarm import capture_size
 
         with torch.no_grad(), self._server.lock:
-            return capture_size(self._server, self._routes, size)
+            return capture_size(self._server, self._routes, self._routes[0].table.number_of(size))
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
@@ -335,7 +351,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         from ..serve.prewarm import captured_sizes
 
         with self._server.lock:
-            return captured_sizes(self._routes)
+            return tuple(getattr(size, "lengths", size) for size in captured_sizes(self._routes))
 
     @property
     def breaks(self) -> "list[BreakFigures]":

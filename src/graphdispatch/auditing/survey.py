@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..backends.operators import OperatorKind, forbidden, kind_of, user_line
 from ..backends.standins import HostReads, SaysCapturing, StandIns
-from ..call.breaks import ACTIVE, BREAKS
+from ..call.marks import ACTIVE, BREAKS
 from ..capture.effects import EffectRecorder
 from ..errors import CaptureError
 from .result import Finding

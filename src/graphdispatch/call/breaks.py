@@ -4,37 +4,21 @@
 one lookup of a context variable. In a FULL capture it is part of the graph.
 """
 
-import functools
 from collections.abc import Callable
-from contextvars import ContextVar
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import MethodType
 from typing import Any, TypeGuard, TypeVar, overload
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError, shown
+from .marks import BREAKS, ORIGINAL, as_break, is_break
 from .rules import callable_name
 
-__all__ = ["BREAKS", "BREAK_CODE", "BreakRunner", "eager_break", "is_break", "is_marked", "remove_eager_break"]
+__all__ = ["eager_break", "is_marked", "remove_eager_break"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
-_ORIGINAL = "_graphdispatch_unbroken"
-
-
-BreakRunner = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Ends the current graph, runs a function eagerly (name, function, args, kwargs), begins the next graph."""
-
-ACTIVE: ContextVar[BreakRunner | None] = ContextVar("piecewise_capture", default=None)
-"""Runs the breaks of this thread or task; None outside a PIECEWISE capture."""
-
-
-BREAKS: set[str] = set()
-"""The operators that break every PIECEWISE capture of the process, by qualified name.
-
-There is one set, as torch has one set of operators; ``eager_break("aten::nonzero")`` adds to it.
-"""
 
 
 @overload
@@ -74,12 +58,12 @@ def eager_break(target: Any, *more: Any) -> Any:
         forward, name = target.forward, type(target).__name__
         if isinstance(forward, MethodType) and forward.__self__ is target and not is_break(forward):
             # A method again, so that a deep copy of the module calls the copy and not this module.
-            target.forward = MethodType(_as_break(forward.__func__, name), target)
+            target.forward = MethodType(as_break(forward.__func__, name), target)
         elif not is_break(forward):
-            target.forward = _as_break(forward, name)
+            target.forward = as_break(forward, name)
         return target
     if callable(target):
-        return target if is_break(target) else _as_break(target, callable_name(target))
+        return target if is_break(target) else as_break(target, callable_name(target))
     raise ConfigError(f"eager_break takes a function, a module or names of operators, got {shown(target)}")
 
 
@@ -93,12 +77,6 @@ def is_marked(module: nn.Module) -> bool:
     return is_break(module.forward)
 
 
-def is_break(fn: Callable[..., Any]) -> bool:
-    """Whether a function is marked to run eagerly in PIECEWISE captures."""
-    plain = fn.__func__ if type(fn) is MethodType else fn
-    return type(plain) is FunctionType and _ORIGINAL in vars(plain)
-
-
 def remove_eager_break(*targets: Any) -> None:
     """Take back the marks of modules, and of operators by name.
 
@@ -108,27 +86,9 @@ def remove_eager_break(*targets: Any) -> None:
         if type(target) is str:
             BREAKS.discard(target)
         elif is_module(target) and is_marked(target):
-            original = getattr(target.forward, _ORIGINAL)
+            original = getattr(target.forward, ORIGINAL)
             del target.forward
             if getattr(target.forward, "__func__", None) is not original:  # not the class's forward, but its own
                 target.forward = original
         else:
             raise ConfigError(f"remove_eager_break takes marked modules and names of operators, got {shown(target)}")
-
-
-def _as_break(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # The compiler cannot trace a context variable. What it compiles is one piece without breaks.
-        runner = None if torch.compiler.is_dynamo_compiling() else ACTIVE.get()
-        if runner is None:
-            return fn(*args, **kwargs)
-        return runner(name, fn, args, kwargs)
-
-    if issubclass(type(fn), (FunctionType, BuiltinFunctionType, MethodType)):  # others may answer for any name
-        functools.update_wrapper(run, fn)
-    setattr(run, _ORIGINAL, fn)
-    return run
-
-
-BREAK_CODE = next(constant for constant in _as_break.__code__.co_consts if isinstance(constant, CodeType))
-"""The code that runs around every break, by which a trace of the interpreter knows one."""

@@ -7,18 +7,14 @@ from contextvars import ContextVar
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
+from .marks import ROWS_TOLD
 
-__all__ = ["cudagraph_context", "current_context", "current_rows", "told_rows"]
+__all__ = ["cudagraph_context", "current_context", "told_rows"]
 
 # A context variable, so that each thread and each asyncio task has its own value.
 _CURRENT: ContextVar[tuple[CUDAGraphMode, BatchDescriptor | None] | None] = ContextVar(
     "cudagraph_context", default=None
 )
-
-_ROWS: ContextVar[int | None] = ContextVar("cudagraph_rows", default=None)
-
-current_rows = _ROWS.get
-"""How many rows of the current step's batch are real, if its caller padded it and said so, or None."""
 
 current_context = _CURRENT.get
 """The mode and descriptor of the innermost ``cudagraph_context`` of this thread or task, or None."""
@@ -60,8 +56,8 @@ def told_rows(rows: int | None, descriptor: BatchDescriptor | None) -> Iterator[
         raise ConfigError(
             f"rows must be how many of the descriptor's {most} tokens are real, from 1 on, or None; got {shown(rows)}"
         )
-    token = _ROWS.set(rows)
+    token = ROWS_TOLD.set(rows)
     try:
         yield
     finally:
-        _ROWS.reset(token)
+        ROWS_TOLD.reset(token)

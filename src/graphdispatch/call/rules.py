@@ -1,14 +1,18 @@
 """What the user says of the arguments: which have a batch dimension, how to pad them, which are static."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..axes import ROWS, Axis
 from ..errors import ConfigError, check_callable, shown
 from .padding import Pad, as_pad
 from .spec import FlatCall, Leaf, declared_names, describe, parameter_names
+
+if TYPE_CHECKING:
+    from .dims import Grid
 
 __all__ = ["ArgumentRules", "callable_name", "make_rules"]
 
@@ -18,13 +22,15 @@ class ArgumentRules(NamedTuple):
 
     ``dynamic``: the batch dimension of each argument that has one. ``pad``: the pad rules other than zeros. ``static``:
     tensors whose address never changes, and objects that are the same on each call; they are not copied.
-    ``check_addresses``: whether each call compares the addresses of static tensors.
+    ``check_addresses``: whether each call compares the addresses of static tensors. ``grid``: the dimensions of all
+    arguments where several change; ``dynamic`` has the first one of each argument then.
     """
 
     dynamic: Mapping[str, int]
     pad: Mapping[str, Pad]
     static: frozenset[str]
     check_addresses: bool = True
+    grid: "Grid | None" = None
 
     def dim_of(self, leaf: Leaf, tensor: torch.Tensor) -> int | None:
         """The batch dimension of a tensor, counted from the front; None if it has none, as a static tensor.
@@ -42,6 +48,13 @@ class ArgumentRules(NamedTuple):
                 else f"dynamic[{leaf.path!r}] = {given}, but the tensor has no dimensions; leave it out of dynamic="
             )
         return given % tensor.dim()
+
+    def axes_of(self, leaf: Leaf, tensor: torch.Tensor) -> Sequence[tuple[int, Axis]]:
+        """The dynamic dimensions of a tensor, each with its axis. Raises as ``dim_of`` does."""
+        if self.grid is not None:
+            return () if self.is_static(leaf) else self.grid.axes_of(leaf, tensor)
+        dim = self.dim_of(leaf, tensor)
+        return () if dim is None else ((dim, ROWS),)
 
     def is_static(self, leaf: Leaf) -> bool:
         """Whether the user declared an argument static."""

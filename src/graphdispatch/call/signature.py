@@ -5,7 +5,6 @@ then only compared with later calls.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 
 from ..native.bound import CORE
 from ..reasons import Reason
+from .inputs import FIXED, NO_MATCH, InputSpec
 from .padding import Pad
 from .rules import ArgumentRules
 from .spec import Leaf, describe, is_tensor
@@ -22,7 +22,6 @@ from .spec import Leaf, describe, is_tensor
 __all__ = [
     "PLAIN_TENSORS",
     "ForeignSignature",
-    "InputSpec",
     "Refusal",
     "Signature",
     "device_of",
@@ -31,9 +30,6 @@ __all__ = [
     "refusal",
 ]
 
-NO_MATCH = -1
-FIXED = -2
-"""The rows of a tensor without a batch dimension."""
 _MOST_SHAPES = 4096  # per tensor; more are compared each time
 _is_inference = torch.is_inference_mode_enabled
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -59,44 +55,6 @@ _CORE_CONSTANTS = frozenset((float, complex, *_CONSTANTS))
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, ModuleType)
 _DEVICES = {"cpu": 0, "cuda": 1}
 """Their numbers in torch; of other devices the core asks by name."""
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One tensor argument.
-
-    ``position`` is its place among the call's values; ``shape`` has 0 where the batch is; ``order`` lists the
-    dimensions from the slowest to the fastest in memory; ``dim`` is the batch dimension or None.
-    """
-
-    name: str
-    position: int
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    dim: int | None
-    pad: Pad
-    is_dense: bool = True
-    """Whether the caller's tensors leave no gaps in memory; the buffer never does, so that eager may compute a tensor
-    with gaps by another kernel."""
-    is_pad_given: bool = False
-    """Whether the user gave a rule of what padding rows hold; then nothing else is ever put there. Rows that are left
-    as they are may hold anything that came before."""
-
-    def sized(self, rows: int) -> tuple[int, ...]:
-        """The shape with ``rows`` rows."""
-        if self.dim is None:
-            return self.shape
-        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
-
-    def rows(self, shape: torch.Size) -> int:
-        """The rows of a shape that fits; ``FIXED`` without a batch dimension, and ``NO_MATCH`` if it does not fit."""
-        if len(shape) != len(self.shape):
-            return NO_MATCH
-        if any(d != self.dim and extent != self.shape[d] for d, extent in enumerate(shape)):
-            return NO_MATCH
-        return FIXED if self.dim is None else shape[self.dim]
 
 
 class Refusal(NamedTuple):
@@ -150,14 +108,18 @@ class Signature:
             self.native = self._native(values)
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
-        dim = rules.dim_of(leaf, tensor)
-        shape = tuple(0 if d == dim else extent for d, extent in enumerate(tensor.shape))
+        spans = dict(rules.axes_of(leaf, tensor))
+        shape = tuple(0 if d in spans else extent for d, extent in enumerate(tensor.shape))
         order, dense = _memory_order(tensor)
+        dim = next(iter(spans), None)
         if dim is not None and self.rows == NO_MATCH:
             self.rows = tensor.shape[dim]
+        axes = tuple(spans.items()) if rules.grid is not None else ()
         given = rules.pad.get(leaf.path, rules.pad.get(leaf.argument))
         pad, is_given = given or Pad.zero(), given is not None and given.kind != "leave"
-        spec = InputSpec(leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense, is_given)
+        spec = InputSpec(
+            leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense, is_given, axes
+        )
         self._forms[position] = spec
         self._checks.append(_TensorCheck(position, tensor.dtype, tensor.device, {}, tensor.is_contiguous()))
         if not rules.is_static(leaf):
@@ -170,16 +132,25 @@ class Signature:
         tensors = []
         for check in self._checks:
             form = self._forms[check.position]
-            dim = -1 if form.dim is None else form.dim
+            spans = tuple((dim, axis.shift, axis.mask) for dim, axis in form.spans)
             held = values[check.position]
-            tensors.append((check.position, held, form.shape, form.order, dim, check.contiguous, form.is_dense))
+            tensors.append((check.position, held, form.shape, form.order, spans, check.contiguous, form.is_dense))
         constants = tuple((position, kind, value) for position, kind, value, _ in self._constants)
         others = tuple(self._objects), tuple(self._addresses)
         device = _DEVICES.get(self._device_type, -1)
         assert CORE is not None
         return CORE.Signature(
-            len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others
-        )
+            len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others,
+            self._known_extents(),
+        )  # fmt: skip
+
+    def _known_extents(self) -> int:
+        """What stands in the number of each call, whatever its tensors say."""
+        return 0
+
+    def rows_of_example(self, values: Sequence[Any]) -> int:
+        """The rows of what is kept of a call, so that further sizes can be captured from it: two."""
+        return 2
 
     def parts(self) -> dict[int, tuple[str, Any]]:
         """By place, what a value must be (``"constant"``, ``"object"``, ``"shape"``, ``"address"``), and which."""
@@ -228,6 +199,8 @@ class Signature:
         if self._addresses or self._objects:
             return self._match_rest(values, rows)
         return rows if rows != FIXED else 1
+
+    _matched = match
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether a call fits, be the thread in inference mode or not: a replay gives the same values in both."""
@@ -290,9 +263,14 @@ def refusal(
         return no_tensors(leaves, values)
     if tensors and tensors[0][1].device.type != device.type:
         return Refusal(Reason.DEVICE_UNSUPPORTED, f"the arguments are on {tensors[0][1].device}, not on {device}")
-    rows = {leaf.path: t.shape[d] for leaf, t in tensors if (d := rules.dim_of(leaf, t)) is not None}
-    if len(set(rows.values())) > 1:
-        return Refusal(Reason.ROWS_DISAGREE, f"arguments have different numbers of rows: {rows}")
+    extents: dict[str, dict[str, int]] = {}
+    for leaf, tensor in tensors:
+        for dim, axis in rules.axes_of(leaf, tensor):
+            what = f"lengths along {axis.name!r}" if rules.grid is not None else "numbers of rows"
+            extents.setdefault(what, {})[leaf.path if rules.grid is None else f"{leaf.path}[{dim}]"] = tensor.shape[dim]
+    for what, found in extents.items():
+        if len(set(found.values())) > 1:
+            return Refusal(Reason.ROWS_DISAGREE, f"arguments have different {what}: {found}")
     for leaf, value in zip(leaves, values, strict=True):
         if not _is_plain(value) and _is_cache(value) and (advice := _caches().advice_for([value])):
             return Refusal(Reason.STATE_REBOUND, f"argument {leaf.path!r}: {advice}")

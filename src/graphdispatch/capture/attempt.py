@@ -46,6 +46,8 @@ class CaptureAttempt:
     _existing: set[int] = field(default_factory=set)
     """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
     _ran_again: bool = False
+    has_written: bool = False
+    """Whether the latest run with other rows wrote to memory that it did not make."""
 
     def capture(self) -> CUDAGraphEntry:
         """Warm up, record and compare; returns a complete entry.
@@ -127,10 +129,10 @@ class CaptureAttempt:
         request, values = self.request, self.request.values
         if rows not in (0, request.rows) or (padding and padding.real):
             parts = zip(request.inputs.specs, (padding and padding.real) or request.arguments(), strict=True)
-            values = request.values_with(v if s.dim is None else v.narrow(s.dim, 0, rows) for s, v in parts)
+            values = request.values_with(spec.cut(value, rows) for spec, value in parts)
         request.inputs.load(values, rows or request.rows, request.size)
         if padding and padding.rows:
-            request.inputs.put(padding.rows, rows, request.size)
+            request.inputs.put(padding.rows, rows, request.size, padding.axes)
 
     def _warm_up(self) -> None:
         self._start_over(f"warming up with {self.request.size} rows")
@@ -179,6 +181,7 @@ class CaptureAttempt:
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
             bare=request.inputs.positions if guard.missing else (),
+            compared=request.inputs.new_compared(request.peers),
             uses_rng=warm_run.uses_rng,
             signature=request.signature,
             call=request.call,
@@ -209,7 +212,9 @@ class CaptureAttempt:
         the real rows, or follow the batch differently than in other sizes.
         """
         request = self.request
-        if request.is_padded:
+        if request.grid is not None:
+            rule = request.grid.output_rule(output, self)
+        elif request.is_padded:
             rule = learn_output_rule(self.eager.opened, request.rows, output, request.size)
         elif request.rule is not None:
             rule = request.rule
@@ -231,22 +236,17 @@ class CaptureAttempt:
         size = self.request.size
         if size > 1:
             try:
-                return self._run_with(size - 1), size - 1
+                return self.run_with(size - 1), size - 1
             except CaptureError as error:
                 if size > 2 or error.__cause__ is None:
                     raise
-        return self._run_with(size + 1), size + 1
+        return self.run_with(size + 1), size + 1
 
-    def _run_with(self, rows: int) -> Any:
+    def run_with(self, rows: int) -> Any:
         """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps."""
         request = self.request
         self._start_over(f"probing the outputs with {rows} rows")
-        values = list(request.values)
-        for spec in request.inputs.specs:
-            if spec.dim is not None:
-                real = request.values[spec.position]
-                index = torch.arange(rows, device=real.device) % request.rows
-                values[spec.position] = real.index_select(spec.dim, index)
+        values = self._resized(rows)
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
         try:
             with request.backend.rehearsing(), effects:
@@ -261,7 +261,19 @@ class CaptureAttempt:
                 Reason.OUTPUT_ROWS_UNKNOWN,
             ) from error
         finally:
+            self.has_written = bool(effects.regions)
             undo_run(request, effects, self.eager.rng_before)
+
+    def replay_other(self, entry: CUDAGraphEntry, rows: int) -> None:
+        """Replay what ``run_with`` was given, from where the eager run began."""
+        self._start_over(f"comparing the replay of {rows} rows with eager")
+        self.request.inputs.load(self._resized(rows), rows, self.request.size)
+        self._replay(entry)
+
+    def _resized(self, rows: int) -> list[Any]:
+        """The call's values with its rows in turn, until there are so many."""
+        specs, values = self.request.inputs.specs, self.request.arguments()
+        return self.request.values_with(spec.repeated(value, rows) for spec, value in zip(specs, values, strict=True))
 
     def _writes_outside_inputs(self) -> list[Region]:
         """What the run on the static inputs writes, apart from the static inputs themselves."""
@@ -273,7 +285,7 @@ class CaptureAttempt:
         request = self.request
         self._start_over(f"comparing the replay of {request.rows} rows with eager")
         self._load()
-        prover = RowProver(request, self.eager, entry, self._replay_with)
+        prover = (request.grid.prover if request.grid else RowProver)(request, self.eager, entry, self._replay_with)
         alike = request.inputs.alike(request.size) if prover.is_wanted else {}
         self._replay(entry)
         check_replay(request, self.eager, entry)
@@ -281,7 +293,9 @@ class CaptureAttempt:
             check_padding_writes(request, self.eager, self._writes_outside_inputs())
         if prover.is_wanted:
             entry.proof = prover.prove(alike)
-        entry.compared.add(request.rows)
+        entry.compared.note(request.rows, request.size)
+        if request.grid is not None:
+            request.grid.compare_lengths(entry, self)
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..backends.base import Capture, Graph
 from ..backends.operators import is_expanded, is_strided, storage_key, tensors_in, user_line
-from ..call.breaks import ACTIVE
+from ..call.marks import ACTIVE
 from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..reasons import Reason

@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..axes import Axis
 from ..backends.operators import bits_equal, storage_key
-from ..call.signature import InputSpec
+from ..call.inputs import InputSpec
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
@@ -35,7 +36,7 @@ from .effects import Region
 from .request import CaptureRequest
 from .verify import difference, tolerance_for
 
-__all__ = ["Padding", "RowProver"]
+__all__ = ["BY_RULE", "Padding", "RowProver", "differing", "large", "takes_any_value", "wide"]
 
 _WIDEST = 20  # powers of two
 
@@ -43,12 +44,14 @@ _WIDEST = 20  # powers of two
 class Padding(NamedTuple):
     """Other padding: what it is, in words, and for each argument (by index) its rows, or None for those of its rule.
 
-    ``real``: what the arguments hold instead of their values; empty for their values.
+    ``real``: what the arguments hold instead of their values; empty for their values. Where there are several dynamic
+    dimensions, ``rows`` are whole arguments, of which the padding along ``axes`` (empty: all) is taken.
     """
 
     name: str
     rows: Sequence[torch.Tensor | None]
     real: Sequence[torch.Tensor] = ()
+    axes: Sequence[Axis] = ()
 
 
 class _Value(NamedTuple):
@@ -74,6 +77,8 @@ class RowProver:
     replays.
     """
 
+    _along: Sequence[Axis] = ()
+
     def __init__(
         self,
         request: CaptureRequest,
@@ -81,7 +86,7 @@ class RowProver:
         entry: CUDAGraphEntry,
         replay_with: Callable[[CUDAGraphEntry, int, Padding], None],
     ) -> None:
-        self.rows = request.rows if request.is_padded else (request.size + 1) // 2
+        self.rows = self._real_rows(request)
         self._request = request
         self._eager = eager
         self._entry = entry
@@ -90,19 +95,47 @@ class RowProver:
         self._is_limited = eager.effects.limits_values
         written = list(self._written_state())
         # Nothing tells which state the first half of a full batch writes. If padding must write none, it is all of it.
-        may_write = not request.is_padded and request.options.padding_writes == "allow"
+        may_write = self.rows != request.rows and request.options.padding_writes == "allow"
         self._state, self._unseen = ([], written) if may_write else (written, [])
         specs = request.inputs.specs
         # The second half of a full batch is padding like any other, unless a pad rule says what padding is.
         is_told = entry.written is not None or any(spec.is_pad_given for spec in specs)
-        self._is_cut = not request.is_padded and is_told
-        self._base = _BY_RULE if request.is_padded or is_told else _other_rows(request, self.rows, backwards=False)
+        self._is_cut = self.rows != request.rows and is_told
+        self._base = BY_RULE if request.is_padded or is_told else self._others(backwards=False)
+
+    def _real_rows(self, request: CaptureRequest) -> int:
+        return request.rows if request.is_padded else (request.size + 1) // 2
+
+    def _takes_any_value(self, index: int) -> bool:
+        return takes_any_value(self._request.inputs.specs[index])
+
+    def _others(self, *, backwards: bool) -> Padding:
+        return _other_rows(self._request, self.rows, backwards=backwards)
+
+    def _signed(self, fill: Callable[..., torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
+        return _signed_rows(self._request, self.rows, fill)
+
+    def _wild(self) -> Iterator[Padding]:
+        """Padding of numbers that no batch held."""
+        yield from (Padding("large numbers", numbers, axes=self._along) for numbers in self._signed(large))
+        yield Padding("random numbers of all magnitudes", self._random(), axes=self._along)
+
+    def _limited(self) -> Iterator[Padding]:
+        name = "the largest and the smallest number of the batch"
+        return (Padding(name, numbers, axes=self._along) for numbers in self._signed(_extreme))
+
+    def _random(self) -> list[torch.Tensor | None]:
+        request, generator = self._request, torch.Generator().manual_seed(0)
+        count = request.size - self.rows
+        shuffled = torch.randint(request.rows, (count,), generator=generator)
+        every = range(len(request.inputs.specs))
+        return [_rows_for(request, i, count, shuffled, wide, generator) for i in every]
 
     @property
     def is_wanted(self) -> bool:
         """Whether there can be padding, and no earlier batch has tested all arguments."""
         proof, specs = self._entry.proof, self._request.inputs.specs
-        has_padding = self.rows < self._request.size and any(spec.dim is not None for spec in specs)
+        has_padding = self.rows != self._request.size and any(spec.dim is not None for spec in specs)
         return has_padding and (proof is None or (self._request.is_padded and not proof.is_complete))
 
     def prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
@@ -114,12 +147,12 @@ class RowProver:
             base = self._read()
             try:
                 if self._is_cut:
-                    self._replay(_BY_RULE)
+                    self._replay(BY_RULE)
                     base = self._read()
-                self._prove_for(base, [_other_rows(self._request, self.rows, backwards=True)])
+                self._prove_for(base, [self._others(backwards=True)])
                 self._is_limited = self._is_limited or not self._takes_all(base)
                 if self._is_limited:
-                    self._prove_for(base, _limited_paddings(self._request, self.rows))
+                    self._prove_for(base, self._limited())
                 else:
                     self._prove_for_small_rows()
             except _DependentRowsError as found:
@@ -134,7 +167,7 @@ class RowProver:
 
     def _takes_all(self, base: Sequence[_Value]) -> bool:
         """Compare with numbers that no batch held; false as soon as the callable fails for some."""
-        for padding in filter(self._is_other, _wild_paddings(self._request, self.rows)):
+        for padding in filter(self._is_other, self._wild()):
             if not self._takes(padding):
                 return False
             self._compare(padding.name, base, self._read())
@@ -169,23 +202,24 @@ class RowProver:
         """Once more with small numbers in the real rows, which hide less. Not where they may decide where it writes."""
         request, entry = self._request, self._entry
         parts = list(zip(request.inputs.specs, request.arguments(), strict=True))
-        real = [_small(value) if spec.dim is not None and _takes_any_value(spec) else value for spec, value in parts]
+        shrinks = [spec.dim is not None and self._takes_any_value(i) for i, (spec, _) in enumerate(parts)]
+        real = [_small(value) if small else value for small, (_, value) in zip(shrinks, parts, strict=True)]
         if (
             all(small is value for small, (_, value) in zip(real, parts, strict=True))
             or entry.written is not None
             or entry.mode is not CUDAGraphMode.FULL
         ):
             return
-        self._base = Padding("", [], real)
+        self._base = Padding("", [], real, self._along)
         if not self._takes(self._base):
             return
         base = self._read()
-        for rows in _signed_rows(request, self.rows, _large):
-            self._replay(Padding("", rows, real))
+        for rows in self._signed(large):
+            self._replay(self._base._replace(rows=rows))
             self._compare("large numbers behind small real rows", base, self._read())
 
     def _compare(self, name: str, base: Sequence[_Value], got: Sequence[_Value]) -> None:
-        for a, b in _differing(base, got):
+        for a, b in differing(base, got):
             if self._is_deterministic is None:
                 self._is_deterministic = self._repeats(base)
             gap = difference(a.tensor, b.tensor, tolerance_for(a.tensor.dtype, exact=self._is_deterministic))
@@ -199,7 +233,7 @@ class RowProver:
         """Whether equal replays give equal bits."""
         for _ in range(2):
             self._replay(self._base)
-            if _differing(base, self._read()):
+            if differing(base, self._read()):
                 return False
         return True
 
@@ -232,7 +266,7 @@ class RowProver:
         """Of which arguments this batch could not tell; and of these, the ones that were the same for long, with their
         row."""
         request, specs = self._request, self._request.inputs.specs
-        fixed = {i for i, spec in enumerate(specs) if spec.dim is not None and not _takes_any_value(spec)}
+        fixed = {i for i, spec in enumerate(specs) if spec.dim is not None and not self._takes_any_value(i)}
         fixed = {i for i in fixed if i in alike or (specs[i].is_pad_given and not request.is_padded)}
         lasting: set[int] = set()
         if any(i not in fixed for i, spec in enumerate(specs) if spec.dim is not None):  # a dummy batch tells nothing
@@ -242,7 +276,7 @@ class RowProver:
         return (*names, *(["state"] if self._unseen else [])), assumed
 
 
-_BY_RULE = Padding("the padding of the pad rules", [])
+BY_RULE = Padding("the padding of the pad rules", [])
 
 
 def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tensor:
@@ -250,29 +284,14 @@ def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tenso
     return value.clone() if unwritten is None else value.masked_fill(unwritten, 0)
 
 
-def _differing(base: Sequence[_Value], got: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
+def differing(base: Sequence[_Value], got: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
+    """What has other bits."""
     return [(a, b) for a, b in zip(base, got, strict=True) if not bits_equal(a.tensor, b.tensor)]
 
 
-def _takes_any_value(spec: InputSpec) -> bool:
+def takes_any_value(spec: InputSpec) -> bool:
     """Whether padding rows may hold values that occur nowhere in the batch."""
     return not spec.is_pad_given and (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
-
-
-def _wild_paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
-    """Padding of numbers that no batch held, behind the first ``rows`` rows of the request's."""
-    generator = torch.Generator().manual_seed(0)
-    count, every = request.size - rows, range(len(request.inputs.specs))
-    for numbers in _signed_rows(request, rows, _large):
-        yield Padding("large numbers", numbers)
-    shuffled = torch.randint(request.rows, (count,), generator=generator)
-    name = "random numbers of all magnitudes"
-    yield Padding(name, [_rows_for(request, i, count, shuffled, _wide, generator) for i in every])
-
-
-def _limited_paddings(request: CaptureRequest, rows: int) -> Iterator[Padding]:
-    name = "the largest and the smallest number of the batch"
-    return (Padding(name, numbers) for numbers in _signed_rows(request, rows, _extreme))
 
 
 def _signed_rows(
@@ -309,10 +328,10 @@ def _rows_for(
     spec, value = specs[index], request.arguments()[index].detach()
     if spec.dim is None or spec.is_pad_given:
         return None
-    if fill is not None and generator is not None and _takes_any_value(spec):
+    if fill is not None and generator is not None and takes_any_value(spec):
         return fill(value, torch.Size(spec.sized(count)), spec.dim, generator)
     is_told = request.options.padding_writes == "refuse" or any(other.is_pad_given for other in specs)
-    if source is None or not (is_told or _takes_any_value(spec)):
+    if source is None or not (is_told or takes_any_value(spec)):
         return None
     return value.index_select(spec.dim, source.to(value.device))
 
@@ -329,7 +348,7 @@ def _extreme(
     return torch.where(signs > 0, numbers.amax(), numbers.amin()).to(value.dtype).expand(shape)
 
 
-def _large(
+def large(
     signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
 ) -> torch.Tensor:
     """Numbers several times as large as those of the real rows, with one sign for each row."""
@@ -347,7 +366,7 @@ def _small(value: torch.Tensor) -> torch.Tensor:
     return (wide * 2.0**-10).to(value.dtype)
 
 
-def _wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator) -> torch.Tensor:
+def wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator) -> torch.Tensor:
     """Numbers of both signs from tiny to large, such that squares of them are finite."""
     signs = torch.randint(2, shape, generator=generator) * 2 - 1
     if value.dtype is torch.bool:

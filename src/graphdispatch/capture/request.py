@@ -4,13 +4,14 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..backends.base import Backend, Pool
 from ..backends.operators import storage_key
-from ..call.context import current_rows
+from ..call.marks import ROWS_TOLD
 from ..call.signature import Signature
 from ..call.spec import FlatCall
 from ..config import CUDAGraphOptions
@@ -19,13 +20,16 @@ from ..errors import CaptureError, ConfigError, GraphDispatchError, ReplayError,
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
+from ..memory.proof import Compared
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
 
 if TYPE_CHECKING:
+    from ..decide.decision import SizeTable
     from ..memory.buffers import OutputBuffers
     from .autobreak import AutoBreaks
+    from .grid import GridCapture
 
 __all__ = ["CaptureRequest", "CaptureResult", "automatic_breaks", "failed_result"]
 
@@ -53,6 +57,10 @@ class CaptureRequest:
     """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
     buffers: "OutputBuffers | None" = None
     """Where copies of outputs go, if they go to preallocated memory."""
+    table: "SizeTable | None" = None
+    """The sizes that there are."""
+    peers: Sequence[Compared] = ()
+    """What was compared of other sizes, in the present state of the callable."""
     auto_breaks: "AutoBreaks | None" = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     reach: set[int] = field(default_factory=set)
@@ -61,7 +69,7 @@ class CaptureRequest:
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
     judges_gain: bool = False
     """Whether a graph that replays slower than eager is given up."""
-    told_rows: int | None = field(default_factory=current_rows)
+    told_rows: int | None = field(default_factory=ROWS_TOLD.get)
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the capture time, and of what is timed for the gain, in seconds."""
@@ -77,6 +85,15 @@ class CaptureRequest:
         copied = set(self.inputs.positions)
         kept = (value for place, value in enumerate(self.values) if place not in copied)
         return [self.call.fn, *(value for value in kept if not issubclass(type(value), CONSTANTS))]
+
+    @cached_property
+    def grid(self) -> "GridCapture | None":
+        """What is different where the batch has several dynamic dimensions."""
+        if not any(spec.axes for spec in self.inputs.specs):
+            return None
+        from .grid import GridCapture  # here, since most callables have one
+
+        return GridCapture(self)
 
     @property
     def is_padded(self) -> bool:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import ResolvedConfig
 from ..descriptors import BatchDescriptor
@@ -38,7 +38,8 @@ class Decision(NamedTuple):
         if self.mode is CUDAGraphMode.NONE:
             count = f", {self.rows} rows" if self.rows else ""
             return f"eager{count}: {self.detail or self.reason.text}"
-        padding = 100 * (1 - self.rows / self.size) if self.size else 0.0
+        rows, size = getattr(self.rows, "cells", self.rows), getattr(self.size, "cells", self.size)
+        padding = 100 * (1 - rows / size) if size else 0.0
         change = f"{self.rows} -> {self.size} rows, {padding:.1f} % padding" if padding else f"{self.rows} rows"
         note = "" if self.reason.is_graph else f" ({self.detail or self.reason.text})"
         return f"{self.mode.name} graph, {change}{note}"
@@ -64,7 +65,8 @@ class SizeTable:
         self.mode = mode
         self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
         """The decision for calls without a batch dimension."""
-        self._pads = pad_batches
+        self.pads = pad_batches
+        """Whether a batch is served by a larger size."""
         self._min_batches = dict(zip(self.sizes, min_batches or [1 + size for size in (0, *self.sizes)], strict=False))
         self._decisions = Memo(self._decide)
 
@@ -113,6 +115,20 @@ class SizeTable:
         """The decision for ``rows`` rows."""
         return self._decisions[rows]
 
+    @property
+    def points(self) -> tuple[Any, ...]:
+        """The sizes, as the user gave them."""
+        return self.sizes
+
+    def number_of(self, size: Any) -> int:
+        """The number of a size that the user named."""
+        number: int = size
+        return number
+
+    def exceeds(self, other: "SizeTable") -> bool:
+        """Whether a batch may be longer than any that ``other`` serves."""
+        return self.largest > other.largest
+
     def served_by(self, size: int) -> range:
         """The numbers of rows that the graph of ``size`` serves."""
         return range(self._min_batches[size], size + 1)
@@ -126,7 +142,7 @@ class SizeTable:
             reason = Reason.ABOVE_LARGEST_SIZE
             return Decision.eager(reason, rows, f"{reason.text} (largest: {self.largest})")
         size = self.sizes[bisect_left(self.sizes, rows)]
-        if rows != size and not self._pads:
+        if rows != size and not self.pads:
             return Decision.eager(Reason.NOT_CAPTURED, rows)
         if rows < self._min_batches[size]:
             return Decision.eager(Reason.POLICY, rows, f"eager is expected to be faster than {size} padded rows")

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends.operators import is_strided
-from ..call.signature import InputSpec
+from ..call.inputs import InputSpec
 from ..call.spec import is_tensor
 from ..errors import GuardError, ReplayError
 from ..reasons import Reason

@@ -13,24 +13,23 @@ from torch.utils._pytree import TreeSpec
 
 from ..errors import CaptureError
 from ..reasons import Reason
-from .outputs import OutputView
+from .outputs import OutputView, extents_of
 
 __all__ = ["OutputBuffers", "OutputRing", "OutputSpec", "first_part"]
 
 
 class OutputSpec(NamedTuple):
-    """One output tensor of a graph: its index among the leaves, the rows per row of each dimension that follows the
-    batch, and whether it lies in the graph's own memory."""
+    """One output tensor of a graph: its index among the leaves, the dimensions that follow the batch as in
+    ``OutputRule``, and whether it lies in the graph's own memory."""
 
     place: int
     tensor: torch.Tensor
-    factors: dict[int, int]
+    follows: tuple[tuple[Any, ...], ...]
     is_own: bool
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """Its shape for a number of rows."""
-        extents = enumerate(self.tensor.shape)
-        return tuple(rows * self.factors[dim] if dim in self.factors else extent for dim, extent in extents)
+        return tuple({**dict(enumerate(self.tensor.shape)), **extents_of(self.follows, rows)}.values())
 
 
 class OutputBuffers(ABC):
@@ -47,7 +46,7 @@ class OutputBuffers(ABC):
         self.sets: list[list[torch.Tensor | None]] = []
         """For each turn, the buffers of the output tensors, in order; None for a tensor that is handed out as it is."""
 
-    def prepare(self, outputs: Iterable[tuple[int, torch.Tensor, dict[int, int], bool]], structure: TreeSpec) -> None:
+    def prepare(self, outputs: Iterable[tuple[Any, ...]], structure: TreeSpec) -> None:
         """Make ``sets`` for a graph with these outputs, the fields of specs, or check that the present ones fit."""
         self._prepare([OutputSpec(*one) for one in outputs], structure)
 

@@ -20,11 +20,13 @@ from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
-from .proof import MOST_COMPARED, RowProof
+from .proof import Compared, RowProof
 from .replay import ReplayPlan, next_use
 from .windows import WINDOWS
 
 __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
+
+_MOST_PLANS = 8192
 
 
 @dataclass(eq=False)
@@ -65,8 +67,7 @@ class CUDAGraphEntry(NotCopied):
     """The first batch, until a different one has been verified."""
     proof: RowProof | None = None
     """Whether its real rows are independent of padding; None until a comparison has tested that."""
-    compared: set[int] = field(default_factory=set)
-    """The numbers of rows that were compared with eager: another one may take another branch of the Python code."""
+    compared: Compared = field(default_factory=Compared)
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
     verify_every: int | None = None
@@ -111,14 +112,13 @@ class CUDAGraphEntry(NotCopied):
 
     def may_pad(self, rows: int) -> bool:
         """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one
-        if rows are proven to be independent and so many were compared. Above ``MOST_COMPARED`` rows it is enough that
-        fewer were: code that takes another branch below some number of rows is found so."""
+        if rows are proven to be independent and so many were compared."""
         if rows == self.size:
             return True
         proof = self.proof
-        if proof is None or not proof.independent or proof.untested:
+        if proof is None or proof.untested or not proof.allows(rows, self.size):
             return False
-        return rows in self.compared or (self.size > MOST_COMPARED and rows > min(self.compared, default=rows))
+        return self.compared.covers(rows, self.size)
 
     def compares(self, rows: int) -> bool:
         """Whether a batch of ``rows`` rows would be padded, and has to be compared with eager before."""
@@ -127,11 +127,11 @@ class CUDAGraphEntry(NotCopied):
     def trust(self) -> None:
         """Serve batches of all numbers of rows without any comparison."""
         self.proof = RowProof(True)
-        self.compared.update(range(min(self.size, MOST_COMPARED + 1)))
+        self.compared.trust(self.size)
 
     def depends_on_padding(self, rows: int) -> bool:
         """Whether a batch of ``rows`` rows would be padded although rows are known to depend on padding."""
-        return rows != self.size and self.proof is not None and not self.proof.independent
+        return self.proof is not None and not self.proof.allows(rows, self.size)
 
     def is_current(self) -> bool:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
@@ -147,6 +147,8 @@ class CUDAGraphEntry(NotCopied):
         """The prepared replay for ``rows`` rows; made once."""
         plan = self._plans.get(rows)
         if plan is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
             plan = self._plans[rows] = ReplayPlan(self, rows)
         return plan
 

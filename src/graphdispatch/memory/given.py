@@ -44,9 +44,9 @@ class CallerBuffers(OutputBuffers):
         buffers = [self._leaves[one.place] for one in outputs]
         for one, buffer in zip(outputs, buffers, strict=True):
             _check_kind(buffer, one.tensor)
-            shape = one.shape(self.capacity)
+            shape, follows = one.shape(self.capacity), {dim for dim, *_ in one.follows}
             extents = enumerate(zip(buffer.shape, shape, strict=True))
-            if not all(room == needed or (room > needed and dim in one.factors) for dim, (room, needed) in extents):
+            if not all(room == needed or (room > needed and dim in follows) for dim, (room, needed) in extents):
                 raise ConfigError(
                     f"out must have room for the outputs of {self.capacity} rows, {shape}, got a tensor of shape "
                     f"{tuple(buffer.shape)}"

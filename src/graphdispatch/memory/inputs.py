@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from ..axes import Axis
 from ..backends.operators import bits_equal
-from ..call.signature import InputSpec
+from ..call.inputs import InputSpec
 from ..forking import renew_in_child
+from .proof import Compared
 
-__all__ = ["StaticInputs"]
+__all__ = ["StaticInputs", "inputs_for"]
 
 _CONSTANT_AFTER = 16
 _MOST_FILLS = 4096
@@ -55,6 +57,15 @@ class StaticInputs:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(flat.nbytes for flat in self._flat)
+
+    def cells(self, rows: int) -> int:
+        """What statistics count for a batch of ``rows`` rows: these."""
+        return rows
+
+    def new_compared(self, others: Sequence[Compared]) -> Compared:
+        """What a new graph begins with of the numbers that were compared with eager; ``others`` are of graphs of the
+        same state of the callable."""
+        return Compared()
 
     def views(self, size: int) -> tuple[torch.Tensor, ...]:
         """The arguments of a graph of ``size`` rows, in the order of ``specs``: always the same tensors.
@@ -107,9 +118,7 @@ class StaticInputs:
 
     def real(self, index: int, rows: int, size: int) -> torch.Tensor:
         """The real rows of argument ``index`` (in ``specs``) as they lie in the buffer."""
-        spec = self.specs[index]
-        view = self.views(size)[index]
-        return view if spec.dim is None else view.narrow(spec.dim, 0, rows)
+        return self.specs[index].cut(self.views(size)[index], rows)
 
     def alike(self, size: int) -> dict[int, torch.Tensor]:
         """The arguments (by index in ``specs``) whose rows, as they lie in the buffers, are all alike, with that row.
@@ -134,9 +143,9 @@ class StaticInputs:
             self._constants[index] = (row, times + 1 if bits_equal(value, row) else 1)
         return {index for index, (_, times) in self._constants.items() if times >= _CONSTANT_AFTER}
 
-    def put(self, padding: Sequence[torch.Tensor | None], rows: int, size: int) -> None:
+    def put(self, padding: Sequence[torch.Tensor | None], rows: int, size: int, axes: Sequence[Axis] = ()) -> None:
         """Put other padding behind the ``rows`` rows that were loaded: for each argument its rows, or None to leave
-        those of its pad rule."""
+        those of its pad rule. ``axes`` are for inputs with several dynamic dimensions."""
         for index, given in enumerate(padding):
             dim = self.specs[index].dim
             if given is not None and dim is not None:
@@ -171,6 +180,15 @@ class StaticInputs:
             self._fills.clear()
         self._fills[rows, self._clean_from, size] = fills
         return fills
+
+
+def inputs_for(specs: Sequence[InputSpec], capacity: int) -> StaticInputs:
+    """The static buffers of a signature with these inputs, with room for ``capacity`` rows."""
+    if not any(spec.axes for spec in specs):
+        return StaticInputs(specs, capacity)
+    from .grid import GridInputs  # here, since most callables have one dynamic dimension
+
+    return GridInputs(specs, capacity)
 
 
 def _ordered_view(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..axes import ROWS
 from ..backends.base import Pool
 from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
@@ -34,6 +35,7 @@ __all__ = [
     "OutputView",
     "Outputs",
     "check_values",
+    "extents_of",
     "first_rows",
     "fixed_rule",
     "is_same_value",
@@ -84,9 +86,10 @@ class OutputView:
 
 @dataclass(frozen=True)
 class OutputRule:
-    """For each tensor among the outputs, the dimensions that follow the batch: pairs (dimension, rows per row)."""
+    """For each tensor among the outputs, the dimensions that follow the batch: pairs (dimension, rows per row), with
+    the axis as a third where the batch has several."""
 
-    follows: tuple[tuple[tuple[int, int], ...], ...]
+    follows: tuple[tuple[tuple[Any, ...], ...], ...]
 
 
 def learn_output_rule(first: Any, first_rows: int, second: Any, second_rows: int) -> OutputRule:
@@ -160,7 +163,7 @@ class Outputs:
             self._build = lambda tensors: close(build(tensors))
         if buffers is not None:
             parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
-            buffers.prepare([(*tensor, dict(dims), own) for tensor, dims, own in parts], spec)
+            buffers.prepare([(*tensor, dims, own) for tensor, dims, own in parts], spec)
 
     def taker(self, rows: int) -> Callable[[], Any]:
         """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
@@ -213,11 +216,16 @@ class Outputs:
         return sum(tensor.nbytes for _, tensor in self._tensors)
 
 
-def first_rows(tensor: torch.Tensor, dims: tuple[tuple[int, int], ...], rows: int) -> torch.Tensor:
+def first_rows(tensor: torch.Tensor, dims: tuple[tuple[Any, ...], ...], rows: int) -> torch.Tensor:
     """An output cut to its first rows; ``dims`` are the dimensions that follow the batch, as in ``OutputRule``."""
-    for dim, factor in dims:
-        tensor = tensor.narrow(dim, 0, rows * factor)
+    for dim, extent in extents_of(dims, rows).items():
+        tensor = tensor.narrow(dim, 0, extent)
     return tensor
+
+
+def extents_of(dims: tuple[tuple[Any, ...], ...], rows: int) -> dict[int, int]:
+    """The extent of each of these dimensions for ``rows`` rows."""
+    return {dim: factor * (axis[0] if axis else ROWS).of(rows) for dim, factor, *axis in dims}
 
 
 _only: Callable[[list[torch.Tensor]], Any] = itemgetter(0)

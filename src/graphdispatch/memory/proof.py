@@ -1,14 +1,15 @@
 """``RowProof``: what replays with other padding have shown of one graph's rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..axes import Axis
 from ..reasons import Reason
 
-__all__ = ["MOST_COMPARED", "RowProof"]
+__all__ = ["MOST_COMPARED", "Compared", "RowProof"]
 
 MOST_COMPARED = 64
 """The largest size of which each number of rows is compared with eager by itself."""
@@ -30,6 +31,9 @@ class RowProof:
     untested: tuple[str, ...] = ()
     """The arguments (and ``"state"``) of which the batch could not tell; padded batches are compared until one can."""
 
+    bound: tuple[Axis, ...] = ()
+    """Where there are several dynamic dimensions, those along which real ones changed."""
+
     assumed: tuple[tuple[int, torch.Tensor], ...] = ()
     """Values of a call, by place, with the row that all of theirs were in many batches. No padding could test them, so
     that padded batches are served while they stay so, and compared as soon as they do not."""
@@ -37,6 +41,12 @@ class RowProof:
     def holds_for(self, values: Sequence[Any]) -> bool:
         """Whether the rows of a call are as the proof assumes. Reads values back to the host, if it assumes any."""
         return all(torch.equal(values[place], row.expand_as(values[place])) for place, row in self.assumed)
+
+    def allows(self, rows: int, size: int) -> bool:
+        """Whether a batch of ``rows`` rows has padding in a graph of ``size`` only where that changes no real row."""
+        if self.independent or rows == size:
+            return True
+        return bool(self.bound) and all(axis.of(rows) == axis.of(size) for axis in self.bound)
 
     @property
     def is_complete(self) -> bool:
@@ -51,3 +61,24 @@ class RowProof:
         if not self.deterministic:
             return "equal replays differ in bits, so that rows were compared within the tolerance"
         return f"padding was not tested for {', '.join(self.untested)}" if self.untested else "rows are independent"
+
+
+class Compared(set[int]):
+    """The numbers of rows that were compared with eager: another one may take another branch of the Python code."""
+
+    def note(self, rows: int, size: int) -> None:
+        """Note that a batch of ``rows`` rows was compared with a graph of ``size``."""
+        self.add(rows)
+
+    def covers(self, rows: int, size: int) -> bool:
+        """Whether a batch of ``rows`` rows may be padded to ``size``, as far as comparisons go. Above ``MOST_COMPARED``
+        rows it is enough that fewer were compared: code that takes another branch below some number is found so."""
+        return rows in self or (size > MOST_COMPARED and rows > min(self, default=rows))
+
+    def trust(self, size: int) -> None:
+        """Take all numbers for compared."""
+        self.update(range(min(size, MOST_COMPARED + 1)))
+
+    def missing(self, rows: int, size: int) -> Iterable[int]:
+        """Which numbers between ``rows`` and ``size`` may have to be compared."""
+        return range(rows + 1, size)

@@ -29,13 +29,14 @@ across threads."""
 class ReplayPlan:
     """Copy in, replay, hand out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
 
-    __slots__ = ("_entry", "_load", "_pool", "_size", "_take", "_watched", "native", "rows")
+    __slots__ = ("_cells", "_entry", "_load", "_pool", "_size", "_take", "_watched", "native", "rows")
 
     def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
         self.rows = rows
         self._entry = entry
         self._pool = entry.pool
         self._size = entry.size
+        self._cells = entry.inputs.cells(rows), entry.inputs.cells(entry.size)
         self._load = entry.inputs.load if entry.inputs.specs else None
         self._take = entry.outputs.taker(rows)
         self._watched = entry.inputs.positions if entry.writes_outside else ()
@@ -43,7 +44,9 @@ class ReplayPlan:
         self.native: Any = None
         if CORE is not None:
             parts = entry.outputs.parts(rows)
-            self.native = CORE.Plan(self, entry, rows, self._size, inputs, self._take, self._watched, *parts)
+            self.native = CORE.Plan(
+                self, entry, rows, self._size, *self._cells, inputs, self._take, self._watched, *parts
+            )
         """The same replay in the core, which calls Python for every unusual case; None where there is no core."""
 
     def clash(self, values: Sequence[Any]) -> str | None:
@@ -100,7 +103,7 @@ class ReplayPlan:
             if values is not None and entry.mutated:
                 entry.copy_back(values, self.rows)
             if stats is not None:
-                stats.record_hit(self.rows, self._size)
+                stats.record_hit(*self._cells)
             return result
 
     run = run_in_python

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
 
+from ..api.stats import DispatchStats
 from ..errors import ConfigError, shown
 from ..memory.accounting import MemoryReport, memory_report
-from ..stats import CUDAGraphStats, DispatchStats
+from ..stats import CUDAGraphStats
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

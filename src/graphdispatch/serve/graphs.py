@@ -22,7 +22,7 @@ from ..memory.budget import Victim
 from ..memory.cache import GraphCache, StateKey
 from ..memory.entry import CUDAGraphEntry
 from ..memory.handout import Handout
-from ..memory.inputs import StaticInputs
+from ..memory.inputs import StaticInputs, inputs_for
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
@@ -122,7 +122,8 @@ class GraphSet:
             self.pool = self.backend.make_pool()
         rules.check_names(self.fn, call)
         why_not = refusal(call.leaves, leaves, rules, self.backend.device)
-        return why_not if why_not is not None else Signature(call.leaves, leaves, rules, self.backend.device)
+        make = Signature if rules.grid is None else rules.grid.signature
+        return why_not if why_not is not None else make(call.leaves, leaves, rules, self.backend.device)
 
     def _adopt(
         self, key: Hashable, route: Route, call: FlatCall, leaves: list[Any]
@@ -155,7 +156,7 @@ class GraphSet:
         for group in self.groups.values():
             if group.inputs.specs == tuple(signature.inputs) and group.inputs.capacity == capacity:
                 return group.inputs
-        return StaticInputs(signature.inputs, capacity)
+        return inputs_for(signature.inputs, capacity)
 
     def warm_up(self, group: GraphGroup, values: Sequence[Any], size: int) -> None:
         """Run one size without capturing, and put everything back."""
@@ -337,8 +338,7 @@ class GraphSet:
         """The bytes held: the pool, static inputs, output rings, and what graphs hold for themselves. Needs no lock."""
         groups = list(self.groups.values())
         entries = [entry for group in groups for entry in group.all_entries]
-        pools = [self.pool] if self.pool is not None else []
-        return memory_report(entries, pools, [group.inputs for group in groups])
+        return memory_report(entries, [self.pool] if self.pool is not None else [], [group.inputs for group in groups])
 
     @property
     def memory_bytes(self) -> int:
@@ -392,6 +392,8 @@ class GraphSet:
             options=self.options,
             rule=group.rule,
             buffers=group.buffers,
+            table=group.route.table,
+            peers=[one.compared for one in group.all_entries if one.guard is not None and one.guard.holds()],
             auto_breaks=self.auto_breaks,
             reach=storages_of(self.guard._tensors),
             clock=self.clock,

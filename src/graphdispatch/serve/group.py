@@ -320,7 +320,7 @@ class GraphGroup:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""
         self.wants_example = False
         if not self.example:
-            self.example = self.resized(values, 2)
+            self.example = self.resized(values, self.signature.rows_of_example(values))
 
     def differs(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
         """Whether a batch is another one than that with which the entry was captured (yes, if that was not kept)."""
@@ -337,11 +337,7 @@ class GraphGroup:
         sized = list(values)
         for spec in self.inputs.specs:
             if spec.dim is not None:
-                tensor = values[spec.position]
-                count = tensor.shape[spec.dim]
-                index = (torch.arange(rows, device=tensor.device) + shift) % count
-                taken = tensor.index_select(spec.dim, index)
-                sized[spec.position] = _with_order(taken, spec.order)
+                sized[spec.position] = _with_order(spec.repeated(values[spec.position], rows, shift), spec.order)
         return sized
 
 

@@ -10,6 +10,7 @@ from ..state.guards import StateGuard
 if TYPE_CHECKING:
     from .group import GraphGroup
 
+_MOST_HITS = 8192
 __all__ = ["Hit", "Hits", "Standing"]
 
 
@@ -54,5 +55,7 @@ class Hits(dict[int, Hit | Standing | None]):
     def __missing__(self, rows: int) -> Hit | Standing | None:
         hit = self._group.make_hit(rows)
         if hit is not None:
+            if len(self) >= _MOST_HITS:
+                self.clear()
             self[rows] = hit
         return hit

@@ -243,7 +243,7 @@ def compare_numbers(
     entry = captured.entry
     assert entry is not None
     state, batch = entry.state, entry.warm_batch
-    for number in range(rows + 1, entry.size):
+    for number in entry.compared.missing(rows, entry.size):
         if entry.compares(number):
             result = server.graphs.verify(group, varied(group, leaves, number), number, entry, keep_effects=False)
             if result.entry is None:

@@ -332,7 +332,7 @@ class Server(EagerPath):
 
         The others are released, and all of them if a largest size grows, since they share buffers of that size.
         """
-        grows = any(table.largest > route.table.largest for route, table in tables.items())
+        grows = any(table.exceeds(route.table) for route, table in tables.items())
         for route, table in tables.items():
             route.table = table
         if grows:

@@ -56,7 +56,7 @@ class SimulatedDevice:
             capture_time_ms=capture_ms,
         )
         entry.proof = RowProof(True)
-        entry.compared.add(request.rows)
+        entry.compared.note(request.rows, request.size)
         self.pool.graphs.add(entry.graph)
         if request.keep_effects:
             request.call(request.values)
@@ -67,7 +67,7 @@ class SimulatedDevice:
         if request.keep_effects:
             request.call(request.values)
             entry.graph.replay()
-        entry.compared.add(request.rows)
+        entry.compared.note(request.rows, request.size)
         entry.state = EntryState.VERIFIED
         return CaptureResult(None, entry, Reason.VERIFIED_NOW)
 

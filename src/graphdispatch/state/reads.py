@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..call.breaks import is_break
+from ..call.marks import is_break
 from . import holders, objects
 from .objects import ABSENT, CONTAINERS, Reader
 from .trace import CodeTrace

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backends.tracing import untraced
-from ..call.breaks import BREAK_CODE
+from ..call.marks import BREAK_CODE
 from ..errors import CaptureError
 from . import objects
 from .bytecode import CodeReads, code_reads

@@ -41,22 +41,24 @@ bool count_hit(PlanObject* self, PyObject* stats) {
   const Ref used(PyObject_CallNoArgs(facts.next_use));
   if (!used || !add(self->entry_dict, names.replay_count, 1)) return false;
   if (PyDict_SetItem(self->entry_dict, names.last_used, used.get())) return false;
+  const Ref rows(self->cells == self->rows ? Py_NewRef(self->rows_object) : PyLong_FromLongLong(self->cells));
+  if (!rows) return false;
   if (reinterpret_cast<PyObject*>(Py_TYPE(stats)) != facts.stats_type) {
-    const Ref size(PyLong_FromLongLong(self->size));
-    const Ref done(size ? PyObject_CallMethodObjArgs(stats, names.record_hit, self->rows_object, size.get(), nullptr)
+    const Ref size(PyLong_FromLongLong(self->all_cells));
+    const Ref done(size ? PyObject_CallMethodObjArgs(stats, names.record_hit, rows.get(), size.get(), nullptr)
                         : nullptr);
     return static_cast<bool>(done);
   }
   const Ref dict(PyObject_GenericGetDict(stats, nullptr));
   if (!dict || !add(dict.get(), names.hits, 1) || !add(dict.get(), names.replays, 1) ||
-      !add(dict.get(), names.real_rows, self->rows) || !add(dict.get(), names.padded_rows, self->size)) {
+      !add(dict.get(), names.real_rows, self->cells) || !add(dict.get(), names.padded_rows, self->all_cells)) {
     return false;
   }
   PyObject* by_rows = item(dict.get(), names._rows_of_hits);
   if (!by_rows || !PyDict_Check(by_rows)) return !PyErr_Occurred();
   constexpr Py_ssize_t kMostRows = 4096;  // _MOST_ROWS of stats.py
-  if (PyDict_GET_SIZE(by_rows) >= kMostRows && !item(by_rows, self->rows_object)) return !PyErr_Occurred();
-  return add(by_rows, self->rows_object, 1);
+  if (PyDict_GET_SIZE(by_rows) >= kMostRows && !item(by_rows, rows.get())) return !PyErr_Occurred();
+  return add(by_rows, rows.get(), 1);
 }
 
 // Find out, with the pool's lock held, where the rows of a batch go.

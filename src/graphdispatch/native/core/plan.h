@@ -46,6 +46,7 @@ struct PlanObject {
   PyObject* is_own;   // of each, whether it is the graph's memory; another one is handed out as it is
   PyObject* watched;  // the places of arguments that may share memory with what the graph writes
   int64_t rows, size;
+  int64_t cells, all_cells;  // what statistics count of the batch, and of the graph
   bool is_prepared, is_tuple, follows_data, copies_bytes;
   std::vector<Copy>* copies;
 };

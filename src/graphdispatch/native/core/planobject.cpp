@@ -41,10 +41,10 @@ bool read_pool(PlanObject* self) {
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *plan, *entry, *inputs, *take, *watched, *parts = nullptr, *is_own = nullptr;
-  long long rows, size;
+  long long rows, size, cells, all_cells;
   int is_tuple = 0;
-  if (!PyArg_ParseTuple(args, "OOLLOOO!|O!O!p", &plan, &entry, &rows, &size, &inputs, &take, &PyTuple_Type, &watched,
-                        &PyTuple_Type, &parts, &PyTuple_Type, &is_own, &is_tuple)) {
+  if (!PyArg_ParseTuple(args, "OOLLLLOOO!|O!O!p", &plan, &entry, &rows, &size, &cells, &all_cells, &inputs, &take,
+                        &PyTuple_Type, &watched, &PyTuple_Type, &parts, &PyTuple_Type, &is_own, &is_tuple)) {
     return nullptr;
   }
   if (parts && (!is_own || PyTuple_GET_SIZE(parts) != PyTuple_GET_SIZE(is_own) || !PyTuple_GET_SIZE(parts))) {
@@ -64,6 +64,8 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->is_tuple = is_tuple;
   self->rows = rows;
   self->size = size;
+  self->cells = cells;
+  self->all_cells = all_cells;
   self->rows_object = PyLong_FromLongLong(rows);
   self->entry_dict = PyObject_GenericGetDict(entry, nullptr);
   self->inputs_dict = inputs == Py_None ? Py_NewRef(Py_None) : PyObject_GenericGetDict(inputs, nullptr);

@@ -43,30 +43,55 @@ bool is_identity(const std::vector<int8_t>& order) {
   return true;
 }
 
-// The rows of a tensor that fits a form, kFixed without a batch dimension, else kNoMatch.
-int64_t rows_of(const TensorForm& form, PyObject* value) {
-  if (!is_plain_tensor(value)) return kNoMatch;
-  if (form.keys && !are_alike(keys_of(value), form.keys)) return kNoMatch;
+// What the tensors of a call have said of its number: the extents, and in which bits they stand.
+struct Extents {
+  int64_t number, known;
+
+  bool add(const Span& span, int64_t extent) {
+    const int64_t most = span.mask < 0 ? extent : span.mask;
+    const int64_t bits = (extent < most ? extent : most) << span.shift;
+    const int64_t mask = span.mask < 0 ? -1 : span.mask << span.shift;
+    if (known & mask) return (number & mask) == bits;
+    known |= mask;
+    number |= bits;
+    return true;
+  }
+};
+
+bool is_span(const TensorForm& form, int64_t dim) {
+  for (const Span& span : form.spans) {
+    if (span.dim == dim) return true;
+  }
+  return false;
+}
+
+// Whether a tensor fits a form, and what others have said of the number of rows, which it adds to.
+bool fits(const TensorForm& form, PyObject* value, Extents& extents) {
+  if (!is_plain_tensor(value)) return false;
+  if (form.keys && !are_alike(keys_of(value), form.keys)) return false;
   void* handle = handle_of(value);
   int32_t layout = -1;
-  if (shim.layout(handle, &layout) || layout != 0 || kind_of(handle) != form.kind) return kNoMatch;
+  if (shim.layout(handle, &layout) || layout != 0 || kind_of(handle) != form.kind) return false;
   int64_t dims = -1, *sizes = nullptr;
-  if (shim.dim(handle, &dims) || dims != static_cast<int64_t>(form.shape.size())) return kNoMatch;
-  if (shim.sizes(handle, &sizes)) return kNoMatch;
+  if (shim.dim(handle, &dims) || dims != static_cast<int64_t>(form.shape.size())) return false;
+  if (shim.sizes(handle, &sizes)) return false;
   for (int64_t d = 0; d < dims; ++d) {
-    if (sizes[d] != form.shape[d] && d != form.dim) return kNoMatch;
+    if (sizes[d] != form.shape[d] && !is_span(form, d)) return false;
   }
   bool is_contiguous = false;
-  if (shim.is_contiguous(handle, &is_contiguous)) return kNoMatch;
+  if (shim.is_contiguous(handle, &is_contiguous)) return false;
   if (!(is_contiguous && form.is_contiguous)) {
     int64_t* strides = nullptr;
     if (is_contiguous) {
-      if (!form.is_dense || !is_identity(form.order)) return kNoMatch;
+      if (!form.is_dense || !is_identity(form.order)) return false;
     } else if (shim.strides(handle, &strides) || !has_order(form, sizes, strides)) {
-      return kNoMatch;
+      return false;
     }
   }
-  return form.dim < 0 ? kFixed : sizes[form.dim];
+  for (const Span& span : form.spans) {
+    if (!extents.add(span, sizes[span.dim])) return false;
+  }
+  return true;
 }
 
 bool is_same_float(double a, double b) {
@@ -123,12 +148,28 @@ int has_modes(SignatureObject* self) {
   return dtype.get() == self->autocast;
 }
 
-// A form from (position, tensor, shape, order, dim, is_contiguous, is_dense); false with an error.
+// The dimensions that follow the batch, from tuples (dim, shift, mask); false with an error.
+bool read_spans(PyObject* items, TensorForm& form) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); ++i) {
+    Span span;
+    long long mask;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(items, i), "iiL", &span.dim, &span.shift, &mask)) return false;
+    if (span.dim < 0 || span.dim >= static_cast<int>(form.shape.size()) || span.shift < 0 || span.shift > 62) {
+      PyErr_SetString(PyExc_ValueError, "a dimension that the tensor lacks, or bits that no number has");
+      return false;
+    }
+    span.mask = mask;
+    form.spans.push_back(span);
+  }
+  return true;
+}
+
+// A form from (position, tensor, shape, order, spans, is_contiguous, is_dense); false with an error.
 bool read_form(PyObject* item, TensorForm& form) {
-  PyObject *tensor, *shape, *order;
+  PyObject *tensor, *shape, *order, *spans;
   int is_contiguous, is_dense;
-  if (!PyArg_ParseTuple(item, "nOO!O!ipp", &form.position, &tensor, &PyTuple_Type, &shape, &PyTuple_Type, &order,
-                        &form.dim, &is_contiguous, &is_dense)) {
+  if (!PyArg_ParseTuple(item, "nOO!O!O!pp", &form.position, &tensor, &PyTuple_Type, &shape, &PyTuple_Type, &order,
+                        &PyTuple_Type, &spans, &is_contiguous, &is_dense)) {
     return false;
   }
   if (!is_plain_tensor(tensor) || PyTuple_GET_SIZE(shape) > kMostDims ||
@@ -144,7 +185,7 @@ bool read_form(PyObject* item, TensorForm& form) {
     form.shape.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(shape, d)));
     form.order.push_back(static_cast<int8_t>(PyLong_AsLong(PyTuple_GET_ITEM(order, d))));
   }
-  return !PyErr_Occurred();
+  return !PyErr_Occurred() && read_spans(spans, form);
 }
 
 // Whether all items are tuples that begin with a place below ``count``.
@@ -165,8 +206,10 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   Py_ssize_t count;
   int is_inference, device;
   PyObject *device_type, *autocast, *tensors, *constants, *objects, *addresses;
-  if (!PyArg_ParseTuple(args, "npiUOO!O!O!O!", &count, &is_inference, &device, &device_type, &autocast, &PyTuple_Type,
-                        &tensors, &PyTuple_Type, &constants, &PyTuple_Type, &objects, &PyTuple_Type, &addresses)) {
+  long long extents;
+  if (!PyArg_ParseTuple(args, "npiUOO!O!O!O!L", &count, &is_inference, &device, &device_type, &autocast, &PyTuple_Type,
+                        &tensors, &PyTuple_Type, &constants, &PyTuple_Type, &objects, &PyTuple_Type, &addresses,
+                        &extents)) {
     return nullptr;
   }
   if (!are_placed(constants, 3, count) || !are_placed(objects, 2, count) || !are_placed(addresses, 2, count)) {
@@ -182,6 +225,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     if (form.position < 0 || form.position >= count) return PyErr_Format(PyExc_ValueError, "a place that no value has");
   }
   self->count = count;
+  self->extents = extents;
   self->is_inference = is_inference;
   self->device = device;
   self->device_type = Py_NewRef(device_type);
@@ -251,15 +295,12 @@ PyType_Spec spec = {"graphdispatch.native._core.Signature", sizeof(SignatureObje
 
 int64_t match(SignatureObject* self, PyObject* const* values, Py_ssize_t count) {
   if (count != self->count || has_modes(self) != 1 || !has_constants(self, values)) return kNoMatch;
-  int64_t rows = kFixed;
+  Extents extents{self->extents, 0};
   for (const TensorForm& form : *self->forms) {
-    const int64_t found = rows_of(form, values[form.position]);
-    if (found == rows || found == kFixed) continue;
-    if (found == kNoMatch || rows != kFixed) return kNoMatch;
-    rows = found;
+    if (!fits(form, values[form.position], extents)) return kNoMatch;
   }
   if (!has_addresses(self, values)) return kNoMatch;
-  return rows != kFixed ? rows : 1;
+  return extents.known ? extents.number : 1;
 }
 
 bool add_signature(PyObject* module) {

@@ -8,17 +8,22 @@
 namespace gd {
 
 constexpr int64_t kNoMatch = -1;
-constexpr int64_t kFixed = -2;  // the rows of a tensor without a batch dimension
 constexpr int kMostDims = 64;   // torch allows no more
+
+// A dimension that follows the batch, and which bits of a call's number hold its extent: those of ``mask``, shifted.
+struct Span {
+  int dim, shift;
+  int64_t mask;
+};
 
 // One tensor argument: what InputSpec says of it, and its dtype, device and dispatch keys in words.
 struct TensorForm {
   Py_ssize_t position;
   int64_t kind;
   uint64_t keys;
-  int dim;  // the batch dimension, or -1
+  std::vector<Span> spans;
   bool is_contiguous, is_dense;
-  std::vector<int64_t> shape;  // 0 where the batch is
+  std::vector<int64_t> shape;  // 0 where it follows the batch
   std::vector<int8_t> order;
 };
 
@@ -32,12 +37,13 @@ struct SignatureObject {
   PyObject* constants;  // tuples (position, type, value)
   PyObject* objects;    // tuples (position, object)
   PyObject* addresses;  // tuples (position, address)
+  int64_t extents;      // what stands in the number of each call
   std::vector<TensorForm>* forms;
 };
 
 extern PyTypeObject* signature_type;
 
-// The rows of a call that fits (1 without a batch dimension), else kNoMatch. Where it is in doubt it says kNoMatch, so
+// The rows of a call that fits (1 without a batch dimension; of several, one number), else kNoMatch. Where it is in doubt it says kNoMatch, so
 // that the call takes the slow path. kNoMatch with an error of Python if the interpreter fails.
 int64_t match(SignatureObject* signature, PyObject* const* values, Py_ssize_t count);
 

@@ -1,0 +1,74 @@
+"""Counters of what the dispatchers decided."""
+
+from collections import Counter
+from typing import Any
+
+from ..copying import Unlocked
+from ..forking import make_lock
+from ..modes import DispatchMode
+from ..reasons import Reason
+
+__all__ = ["DispatchStats"]
+
+
+class DispatchStats(Unlocked):
+    """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide.
+
+    A *fallback* is an eager call for which a graph was wanted; one that compared a graph with eager is none. Times are
+    wall-clock nanoseconds. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = make_lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        self.eager = 0
+        self.graph = 0
+        self.piecewise = 0
+        self.fallbacks = 0
+        self.dispatch_time_ns = 0
+        self.reasons: Counter[Reason] = Counter()
+
+    def record(self, mode: DispatchMode, reason: Reason, dispatch_ns: int) -> None:
+        """Count one decided call."""
+        with self._lock:
+            self.dispatch_time_ns += dispatch_ns
+            if mode is DispatchMode.CUDAGRAPH:
+                self.graph += 1
+            elif mode is DispatchMode.PIECEWISE:
+                self.piecewise += 1
+            else:
+                self.eager += 1
+                self.reasons[reason] += 1
+                if reason not in (Reason.DISABLED, Reason.POLICY, Reason.VERIFIED_NOW):
+                    self.fallbacks += 1
+
+    @property
+    def total(self) -> int:
+        """All decided calls."""
+        return self.eager + self.graph + self.piecewise
+
+    @property
+    def graph_ratio(self) -> float:
+        """The share of calls that a full or piecewise graph served, 0.0 before the first call."""
+        return (self.graph + self.piecewise) / self.total if self.total else 0.0
+
+    @property
+    def avg_dispatch_time_us(self) -> float:
+        """The mean time to decide one call in microseconds, 0.0 before the first call."""
+        return self.dispatch_time_ns / self.total / 1e3 if self.total else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counters as plain data, for JSON."""
+        with self._lock:
+            plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+            plain["reasons"] = {reason.value: n for reason, n in self.reasons.items()}
+        return plain | {"graph_ratio": self.graph_ratio}
+
+    def __repr__(self) -> str:
+        return (
+            f"<DispatchStats {self.total} calls: {self.graph} graph, {self.piecewise} piecewise, "
+            f"{self.eager} eager ({self.fallbacks} fallbacks)>"
+        )

@@ -1,0 +1,21 @@
+"""The dynamic dimensions of a batch, and where each has its extent in the number that stands for the batch."""
+
+from typing import NamedTuple
+
+__all__ = ["ROWS", "Axis"]
+
+
+class Axis(NamedTuple):
+    """One dynamic dimension, and where its extent is in the number."""
+
+    name: str
+    shift: int = 0
+    mask: int = -1
+
+    def of(self, number: int) -> int:
+        """The extent along this axis."""
+        return number >> self.shift & self.mask
+
+
+ROWS = Axis("rows")
+"""The only dynamic dimension: the number is its extent."""

@@ -1,0 +1,252 @@
+"""Several dynamic dimensions: what the user says of them, and what calls that have them look like."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..axes import Axis
+from ..errors import ConfigError, check_count, shown
+from ..extents import HIDDEN, LONGEST, MOST_AXES, Extents, axes_of
+from ..sizes import check_sizes
+from .inputs import NO_MATCH, InputSpec
+from .padding import Pad, as_pad
+from .rules import ArgumentRules
+from .signature import Signature
+from .spec import Leaf, is_tensor
+
+__all__ = ["Dim", "Grid", "GridSignature", "is_hidden", "read_grid", "rules_of"]
+
+_SHORTEST, _LONGEST = 16, 512
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dynamic dimension with the sizes to which it is padded: ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``.
+
+    ``sizes`` are strictly increasing; None: powers of two from 16 to ``max_size`` (default 512), or for the first
+    dimension what ``sizes`` and ``max_size`` of ``graphed`` say. ``pad`` is the rule for padding along this dimension:
+    as in ``pad`` of ``graphed`` for all arguments, or a mapping from arguments to rules. Arguments without a rule of
+    their own take the one of ``pad`` of ``graphed``, and zeros else. Raises ``ConfigError``.
+    """
+
+    name: str
+    sizes: Sequence[int] | None = None
+    max_size: int | None = None
+    pad: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"the name of a Dim must be text, as Dim('seq'), got {shown(self.name)}")
+        if self.sizes is not None:
+            object.__setattr__(self, "sizes", check_sizes(self.sizes, f"sizes of Dim({self.name!r})"))
+        if self.max_size is not None:
+            check_count(f"max_size of Dim({self.name!r})", self.max_size)
+        largest = max(self.sizes or (self.max_size or 1,))
+        if largest >= LONGEST:
+            raise ConfigError(f"the sizes of Dim({self.name!r}) must be below {LONGEST}, got {largest}")
+        if self.sizes is not None and self.max_size is not None and largest != self.max_size:
+            raise ConfigError(f"Dim({self.name!r}) has sizes, and another max_size={self.max_size}; give one of them")
+
+    def all_sizes(self) -> tuple[int, ...]:
+        """The sizes, made concrete."""
+        if self.sizes is not None:
+            return tuple(self.sizes)
+        largest = _LONGEST if self.max_size is None else self.max_size
+        doubled = [_SHORTEST << i for i in range(largest.bit_length()) if _SHORTEST << i < largest]
+        return (*doubled, largest)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a name alone."""
+        return self.sizes is None and self.max_size is None and self.pad is None
+
+
+class Grid(NamedTuple):
+    """The dynamic dimensions of a callable's arguments: where each argument has which, and what they are padded to."""
+
+    dims: tuple[Dim, ...]
+    """In the order in which the user named them; the first one is the batch."""
+    axes: tuple[Axis, ...]
+    places: Mapping[str, Mapping[int, Axis]]
+    """By argument (name or path), the axis of each dynamic dimension."""
+    chosen: tuple[tuple[int, ...], ...] = ()
+    """The combinations of sizes, where the user gave these; else all of the sizes of each."""
+
+    def axes_of(self, leaf: Leaf, tensor: torch.Tensor) -> Sequence[tuple[int, Axis]]:
+        """The dynamic dimensions of a tensor, counted from the front. Raises ``ConfigError`` for one that it lacks."""
+        found: dict[int, Axis] = {}
+        for dim, axis in self.places.get(leaf.path, self.places.get(leaf.argument, {})).items():
+            if not -tensor.dim() <= dim < tensor.dim():
+                raise ConfigError(
+                    f"dynamic[{leaf.path!r}][{dim}] = {axis.name!r} is out of range: the tensor has shape "
+                    f"{tuple(tensor.shape)}; name dimensions from {-tensor.dim()} to {tensor.dim() - 1}"
+                )
+            if found.setdefault(dim % tensor.dim(), axis) is not axis:
+                raise ConfigError(
+                    f"dynamic[{leaf.path!r}] names dimension {dim % tensor.dim()} of the tensor twice, as "
+                    f"{found[dim % tensor.dim()].name!r} and {axis.name!r}; name it once"
+                )
+        return sorted(found.items())
+
+    @property
+    def first(self) -> dict[str, int]:
+        """One dynamic dimension of each argument."""
+        return {name: next(iter(places)) for name, places in self.places.items()}
+
+    def rule_of(self, axis: Axis, leaf: str, argument: str) -> Pad | None:
+        """The pad rule of an argument along one axis, if the user gave one for that axis."""
+        rule = self.dims[self.axes.index(axis)].pad
+        if isinstance(rule, Mapping):
+            rule = rule.get(leaf, rule.get(argument))
+        return None if rule is None else as_pad(argument, rule)
+
+    def signature(
+        self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
+    ) -> Signature:
+        """The signature of a call."""
+        pairs = zip(leaves, values, strict=True)
+        has_axes = any(is_tensor(value) and self.axes_of(leaf, value) for leaf, value in pairs)
+        return (GridSignature if has_axes else Signature)(leaves, values, rules, device)
+
+    def points(self, rows: Sequence[int]) -> list[tuple[int, ...]]:
+        """All combinations of the sizes, with ``rows`` for the first dimension."""
+        points: list[tuple[int, ...]] = [(size,) for size in rows]
+        for dim in self.dims[1:]:
+            points = [(*point, size) for point in points for size in dim.all_sizes()]
+        return points
+
+    def checked_points(self, sizes: Any) -> list[tuple[int, ...]]:
+        """Combinations of sizes that the user gave as such. Raises ``ConfigError``."""
+        points = [
+            tuple(point) if isinstance(point, (tuple, list)) else (point,) for point in getattr(sizes, "points", sizes)
+        ]
+        for point in points:
+            if len(point) != len(self.axes):
+                raise ConfigError(
+                    f"sizes must have a size for each of {[axis.name for axis in self.axes]}, got {shown(point)}"
+                )
+            for axis, size in zip(self.axes, point, strict=True):
+                check_count(f"the size of {axis.name!r} in {point}", size)
+        if not points or len(set(points)) < len(points):
+            raise ConfigError(f"sizes must hold at least one combination, and each once, got {shown(sizes)}")
+        return points
+
+
+def read_grid(dynamic: Mapping[str, Any]) -> Grid:
+    """What ``dynamic`` says, if it names dimensions. An int stands for the first dimension that it names.
+
+    Raises ``ConfigError`` that names the argument.
+    """
+    dims: dict[str, Dim] = {}
+    named: dict[str, dict[int, str]] = {}
+    for name, places in dynamic.items():
+        if isinstance(places, Mapping):
+            named[name] = {dim: _read_dim(name, dim, one, dims) for dim, one in places.items()}
+            if not places:
+                raise ConfigError(f"dynamic[{name!r}] names no dimension, as {{0: 'batch'}}; leave it out of dynamic")
+        elif isinstance(places, bool) or not isinstance(places, int):
+            raise ConfigError(
+                f"dynamic[{name!r}] must be the number of a dimension, or map such numbers to names, as "
+                f"{{0: 'batch', 1: 'seq'}}, got {shown(places)}"
+            )
+    if len(dims) > MOST_AXES:
+        raise ConfigError(f"dynamic must name at most {MOST_AXES} different dimensions, got {list(dims)}")
+    axes = {axis.name: axis for axis in axes_of(list(dims))}
+    first = next(iter(axes))
+    for name, places in dynamic.items():
+        if isinstance(places, int):
+            named[name] = {places: first}
+    every = {name: {dim: axes[one] for dim, one in named[name].items()} for name in dynamic}
+    grid = Grid(tuple(dims.values()), tuple(axes.values()), every)
+    _check_pads(grid)
+    return grid
+
+
+def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
+    """The name of a dimension; ``dims`` has what is known of each name."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ConfigError(f"dynamic[{name!r}] must map numbers of dimensions to names, got {shown(dim)}")
+    if isinstance(one, str) and one:
+        one = Dim(one)
+    if not isinstance(one, Dim):
+        raise ConfigError(f"dynamic[{name!r}][{dim}] must be a name, as 'seq', or a Dim, got {shown(one)}")
+    known = dims.setdefault(one.name, one)
+    if known.is_plain:
+        dims[one.name] = one
+    elif not one.is_plain and one != known:
+        raise ConfigError(f"dynamic has two different Dims of the name {one.name!r}; give one, and its name elsewhere")
+    return one.name
+
+
+def _check_pads(grid: Grid) -> None:
+    for dim, axis in zip(grid.dims, grid.axes, strict=True):
+        rules = dim.pad if isinstance(dim.pad, Mapping) else {}
+        for name in rules:
+            if axis not in grid.places.get(name, {}).values():
+                raise ConfigError(f"pad of Dim({dim.name!r}) names {name!r}, which has no such dimension in dynamic")
+        for name in grid.places if dim.pad is not None else ():
+            grid.rule_of(axis, name, name)
+
+
+class GridSignature(Signature):
+    """What a call with several dynamic dimensions must look like. Its number has the extents of all of them."""
+
+    def __init__(
+        self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
+    ) -> None:
+        assert rules.grid is not None
+        self.axes = rules.grid.axes
+        self._places: dict[Axis, list[tuple[int, int]]] = {axis: [] for axis in self.axes}
+        self._grid = rules.grid
+        self._masks: tuple[tuple[int, int], ...] = ()
+        super().__init__(leaves, values, rules, device)
+
+    def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
+        for dim, axis in rules.axes_of(leaf, tensor):
+            self._places[axis].append((position, dim))
+        super()._add_tensor(position, leaf, tensor, rules)
+        if not self.inputs or self.inputs[-1].position != position:
+            return
+        spec = self.inputs[-1]
+        given = [self._grid.rule_of(axis, leaf.path, leaf.argument) for _, axis in spec.axes]
+        pads = tuple(spec.pad if rule is None else rule for rule in given)
+        is_given = spec.is_pad_given or any(rule is not None and rule.kind != "leave" for rule in given)
+        self.inputs[-1] = self._forms[position] = replace(spec, pads=pads, is_pad_given=is_given)
+
+    def _known_extents(self) -> int:
+        """A dimension that no argument of the call has is as short as can be."""
+        return Extents.pack(self.axes, [0 if self._places[axis] else 1 for axis in self.axes])
+
+    def rows_of_example(self, values: Sequence[Any]) -> int:
+        """Two along the first dimension, and all along the others."""
+        first, *lengths = Extents.of(self.axes, self.match(values)).lengths
+        return Extents.pack(self.axes, [2 if first else 0, *lengths])
+
+    def match(self, values: Sequence[Any]) -> int:
+        """The extents of a call that fits, as one number, else ``NO_MATCH``."""
+        if self._matched(values) < 0:
+            return NO_MATCH
+        number = self._known_extents()
+        for axis, places in self._places.items():
+            lengths = {values[position].shape[dim] for position, dim in places}
+            if len(lengths) > 1:
+                return NO_MATCH
+            number |= min(lengths.pop(), LONGEST) << axis.shift if lengths else 0
+        return number | HIDDEN if any(is_hidden(values[place], dim) for place, dim in self._masks) else int(number)
+
+    def watch(self, masks: Sequence[tuple[int, int]]) -> None:
+        """Look from now on, at each call, for rows that these masks (place and dimension) hide: in such a row what is
+        real would depend on padding. Python does it, since the values are looked at."""
+        self._masks, self.native = tuple(masks), None
+
+
+def is_hidden(mask: torch.Tensor, dim: int, fill: complex = 0) -> bool:
+    """Whether a mask holds what its padding holds all along a dimension, somewhere. Reads values back to the host."""
+    return not bool(mask.ne(fill).any(dim).all())
+
+
+def rules_of(spec: InputSpec) -> Sequence[tuple[int, Axis, Pad]]:
+    """The dynamic dimensions of an argument, each with its axis and its pad rule."""
+    return [(dim, axis, pad) for (dim, axis), pad in zip(spec.axes, spec.pads, strict=True)]

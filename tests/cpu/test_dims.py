@@ -1,0 +1,551 @@
+"""Several dynamic dimensions: what is served, what is refused, and what is said of bad input."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, Pad, graphed
+from graphdispatch.errors import ConfigError, FallbackError
+from graphdispatch.extents import LONGEST, Extents, axes_of
+from graphdispatch.native.bound import CORE
+from graphdispatch.reasons import Reason
+
+SEQ = Dim("seq", sizes=[8, 16])
+BOTH = {0: "batch", 1: SEQ}
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+class Encoder(nn.Module):
+    """Attention with a mask, or causal, or neither; one output with the sequence and one without."""
+
+    def __init__(self, kind: str = "masked") -> None:
+        super().__init__()
+        self.kind = kind
+        self.tokens, self.places = nn.Embedding(50, 16), nn.Embedding(32, 16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 5)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        batch, length = ids.shape
+        x = self.tokens(ids) + self.places(torch.arange(length))
+        q, k, v = self.qkv(x).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(2, 3) / 3
+        if self.kind == "masked":
+            scores = scores.masked_fill((mask == 0)[:, None, None, :], -1e9)
+        elif self.kind == "causal":
+            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -1e9)
+        mixed = (scores.softmax(3) @ v).transpose(1, 2).reshape(batch, length, 16)
+        weights = mask[:, :, None].float()
+        return self.out(x + mixed), (mixed * weights).sum(1) / weights.sum(1)
+
+
+def served(fn: Callable[..., Any], *names: str, **how: Any) -> Graphed[..., Any]:
+    """``fn`` with these arguments by batch and sequence."""
+    how = {"sizes": [2, 4], "capture_after": 1} | how
+    return graphed(fn, dynamic=dict.fromkeys(names, BOTH), **how)
+
+
+def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ids, and a mask of which each row begins with a one."""
+    mask = (torch.rand(batch, length) < 0.8).long()
+    mask[:, 0] = 1
+    return torch.randint(1, 50, (batch, length)), mask
+
+
+def close(got: Any, want: Any) -> None:
+    """Equal within what other kernels may round."""
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def last(step: Graphed[..., Any]) -> Reason:
+    """Why the latest call was served as it was."""
+    assert step.last_decision is not None
+    return step.last_decision.reason
+
+
+@pytest.mark.parametrize("kind", ["masked", "causal"])
+@pytest.mark.parametrize("first", [(3, 11), (4, 16), (1, 1), (4, 5), (2, 16)], ids=str)
+def test_lengths_and_batches_are_served(kind: str, first: tuple[int, int]) -> None:
+    """Whatever is captured first, calls are padded along both dimensions, and outputs are cut along those they have."""
+    model = Encoder(kind).eval()
+    step = served(model, "ids", "mask")
+    shapes = [first, first, *[(b, n) for b in range(1, 5) for n in (1, 3, 4, 8, 9, 11, 16)]]
+    for shape in shapes * 2:
+        ids, mask = tokens(*shape)
+        got, want = step(ids, mask), model(ids, mask)
+        assert [one.shape for one in got] == [one.shape for one in want]
+        close(got, want)
+    assert step.stats.captures == 4
+    for shape in shapes:
+        step(*tokens(*shape))
+        assert last(step).is_graph, step.explain(*tokens(*shape))
+
+
+def test_a_decision_tells_each_dimension() -> None:
+    """``explain``, the sizes, the entries and the statistics speak of batch and length."""
+    step = served(lambda x: x * 2, "x")
+    for _ in range(4):
+        step(torch.randn(3, 9))
+    assert step.explain(torch.randn(3, 9)) == "FULL graph, 3 x 9 -> 4 x 16 rows, 57.8 % padding"
+    assert step.sizes == ((2, 8), (2, 16), (4, 8), (4, 16))
+    assert [entry.key for entry in step.entries] == [(4, 16)]
+    assert step.entries[0].descriptor.num_tokens == 64
+    assert step.captured_sizes == ((4, 16),)
+    assert step.stats.real_rows == 27 * step.stats.hits
+    assert "largest: 4 x 16" in step.explain(torch.randn(3, 17))
+    assert step.stats.rows == {27: 4}
+    assert "4 x 16" in repr(step)
+
+
+@pytest.mark.parametrize("shape", [(3, 17), (5, 3), (3, LONGEST + 5)], ids=str)
+def test_too_long_runs_eagerly(shape: tuple[int, int]) -> None:
+    """A call above the largest size of one dimension runs eagerly, with the reason of any batch that is too large."""
+    step = served(lambda x: x * 2, "x")
+    x = torch.ones(shape)
+    assert torch.equal(step(x), x * 2)
+    assert last(step) is Reason.ABOVE_LARGEST_SIZE
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)], ids=str)
+def test_nothing_runs_eagerly(shape: tuple[int, int]) -> None:
+    """A call that is empty along one dimension runs eagerly."""
+    step = served(lambda x: x * 2, "x")
+    assert step(torch.ones(shape)).shape == shape
+    assert last(step) is Reason.NO_ROWS
+
+
+MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x - x.mean(1, keepdim=True),
+    "length": lambda x: x / x.shape[1],
+    "maximum": lambda x: x.amax(1),
+    "clamped maximum": lambda x: x.amax(1).clamp(max=1.0),
+    "softmax": lambda x: x.softmax(1),
+    "odd lengths": lambda x: x * 2 if x.shape[1] % 2 else x * 3,
+    "short": lambda x: x * 2 if x.shape[1] < 12 else x * 3,
+    "one length": lambda x: x * 2 if x.shape[1] == 13 else x * 3,
+    "from the end": lambda x: x.flip(1),
+    "both": lambda x: x - x.mean((0, 1)),
+    "scaled by log": lambda x: x * math.log(1 + x.shape[1]),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("first", [(3, 11), (4, 16), (4, 14), (2, 16)], ids=str)
+def test_what_mixes_the_sequence_is_never_wrong(name: str, first: tuple[int, int]) -> None:
+    """A model that uses the length, or mixes real and padding elements, runs eagerly wherever it would be padded."""
+    mixer = MIXERS[name]
+    step = served(mixer, "x", sizes=[4])
+    for shape in [first] * 4 + [(b, n) for n in range(9, 17) for b in (4, 3)] * 3:
+        x = torch.randn(*shape, 3) - 2
+        close(step(x), mixer(x))
+    if name != "one length":
+        step(torch.randn(4, 13, 3))
+        assert not last(step).is_graph
+
+
+def test_full_lengths_of_what_mixes_the_sequence_are_served() -> None:
+    """Padding is proven for each dimension: where that along the sequence matters, batches of full length are served,
+    and padded along the other."""
+    step = served(MIXERS["softmax"], "x", sizes=[4])
+    for shape in [(4, 16), (4, 16), (3, 16), (2, 16), (3, 16), (4, 16)]:
+        x = torch.randn(*shape, 3)
+        close(step(x), x.softmax(1))
+    assert last(step) is Reason.EXACT
+    assert step.explain(torch.randn(3, 16, 3)).startswith("FULL graph, 3 x 16 -> 4 x 16")
+    why = step.explain(torch.randn(4, 15, 3))
+    assert "depend on padding" in why
+    assert "along 'seq'" in why
+
+
+def test_full_batches_of_what_mixes_rows_are_served() -> None:
+    """The same for a model that mixes rows and not the sequence."""
+    step = served(lambda x: x.softmax(0), "x", sizes=[4])
+    for shape in [(4, 16), (4, 16), (4, 11), (4, 9), (4, 11), (4, 11)]:
+        x = torch.randn(*shape, 3)
+        close(step(x), x.softmax(0))
+    assert last(step) is Reason.PADDED
+    assert "along 'batch'" in step.explain(torch.randn(3, 16, 3))
+
+
+def test_a_model_without_a_mask_is_refused() -> None:
+    """Attention to all elements needs a mask; without one no padded sequence is served."""
+    model = Encoder("open").eval()
+    step = served(model, "ids", "mask", sizes=[4])
+    for length in (11, 11, 16, 16, 13, 16, 11):
+        ids, mask = tokens(4, length)
+        close(step(ids, mask), model(ids, mask))
+    assert not step.explain(*tokens(4, 11)).startswith("FULL")
+
+
+def test_a_length_like_the_batch_is_no_batch() -> None:
+    """Which dimension of an output follows which is learnt from runs, not from equal numbers."""
+
+    def pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x[:, :, None] + x[:, None, :], x.sum(1).expand(7, -1) + y.sum() * 0, torch.cat([x, x], 1)
+
+    step = served(pairs, "x", sizes=[4], static="y", pad={"x": 0})
+    y = torch.ones(4)
+    for shape in [(4, 4), (4, 4), (3, 3), (3, 3), (4, 7), (2, 5), (3, 3)]:
+        x = torch.randn(shape)
+        got, want = step(x, y), pairs(x, y)
+        assert [one.shape for one in got[:2]] == [one.shape for one in want[:2]]
+    assert last(step) is not Reason.CALL_RAISED
+
+
+def test_an_output_that_cannot_be_cut_stays_eager() -> None:
+    """Batch and sequence in one dimension, or half of the sequence, cannot be cut to what is real."""
+    for fn in (lambda x: x.reshape(-1, 3) * 2, lambda x: x[:, ::2] * 2):
+        step = served(fn, "x", sizes=[4])
+        for length in (11, 16, 11, 16):
+            x = torch.randn(4, length, 3)
+            assert torch.equal(step(x), fn(x))
+        assert step.stats.captures == 0
+        assert last(step) is Reason.OUTPUT_ROWS_UNKNOWN
+
+
+def test_three_dimensions() -> None:
+    """Each of three is padded, and an argument may have some of them, or one twice."""
+
+    def fn(x: Tensor, y: Tensor, square: Tensor) -> Tensor:
+        return x * 2 + y[None, :, None] + square.diagonal(dim1=0, dim2=1)
+
+    dims = {"x": {0: "a", 1: Dim("b", [4, 8]), 2: Dim("c", [2, 4])}, "y": {0: "b"}, "square": {0: "c", 1: "c"}}
+    step = graphed(fn, dynamic=dims, sizes=[2, 4], capture_after=1)
+    for shape in [(3, 5, 2), (3, 5, 2), (4, 8, 4), (1, 2, 3), (2, 7, 4), (1, 1, 1), (3, 6, 2), (3, 5, 2)] * 2:
+        x, y, square = torch.randn(shape), torch.randn(shape[1]), torch.randn(shape[2], shape[2])
+        close(step(x, y, square), fn(x, y, square))
+    assert last(step).is_graph
+
+
+def test_pad_rules_by_argument_and_dimension() -> None:
+    """A rule of the ``Dim`` counts along it, one of ``pad`` elsewhere; each is what the graph reads there."""
+    seen: dict[str, Tensor] = {}
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return x + y * 2
+
+    dim = Dim("seq", [4], pad={"x": 7, "y": Pad.repeat_last()})
+    step = graphed(
+        fn, dynamic={"x": {0: "batch", 1: dim}, "y": {0: "batch", 1: "seq"}}, sizes=[3], capture_after=1, pad={"x": 5}
+    )
+    for _ in range(4):
+        x, y = torch.randn(2, 3), torch.randn(2, 3)
+        close(step(x, y), fn(x, y))
+    assert last(step) is Reason.PADDED
+    (entry,) = step.entries
+    seen["x"], seen["y"] = entry.inputs.views(entry.size)
+    assert seen["x"][2].tolist() == [5.0] * 4
+    assert seen["x"][:2, 3].tolist() == [7.0] * 2
+    assert torch.equal(seen["y"][:2, 3], y[:, 2])
+    assert seen["y"][2].tolist() == [0.0] * 4
+
+
+def test_a_named_dimension_alone_is_its_number() -> None:
+    """A single name, of one dimension of each argument, is served as its number would be."""
+    step = graphed(lambda x: x * 2, dynamic={"x": {-1: Dim("seq", [4, 8], pad=3)}}, capture_after=1)
+    for length in (3, 3, 5, 5, 8, 2, 3, 5):
+        x = torch.randn(2, length)
+        assert torch.equal(step(x), x * 2)
+    assert step.sizes == (4, 8)
+    assert last(step) is Reason.PADDED
+
+
+def test_a_call_without_one_dimension() -> None:
+    """An argument that has a dimension for itself may be None; calls without any dynamic argument are served too."""
+
+    def fn(x: Tensor | None, y: Tensor | None, z: Tensor) -> Tensor:
+        return (z if x is None else x * 2) + (0 if y is None else y[None, :])
+
+    dims = {"x": {0: "batch", 1: "seq"}, "y": {0: Dim("seq", [4, 8])}}
+    step = graphed(fn, dynamic=dims, sizes=[2, 4], capture_after=1)
+    z = torch.ones(())
+    for _ in range(3):
+        for x, y in (
+            (torch.randn(3, 5), torch.randn(5)),
+            (torch.randn(3, 5), None),
+            (None, torch.randn(3)),
+            (None, None),
+        ):
+            close(step(x, y, z), fn(x, y, z))
+    assert {entry.size if type(entry.size) is int else entry.size.lengths for entry in step.entries} == {
+        1,
+        (2, 4),
+        (4, 8),
+    }
+
+
+def test_written_arguments_are_copied_back() -> None:
+    """What the call writes in place arrives in the caller's own tensor, its real elements alone."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(y)
+        return x * 2
+
+    step = served(fn, "x", "y", sizes=[4])
+    for shape in [(3, 5), (3, 5), (3, 5), (3, 5), (4, 16), (2, 3)] * 2:
+        x, y = torch.randn(shape), torch.randn(shape)
+        mine = x.clone()
+        close(step(x, y), fn(mine, y))
+        close(x, mine)
+    assert last(step).is_graph
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view", "static", "ring:2"])
+def test_every_way_of_handing_out(outputs: str) -> None:
+    """The real elements are handed out, whoever owns them."""
+    step = served(lambda x: x * 2, "x", outputs=outputs)
+    for shape in [(3, 5), (3, 5), (3, 5), (2, 7), (2, 7), (2, 7), (3, 6), (3, 5)]:
+        x = torch.randn(shape)
+        got = step(x)
+        assert torch.equal(got if isinstance(got, Tensor) else got.get(), x * 2)
+    assert last(step) is Reason.PADDED
+
+
+def test_strided_arguments() -> None:
+    """A part of a longer tensor is a kind of calls of its own."""
+    step = served(lambda x: x * 2, "x")
+    long = torch.randn(4, 30)
+    for length in (5, 5, 7, 7, 5, 7):
+        assert torch.equal(step(long[:, :length]), long[:, :length] * 2)
+    assert last(step) is Reason.PADDED
+
+
+def test_prewarm_serves_at_once() -> None:
+    """Every combination is captured, and each number and length compared, from one example."""
+    model = Encoder().eval()
+    step = served(model, "ids", "mask")
+    report = step.prewarm(*tokens(3, 6))
+    assert len(report.captured[step.entries[0].mode]) == 4
+    for shape in [(b, n) for b in range(1, 5) for n in range(1, 17)]:
+        ids, mask = tokens(*shape)
+        close(step(ids, mask), model(ids, mask))
+    assert step.stats.verifications <= 4
+    assert step.stats.hits >= 60
+
+
+def test_other_sizes_later() -> None:
+    """``use_sizes`` takes combinations, or sizes of the first dimension; ``prewarm`` and ``capture_size`` take them."""
+    step = served(lambda x: x * 2, "x", sizes=[(2, 4), (8, 8)])
+    assert step.sizes == ((2, 4), (8, 8))
+    for _ in range(4):
+        step(torch.randn(2, 3))
+        step(torch.randn(2, 5))
+    assert step.captured_sizes == ((2, 4), (8, 8))
+    step.use_sizes([(2, 4), (4, 6)])
+    assert step.captured_sizes == ((2, 4),)
+    step.keep_examples()
+    step(torch.randn(2, 3))
+    assert step.capture_size((4, 6))  # type: ignore[arg-type]
+    x = torch.randn(3, 6)
+    assert torch.equal(step(x), x * 2)
+    step.use_sizes([4])
+    assert step.sizes == ((4, 8), (4, 16))
+    step.prewarm(torch.randn(2, 3), sizes=[(4, 8)])  # type: ignore[list-item]
+    assert step.captured_sizes == ((4, 8),)
+    with pytest.raises(ConfigError, match=r"sizes must be among \(\(4, 8\), \(4, 16\)\), got \(4, 9\)"):
+        step.prewarm(torch.randn(2, 3), sizes=[(4, 9)])  # type: ignore[list-item]
+
+
+def test_memory_is_estimated_and_bounded() -> None:
+    """An estimate knows each combination, and a budget of bytes is kept."""
+    step = served(lambda x: x * 2, "x")
+    found = step.estimate_memory(torch.randn(2, 3))
+    assert len(found.per_size) == 4
+    assert found.low <= found.total <= found.high
+    step.prewarm(torch.randn(2, 3))
+    assert step.memory_bytes <= found.high
+
+
+def test_a_copy_has_the_same_sizes() -> None:
+    """A deep copy serves the same combinations by graphs of its own."""
+    step = copy.deepcopy(served(nn.Tanh(), "input", sizes=[(2, 4)]))
+    for _ in range(4):
+        step(torch.randn(2, 3))
+    assert step.sizes == ((2, 4),)
+    assert last(step) is Reason.PADDED
+
+
+def test_lengths_that_disagree_run_eagerly() -> None:
+    """One name has one length in a call; what disagrees is named, with its dimension."""
+    step = served(lambda x, y: (x, y.sum()), "x", "y", strict=True)
+    with pytest.raises(FallbackError, match=r"different lengths along 'seq': \{'x\[1\]': 5, 'y\[1\]': 6\}"):
+        step(torch.ones(3, 5), torch.ones(3, 6))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown argument": ({"dynamic": {"z": BOTH}}, "dynamic names 'z', which is no argument"),
+    "no name": ({"dynamic": {"x": {0: 3}}}, r"dynamic\['x'\]\[0\] must be a name, as 'seq', or a Dim, got 3"),
+    "no dimension": ({"dynamic": {"x": {}}}, r"dynamic\['x'\] names no dimension"),
+    "no number": ({"dynamic": {"x": {"seq": 0}}}, r"dynamic\['x'\] must map numbers of dimensions to names, got 'seq'"),
+    "a name for an argument": ({"dynamic": {"x": BOTH, "y": "seq"}}, r"dynamic\['y'\] must be the number of a dim"),
+    "four names": ({"dynamic": {"x": {0: "a", 1: "b", 2: "c", 3: "d"}}}, "at most 3 different dimensions"),
+    "two Dims": ({"dynamic": {"x": BOTH, "y": {0: Dim("seq", [4])}}}, "two different Dims of the name 'seq'"),
+    "sizes twice": ({"dynamic": {"x": {0: Dim("b", [4]), 1: "s"}}, "sizes": [8]}, "those of Dim\\('b'\\) already"),
+    "a pad for nothing": ({"dynamic": {"x": {0: "b", 1: Dim("s", pad={"y": 0})}}}, "names 'y', which has no such"),
+    "a bad pad": ({"dynamic": {"x": {0: "b", 1: Dim("s", pad="nil")}}}, r"pad\['x'\] must be a Pad"),
+    "short combinations": ({"dynamic": {"x": BOTH}, "sizes": [(4, 8), (4,)]}, "a size for each of"),
+    "equal combinations": ({"dynamic": {"x": BOTH}, "sizes": [(4, 8), (4, 8)]}, "each once"),
+    "out": ({"dynamic": {"x": BOTH}, "out": torch.ones(4, 8)}, "out must be left out"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_named(name: str) -> None:
+    """Each is a ``ConfigError`` where it is given, which names the argument and what to give instead."""
+    how, message = BAD[name]
+    with pytest.raises(ConfigError, match=message):
+        graphed(lambda x, y=None: x, **how)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"sizes": [16, 8]}, r"sizes of Dim\('seq'\) must be strictly increasing, got 16 before 8"),
+        ({"sizes": [0, 8]}, r"sizes of Dim\('seq'\)\[0\]"),
+        ({"sizes": []}, "must hold at least one size"),
+        ({"max_size": 0}, r"max_size of Dim\('seq'\)"),
+        ({"sizes": [8], "max_size": 4}, "give one of them"),
+        ({"sizes": [2**30]}, "must be below"),
+    ],
+    ids=str,
+)
+def test_bad_dims_are_named(how: dict[str, Any], message: str) -> None:
+    """Sizes that cannot be are refused where the ``Dim`` is made."""
+    with pytest.raises(ConfigError, match=message):
+        Dim("seq", **how)
+    with pytest.raises(ConfigError, match="must be text"):
+        Dim(3)  # type: ignore[arg-type]
+
+
+def test_a_dimension_out_of_range_is_named() -> None:
+    """At the first call, with the tensor's shape."""
+    step = graphed(lambda x: x * 2, dynamic={"x": {0: "batch", 2: "seq"}})
+    with pytest.raises(ConfigError, match=r"dynamic\['x'\]\[2\] = 'seq' is out of range.*\(3, 4\).*from -2 to 1"):
+        step(torch.ones(3, 4))
+    step = graphed(lambda x: x * 2, dynamic={"x": {1: "batch", -1: "seq"}})
+    with pytest.raises(ConfigError, match="names dimension 1 of the tensor twice"):
+        step(torch.ones(3, 4))
+
+
+def test_default_sizes() -> None:
+    """A name alone has powers of two from 16 to 512; ``max_size`` ends them."""
+    assert Dim("seq").all_sizes() == (16, 32, 64, 128, 256, 512)
+    assert Dim("seq", max_size=100).all_sizes() == (16, 32, 64, 100)
+    assert Dim("seq", max_size=5).all_sizes() == (5,)
+
+
+def test_extents_are_one_number() -> None:
+    """The extents come back out of the number, and a longer one than any size stays longer than any size."""
+    axes = axes_of(["batch", "seq", "depth"])
+    number = Extents.pack(axes, [3, 37, 5])
+    assert (str(number), f"{number}", number.lengths, number.cells) == ("3 x 37 x 5", "3 x 37 x 5", (3, 37, 5), 555)
+    assert [axis.of(int(number)) for axis in axes] == [3, 37, 5]
+    assert Extents.pack(axes, [1, 2**40, 1]).lengths == (1, LONGEST, 1)
+    assert number.covers(Extents.pack(axes, [3, 36, 1]))
+    assert not number.covers(Extents.pack(axes, [4, 1, 1]))
+    assert int(Extents.pack(axes, [LONGEST] * 3)) < 2**63
+
+
+@pytest.mark.skipif(CORE is None, reason="there is no native core")
+def test_the_core_matches_as_python_does() -> None:
+    """Both find the same number, or none."""
+    step = served(lambda x, y, z: (x, y, z), "x", pad={"x": 0})
+    step(torch.ones(3, 5), torch.ones(2), 1)
+    (group,) = step._graphs.groups.values()
+    signature = group.signature
+    assert signature.native is not None
+    for shape in [(3, 5), (1, 1), (0, 4), (4, 0), (2**10, LONGEST + 3), (3, 5, 1), (3,), ()]:
+        values = [torch.ones(1).expand(shape) if shape and max(shape) > 99 else torch.ones(shape), torch.ones(2), 1]
+        assert signature.native.match(values) == signature.match(values)
+    assert signature.match([torch.ones(3, 5), torch.ones(2), 1]) == Extents.pack(signature.axes, [3, 5])
+
+
+def test_comparisons_can_be_left_out() -> None:
+    """With ``verify=False`` nothing is compared, and every extent is served."""
+    step = served(lambda x: x * 2, "x", options=CUDAGraphOptions(verify=False))
+    for shape in [(3, 5), (3, 6), (1, 1), (4, 8)]:
+        x = torch.randn(shape)
+        assert torch.equal(step(x), x * 2)
+    assert step.stats.verifications == 0
+
+
+def test_long_dimensions_are_compared_at_their_shortest() -> None:
+    """Of a size above 64 elements the shortest length is compared beside the batch, and all longer ones are served."""
+    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [64, 200])}}, sizes=[2], capture_after=1)
+    for length in (150, 170, 65, 66, 199, 200, 110):
+        x = torch.randn(2, length)
+        assert torch.equal(step(x), x * 2)
+    assert (step.stats.captures, step.stats.verifications) == (1, 1)
+
+
+def test_a_short_branch_of_a_long_dimension_is_found() -> None:
+    """Code that takes another branch below some length is found at the capture, whatever came before."""
+    fn = MIXERS["short"]
+    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [200])}}, sizes=[2], capture_after=1)
+    for length in (150, 170, 11, 180, 5, 12):
+        x = torch.randn(2, length)
+        assert torch.equal(step(x), fn(x))
+
+
+def attend(x: Tensor, mask: Tensor) -> Tensor:
+    """Attention where a row that the mask hides altogether attends to everything, padding as well."""
+    scores = (x @ x.transpose(1, 2)).masked_fill((mask == 0)[:, None], -1e9)
+    return scores.softmax(2) @ x
+
+
+def test_a_row_that_its_mask_hides_runs_eagerly() -> None:
+    """What is real in it would depend on padding; such calls are told apart by the values of their masks."""
+    step = served(attend, "x", "mask", sizes=[4])
+    for length in (11, 11, 11, 12, 9):
+        x, mask = torch.randn(3, length, 4), torch.ones(3, length)
+        close(step(x, mask), attend(x, mask))
+    assert last(step) is Reason.PADDED
+    mask[1] = 0
+    for _ in range(3):
+        close(step(x, mask), attend(x, mask))
+        assert last(step) is Reason.PADDING_UNPROVEN
+    assert "a mask hides a whole row" in step.explain(x, mask)
+    mask[1, 4] = 1
+    close(step(x, mask), attend(x, mask))
+    assert last(step) is Reason.PADDED
+
+
+def test_masks_with_a_rule_are_not_looked_at() -> None:
+    """A pad rule of the user's says that the mask is right as it is: the core serves such calls, and none is looked at;
+    masks of which a one hides are served by a rule."""
+    hides = Dim("seq", [8, 16], pad={"mask": 1})
+    dims = {"x": {0: "batch", 1: hides}, "mask": {0: "batch", 1: "seq"}}
+    step = graphed(lambda x, mask: attend(x, 1 - mask), dynamic=dims, sizes=[4], capture_after=1)
+    for length in (11, 11, 11, 12, 9, 10, 13, 15):
+        x, mask = torch.randn(3, length, 4), torch.zeros(3, length)
+        close(step(x, mask), attend(x, 1 - mask))
+    assert last(step) is Reason.PADDED
+    assert step.stats.verifications == 1
+    (group,) = step._graphs.groups.values()
+    assert (group.signature.native is None) == (CORE is None)
+
+
+def test_masks_that_hide_well_are_not_looked_at() -> None:
+    """Where a hidden row does not attend to padding either, values need not be looked at."""
+
+    def attend_to_none(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.nan_to_num((x @ x.transpose(1, 2)).masked_fill((mask == 0)[:, None], -math.inf).softmax(2)) @ x
+
+    step = served(attend_to_none, "x", "mask", sizes=[4])
+    for length in (11, 11, 11, 12, 9):
+        x, mask = torch.randn(3, length, 4), torch.ones(3, length)
+        mask[1] = 0
+        close(step(x, mask), attend_to_none(x, mask))
+    assert last(step) is Reason.PADDED
+    (group,) = step._graphs.groups.values()
+    assert (group.signature.native is None) == (CORE is None)
