@@ -11,7 +11,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 
 async def serve(place: str) -> None:
-    """Six requests; vLLM's own table goes to its log."""
+    """Twelve requests for two replicas of the model; vLLM's own tables go to its log."""
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=place,
@@ -20,13 +20,14 @@ async def serve(place: str) -> None:
             dtype="float32",
             max_model_len=128,
             max_num_seqs=8,
+            data_parallel_size=2,
             enable_prefix_caching=False,
             kv_cache_memory_bytes=16 << 20,
             cudagraph_metrics=True,
             compilation_config={
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [1, 2, 4, 8, 64],
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 256],
             },
         )
     )
@@ -37,7 +38,7 @@ async def serve(place: str) -> None:
         async for _ in engine.generate(prompt, params, request_id=str(number)):
             pass
 
-    await asyncio.gather(*map(ask, range(6)))
+    await asyncio.gather(*map(ask, range(12)))
     await engine.do_log_stats()
     engine.shutdown()
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
