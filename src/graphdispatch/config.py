@@ -143,7 +143,8 @@ class CUDAGraphOptions(_Options):
     """How one wrapper captures, checks and replays. Frozen, hashable, given by keyword."""
 
     debug_log_enable: bool = False
-    """Log each capture and each replay at DEBUG level."""
+    """Log each replay at DEBUG level. Captures, evictions and the first eager call for each reason are lines at INFO in
+    any case."""
     gc_disable: bool = True
     """Freeze the garbage collector around captures, since a collection inside one can free what it records."""
     weak_ref_output: bool | None = None

@@ -94,11 +94,14 @@ class CUDAGraphStats(Unlocked):
             if len(self._rows_of_hits) < _MOST_ROWS:
                 self._rows_of_hits[real_rows] = 1
 
-    def record_eager(self, reason: Reason, rows: int = 0) -> None:
-        """Count a call whose answer is eager's, with the reason. ``rows`` is its number of rows, 0 if unknown."""
+    def record_eager(self, reason: Reason, rows: int = 0) -> bool:
+        """Count a call whose answer is eager's, with the reason; returns whether it is the first one for that reason.
+
+        ``rows`` is its number of rows, 0 if unknown.
+        """
         rows = getattr(rows, "cells", rows)  # of a batch with several dynamic dimensions
         with self._lock:
-            self.reasons[reason] += 1
+            self.reasons[reason] = count = self.reasons[reason] + 1
             if rows > 0:
                 known = self._rows_of_eager
                 if rows in known:
@@ -107,10 +110,11 @@ class CUDAGraphStats(Unlocked):
                     known[rows] = 1
             if reason is _VERIFIED_NOW:
                 self.verifications += 1
-                return
-            self.misses += 1
-            if reason is not _CAPTURED_NOW:
-                self.fallbacks += 1
+            else:
+                self.misses += 1
+                if reason is not _CAPTURED_NOW:
+                    self.fallbacks += 1
+        return count == 1
 
     def record_capture(self, time_ms: float) -> None:
         """Count a successful capture."""

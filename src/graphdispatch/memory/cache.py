@@ -1,5 +1,6 @@
 """The one cache of entries: looked up without a lock, within a limit of its own and, if given, a shared budget."""
 
+import logging
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from .admission import Admission
 from .budget import Choice, MemoryBudget, Victim
 from .entry import CUDAGraphEntry
 from .eviction import EvictionPolicy
+
+_log = logging.getLogger("graphdispatch")
 
 __all__ = ["GraphCache", "StateKey", "make_cache"]
 
@@ -164,6 +167,8 @@ class GraphCache:
     def record(self, eviction: Eviction) -> None:
         """Count a release in ``stats``, and tell ``admission`` of it unless the user asked for it."""
         self.stats.record_eviction(eviction)
+        told = eviction.descriptor.num_tokens, eviction.reason, eviction.replays, eviction.freed_bytes
+        _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *told)
         if eviction.reason not in _AS_ASKED:
             key = eviction.key
             self.admission.evicted(key.key if isinstance(key, StateKey) else key, eviction.replays)

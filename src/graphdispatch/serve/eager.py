@@ -1,5 +1,6 @@
 """The eager path: how a call runs that no graph serves, and at once where it is known why none does."""
 
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ..call.rules import callable_name
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, leaves_of
 from ..decide.decision import Decision
@@ -21,6 +23,8 @@ from .hit import HitPath
 from .hits import Standing
 
 __all__ = ["EagerPath"]
+
+_log = logging.getLogger("graphdispatch")
 
 
 class EagerPath(HitPath):
@@ -100,8 +104,7 @@ class EagerPath(HitPath):
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
-        self.local.decision = decision
-        self.stats.record_eager(decision.reason, decision.rows)
+        self.count_eager(decision)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
         run = WINDOWS.begin(self._reach)
@@ -110,6 +113,13 @@ class EagerPath(HitPath):
         finally:
             WINDOWS.end(run)
             self.local.decision = decision  # the callable may have called this object, too
+
+    def count_eager(self, decision: Decision) -> None:
+        """Count a call whose answer is eager's. The first one for each reason is a line of the log."""
+        self.local.decision, reason = decision, decision.reason
+        if self.stats.record_eager(reason, decision.rows) and not reason.leads_to_graph:
+            told = decision.detail or reason.text
+            _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
 
     def _reach(self) -> set[int]:
         return storages_of(self.graphs.guard._tensors)

@@ -204,8 +204,8 @@ class GraphSet:
     def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
         """Put a new entry into the cache, if there is room for it."""
         self.stats.record_capture(entry.capture_time_ms)
-        if self.options.debug_log_enable:
-            _log.debug("captured %r in %.1f ms for %s", entry, entry.capture_time_ms, callable_name(self.fn))
+        told = callable_name(self.fn), entry.mode.name, entry.size, entry.capture_time_ms
+        _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *told)
         entry.place, entry.stats = (group.key, entry.size), self.stats
         self.cache.admission.forget(entry.place)
         is_further = group.current(entry.size) is None  # else it takes the place of the one of the same state

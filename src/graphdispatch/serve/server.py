@@ -388,8 +388,7 @@ class Server(EagerPath):
         decision = choice.decision
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
-        self.local.decision = decision
-        self.stats.record_eager(decision.reason, decision.rows)
+        self.count_eager(decision)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason) from result.error
         answer = result.take_answer()
