@@ -58,6 +58,12 @@ def test_documents_have_snippets_and_commands() -> None:
     assert len(links()) >= 8
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_no_conflict_was_left(path: Path) -> None:
+    """A document has no marks of a merge."""
+    assert not re.search(r"^(<<<<<<<|>>>>>>>|=======$)", path.read_text(), re.M)
+
+
 @pytest.mark.parametrize(("path", "target"), links())
 def test_link_leads_somewhere(path: Path, target: str) -> None:
     """A link between documents names a file, and a heading of it where it says one."""

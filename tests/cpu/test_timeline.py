@@ -155,3 +155,13 @@ def test_what_cannot_be_watched_is_refused() -> None:
             pass
         run(serve)
     assert len(events(trace, "call")) > 3
+
+
+def test_several_dynamic_dimensions_are_told_as_text() -> None:
+    """Batch and length, each."""
+    dynamic = {"input": {0: "batch", 1: gd.Dim("length", sizes=[8])}}
+    serve = gd.graphed(torch.nn.ReLU(), dynamic=dynamic, sizes=(2, 4))
+    with gd.timeline(serve) as trace:
+        for _ in range(4):
+            serve(torch.randn(3, 5))
+    assert {(one["args"]["rows"], one["args"]["size"]) for one in events(trace, "replay")} == {("3 x 5", "4 x 8")}

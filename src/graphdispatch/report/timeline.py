@@ -17,6 +17,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast  # no operator, so that captures do not see it
 
 from ..errors import ConfigError, shown
+from ..extents import Extents
 from ..serve.graphs import Capturer
 from ..serve.server import Server
 from .page import save_text
@@ -56,9 +57,10 @@ class Timeline:
         """Add an event that ended now; ``start`` is of ``time.perf_counter()``. One of no length is a mark."""
         end = time.perf_counter()
         thread, length = threading.get_native_id(), {"ph": "X", "dur": (end - start) * 1e6}
+        args = {key: str(one) if isinstance(one, Extents) else one for key, one in told.items()}
         kind = length if start < end and category != "eviction" else {"ph": "i", "s": "t"}
         self._events.append(
-            {"name": name, "cat": category, "ts": start * 1e6, "pid": os.getpid(), "tid": thread, "args": told} | kind
+            {"name": name, "cat": category, "ts": start * 1e6, "pid": os.getpid(), "tid": thread, "args": args} | kind
         )
         self._noted += 1
 
@@ -146,7 +148,8 @@ class _Watch:
             start = time.perf_counter()
             with _range("replay"):
                 answer = method(entry, rows, leaves)
-            self.trace.note("replay", "replay", start, rows=rows, size=entry.size, mode=entry.mode.name)
+            batch = Extents.of(entry.size.axes, rows) if isinstance(entry.size, Extents) else rows
+            self.trace.note("replay", "replay", start, rows=batch, size=entry.size, mode=entry.mode.name)
             return answer
 
         return observed
