@@ -29,6 +29,7 @@ from . import (
     piecewise,
     planning,
     prediction,
+    refused,
     simulate,
     wrapper,
 )
@@ -43,6 +44,7 @@ class _Part(NamedTuple):
 _PARTS = {
     "wrapper": _Part(wrapper.TITLE, wrapper.rows),
     "graphed": _Part(front.TITLE, front.rows),
+    "refused": _Part(refused.TITLE, refused.rows),
     "guard": _Part(guard.TITLE, guard.rows),
     "decoder": _Part(decoder.TITLE, decoder.rows),
     "peers": _Part(peers.TITLE, peers.rows),

@@ -1,6 +1,7 @@
 """A call that no graph can serve runs eagerly at once, for as long as its refusal stands and no longer."""
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import graphdispatch
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
+from graphdispatch.memory.windows import WINDOWS
 from graphdispatch.reasons import Reason
 from graphdispatch.serve.refused import RefusedCalls
 
@@ -247,6 +249,73 @@ def test_a_backend_is_looked_for_each_time() -> None:
     assert step.last_decision is not None
     assert step.last_decision.reason is Reason.DEVICE_UNSUPPORTED
     assert step._decode.refused is None
+
+
+@torch.no_grad()
+def test_an_error_of_a_refused_call_passes_through() -> None:
+    """It is counted as any refused call, and the run has ended for captures of other threads."""
+    has_failed = threading.Event()
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        if has_failed.is_set():
+            raise LookupError("gone")
+        return unsafe(x)
+
+    step = serve(fails)
+    for _ in range(4):
+        step(torch.ones(ROWS, 3))
+    has_failed.set()
+    for _ in range(3):
+        with pytest.raises(LookupError, match="gone"):
+            step(torch.ones(ROWS, 3))
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+    assert step.stats.reasons[Reason.CAPTURE_UNSAFE] == 7
+    assert (step.stats.misses, step.stats.calls, step.stats.rows) == (7, 7, {ROWS: 7})
+    assert not WINDOWS._runs
+
+
+@torch.no_grad()
+def test_a_refused_call_within_another_is_told_apart() -> None:
+    """After the outer call its own decision is the latest."""
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == ROWS and calls:
+            calls[0](torch.ones(ROWS + 1, 3))
+        return unsafe(x)
+
+    step = serve(outer)
+    for _ in range(4):
+        step(torch.ones(ROWS, 3))
+        step(torch.ones(ROWS + 1, 3))
+    calls.append(step)
+    for _ in range(3):
+        step(torch.ones(ROWS, 3))
+    assert step.last_decision is not None
+    assert (step.last_decision.rows, step.last_decision.reason) == (ROWS, Reason.CAPTURE_UNSAFE)
+
+
+@torch.no_grad()
+def test_refused_calls_of_threads_are_all_counted() -> None:
+    """None is lost, be it served by the core or by Python."""
+    step = serve(unsafe)
+    for _ in range(4):
+        step(torch.ones(ROWS, 3))
+
+    def work() -> None:
+        with torch.no_grad():
+            for number in range(500):
+                step(torch.ones(ROWS + number % 2, 3))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (step.stats.misses, step.stats.fallbacks) == (2004, 2004)
+    assert step.stats.rows == {ROWS: 1004, ROWS + 1: 1000}
+    assert not WINDOWS._runs
 
 
 @torch.no_grad()

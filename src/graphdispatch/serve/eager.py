@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ..backends.base import CAPTURE_LOCK
 from ..call.rules import callable_name
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, leaves_of
@@ -18,7 +19,7 @@ from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
 from .graphs import GraphSet
-from .group import Route
+from .group import GraphGroup, Route
 from .hit import HitPath
 from .hits import Standing
 
@@ -67,9 +68,9 @@ class EagerPath(HitPath):
         """
         graphs, entry = self.graphs, route.entry
         backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
-        if backend is not None and backend.is_watched():
+        if backend is not None and (backend.watch.depth or backend.is_capturing()):
             return Reason.INSIDE_CAPTURE
-        if pool is not None and pool.is_inside_replay():
+        if pool is not None and pool.replaying_on is not None and pool.is_inside_replay():
             return Reason.INSIDE_REPLAY
         if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
             return Reason.NEEDS_GRADIENTS
@@ -80,7 +81,7 @@ class EagerPath(HitPath):
 
         It counts what the slow path counts, and asks what may differ between two such calls.
         """
-        group, rows, size, decision, until = standing
+        group, rows, size, decision, until, _ = standing
         gradients = torch.is_grad_enabled()
         if self.closed(group.route) is not None or (gradients and self.needs_gradients(args, kwargs)):
             return self.step(group.route, args, kwargs)
@@ -101,6 +102,21 @@ class EagerPath(HitPath):
             return self.run_eagerly(decision, args, kwargs)
         finally:
             torch._C._set_grad_enabled(True)
+
+    def parts_of(self, group: GraphGroup) -> tuple[Any, ...]:
+        """What the core reads to serve a refused call of a group; empty where only Python can.
+
+        The dicts are live. A thread that is watched by a backend has a capture window open, for which the core looks.
+        """
+        graphs, stats = self.graphs, self.stats
+        backend, pool = graphs.backend, graphs.pool
+        is_odd = self.strict or graphs.options.returns_handles or group.route.entry is not None
+        if is_odd or graphs.handout.out is not None or backend is None or pool is None:
+            return ()
+        is_known = getattr(type(backend).is_capturing, "_is_known_to_core", False)
+        is_captured = CAPTURE_LOCK._is_owned if is_known else backend.is_capturing  # type: ignore[attr-defined]
+        counted = group.misses, graphs.cache._entries, vars(pool), vars(stats), stats._lock.acquire, stats._lock.release
+        return (self.fn, self.local, self._reach, is_captured, self.lock.acquire, self.lock.release, *counted)
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""

@@ -205,7 +205,9 @@ class GraphGroup:
         """Whether a verified graph may serve calls of ``rows`` rows."""
         return type(self.hits[rows]) is Hit
 
-    def remember(self, leaves: Sequence[Any], size: int, decision: Decision, last_misses: int) -> None:
+    def remember(
+        self, leaves: Sequence[Any], size: int, decision: Decision, last_misses: int, parts: tuple[Any, ...]
+    ) -> None:
         """Let calls like this one, which no graph serves, run eagerly at once until one may be captured for them.
 
         The ``last_misses`` before a size may be tried again take the slow path, where admission counts them. A size
@@ -219,7 +221,7 @@ class GraphGroup:
             until = failure.retry_at - last_misses
         if self.misses[size] < until and len(self.hits) < _MOST_ROWS:
             rows = self.signature.match(leaves)
-            self.hits[rows] = Standing(self, rows, size, decision, until)
+            self.hits[rows] = Standing(self, rows, size, decision, until, parts)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.

@@ -1,6 +1,6 @@
 """What a group knows of calls by their number of rows: the prepared hit, or why no graph serves them for a while."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..decide.decision import Decision
 from ..memory.entry import CUDAGraphEntry
@@ -37,6 +37,8 @@ class Standing(NamedTuple):
     decision: Decision
     until: float
     """The misses of the size from which on calls take the slow path again."""
+    parts: tuple[Any, ...]
+    """What the core needs of the server (``EagerPath.parts_of``); empty if Python serves such calls."""
 
 
 class Hits(dict[int, Hit | Standing | None]):

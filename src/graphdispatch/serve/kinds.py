@@ -9,7 +9,7 @@ from ..memory.backoff import Backoff
 from ..reasons import Reason
 
 if TYPE_CHECKING:
-    from .group import GraphGroup
+    from .group import GraphGroup, Spelling
 
 __all__ = ["Changes", "Kinds"]
 
@@ -56,6 +56,12 @@ class Kinds:
             return None
         self._replaced += 1
         return min(unused, key=lambda group: max((entry.last_used for entry in group.all_entries), default=0))
+
+    def refusal(self, spelling: "Spelling") -> Refusal | None:
+        """Why a call of a new kind, spelled like this, gets no group since such calls always change; or None."""
+        if spelling.changes is None:
+            spelling.changes = Changes()
+        return spelling.changes.refusal(spelling.groups)
 
 
 class Changes:

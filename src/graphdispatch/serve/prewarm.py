@@ -6,8 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..capture.request import CaptureResult
@@ -20,6 +18,7 @@ from .estimate import MemoryEstimate, estimate_memory
 from .group import GraphGroup, Route
 from .progress import progress_bar
 from .server import Server
+from .settling import varied
 
 __all__ = [
     "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_size", "captured_sizes",
@@ -250,23 +249,6 @@ def compare_numbers(
                 return result
     entry.state, entry.warm_batch = state, batch
     return captured
-
-
-def varied(group: GraphGroup, leaves: Sequence[Any], rows: int) -> list[Any]:
-    """Another batch, made of an example: its rows in turn, from the second one on, with other floating-point numbers.
-
-    Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of zeros
-    alone gets other numbers.
-    """
-    generator = torch.Generator().manual_seed(rows)
-    batch = group.resized(leaves, rows, shift=1)
-    for spec in group.inputs.specs:
-        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
-            factor = 0.75 + torch.rand(spec.sized(rows), generator=generator) / 2
-            value = batch[spec.position] if spec.dim is not None else batch[spec.position].clone()
-            factor = factor.to(spec.device, spec.dtype)
-            batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
-    return batch
 
 
 def arguments_of(dummy: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -18,6 +18,7 @@ from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
+from ..modes import EntryState
 from ..reasons import Reason
 from ..stats import EvictionReason
 from .eager import EagerPath
@@ -25,9 +26,11 @@ from .graphs import Capturer, GraphSet
 from .group import GraphGroup, Route, Spelling
 
 if TYPE_CHECKING:
-    from .kinds import Changes, Kinds
+    from .kinds import Kinds
 
 __all__ = ["Choice", "Server"]
+
+_ALIKE = 8  # calls with the first batch that a graph serves before it is compared on one made of it
 
 
 class Choice(NamedTuple):
@@ -185,7 +188,7 @@ class Server(EagerPath):
         if group is None or choice.entry is not None or self.graphs.handout.out is not None:
             return  # where outputs go to the caller's tensors, each call is checked for room
         if not (size and admission.still_to_wait((group.key, size))):
-            group.remember(choice.leaves, size, choice.decision, admission.capture_after)
+            group.remember(choice.leaves, size, choice.decision, admission.capture_after, self.parts_of(group))
 
     def perform(self, choice: Choice) -> tuple[bool, Any]:
         """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
@@ -208,6 +211,10 @@ class Server(EagerPath):
             if error.had_effects:
                 raise
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
+        if entry.state is EntryState.CAPTURED and entry.replay_count == _ALIKE:
+            from .settling import settle  # here, since most batches differ
+
+            settle(self, group, choice.leaves, choice.rows, entry)
         self.local.decision = choice.decision
         return True, answer
 
@@ -239,7 +246,7 @@ class Server(EagerPath):
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
         if spec is None or (route.is_single and route.spellings):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
-        refusal = self._changes(spelling).refusal(spelling.groups) if spelling is not None else None
+        refusal = self._all_kinds().refusal(spelling) if spelling is not None else None
         if refusal is not None:
             return refusal
         made = self._make_group(route, spec, args, kwargs)
@@ -306,13 +313,6 @@ class Server(EagerPath):
 
             self._kinds = Kinds()
         return self._kinds
-
-    def _changes(self, spelling: Spelling) -> "Changes":
-        if spelling.changes is None:
-            from .kinds import Changes  # here, as above
-
-            spelling.changes = Changes()
-        return spelling.changes
 
     def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs, and of its spelling if it was the only one."""

@@ -16,7 +16,8 @@ namespace gd {
   NAME(stats) NAME(local) NAME(decision) NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects) NAME(refuse)  \
   NAME(pop) NAME(trainable) NAME(__dict__) NAME(_current_level)   \
   NAME(lock) NAME(pool) NAME(backend) NAME(inputs) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high)        \
-  NAME(_here) NAME(_default) NAME(_last_stream) NAME(_is_known_to_core)
+  NAME(_here) NAME(_default) NAME(_last_stream) NAME(_is_known_to_core)                                            \
+  NAME(misses) NAME(reasons) NAME(_rows_of_eager) NAME(fallbacks) NAME(_runs) NAME(begin) NAME(end)
 
 struct Names {
 #define GD_DECLARE(name) PyObject* name;

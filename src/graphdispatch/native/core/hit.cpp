@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "eager.h"
 #include "guard.h"
 
 namespace gd {
@@ -10,7 +11,7 @@ namespace {
 
 constexpr Py_ssize_t kMostValues = 64;  // of a call that need no memory of their own
 
-constexpr Py_ssize_t kOfHit = 4, kOfStanding = 5;  // fields of what GraphGroup.hits holds
+constexpr Py_ssize_t kOfHit = 4, kOfStanding = 6;  // fields of what GraphGroup.hits holds
 
 enum class Outcome { kServed, kMissed, kRaised, kRefused };
 
@@ -246,8 +247,7 @@ PyObject* serve(PyObject* server, PyObject* const* args, Py_ssize_t count) {
   if (done == Outcome::kServed) return call.result;
   if (done == Outcome::kRaised) return nullptr;
   if (done == Outcome::kRefused) {
-    PyObject* standing[] = {server, call.hit.get(), args[1], args[2]};
-    return PyObject_VectorcallMethod(names.refuse, standing, 4, nullptr);
+    return refuse(server, call.hit.get(), args[1], args[2]);
   }
   PyObject* again[] = {server, args[0], args[1], args[2]};
   return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
