@@ -152,13 +152,6 @@ class Signature:
         """The rows of what is kept of a call, so that further sizes can be captured from it: two."""
         return 2
 
-    def parts(self) -> dict[int, tuple[str, Any]]:
-        """By place, what a value must be (``"constant"``, ``"object"``, ``"shape"``, ``"address"``), and which."""
-        parts: dict[int, tuple[str, Any]] = {place: ("constant", (k, exact)) for place, k, _, exact in self._constants}
-        parts |= {place: ("object", id(held)) for place, held in self._objects}
-        parts |= {place: ("shape", (form.shape, form.order, form.dtype)) for place, form in self._forms.items()}
-        return parts | {place: ("address", address) for place, address in self._addresses}
-
     @property
     def has_rows(self) -> bool:
         """Whether any argument has a batch dimension."""

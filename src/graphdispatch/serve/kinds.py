@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..call.signature import Refusal
+from ..call.signature import Refusal, Signature
 from ..memory.backoff import Backoff
 from ..reasons import Reason
 
@@ -90,10 +90,20 @@ def _what_changes(groups: Sequence["GraphGroup"]) -> str:
     """The arguments that were another each time, as far as that is clear, and what to do about each."""
     latest = groups[-1]
     alike = [group for group in groups if group.call.leaves == latest.call.leaves]
-    parts = [group.signature.parts() for group in alike]
+    parts = [_parts_of(group.signature) for group in alike]
     text = ""
     for place, leaf in enumerate(latest.call.leaves):
         found = {one[place] for one in parts if place in one}
         if 2 * len(found) > len(alike) > 1:
             text += f"; argument {leaf.path!r} {_REMEDIES[parts[-1][place][0]]}"
     return text
+
+
+def _parts_of(signature: Signature) -> dict[int, tuple[str, Any]]:
+    """By place, what a value must be, in the words of ``_REMEDIES``, and which."""
+    parts: dict[int, tuple[str, Any]] = {}
+    for place, kind, _, exact in signature._constants:
+        parts[place] = "constant", (kind, exact)
+    parts |= {place: ("object", id(held)) for place, held in signature._objects}
+    parts |= {place: ("shape", (form.shape, form.order, form.dtype)) for place, form in signature._forms.items()}
+    return parts | {place: ("address", address) for place, address in signature._addresses}

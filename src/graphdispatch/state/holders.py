@@ -1,12 +1,12 @@
 """What an object that can change holds: read as plain data, compared without the user's code, written back.
 
-Each ``read_`` function gives a dict by label, a list of entries, or bytes; its ``write_`` function takes the same.
+Each ``read_`` function gives a dict by label, a list of entries, or bytes; its ``write_`` function, which is in
+``writers.py``, takes the same.
 """
 
 import ctypes
 import io
 import mmap
-import os
 import types
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -96,6 +96,31 @@ class Holder(NamedTuple):
         self.write(self.value, held)
 
 
+def _writer(name: str) -> Callable[..., None]:
+    """A function of ``writers``, which is loaded when it is first called."""
+
+    def write(*args: Any) -> None:
+        from . import writers  # here, since few runs change anything that must be put back
+
+        getattr(writers, name)(*args)
+
+    return write
+
+
+write_array = _writer("write_array")
+write_attributes = _writer("write_attributes")
+write_cell = _writer("write_cell")
+write_class = _writer("write_class")
+write_container = _writer("write_container")
+write_context = _writer("write_context")
+write_environment = _writer("write_environment")
+write_function = _writer("write_function")
+write_names = _writer("write_names")
+write_numbers = _writer("write_numbers")
+write_slots = _writer("write_slots")
+write_tensor = _writer("write_tensor")
+
+
 def frozen(state: Any) -> Any:
     """The state of a random generator as nested tuples, which compare by value."""
     if issubclass(type(state), dict):
@@ -118,14 +143,6 @@ def read_attributes(value: Any) -> dict[str, Any]:
     return dict(objects.attribute_table(value) or {})
 
 
-def write_attributes(value: Any, before: dict[str, Any]) -> None:
-    """Make these the attributes of an object."""
-    table = objects.attribute_table(value)
-    assert table is not None
-    table.clear()
-    table.update(before)
-
-
 def read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
     """The slots of an object by name; ``ABSENT`` for an empty one."""
     return {f".{name}": _slot(member, value) for name, member in slots.items()}
@@ -136,16 +153,6 @@ def _slot(member: Any, value: Any) -> Any:
         return member.__get__(value)
     except AttributeError:
         return ABSENT
-
-
-def write_slots(slots: dict[str, Any], value: Any, before: dict[str, Any]) -> None:
-    """Fill and empty the slots of an object."""
-    for name, member in slots.items():
-        held = before[f".{name}"]
-        if held is not ABSENT:
-            member.__set__(value, held)
-        elif _slot(member, value) is not ABSENT:
-            member.__delete__(value)
 
 
 def labelled(container: Any, entries: list[Any]) -> dict[Any, Any]:
@@ -178,35 +185,9 @@ class _Key:
         return f"[{self._by[1]}]" if isinstance(self._by, tuple) else "[key]"
 
 
-def write_container(value: Any, before: list[Any]) -> None:
-    """Make these the entries of a container, as ``objects.content`` gave them."""
-    if issubclass(type(value), dict):
-        half = len(before) // 2
-        home = objects.dict_of(value)
-        home.clear(value)
-        for key, inner in zip(before[:half], before[half:], strict=True):
-            home.__setitem__(value, key, inner)
-    elif issubclass(type(value), set):
-        set.clear(value)
-        set.update(value, before)
-    elif issubclass(type(value), list):
-        list.__setitem__(value, slice(None), before)
-    else:
-        value.clear()
-        value.extend(before)
-
-
 def read_cell(cell: types.CellType) -> dict[str, Any]:
     """What a closure's variable holds."""
     return {"": objects.cell_value(cell)}
-
-
-def write_cell(cell: types.CellType, before: dict[str, Any]) -> None:
-    """Assign or delete a closure's variable."""
-    if before[""] is ABSENT:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = before[""]
 
 
 def read_names(names: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
@@ -214,42 +195,9 @@ def read_names(names: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     return {name: table.get(name, ABSENT) for name in names}
 
 
-def write_names(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Assign or delete variables of a module."""
-    for name, value in before.items():
-        if value is ABSENT:
-            table.pop(name, None)
-        else:
-            table[name] = value
-
-
 def read_context(variable: ContextVar[Any]) -> dict[str, Any]:
     """The value of a context variable in the running context."""
     return {"": variable.get(ABSENT)}
-
-
-def write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
-    """Set a context variable of the running context; one that had no value keeps the one that it got."""
-    if before[""] is not ABSENT:
-        variable.set(before[""])
-
-
-def write_environment(_: Any, before: dict[str, str]) -> None:
-    """Set and unset environment variables."""
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-
-
-def write_array(array: Any, before: bytes) -> None:
-    """Copy bytes into a NumPy array."""
-    array[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
-
-
-def write_numbers(numbers: Any, before: bytes) -> None:
-    """Fill an ``array.array`` from bytes."""
-    del numbers[:]
-    numbers.frombytes(before)
 
 
 def read_function(fn: types.FunctionType) -> dict[str, Any]:
@@ -257,24 +205,9 @@ def read_function(fn: types.FunctionType) -> dict[str, Any]:
     return {".__code__": fn.__code__, ".__defaults__": fn.__defaults__, ".__kwdefaults__": fn.__kwdefaults__}
 
 
-def write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
-    """Give a function its code and defaults back."""
-    fn.__code__, fn.__defaults__, fn.__kwdefaults__ = before.values()
-
-
 def read_class(kind: type) -> dict[str, Any]:
     """The attributes of a class."""
     return dict(vars(kind))
-
-
-def write_class(kind: type, before: dict[str, Any]) -> None:
-    """Make these the attributes of a class."""
-    now = dict(vars(kind))
-    for name in now.keys() - before.keys():
-        type.__delattr__(kind, name)
-    for name, value in before.items():
-        if now.get(name, ABSENT) is not value:
-            type.__setattr__(kind, name, value)
 
 
 def read_tensor(alias: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
@@ -287,12 +220,3 @@ def read_tensor(alias: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
         )
         grad = tensor.grad if tensor.is_leaf else None
         return {".grad": grad, ".data": alias if is_same else now, ".requires_grad": tensor.requires_grad}
-
-
-def write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
-    """Give a tensor its gradient, memory and extent back."""
-    if tensor.is_leaf:
-        tensor.grad = before[".grad"]
-    if tensor.data.data_ptr() != before[".data"].data_ptr() or tensor.shape != before[".data"].shape:
-        tensor.data = before[".data"]
-    tensor.requires_grad_(before[".requires_grad"])
