@@ -1,5 +1,6 @@
 """A call that no graph can serve runs eagerly at once, for as long as its refusal stands and no longer."""
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -316,6 +317,24 @@ def test_refused_calls_of_threads_are_all_counted() -> None:
     assert (step.stats.misses, step.stats.fallbacks) == (2004, 2004)
     assert step.stats.rows == {ROWS: 1004, ROWS + 1: 1000}
     assert not WINDOWS._runs
+
+
+@torch.no_grad()
+def test_a_refusal_is_told_again_after_a_reset(caplog: pytest.LogCaptureFixture) -> None:
+    """The first refused call after the statistics were reset is a line of the log, as the first of all was."""
+    step = serve(unsafe)
+    for _ in range(4):
+        step(torch.ones(ROWS, 3))
+    with caplog.at_level(logging.INFO, "graphdispatch"):
+        step(torch.ones(ROWS, 3))
+        assert not caplog.records
+        step.stats.reset()
+        step(torch.ones(ROWS, 3))
+        step(torch.ones(ROWS, 3))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "eager callable=unsafe reason=capture_unsafe rows=4"
+    ]
+    assert step.stats.misses == 2
 
 
 @torch.no_grad()
