@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphdispatch.call.breaks import is_marked
 from graphdispatch.capture.piecewise import BreakFigures
+from graphdispatch.cli.demo import print_result
 from graphdispatch.demo import (
     PRESETS,
     Decoder,
@@ -28,7 +29,6 @@ from graphdispatch.demo import (
     generate_trace,
     slots_needed,
 )
-from graphdispatch.demo.report import print_result
 from graphdispatch.demo.result import Pieces, StepRecord
 from graphdispatch.demo.run import largest_size
 from graphdispatch.errors import BackendError, ConfigError

@@ -203,7 +203,7 @@ def test_a_capture_that_raises_has_cost_its_time(clock: Clock) -> None:
 
     pauses = Pauses(clock=clock)
     with pytest.raises(ValueError, match="broken"):
-        pauses.capture(Broken(), 8)
+        pauses.capture(Broken().capture_size, 8)
     assert pauses.spent_ms == pytest.approx(400.0)
     assert "captures took 400 ms, the next is expected to take 175 ms" in repr(pauses)
 

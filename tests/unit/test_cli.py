@@ -31,7 +31,7 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--device", "tpu"], "--device"),
         (["--max-size", "0"], "--max-size"),
         (["--mode", "half"], "'full', 'piecewise'"),
-        (["--trace", "/none.csv"], "trace /none.csv cannot be read"),
+        (["--trace", "/none.csv"], "/none.csv cannot be read"),
         (["--json", "/none/figures.json"], "--json /none/figures.json cannot be written"),
         (["--bogus"], "--bogus"),
     ],

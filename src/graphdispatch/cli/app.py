@@ -49,9 +49,9 @@ def build_app() -> "typer.Typer":
     """The application with all its commands; raises ``ModuleNotFoundError`` without typer and rich."""
     import typer
 
-    from ..demo.command import demo
     from .audit import audit
     from .calibrate import calibrate
+    from .demo import demo
     from .lint import lint
     from .plan import plan
     from .simulate import simulate

@@ -1,15 +1,14 @@
 """Batch traces: what an engine's scheduler put into each step."""
 
-import csv
-import gzip
 import random
-import zlib
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from ..errors import ConfigError
+from ..plan.readers import read_bytes
+from ..plan.tables import Field, open_trace
+from ..plan.traffic import LARGEST_STEP
 
 __all__ = ["Step", "generate_trace", "read_trace"]
 
@@ -18,8 +17,6 @@ _ARRIVALS_PER_STEP = 0.06
 _PROMPT_TOKENS = (4, 160)
 _OUTPUT_TOKENS = (20, 200)
 _TOKEN_BUDGET = 128
-
-_MAX_DIGITS = 9
 
 
 class Step(NamedTuple):
@@ -38,22 +35,53 @@ class Step(NamedTuple):
     num_prefill_reqs: int
 
 
-def read_trace(path: str | Path, limit: int | None = None) -> list[Step]:
-    """The first ``limit`` steps (default: all) of a ``.csv`` or ``.csv.gz`` file. Other columns are ignored.
+_FIELDS = (
+    Field("num_tokens", 1, LARGEST_STEP),
+    Field("num_reqs", 1, LARGEST_STEP),
+    Field("max_query_len", 0, LARGEST_STEP),
+    Field("max_seq_len", 0, 10**9),
+    Field("uniform_decode", 0, 1),
+    Field("num_prefill_reqs", 0, LARGEST_STEP),
+)
 
-    Raises ``ConfigError``, which names the file and, if possible, the line and the column.
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[Step]:
+    """The first ``limit`` steps (default: all) of a trace: CSV, JSON lines or Parquet, also as .gz.
+
+    Other columns are ignored. Raises ``ConfigError``, which names the file and, if possible, the line and the column.
     """
-    path = Path(path)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be >= 1 or None, got {limit}")
-    try:
-        with _open(path) as file:
-            steps = list(islice(_parse(path, file), limit))
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
-        raise ConfigError(f"trace {path} cannot be read: {error}") from error
+    steps = []
+    for where, values in islice(open_trace(path, read_bytes(path)).rows(*Step._fields), limit):
+        tokens, reqs, longest, context, is_decode, prefills = (
+            field.check(value, where) for field, value in zip(_FIELDS, values, strict=True)
+        )
+        steps.append(Step(tokens, reqs, longest, context, bool(is_decode), prefills))
+        _check(steps[-1], where)
     if not steps:
         raise ConfigError(f"trace {path} has no steps; expected a header line and a line for each step")
     return steps
+
+
+def _check(step: Step, where: str) -> None:
+    tokens, reqs, *_ = step
+    for name, is_right, expected in (
+        ("num_tokens", tokens >= reqs, f"at least num_reqs={reqs}"),
+        ("num_prefill_reqs", step.num_prefill_reqs <= reqs, f"at most num_reqs={reqs}"),
+        (
+            "uniform_decode",
+            step.uniform_decode == (tokens == reqs),
+            f"{int(tokens == reqs)} for {tokens} tokens of {reqs} requests",
+        ),
+        (
+            "num_prefill_reqs",
+            tokens == reqs or step.num_prefill_reqs > 0,
+            f"at least 1, since {tokens} tokens of {reqs} requests are more than one for each",
+        ),
+    ):
+        if not is_right:
+            raise ConfigError(f"{where}, column {name}: expected {expected}, got {int(getattr(step, name))}")
 
 
 def generate_trace(num_steps: int, max_num_reqs: int = 16, seed: int = 0) -> list[Step]:
@@ -101,56 +129,3 @@ def _schedule(running: list[_Request]) -> Step:
     longest = max(share for _, share in shares)
     context = max(request.computed for request, _ in shares)
     return Step(tokens, len(shares), longest, context, longest == 1, len(shares) - len(decoding))
-
-
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
-
-
-def _parse(path: Path, file: TextIO) -> Iterator[Step]:
-    reader = csv.DictReader(file)
-    missing = [name for name in Step._fields if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ConfigError(f"trace {path} lacks the column(s) {', '.join(missing)} in its first line")
-    for record in reader:
-        where = f"trace {path}, line {reader.line_num}"
-        tokens, reqs, query, context, uniform, prefills = (
-            _number(record[name], f"{where}, column {name}") for name in Step._fields
-        )
-        if uniform > 1:
-            raise ConfigError(f"{where}, column uniform_decode: expected 0 or 1, got {uniform}")
-        step = Step(tokens, reqs, query, context, bool(uniform), prefills)
-        _check(step, where)
-        yield step
-
-
-def _number(text: str | None, where: str) -> int:
-    text = "" if text is None else text.strip()
-    if not text.isdecimal() or len(text) > _MAX_DIGITS:
-        raise ConfigError(f"{where}: expected an integer of at most {_MAX_DIGITS} digits, got {text[:40]!r}")
-    return int(text)
-
-
-def _check(step: Step, where: str) -> None:
-    if step.num_reqs < 1:
-        raise ConfigError(f"{where}, column num_reqs: expected at least one request, got {step.num_reqs}")
-    if step.num_tokens < step.num_reqs:
-        raise ConfigError(
-            f"{where}, column num_tokens: expected at least num_reqs={step.num_reqs}, got {step.num_tokens}"
-        )
-    if step.num_prefill_reqs > step.num_reqs:
-        raise ConfigError(
-            f"{where}, column num_prefill_reqs: expected at most num_reqs={step.num_reqs}, got {step.num_prefill_reqs}"
-        )
-    if step.uniform_decode != (step.num_tokens == step.num_reqs):
-        raise ConfigError(
-            f"{where}, column uniform_decode: expected {int(step.num_tokens == step.num_reqs)} for "
-            f"{step.num_tokens} tokens of {step.num_reqs} requests, got {int(step.uniform_decode)}"
-        )
-    if step.num_tokens > step.num_reqs and step.num_prefill_reqs == 0:
-        raise ConfigError(
-            f"{where}, column num_prefill_reqs: expected at least 1, since {step.num_tokens} tokens of "
-            f"{step.num_reqs} requests are more than one for each, got 0"
-        )

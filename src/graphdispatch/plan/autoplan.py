@@ -234,7 +234,9 @@ class AutoPlan(MadeAnew):
         held = len(self.step.entries)
         # A capture that raises has failed too.
         self._failed.fail(size, self._steps, Reason.CAPTURE_FAILED, "")
-        is_captured = self._pauses.capture(self.step, size) if self._pauses else self.step.capture_size(size)
+        is_captured = (
+            self._pauses.capture(self.step.capture_size, size) if self._pauses else self.step.capture_size(size)
+        )
         if not is_captured:
             return IdleReport(IdleAction.ABANDONED, f"{size} rows could not be captured now", size)
         self._failed.forgive(size)

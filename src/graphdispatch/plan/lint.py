@@ -4,9 +4,10 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..decide.decision import Decision
+from ..decide.keys import CudagraphKeyDispatcher
 from ..decide.table import KeyTable, query_len_of, request_limit
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError
@@ -39,15 +40,9 @@ class LintFinding:
     sizes: tuple[int, ...]
 
 
-class HasTable(Protocol):
-    """What decides by a table of keys, such as ``CudagraphKeyDispatcher``."""
-
-    @property
-    def table(self) -> KeyTable:
-        """The table as it is now."""
-
-
-def lint(plan: KeyTable | HasTable, *, max_num_tokens: int, max_num_reqs: int, query_len: int = 1) -> list[LintFinding]:
+def lint(
+    plan: KeyTable | CudagraphKeyDispatcher, *, max_num_tokens: int, max_num_reqs: int, query_len: int = 1
+) -> list[LintFinding]:
     """What is wrong with the graphs of ``plan`` for a scheduler with these limits; empty if nothing is.
 
     The scheduler sends mixed batches of up to ``max_num_tokens`` tokens, and uniform decode batches of up to

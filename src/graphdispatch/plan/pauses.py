@@ -2,25 +2,17 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from ..copying import Unlocked
 from ..errors import ConfigError
 from ..forking import make_lock
 
-__all__ = ["CapturesSizes", "Pauses"]
+__all__ = ["Pauses"]
 
 _INTERVAL_SHARE = 0.05  # what the latest interval counts in the usual interval between steps
 _LEAST_INTERVAL_MS = 1.0
 _INTERVALS_IN_PAUSE = 4
 _COST_SHARE = 0.25  # what the latest capture counts in the expected cost of one
-
-
-class CapturesSizes(Protocol):
-    """What can be told to capture a size, such as a ``graphed`` callable."""
-
-    def capture_size(self, size: int) -> bool:
-        """Capture one size now; whether there is a graph of it then."""
 
 
 class Pauses(Unlocked):
@@ -92,11 +84,11 @@ class Pauses(Unlocked):
             left = self._allowance_ms + 1000 * self._budget * (now - self._start) - self.spent_ms
             return max(0, int(left // max(self.capture_ms, 1e-3)))
 
-    def capture(self, target: CapturesSizes, size: int) -> bool:
-        """Have ``target`` capture ``size``, and count the time that it takes; whether there is a graph of it then."""
+    def capture(self, capture_size: Callable[[int], bool], size: int) -> bool:
+        """Return ``capture_size(size)``, and count the time that it takes."""
         begun = self._clock()
         try:
-            return target.capture_size(size)
+            return capture_size(size)
         finally:
             self.record_capture(1000 * max(0.0, self._clock() - begun))
 

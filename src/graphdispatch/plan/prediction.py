@@ -13,7 +13,7 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count
 from ..forking import make_lock
 from ..sizes import check_sizes
-from .pauses import CapturesSizes, Pauses
+from .pauses import Pauses
 
 __all__ = ["Prewarmer", "SizePredictor"]
 
@@ -112,12 +112,12 @@ class SizePredictor(Unlocked):
         return moves
 
 
-class _HasCaptured(CapturesSizes, Protocol):
-    """What also says which sizes it has."""
+class _Target(Protocol):
+    """What has graphs of some sizes, and captures others."""
 
     @property
-    def captured_sizes(self) -> Collection[int]:
-        """The sizes that have a graph now."""
+    def captured_sizes(self) -> Collection[int]: ...
+    def capture_size(self, size: int) -> bool: ...
 
 
 class Prewarmer:
@@ -182,13 +182,13 @@ class Prewarmer:
             ]
         return wanted[:count]
 
-    def capture_one(self, target: _HasCaptured, capacity: int | None = None) -> int | None:
+    def capture_one(self, target: _Target, capacity: int | None = None) -> int | None:
         """In a pause, have ``target`` capture the size that ``plan`` finds most urgent; returns it, or None.
 
         Call it whenever there is nothing to serve: outside of pauses, and without budget, it does nothing. A size that
         cannot be captured costs its time, and the next one is tried while the budget lasts.
         """
         for size in self.plan(target.captured_sizes, capacity):
-            if self.pauses.capture(target, size):
+            if self.pauses.capture(target.capture_size, size):
                 return size
         return None

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .tables import Field, TraceFile, decode_text, open_trace, parse_cell
 from .traffic import LARGEST_STEP, Floats, Requests, Steps, booleans, floats, integers
 
-__all__ = ["read_requests", "read_trace"]
+__all__ = ["read_bytes", "read_requests", "read_trace"]
 
 _MOST_BYTES = 2**31  # a small .gz can unpack to any number of bytes
 _LONGEST_REQUEST = 2**31
@@ -42,7 +42,7 @@ def read_trace(path: str | Path) -> Steps | tuple[Mapping[int, float], Mapping[i
     A trace has a column ``num_tokens``; ``uniform_decode`` (or ``is_decode``; 1 or 0), or else ``num_reqs``, tells the
     kind of a step, and without both all steps are uniform decode.
     """
-    data = _read(path)
+    data = read_bytes(path)
     if _LOG_HEADER.search(data):
         return _parse_log(path, decode_text(path, data))
     trace = open_trace(path, data)
@@ -62,7 +62,7 @@ def read_requests(path: str | Path) -> Requests:
     ``timestamp`` (milliseconds), ``input_length`` and ``output_length``; or, as in Azure's, ``TIMESTAMP`` (a date),
     ``ContextTokens`` and ``GeneratedTokens``.
     """
-    trace = open_trace(path, _read(path))
+    trace = open_trace(path, read_bytes(path))
     prompts, outputs = (
         Field(next((name for name in names if name in trace.names), names[0]), 1, _LONGEST_REQUEST)
         for names in (_PROMPTS, _OUTPUTS)
@@ -98,7 +98,8 @@ def _arrivals(path: str | Path, trace: TraceFile) -> Floats:
     return found if unit else (found - found.min()) / np.timedelta64(1, "ms")
 
 
-def _read(path: str | Path) -> bytes:
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a file that is not empty, unpacked. Raises ``ConfigError`` that names it."""
     try:
         data = Path(path).read_bytes()
         if data.startswith(b"\x1f\x8b"):

@@ -1,7 +1,7 @@
 """The report on a live callable: what graphs served, what they did not and why, and what they hold."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,38 +11,15 @@ from . import charts
 from .page import Chart, Note, Report, Section, Table, Tile, make_report
 
 if TYPE_CHECKING:
+    from ..api.graphed import Graphed
     from ..capture.piecewise import BreakFigures
     from ..memory.accounting import MemoryReport
     from ..memory.entry import CUDAGraphEntry
 
-__all__ = ["Served", "callable_report"]
+__all__ = ["callable_report"]
 
 
-class Served(Protocol):
-    """A callable that graphs serve, such as ``Graphed``."""
-
-    stats: CUDAGraphStats
-
-    @property
-    def entries(self) -> "Sequence[CUDAGraphEntry]":
-        """Its graphs."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The capture sizes."""
-
-    @property
-    def breaks(self) -> "Sequence[BreakFigures]":
-        """The breaks of its graphs."""
-
-    def memory_report(self) -> "MemoryReport":
-        """The memory that it holds."""
-
-    def unwrap(self) -> Callable[..., Any]:
-        """The original callable."""
-
-
-def callable_report(served: Served) -> Report:
+def callable_report(served: "Graphed[..., Any]") -> Report:
     """What ``served`` did so far, as a page to look at. It runs nothing and holds no lock for long.
 
     If the callable is in use, its figures may be from slightly different moments. Raises ``ConfigError`` if plotly is
@@ -81,7 +58,7 @@ def _listed(sizes: Sequence[int]) -> str:
     return ", ".join(map(str, sizes if len(sizes) <= 8 else [*sizes[:4], "...", *sizes[-3:]]))
 
 
-def _rows(served: Served, entries: "Sequence[CUDAGraphEntry]") -> list[Section]:
+def _rows(served: "Graphed[..., Any]", entries: "Sequence[CUDAGraphEntry]") -> list[Section]:
     rows = dict(sorted(served.stats.rows.items()))
     if not rows:
         return []

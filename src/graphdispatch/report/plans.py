@@ -1,11 +1,11 @@
 """The report on a plan: its value on a workload, compared with the engines' capture sizes, and its faults."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from ..modes import CUDAGraphMode
 from ..plan.compare import Comparison
 from ..plan.cost import CostModel
+from ..plan.lint import LintFinding
 from ..plan.plan import Evaluation, Plan
 from ..plan.planner import plan_capture_sizes
 from ..plan.workload import Workload
@@ -14,21 +14,9 @@ from . import charts
 from .page import Chart, Note, Report, Section, Table, Tile, make_report
 from .served import graph_shares, least_step_ms, padding_of, shares_of
 
-__all__ = ["Finding", "plan_report"]
+__all__ = ["plan_report"]
 
 _COLORS = {CUDAGraphMode.FULL: "--graph", CUDAGraphMode.PIECEWISE: "--other"}
-
-
-class Finding(Protocol):
-    """A fault of a plan, such as a ``LintFinding``."""
-
-    @property
-    def code(self) -> str:
-        """The kind of fault."""
-
-    @property
-    def message(self) -> str:
-        """A sentence with the remedy."""
 
 
 def plan_report(
@@ -36,7 +24,7 @@ def plan_report(
     workload: Workload,
     cost: CostModel | None = None,
     comparison: Sequence[Comparison] = (),
-    lint: Sequence[Finding] = (),
+    lint: Sequence[LintFinding] = (),
     *,
     split: float = 0.5,
 ) -> Report:
@@ -252,12 +240,12 @@ def _difference(planned: Comparison, baseline: Comparison) -> str:
     return f"{percent(abs(saved), 2)} {'less' if saved > 0 else 'more'} time than"
 
 
-def _lint(findings: Sequence[Finding]) -> Section:
+def _lint(findings: Sequence[LintFinding]) -> Section:
     if not findings:
         return Section(
             "Lint", "", [Note("Nothing found", "Every graph can be reached, and no batch falls off a cliff.")]
         )
-    notes = [Note(str(finding.code).replace("_", " ").capitalize(), finding.message, True) for finding in findings]
+    notes = [Note(finding.code.replace("_", " ").capitalize(), finding.message, True) for finding in findings]
     return Section("Lint", f"{len(findings)} finding{'s' * (len(findings) > 1)} about the plan.", notes)
 
 

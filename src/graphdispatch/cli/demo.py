@@ -1,14 +1,94 @@
-"""The demo's result as tables for a terminal."""
+"""``graphdispatch demo``: a trace drives a decoder, eagerly and by graphs; the result as tables and JSON."""
 
 import statistics
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console, Group
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from .result import DemoResult, StepTimes
+from ..demo.result import DemoResult, DemoSettings, StepTimes
+from ..demo.run import SideBySide
+from ..demo.trace import generate_trace, read_trace
+from ..modes import CUDAGraphMode
+from .options import JsonFile
+from .outputs import require_writable, write_json
 
-__all__ = ["print_result"]
+__all__ = ["Device", "Mode", "Preset", "demo", "print_result"]
+
+_DEFAULT_STEPS = 2000
+
+
+class Device(StrEnum):
+    """Where to run. ``auto`` takes the GPU if there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Preset(StrEnum):
+    """The decoder's size. ``1b`` has the dimensions of a 1B Llama and needs a GPU."""
+
+    TINY = "tiny"
+    SMALL = "small"
+    ONE_B = "1b"
+
+
+class Mode(StrEnum):
+    """How the graphed side serves steps, by the names of ``CUDAGraphMode``."""
+
+    FULL = "FULL"
+    PIECEWISE = "PIECEWISE"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    NONE = "NONE"
+
+
+def demo(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Steps as CSV, JSON lines or Parquet, also .gz. Default: a small generated trace.", metavar="FILE"
+        ),
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where to run.")] = Device.AUTO,
+    preset: Annotated[Preset, typer.Option(help="The decoder's size.")] = Preset.TINY,
+    mode: Annotated[
+        Mode, typer.Option(help="How graphs serve the steps. In pieces, attention is a break.", case_sensitive=False)
+    ] = Mode.FULL,
+    max_size: Annotated[
+        int, typer.Option(help="Largest size to capture, in rows. The trace's largest step is the limit.", min=1)
+    ] = DemoSettings.max_size,
+    steps: Annotated[int, typer.Option(help="Run at most this many steps of the trace.", min=1)] = _DEFAULT_STEPS,
+    json_file: JsonFile = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the tokens and the generated trace.", min=0)] = 0,
+) -> None:
+    """Run a decoder under a batch trace, eagerly and through graphs side by side, and compare.
+
+    Exits with 1 if any output differs beyond the tolerance.
+    """
+    batches = generate_trace(steps, seed=seed) if trace is None else read_trace(trace, steps)
+    require_writable(json=json_file)
+    console = Console()
+    settings = DemoSettings(preset.value, device.value, seed, CUDAGraphMode[mode.value], max_size)
+    both = SideBySide(batches, settings)
+    try:
+        both.prewarm(progress=True)
+        with Progress(console=console) as bar:
+            for _ in bar.track(both.run(), total=len(batches), description="steps"):
+                pass
+        result = both.result()
+    finally:
+        both.close()
+    print_result(result, console)
+    write_json(json_file, result.to_dict())
+    if result.differing:
+        raise typer.Exit(1)
 
 
 def print_result(result: DemoResult, console: Console) -> None:
