@@ -7,9 +7,9 @@ with GraphedGeneration(model, cache_lengths=(256, 1024), max_batch_size=8):
 """
 
 from .available import FIRST_VERSION, LAST_VERSION
-from .batching import BatchingStats, GraphedBatching, graphed_continuous_batching
+from .batching import GraphedBatching, graphed_continuous_batching
 from .generation import GraphedGeneration, graphed_generation
-from .stats import GenerationStats, NotServed
+from .stats import BatchingStats, GenerationStats, NotServed
 
 __all__ = [
     "FIRST_VERSION",

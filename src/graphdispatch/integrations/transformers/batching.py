@@ -1,10 +1,7 @@
 """``graphed_continuous_batching``: transformers' continuous batching with our graphs in the place of its own."""
 
 import threading
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,23 +13,13 @@ from ...config import CUDAGraphOptions
 from ...descriptors import BatchDescriptor
 from ...errors import ConfigError, shown
 from ...modes import CUDAGraphMode
-from ...reasons import Reason
 from ...stats import CUDAGraphStats
 from .available import FIRST_VERSION_OF_BATCHING, check_version
+from .stats import BatchingStats
 
-__all__ = ["BatchingStats", "GraphedBatching", "graphed_continuous_batching"]
+__all__ = ["GraphedBatching", "graphed_continuous_batching"]
 
 _WRAPPERS = "_graphdispatch_wrappers"
-
-
-@dataclass
-class BatchingStats:
-    """What happened to the steps that transformers wanted on a graph, and why steps were no hits."""
-
-    hits: int = 0
-    captures: int = 0
-    capture_failures: int = 0
-    reasons: Counter[Reason] = field(default_factory=Counter)
 
 
 class GraphedBatching:
@@ -86,9 +73,7 @@ class GraphedBatching:
     def __enter__(self) -> "GraphedBatching":
         return self.patch()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.unpatch()
 
     @property
@@ -96,10 +81,7 @@ class GraphedBatching:
         """What happened so far."""
         total = BatchingStats()
         for stats in list(self._stats):
-            total.hits += stats.hits
-            total.captures += stats.captures
-            total.capture_failures += stats.capture_failures
-            total.reasons.update(stats.reasons)
+            total.add(stats)
         return total
 
     def explain(self) -> str:

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -99,16 +99,14 @@ class GraphedGeneration:
     def __enter__(self) -> "GraphedGeneration":
         return self.patch()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.unpatch()
 
     @property
     def stats(self) -> GenerationStats:
         """What happened so far."""
         with self._lock:
-            stats = GenerationStats(self._requests, self._served, Counter(self._not_served))
+            stats = GenerationStats(requests=self._requests, served=self._served, not_served=Counter(self._not_served))
         self._pool.count_into(stats)
         return stats
 

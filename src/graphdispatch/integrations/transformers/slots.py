@@ -1,7 +1,6 @@
 """Slots: each is one kept cache with the graph that writes to it, lent to one request at a time."""
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from ...api.graphed import Graphed, graphed
 from ...config import CUDAGraphOptions
 from .caches import KeptCache
-from .stats import GenerationStats
+from .stats import BatchingStats
 
 __all__ = ["CACHE_NAMES", "Slot", "SlotKey", "SlotPool"]
 
@@ -37,8 +36,6 @@ class Slot:
         self.cache = cache
         self.step = step
         self.is_busy = False
-        self.steps = 0
-        """The steps served so far."""
         self.error = ""
         """What the model raised with this cache, where it raises nothing without; empty if it did not."""
 
@@ -51,7 +48,6 @@ class Slot:
 
     def serve(self, arguments: dict[str, Any]) -> Any:
         """The model's answer to a step of one token."""
-        self.steps += 1
         with self.cache.counts.step():
             # Sorted, since the order of a prefill's arguments says nothing, and another order is another call.
             return self.step(**dict(sorted(arguments.items())))
@@ -63,7 +59,7 @@ class Slot:
         said += f"; raised {self.error}" if self.error else ""
         said += "; the model reads how full a sliding window is" if self.cache.counts.was_read_inside else ""
         return (
-            f"{self.key.rows} rows, {self.key.length} tokens: {stats.hits} of {self.steps} steps by graphs, "
+            f"{self.key.rows} rows, {self.key.length} tokens: {stats.hits} of {stats.calls} steps by graphs, "
             f"of which {stats.captures} were captured{said}"
         )
 
@@ -80,7 +76,7 @@ class SlotPool:
         self._settings: dict[str, Any] = {"capture_after": capture_after, "options": options}
         self._lock = threading.Lock()
         self._slots: dict[SlotKey, Slot] = {}  # by use: the latest last
-        self._past = GenerationStats()
+        self._past = BatchingStats()
         self._is_closed = False
 
     def take(self, key: SlotKey) -> Slot | None:
@@ -121,12 +117,12 @@ class SlotPool:
     def __iter__(self) -> Iterator[Slot]:
         return iter(list(self._slots.values()))
 
-    def count_into(self, stats: GenerationStats) -> None:
+    def count_into(self, stats: BatchingStats) -> None:
         """Add the figures of all steps, also of slots that are gone."""
         with self._lock:
-            _add(stats, self._past)
+            stats.add(self._past)
             for slot in self._slots.values():
-                _add(stats, _figures(slot))
+                stats.add(slot.step.stats)
 
     def _make(self, key: SlotKey) -> Slot:
         cache = KeptCache(self._config, key.length)
@@ -138,24 +134,5 @@ class SlotPool:
 
     def _leave(self, slot: Slot) -> Slot:
         del self._slots[slot.key]
-        _add(self._past, _figures(slot))
+        self._past.add(slot.step.stats)
         return slot
-
-
-def _figures(slot: Slot) -> GenerationStats:
-    stats = slot.step.stats
-    return GenerationStats(
-        steps=slot.steps,
-        hits=stats.hits,
-        captures=stats.captures,
-        capture_failures=stats.capture_failures,
-        reasons=Counter(stats.reasons),
-    )
-
-
-def _add(total: GenerationStats, part: GenerationStats) -> None:
-    total.steps += part.steps
-    total.hits += part.hits
-    total.captures += part.captures
-    total.capture_failures += part.capture_failures
-    total.reasons.update(part.reasons)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ...reasons import Reason
+from ...stats import CUDAGraphStats
 
-__all__ = ["GenerationStats", "NotServed"]
+__all__ = ["BatchingStats", "GenerationStats", "NotServed"]
 
 
 class NotServed(StrEnum):
@@ -38,25 +39,41 @@ class NotServed(StrEnum):
 
 
 @dataclass
-class GenerationStats:
-    """What happened so far: whole requests, and single steps of those that graphs serve.
+class BatchingStats:
+    """What happened to the steps that transformers wanted on a graph: of ``steps`` graphs replayed ``hits``.
 
-    ``steps`` counts decode steps of served requests, of which graphs replayed ``hits``. Prefills run eagerly and are no
-    steps. Read it at any time; each access to ``stats`` makes a new one.
+    Read it at any time; each access to ``stats`` makes a new one.
+    """
+
+    steps: int = 0
+    hits: int = 0
+    captures: int = 0
+    capture_failures: int = 0
+    reasons: Counter[Reason] = field(default_factory=Counter)
+    """Why steps were no hits."""
+
+    def add(self, stats: "CUDAGraphStats | BatchingStats") -> None:
+        """Add the figures of one graph's calls, or of other steps."""
+        self.steps += stats.calls if isinstance(stats, CUDAGraphStats) else stats.steps
+        self.hits += stats.hits
+        self.captures += stats.captures
+        self.capture_failures += stats.capture_failures
+        self.reasons.update(stats.reasons)
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of steps that graphs replayed; 0 without steps."""
+        return self.hits / self.steps if self.steps else 0.0
+
+
+@dataclass
+class GenerationStats(BatchingStats):
+    """What happened so far: whole requests, and the decode steps of those that graphs serve.
+
+    Prefills run eagerly and are no steps.
     """
 
     requests: int = 0
     served: int = 0
     not_served: Counter[NotServed] = field(default_factory=Counter)
     """Why requests ran as before."""
-    steps: int = 0
-    hits: int = 0
-    captures: int = 0
-    capture_failures: int = 0
-    reasons: Counter[Reason] = field(default_factory=Counter)
-    """Why steps of served requests were no hits."""
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of steps that graphs replayed; 0 without steps."""
-        return self.hits / self.steps if self.steps else 0.0
