@@ -2,19 +2,29 @@
 
 import itertools
 import random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from graphdispatch.errors import ConfigError
 from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.online import GraphFigures, LiveTraffic, measured_cost, replan
+from graphdispatch.plan.online import LiveTraffic, measured_cost, replan
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.prior import Prior
 from graphdispatch.plan.workload import Workload
 
 SLOPED = CostModel.of(lambda n: 1000.0, lambda n: 8 + 0.1 * n, capture_ms=50.0)
 FLAT = CostModel.of(100.0, 8.0, capture_ms=50.0)
+
+
+class GraphFigures(NamedTuple):
+    """A captured graph, as far as its costs go."""
+
+    size: int
+    capture_time_ms: float
+    nbytes: int
+    avg_replay_time_ms: float = 0.0
 
 
 def test_older_steps_weigh_half_for_every_half_life() -> None:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from ..copying import Unlocked
@@ -14,7 +15,7 @@ from ..modes import CUDAGraphMode
 from ..native import EXTENSION
 from .decision import Decision
 from .engine import EngineSettings, get_cudagraph_sizes, mode_of, sorted_sizes
-from .keysets import KeySet, KeySets
+from .keysets import KeySet
 from .table import CostModel, KeyTable
 
 __all__ = ["CudagraphKeyDispatcher"]
@@ -96,13 +97,13 @@ class CudagraphKeyDispatcher(Unlocked):
         self._use(self._build({}))
 
     @property
-    def cudagraph_keys(self) -> KeySets:
+    def cudagraph_keys(self) -> Mapping[CUDAGraphMode, KeySet]:
         """The sets of keys by runtime mode, PIECEWISE and FULL: a live view.
 
         ``add_cudagraph_key`` and ``remove_cudagraph_key`` change them; ``add`` and ``discard`` of a set call these. To
         keep what there is now, copy it: ``set(dispatcher.cudagraph_keys[mode])``.
         """
-        return KeySets(partial(KeySet, self))
+        return MappingProxyType({mode: KeySet(self, mode) for mode in (PIECEWISE, FULL)})
 
     @property
     def keys_initialized(self) -> bool:

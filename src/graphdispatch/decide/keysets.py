@@ -1,6 +1,6 @@
-"""The key sets of a ``CudagraphKeyDispatcher``, seen live: a change of a set is a change of the dispatcher."""
+"""A key set of a ``CudagraphKeyDispatcher``, seen live: a change of the set is a change of the dispatcher."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSet
+from collections.abc import Iterable, Iterator, MutableSet
 from typing import TYPE_CHECKING, Any
 
 from ..descriptors import BatchDescriptor
@@ -9,7 +9,7 @@ from ..modes import CUDAGraphMode
 if TYPE_CHECKING:
     from .keys import CudagraphKeyDispatcher
 
-__all__ = ["KeySet", "KeySets"]
+__all__ = ["KeySet"]
 
 
 class KeySet(MutableSet[BatchDescriptor]):
@@ -50,22 +50,3 @@ class KeySet(MutableSet[BatchDescriptor]):
 
     def __repr__(self) -> str:
         return repr(set(self._now))
-
-
-class KeySets(Mapping[CUDAGraphMode, KeySet]):
-    """The key sets by runtime mode, PIECEWISE and FULL."""
-
-    def __init__(self, make: Callable[[CUDAGraphMode], KeySet]) -> None:
-        self._sets = {mode: make(mode) for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)}
-
-    def __getitem__(self, mode: CUDAGraphMode) -> KeySet:
-        return self._sets[mode]
-
-    def __iter__(self) -> Iterator[CUDAGraphMode]:
-        return iter(self._sets)
-
-    def __len__(self) -> int:
-        return len(self._sets)
-
-    def __repr__(self) -> str:
-        return repr(self._sets)

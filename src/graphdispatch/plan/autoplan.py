@@ -54,19 +54,6 @@ class IdleReport(NamedTuple):
         return f"{self.action}: {self.detail}" + ("; the new sizes are in use" if self.swapped else "")
 
 
-class _Graph(Protocol):
-    """What is asked of a captured graph."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def capture_time_ms(self) -> float: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def avg_replay_time_ms(self) -> float: ...
-
-
 class _Resizable(Protocol):
     """What is asked of the callable, such as a ``Graphed``."""
 
@@ -77,7 +64,7 @@ class _Resizable(Protocol):
     @property
     def mixed_sizes(self) -> tuple[int, ...]: ...
     @property
-    def entries(self) -> Sequence[_Graph]: ...
+    def entries(self) -> Sequence[GraphFigures]: ...
     def keep_examples(self) -> None: ...
     def capture_size(self, size: int) -> bool: ...
     def use_sizes(self, sizes: tuple[int, ...]) -> None: ...
@@ -186,10 +173,7 @@ class AutoPlan(MadeAnew):
     @property
     def cost(self) -> CostModel:
         """The costs that decide: those given, and in their place what the graphs of ``step`` really took."""
-        graphs = self.step.entries
-        return measured_cost(
-            self._base, [GraphFigures(g.size, g.capture_time_ms, g.nbytes, g.avg_replay_time_ms) for g in graphs]
-        )
+        return measured_cost(self._base, self.step.entries)
 
     def profile(self) -> Profile:
         """The traffic, sizes and costs so far. Raises ``ConfigError`` before the first step was counted."""

@@ -5,7 +5,7 @@ So eager times do not matter here: a size is worth the padding that it saves.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -54,13 +54,24 @@ class LiveTraffic:
         return steps
 
 
-class GraphFigures(NamedTuple):
-    """What one graph cost: rows, the time of its capture, its own bytes, and its mean replay (0.0: not measured)."""
+class GraphFigures(Protocol):
+    """What is asked of a captured graph: its rows, and what it cost."""
 
-    size: int
-    capture_ms: float
-    nbytes: int
-    replay_ms: float = 0.0
+    @property
+    def size(self) -> int:
+        """The rows that it computes."""
+
+    @property
+    def capture_time_ms(self) -> float:
+        """What its capture took."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its own bytes."""
+
+    @property
+    def avg_replay_time_ms(self) -> float:
+        """What a replay takes; 0.0 if none was measured."""
 
 
 def graphs_of(cost: CostModel) -> tuple[CUDAGraphMode, GraphCosts]:
@@ -69,7 +80,7 @@ def graphs_of(cost: CostModel) -> tuple[CUDAGraphMode, GraphCosts]:
     return mode, cost.graphs(mode)
 
 
-def measured_cost(base: CostModel, figures: Iterable[GraphFigures]) -> CostModel:
+def measured_cost(base: CostModel, graphs: Iterable[GraphFigures]) -> CostModel:
     """``base`` with measured values in place of its own: captures and bytes, and replays if two sizes were measured.
 
     If a size has several graphs, capturing it costs the sum of what they took.
@@ -77,11 +88,11 @@ def measured_cost(base: CostModel, figures: Iterable[GraphFigures]) -> CostModel
     capture_ms: dict[int, float] = {}
     graph_bytes: dict[int, float] = {}
     replays: dict[int, list[float]] = {}
-    for size, capture, nbytes, replay in figures:
-        capture_ms[size] = capture_ms.get(size, 0.0) + capture
-        graph_bytes[size] = graph_bytes.get(size, 0.0) + nbytes
-        if replay:
-            replays.setdefault(size, []).append(replay)
+    for graph in graphs:
+        capture_ms[graph.size] = capture_ms.get(graph.size, 0.0) + graph.capture_time_ms
+        graph_bytes[graph.size] = graph_bytes.get(graph.size, 0.0) + graph.nbytes
+        if graph.avg_replay_time_ms:
+            replays.setdefault(graph.size, []).append(graph.avg_replay_time_ms)
     if not capture_ms:
         return base
     mode, costs = graphs_of(base)
