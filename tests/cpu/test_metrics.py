@@ -85,6 +85,27 @@ def test_every_door_is_exported() -> None:
         assert sum(value for key, value in found.items() if key[:2] == ("graphdispatch_graphs", name)) == 1
 
 
+def test_a_served_model_of_transformers_is_exported() -> None:
+    """The steps of its requests, by graphs and eagerly, are those of its counters."""
+    transformers = pytest.importorskip("transformers")
+    from graphdispatch.integrations.transformers import GraphedGeneration
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=100, pad_token_id=0
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    prompt = torch.randint(1, 100, (2, 5))
+    with GraphedGeneration(model, cache_lengths=(32,), max_batch_size=2) as served_model:
+        collector = gd.metrics.PrometheusCollector(served_model, "llama")
+        for _ in range(2):
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+        found, stats = exported(collector), served_model.stats
+    assert found["graphdispatch_hits_total", "llama"] == stats.hits > 0
+    assert found["graphdispatch_captures_total", "llama"] == stats.captures == 1
+    eager = {key[2]: value for key, value in found.items() if key[0] == "graphdispatch_eager_steps_total"}
+    assert eager == {reason.value: number for reason, number in stats.reasons.items()}
+
+
 def test_a_registry_exports_each_metric_once() -> None:
     """Several callables are one collector's; a second one is the registry's error."""
     registry = prometheus.CollectorRegistry(auto_describe=True)

@@ -28,6 +28,7 @@ _COUNTED = {
     "evicted_bytes": "Bytes that evictions freed.",
     "dispatch_seconds": "Time that a dispatcher took to decide.",
 }
+_OF_REQUESTS = ("hits", "captures", "capture_failures", "reasons")  # what counters of whole requests tell of steps
 _BY_CAUSE = {
     "eager_steps": ("Calls whose answer is eager's, by reason.", "reason"),
     "evictions": ("Graphs that were evicted, by cause.", "cause"),
@@ -39,7 +40,8 @@ class PrometheusCollector(Collector):
 
     ``prometheus_client.REGISTRY.register(PrometheusCollector(serve, name="decoder"))`` exports them; further callables
     of the process come in by ``add``, since a registry takes each metric from one collector. ``served`` is what
-    ``graphed`` returns, a wrapper, a manager or a dispatcher; it is kept alive. A scrape reads counters that are there
+    ``graphed`` returns, a wrapper, a manager, a dispatcher, or a ``GraphedGeneration`` or ``GraphedBatching`` of
+    transformers, of which steps are counted; it is kept alive. A scrape reads counters that are there
     anyway, and the allocator's figures; calls pay nothing for it. Counters of one scrape may be from slightly different
     moments. They start again at zero after ``stats.reset()``, as after a restart. Thread-safe.
 
@@ -90,23 +92,26 @@ class PrometheusCollector(Collector):
         yield from (graphs, memory)
 
 
-def _stats(served: Any) -> CUDAGraphStats | DispatchStats:
+def _stats(served: Any) -> Any:
     """The counters of a door. A wrapper's attributes are its runnable's, so its own method is asked first."""
     ask = getattr(type(served), "get_stats", None)
     stats = ask(served) if ask is not None else getattr(served, "stats", None)
-    if not isinstance(stats, CUDAGraphStats | DispatchStats):
+    if not isinstance(stats, CUDAGraphStats | DispatchStats) and not all(hasattr(stats, name) for name in _OF_REQUESTS):
         raise ConfigError(
-            f"served must be what graphed() returns, a wrapper, a manager or a dispatcher, got {shown(served)}; it has "
-            "no counters"
+            "served must be what graphed() returns, a wrapper, a manager, a dispatcher or a served model of "
+            f"transformers, got {shown(served)}; it has no counters"
         )
     return stats
 
 
-def _counters(stats: CUDAGraphStats | DispatchStats) -> dict[str, Any]:
+def _counters(stats: Any) -> dict[str, Any]:
     """The counters by the metric that shows them."""
     if isinstance(stats, DispatchStats):
         hits, seconds = stats.graph + stats.piecewise, stats.dispatch_time_ns * 1e-9
         return {"hits": hits, "eager_steps": stats.to_dict()["reasons"], "dispatch_seconds": seconds}
+    if not isinstance(stats, CUDAGraphStats):
+        plain = {name: getattr(stats, name) for name in _OF_REQUESTS}
+        return plain | {"eager_steps": {reason.value: number for reason, number in plain.pop("reasons").items()}}
     plain = stats.to_dict()
     shown_as_they_are = ("hits", "real_rows", "captures", "capture_failures", "evicted_bytes")
     return {name: plain[name] for name in shown_as_they_are} | {
@@ -120,5 +125,6 @@ def _counters(stats: CUDAGraphStats | DispatchStats) -> dict[str, Any]:
 def _memory(served: Any) -> MemoryReport:
     """What a door's graphs hold; those of a dispatcher are other doors', so it counts them alone."""
     ask = getattr(type(served), "memory_report", None)
-    report: MemoryReport = memory_report({entry for _, entry in served.entries}) if ask is None else ask(served)
+    entries = () if ask is not None else getattr(served, "entries", ())
+    report: MemoryReport = memory_report({entry for _, entry in entries}) if ask is None else ask(served)
     return report
