@@ -71,8 +71,10 @@ def code_reads(code: CodeType) -> CodeReads:
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
     # Dotted ones too: operator.attrgetter("config.scale").
     attributes.update(part for text in texts for parts in [text.split(".")] if _are_names(parts) for part in parts)
-    if any(instruction.opname == "MATCH_CLASS" for instruction in instructions):
+    matches = [instruction.arg for instruction in instructions if instruction.opname == "MATCH_CLASS"]
+    if matches:
         attributes.update(text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
+        of_others = of_others or any(matches)  # the class says which attributes stand in which place
     return CodeReads(frozenset(attributes), frozenset(variables), frozenset(imports), texts, of_others, of_self)
 
 

@@ -6,6 +6,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from contextvars import Context
 from typing import Any
 
 from . import objects
@@ -22,7 +23,8 @@ _SEEN_THROUGH = frozenset(
     )
 )
 """Where compiled classes are at home whose objects never change, or whose state a walk compares."""
-_NOT_READ = (threading.Semaphore, threading.Condition, threading.Barrier, logging.Filterer)
+_NOT_READ = (threading.Semaphore, threading.Condition, threading.Barrier)
+_OF_LOGS = ("level", "disabled", "isEnabledFor", "getEffectiveLevel", "hasHandlers", "handlers")
 _SILENT = ("multiprocessing", "decimal")
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
@@ -46,7 +48,8 @@ class MethodCalls:
             if method in _TAKEN:
                 self._locks.setdefault(id(owner), (owner, repr(owner)))
             return True
-        if home.__module__.partition(".")[0] in _SEEN_THROUGH or issubclass(home, IN_MEMORY):
+        is_seen = home.__module__.partition(".")[0] in _SEEN_THROUGH and home is not Context
+        if is_seen or issubclass(home, IN_MEMORY):
             return True
         self.first = self.first or f"{method}() of a {kind.__module__}.{kind.__qualname__}"
         return False
@@ -77,8 +80,11 @@ def changed_machines(
     return (path for path, value, was in met if _is_used(type(value), codes) and snapshot(value) != was)
 
 
-def is_read(kind: type, codes: Collection[types.CodeType]) -> bool:
-    """Whether ``codes`` may read objects of a class of machinery. They take locks, and write to logs."""
+def is_read(kind: type, codes: Collection[types.CodeType], names: frozenset[str]) -> bool:
+    """Whether ``codes``, which spell ``names``, may read objects of a class of machinery. They take locks, and write to
+    logs; a log's level they read by name."""
+    if issubclass(kind, logging.Filterer):
+        return not names.isdisjoint(_OF_LOGS)
     return _is_used(kind, codes) and not issubclass(kind, _NOT_READ)
 
 

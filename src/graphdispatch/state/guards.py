@@ -25,7 +25,8 @@ from ..native.guards import GUARD
 from . import objects
 from .compiled import END, compile_guard
 from .objects import same_objects
-from .reads import StateReads, unchanged
+from .particulars import PLAIN_READERS
+from .reads import StateReads
 from .trace import CodeTrace
 
 __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "wants_gradient"]
@@ -173,7 +174,9 @@ class StateGuard:
             (g._addresses, g._numels, g._contiguous, g._keys, [held for _, held in g._arrays]) for g in (self, other)
         )
         absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
-        plain = ([r.args[1] for r in g._readers if type(r) is partial and r.func is unchanged] for g in (self, other))
+        plain = (
+            [r.args[1] for r in g._readers if type(r) is partial and r.func in PLAIN_READERS] for g in (self, other)
+        )
         if next(absent) != next(absent) or next(plain) != next(plain):
             return False
         parts = (

@@ -21,6 +21,7 @@ from .objects import ABSENT
 
 __all__ = [
     "IN_MEMORY",
+    "OF_FUNCTIONS",
     "Holder",
     "frozen",
     "labelled",
@@ -42,12 +43,13 @@ __all__ = [
     "write_function",
     "write_names",
     "write_numbers",
+    "write_objects",
     "write_slots",
     "write_tensor",
 ]
 
 
-IN_MEMORY = (io.BytesIO, io.StringIO, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.c_int.__mro__[1])
+IN_MEMORY = (io.BytesIO, io.StringIO, mmap.mmap, ctypes.c_int.__mro__[2])
 """Files in memory, mapped memory, and what ``ctypes`` makes: compiled objects that code writes."""
 
 
@@ -117,6 +119,7 @@ write_environment = _writer("write_environment")
 write_function = _writer("write_function")
 write_names = _writer("write_names")
 write_numbers = _writer("write_numbers")
+write_objects = _writer("write_objects")
 write_slots = _writer("write_slots")
 write_tensor = _writer("write_tensor")
 
@@ -201,8 +204,11 @@ def read_context(variable: ContextVar[Any]) -> dict[str, Any]:
 
 
 def read_function(fn: types.FunctionType) -> dict[str, Any]:
-    """The code and the defaults of a function."""
-    return {".__code__": fn.__code__, ".__defaults__": fn.__defaults__, ".__kwdefaults__": fn.__kwdefaults__}
+    """The code, the defaults, the name and the text of a function."""
+    return {f".{name}": getattr(fn, name) for name in OF_FUNCTIONS}
+
+
+OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
 
 
 def read_class(kind: type) -> dict[str, Any]:

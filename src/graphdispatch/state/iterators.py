@@ -57,7 +57,15 @@ def read_memory(value: Any) -> Any:
         return None if value.closed else _file_class(value).__getstate__(value)[:-1]
     if isinstance(value, mmap.mmap):
         return None if value.closed else (value[:], value.tell())
-    return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+    own = ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+    target = _target(value)
+    return own if target is None else own + ctypes.string_at(ctypes.addressof(target), ctypes.sizeof(target))
+
+
+def _target(value: Any) -> Any:
+    """What a pointer of ``ctypes`` points to; None for anything else."""
+    is_pointer = isinstance(value, ctypes._Pointer)
+    return value.contents if is_pointer and bool(value) else None
 
 
 def is_large(value: Any) -> bool:
@@ -71,7 +79,10 @@ def write_memory(value: Any, before: Any) -> None:
         value[:], place = before
         value.seek(place)
     elif not isinstance(value, io.IOBase):
-        ctypes.memmove(ctypes.addressof(value), before, len(before))
+        size = ctypes.sizeof(value)
+        ctypes.memmove(ctypes.addressof(value), before, size)
+        if len(before) > size:
+            ctypes.memmove(ctypes.addressof(_target(value)), before[size:], len(before) - size)
     elif before is not None and not value.closed:
         _file_class(value).__setstate__(value, (*before, None))
 

@@ -51,6 +51,7 @@ __all__ = [
     "slots_of",
     "user_classes",
     "variables_of",
+    "written_classes",
 ]
 
 Reader = Callable[[], Any]
@@ -106,9 +107,10 @@ _MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect")
 _NOTHING_IN = (*CONSTANTS, *_OPAQUE)
 
 
-def is_opaque(value: Any) -> bool:
-    """Whether nothing is looked for in a value: a constant, or a part of the interpreter or of torch."""
-    return issubclass(type(value), _NOTHING_IN)
+def is_opaque(kind: type) -> bool:
+    """Whether nothing is looked for in objects of a class: constants, parts of the interpreter or of torch. A class of
+    the user that inherits from a constant's, or an enumeration of the user, may hold more."""
+    return issubclass(kind, _NOTHING_IN) and not (issubclass(kind, (*CONSTANTS, Enum)) and user_classes(kind))
 
 
 def is_followed(kind: type) -> bool:
@@ -137,7 +139,12 @@ def is_library_code(path: str) -> bool:
 
 def user_classes(kind: type) -> list[type]:
     """The class and those that it inherits from, without the library's and the interpreter's."""
-    return [base for base in type.mro(kind) if base.__flags__ & _HEAP and not _is_library_class(base)]
+    return [base for base in written_classes(kind) if not _is_library_class(base)]
+
+
+def written_classes(kind: type) -> list[type]:
+    """The class and those that it inherits from, without the interpreter's."""
+    return [base for base in type.mro(kind) if base.__flags__ & _HEAP]
 
 
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
@@ -276,7 +283,7 @@ class Kinds(dict[type, Kind]):
     """Classes, each asked when it is first met. Classes may change, so make another one for each look."""
 
     def __missing__(self, kind: type) -> Kind:
-        if issubclass(kind, _NOTHING_IN):
+        if is_opaque(kind):
             known = Kind(True, False, False, {})
         else:
             known = Kind(False, is_followed(kind), _iterates(kind), slots_of(kind))
@@ -296,7 +303,7 @@ def _iterates(kind: type) -> bool:
 def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects. Equal constants of one type count as the same."""
     return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and repr(a) == repr(b))
+        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_opaque(type(a)) and repr(a) == repr(b))
         for a, b in zip(before, after, strict=True)
     )
 
@@ -304,8 +311,8 @@ def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
 def referent(value: Any) -> Any:
     """What a weak reference or proxy points to, or what a context variable holds here; ``ABSENT`` for anything else."""
     kind = type(value)
-    if kind in (weakref.ref, weakref.KeyedRef):
-        return value()
+    if issubclass(kind, weakref.ref):
+        return weakref.ref.__call__(value)
     if kind in weakref.ProxyTypes:
         try:
             return value.__reduce_ex__.__self__

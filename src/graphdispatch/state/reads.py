@@ -9,11 +9,10 @@ import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter, eq, le
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,12 @@ import torch
 from torch import nn
 
 from ..call.marks import is_break
-from . import holders, objects
+from . import objects
 from .objects import ABSENT, CONTAINERS, Reader
+from .particulars import class_readers, readers_of, setting_readers, unchanged
 from .trace import CodeTrace
 
-__all__ = ["StateReads", "unchanged"]
+__all__ = ["StateReads"]
 
 _PACKAGE = str(__package__).partition(".")[0]
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -94,7 +94,7 @@ class StateReads:
         kind = type(value)
         held = objects.referent(value)
         if held is not ABSENT or kind is ContextVar:
-            self.readers.append(partial(objects.referent, value) if kind in weakref.ProxyTypes else _direct(value))
+            self.readers.append(_direct(value))
             self._pending.append(held)
         elif issubclass(type(value), torch.Tensor):
             self.tensors.append(value)
@@ -102,28 +102,31 @@ class StateReads:
             if table or (self._trace is not None and self._trace.asked):
                 self.homes.append(value)
                 self._compare(table, self._names)
+            if "requires_grad" in self._names:
+                self.readers.append(partial(getattr, value, "requires_grad"))
         elif issubclass(type(value), nn.Module):
             self._visit_module(value)
         elif issubclass(type(value), types.FunctionType):
             self._visit_function(value)
         elif issubclass(type(value), types.MethodType):
             self._pending += (value.__self__, value.__func__)
-        elif issubclass(type(value), partial):
-            self._pending += (value.func, value.args, value.keywords)
         elif issubclass(type(value), type):
             self._visit_class(value)
         elif issubclass(type(value), types.ModuleType):
-            return
+            if self._trace is not None and id(vars(value)) not in self._trace.variables:
+                self._compare_variables(vars(value), self._names)
         elif issubclass(type(value), np.ndarray) or kind is array:
             self.arrays.append(value)
             self._count(len(value.tobytes()) // 8, value)
+            if kind is not array and value.dtype.hasobject:
+                self._pending += value.flat
         elif self._kinds[kind].is_followed:
             self._visit_object(value)
         elif objects.is_machine(kind):
             if self._trace is not None:
                 from .foreign import is_read, snapshot
 
-                if is_read(kind, self._trace.codes):
+                if is_read(kind, self._trace.codes, self._names):
                     self.readers.append(partial(unchanged, value, snapshot(value), snapshot))
         elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
@@ -161,16 +164,14 @@ class StateReads:
         if issubclass(type(value), CONTAINERS):
             if self._trace is not None or _matters(value):
                 self.contents.append(value)
-                if issubclass(kind, OrderedDict) and len(value) > 1:
-                    self.readers.append(partial(unchanged, value, _order(value), _order))
             held = objects.content(value)
             self._count(len(held), value)
             self._pending += held
         elif issubclass(type(value), (tuple, frozenset)):
             self._pending += objects.content(value)
         table, slots = objects.attribute_table(value), self._kinds[kind].slots
-        is_user = bool(objects.user_classes(kind))
-        names = self._named(kind, self._names if is_user else self._library_names)
+        is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
+        names = self._named(kind, self._library_names if is_library else self._names)
         if issubclass(kind, threading.local) and self._trace is not None:
             from .foreign import values_here
 
@@ -181,31 +182,38 @@ class StateReads:
             self.objects.append(value)
             self.homes.append(value)
             self._compare(table, names)
-        for name in slots.keys() & (slots.keys() if self._trace is None or self._all else names):
+        for name in (name for name in slots if self._trace is None or self._all or name in names):
             reader = partial(objects.slot_value, slots[name], value)
             self.readers.append(reader)
             self._pending.append(reader())
         if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
             if issubclass(type(value), attrgetter):
                 self._names = self._library_names = self._names | _attributes_of(value)
-            if issubclass(type(value), objects.CACHES):
-                self.readers.append(partial(unchanged, value, _cached(value), _cached, le))
-            if issubclass(kind, holders.IN_MEMORY):
-                from .iterators import read_memory
-
-                self.readers.append(partial(unchanged, value, read_memory(value), read_memory))
             for inner in objects.referents(value):
-                self._pending += objects.content(inner) if issubclass(type(inner), CONTAINERS) else [inner]
+                is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
+                self._pending += objects.content(inner) if is_cached else [inner]
+        if self._trace is not None or kind is partial:
+            particulars = readers_of(value)
+            self.readers += particulars
+            self._pending += (read() for read in particulars)
         self._pending.append(kind)
 
     def _visit_class(self, kind: type) -> None:
-        for base in objects.user_classes(kind):
-            if base is not kind:
-                self._pending.append(base)
-            elif self._trace is not None:
-                self.readers.append(partial(getattr, base, "__mro__"))
-                table = vars(base)
-                self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
+        """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
+        users = objects.user_classes(kind)
+        self._pending += (base for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
+        if self._trace is None:
+            return
+        table = vars(kind)
+        if kind in users:
+            self.readers.append(partial(getattr, kind, "__mro__"))
+            self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
+            self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
+            self.readers += class_readers(kind, self._names)
+        elif issubclass(kind, nn.Module):
+            ran = [name for name, held in table.items() if getattr(held, "__code__", None) in self._trace.codes]
+            if ran:
+                self.attributes.append((table, ran))
 
     def _is_read(self, name: str, member: Any) -> bool:
         """Whether code reads a class attribute: a method that ran, or data under a name of the code.
@@ -213,7 +221,7 @@ class StateReads:
         Data under names with two underscores tells of the class itself: its fields, its annotations.
         """
         if not objects.is_code(member):
-            return not name.startswith("__") and (self._all or name in self._names)
+            return name in self._names or (self._all and not name.startswith("__"))
         assert self._trace is not None
         is_named = self._trace.is_blind and name in self._names
         return is_named or any(fn.__code__ in self._trace.codes for fn in objects.functions_in(member))
@@ -221,12 +229,15 @@ class StateReads:
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace; not of a break."""
         cells = fn.__closure__ or ()
+        if fn.__dict__ or (self._trace is not None and self._trace.asked):
+            self._compare(fn.__dict__, self._names)
         if objects.is_library_code(fn.__code__.co_filename):
+            self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
             if not is_break(fn):
                 wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
                 self._pending += (held for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
             return
-        if self._trace is not None and not self._trace.is_blind and fn.__code__ not in self._trace.codes:
+        if self._trace is not None and not self._all and fn.__code__ not in self._trace.codes:
             return
         self.functions.append(fn)
         for cell in cells:
@@ -247,6 +258,8 @@ class StateReads:
 
     def _compare_namespaces(self, trace: CodeTrace) -> None:
         self._pending += trace.functions
+        spelled = self._names.union(*(names for _, names in trace.variables.values()))
+        self.readers += setting_readers(spelled)
         if trace.reads_environment:
             self.contents.append(vars(os.environ)["_data"])
         for table, names in trace.variables.values():
@@ -315,25 +328,11 @@ def _has_own_access(kind: type) -> bool:
 
 
 def _direct(value: Any) -> Reader:
-    """What reads a weak reference or a context variable without a call of Python."""
-    return partial(value.get, ABSENT) if type(value) is ContextVar else value
-
-
-def _cached(cache: Any) -> set[Any]:
-    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
-    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
-    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
-    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
-
-
-def unchanged(value: Any, before: Any, read: Callable[[Any], Any], compare: Callable[[Any, Any], Any] = eq) -> bool:
-    """Whether what ``read`` gives of a value is what it was before; a cache may hold more (``le``)."""
-    return bool(compare(before, read(value)))
-
-
-def _order(table: Any) -> list[int]:
-    """The order of the keys of an ``OrderedDict``, which its dict does not tell."""
-    return list(map(id, OrderedDict.keys(table)))
+    """What reads a weak reference or a context variable, without a call of Python where that can be."""
+    if type(value) in (weakref.ref, weakref.KeyedRef):
+        reader: Reader = value
+        return reader
+    return partial(value.get, ABSENT) if type(value) is ContextVar else partial(objects.referent, value)
 
 
 def _matters(value: Any, depth: int = 3) -> bool:

@@ -265,6 +265,7 @@ class CodeTrace:
             used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
         self._use(table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
+        _keep(self.variables, sys.modules, [name for name in reads.imports if name in sys.modules])
         imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
         if "modules" in reads.attributes:  # sys.modules[__name__]
             imported.append(table.get("__name__", ""))
@@ -272,10 +273,11 @@ class CodeTrace:
         seen = set[int]()
         while modules:
             module = modules.pop()
-            if objects.is_settings(module) and id(module) not in seen:
+            if issubclass(type(module), types.ModuleType) and id(module) not in seen:
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
-                _keep(self.absent, vars(module), reads.attributes.difference(names))
+                if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
+                    _keep(self.absent, vars(module), reads.attributes.difference(names))
                 self._use(vars(module), names, module.__name__)
                 modules += (vars(module)[name] for name in names)
 

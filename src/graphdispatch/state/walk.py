@@ -27,6 +27,7 @@ from ..call.marks import is_break
 from . import holders, objects
 from .holders import Holder
 from .objects import ABSENT, CONTAINERS
+from .particulars import SETTINGS, read_compiled, write_compiled
 
 __all__ = ["StateWalk"]
 
@@ -72,6 +73,9 @@ class StateWalk:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
+        for name, (get, put) in SETTINGS.items():
+            if put is not None:
+                self._hold(((), f"{name}()"), None, partial(_setting, get), partial(_set, put))
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
             self._note_random(path, generator)
 
@@ -207,7 +211,7 @@ class StateWalk:
             return self._class_edges(value, path)
         if kind is types.CellType or kind is ContextVar or kind is array or issubclass(kind, np.ndarray):
             return self._value_edges(value, path)
-        if kind in (weakref.ref, weakref.KeyedRef, *weakref.ProxyTypes):
+        if issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
             return iter([("()", objects.referent(value))])
         if issubclass(kind, types.MethodType):
             return iter([("", value.__self__), ("", value.__func__)])
@@ -237,7 +241,7 @@ class StateWalk:
         elif not value.dtype.hasobject:
             self._hold(path, value, _bytes_of, holders.write_array)
         else:
-            yield from (("[...]", inner) for inner in value.flat)
+            yield from (("[...]", inner) for inner in self._hold(path, value, _objects_of, holders.write_objects))
 
     def _container_edges(self, value: Any, path: Any) -> Edges:
         """The entries of a container of Python's own, most of which are empty."""
@@ -283,13 +287,13 @@ class StateWalk:
                 self.overflow = self.overflow or _text(path)
             else:
                 self._hold(path, value, read_memory, write_memory)
-        elif issubclass(kind, partial):
-            yield from (("", inner) for inner in (value.func, value.args, value.keywords))
         elif not slots:
             for inner in objects.referents(value):
                 # What a cache keeps is no state by itself, and its own table must not be written.
                 is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
                 yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
+        if read_compiled(value):
+            yield from (("", held) for held in self._hold(path, value, read_compiled, write_compiled).values())
         if kinds[kind].iterates:
             self.iterator = self.iterator or _text(path)
             from .iterators import progress
@@ -329,6 +333,7 @@ class StateWalk:
             if base is not kind:
                 yield "", base
             else:
+                yield "", type(kind)
                 held = self._hold(path, kind, holders.read_class, holders.write_class)
                 for name, inner in held.items():
                     functions = objects.functions_in(inner)
@@ -363,6 +368,18 @@ class StateWalk:
         self._generators.append(
             Holder(path, generator, lambda _: freeze(read()), lambda *_: write(saved), freeze(saved))
         )
+
+
+def _objects_of(array: Any) -> list[Any]:
+    return list(array.flat)
+
+
+def _setting(get: Callable[[], Any], _: Any) -> dict[str, Any]:
+    return {"": get()}
+
+
+def _set(put: Callable[[Any], Any], _: Any, before: dict[str, Any]) -> None:
+    put(before[""])
 
 
 def _text(path: Any) -> str:

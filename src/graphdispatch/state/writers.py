@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from . import objects
-from .holders import read_slots
+from .holders import OF_FUNCTIONS, read_slots
 from .objects import ABSENT
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "write_function",
     "write_names",
     "write_numbers",
+    "write_objects",
     "write_slots",
     "write_tensor",
 ]
@@ -99,6 +100,12 @@ def write_array(array: Any, before: bytes) -> None:
     array[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
 
 
+def write_objects(array: np.ndarray[Any, Any], before: list[Any]) -> None:
+    """Put objects back into an array of them."""
+    for index, value in enumerate(before):
+        array.flat[index] = value
+
+
 def write_numbers(numbers: Any, before: bytes) -> None:
     """Fill an ``array.array`` from bytes."""
     del numbers[:]
@@ -106,8 +113,9 @@ def write_numbers(numbers: Any, before: bytes) -> None:
 
 
 def write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
-    """Give a function its code and defaults back."""
-    fn.__code__, fn.__defaults__, fn.__kwdefaults__ = before.values()
+    """Give a function its code, defaults, name and text back."""
+    for name, value in zip(OF_FUNCTIONS, before.values(), strict=True):
+        setattr(fn, name, value)
 
 
 def write_class(kind: type, before: dict[str, Any]) -> None:

@@ -1,0 +1,131 @@
+"""What is compared of objects that keep something elsewhere than in attributes, slots and entries."""
+
+import sys
+from abc import ABCMeta, get_cache_token
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection
+from functools import partial
+from operator import eq, le
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import holders, objects
+from .objects import Reader
+
+__all__ = [
+    "PLAIN_READERS",
+    "SETTINGS",
+    "class_readers",
+    "read_compiled",
+    "readers_of",
+    "setting_readers",
+    "unchanged",
+    "write_compiled",
+]
+
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    defaultdict: ("default_factory",),
+    partial: ("func", "args", "keywords"),
+    BaseException: ("args",),
+}
+"""Attributes that compiled classes keep outside of ``__dict__``."""
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "get_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "are_deterministic_algorithms_enabled": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "get_num_threads": (torch.get_num_threads, torch.set_num_threads),
+    "flash_sdp_enabled": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "math_sdp_enabled": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    "mem_efficient_sdp_enabled": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    "get_float32_matmul_precision": (torch.get_float32_matmul_precision, None),
+    "getrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "geterr": (lambda: tuple(np.geterr().items()), lambda before: np.seterr(**dict(before))),
+}
+"""Settings of the process by the name of the function that reads them: that function, and what writes them. Without
+the latter, a setting is read only where code does so: torch may warn of it."""
+
+
+def unchanged(value: Any, before: Any, read: Callable[[Any], Any], compare: Callable[[Any, Any], Any] = eq) -> bool:
+    """Whether what ``read`` gives of a value is what it was before; a cache may hold more (``le``)."""
+    return bool(compare(before, read(value)))
+
+
+def readers_of(value: Any) -> list[Reader]:
+    """What to compare of an object, besides its attributes, slots and entries."""
+    kind = type(value)
+    found: list[Reader] = [partial(getattr, value, label[1:]) for label in read_compiled(value)]
+    reads: list[tuple[Any, ...]] = []
+    if issubclass(kind, OrderedDict) and len(value) > 1:
+        reads.append((_order,))
+    elif issubclass(kind, bytearray):
+        reads.append((bytes,))
+    elif issubclass(kind, objects.CACHES):
+        reads.append((_cached, le))
+    elif issubclass(kind, holders.IN_MEMORY):
+        from .iterators import read_memory
+
+        reads.append((read_memory,))
+    return [*found, *(partial(unchanged, value, read(value), read, *compare) for read, *compare in reads)]
+
+
+def read_compiled(value: Any) -> dict[str, Any]:
+    """The attributes that an object's compiled classes keep; empty for most."""
+    kind = type(value)
+    names = (name for base, names in _ATTRIBUTES.items() if issubclass(kind, base) for name in names)
+    return {f".{name}": getattr(value, name) for name in names}
+
+
+def write_compiled(value: Any, before: dict[str, Any]) -> None:
+    """Put them back."""
+    if issubclass(type(value), partial):
+        value.__setstate__((*before.values(), value.__dict__ or None))
+        return
+    for label, held in before.items():
+        setattr(value, label[1:], held)
+
+
+def setting_readers(names: Collection[str]) -> list[Reader]:
+    """What to compare of the settings that code asks for under ``names``."""
+    return [partial(_is_set, read, read()) for name, (read, _) in SETTINGS.items() if name in names]
+
+
+def _is_set(read: Reader, before: Any) -> bool:
+    """Whether a setting is what it was."""
+    return bool(read() == before)
+
+
+PLAIN_READERS = (unchanged, _is_set)
+"""Readers that tell whether something is as it was; their second argument is how it was, as plain data."""
+
+
+def class_readers(kind: type, names: Collection[str]) -> list[Reader]:
+    """What to compare of a class of the user that code may ask for its subclasses, or whether something is one."""
+    found: list[Reader] = []
+    if "__subclasses__" in names:
+        found.append(partial(unchanged, kind, _subclasses(kind), _subclasses))
+    if issubclass(type(kind), ABCMeta):  # others may register with it; that is not kept per class
+        found.append(partial(unchanged, kind, get_cache_token(), lambda _: get_cache_token()))
+    return found
+
+
+def _subclasses(kind: type) -> list[int]:
+    return list(map(id, type.__subclasses__(kind)))
+
+
+def _order(table: Any) -> list[int]:
+    """The order of the keys of an ``OrderedDict``, which its dict does not tell."""
+    return list(map(id, OrderedDict.keys(table)))
+
+
+def _cached(cache: Any) -> set[Any]:
+    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
+    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
+    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
+    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
