@@ -2,6 +2,7 @@
 
 import ctypes
 import decimal
+import enum
 import gc
 import hashlib
 import multiprocessing
@@ -335,6 +336,38 @@ def test_lock_left_instead(settled: Settle) -> None:
     x = torch.randn(4, 3)
     assert torch.equal(step(x), x * 2)
     step.check(Reason.EXACT)
+
+
+def test_library_replaced(settled: Settle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the code names of a library's module is compared, and so are the methods of torch's modules that ran."""
+    model = nn.Tanh().eval()
+    step = settled(lambda x: model(x) + torch.nn.functional.relu(x))
+    x = torch.randn(4, 3)
+    monkeypatch.setattr(torch.nn.functional, "relu", lambda x: x * 5)
+    assert torch.equal(step(x), torch.tanh(x) + x * 5)
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: x * 7)
+    assert torch.equal(step(x), x * 7 + x * 5)
+
+
+def test_enumeration_changed(settled: Settle) -> None:
+    """Members of enumerations are objects like others."""
+
+    class Choice(enum.Enum):
+        FIRST = {"scale": 2.0}  # noqa: RUF012
+
+    step = settled(lambda x: x * Choice.FIRST.value["scale"])
+    Choice.FIRST.value["scale"] = 5.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 5.0)
+
+
+def test_unused_tensor_resized(settled: Settle) -> None:
+    """LIMIT: the extent of a tensor that no operator reads is that of the capture."""
+    shape = torch.zeros(2)
+    step = settled(lambda x: x * shape.numel())
+    shape.resize_(5)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2)
 
 
 def test_event_read(settled: Settle) -> None:
