@@ -1,7 +1,7 @@
 """Kinds of calls: which one gives way to a new one, and whether they change too much to be worth graphs."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..call.signature import Refusal, Signature
@@ -57,11 +57,18 @@ class Kinds:
         self._replaced += 1
         return min(unused, key=lambda group: max((entry.last_used for entry in group.all_entries), default=0))
 
-    def refusal(self, spelling: "Spelling") -> Refusal | None:
-        """Why a call of a new kind, spelled like this, gets no group since such calls always change; or None."""
+    def refusal(self, spelling: "Spelling", forget: Callable[["GraphGroup"], None]) -> Refusal | None:
+        """Why a call of a new kind, spelled like this, gets no group since such calls always change; or None.
+
+        As soon as that is found, the groups that serve nothing are forgotten, but for the latest.
+        """
         if spelling.changes is None:
             spelling.changes = Changes()
-        return spelling.changes.refusal(spelling.groups)
+        refusal = spelling.changes.refusal(spelling.groups)
+        if refusal is not None and spelling.changes.is_new:
+            for group in [one for one in spelling.groups[:-1] if not (one.has_graphs or len(one.failures))]:
+                forget(group)
+        return refusal
 
 
 class Changes:
@@ -71,6 +78,11 @@ class Changes:
         self._new = 0
         self._resting = 0
         self._refusal = Refusal(Reason.SIGNATURE_CHANGES, "")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the latest refusal was the first of its row."""
+        return self._resting == _REST - 1
 
     def refusal(self, groups: Sequence["GraphGroup"]) -> Refusal | None:
         """Why a call of a new kind gets no group: of the ``groups`` that 64 new kinds left, at least 4 and three in

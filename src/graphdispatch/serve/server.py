@@ -246,7 +246,7 @@ class Server(EagerPath):
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
         if spec is None or (route.is_single and route.spellings):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
-        refusal = self._all_kinds().refusal(spelling) if spelling is not None else None
+        refusal = self._all_kinds().refusal(spelling, self.forget) if spelling is not None else None
         if refusal is not None:
             return refusal
         made = self._make_group(route, spec, args, kwargs)
