@@ -104,6 +104,16 @@ def test_noise_gives_up_no_graph(eager: list[float], replay: list[float], is_kep
     assert bool(step.entries) is is_kept
 
 
+def test_a_graph_that_seemed_slower_is_timed_again() -> None:
+    """Where noise left it open at the capture, the comparison with the second batch decides."""
+    noisy = chain(
+        (CAPTURE,), (SLOW, SLOW), chain.from_iterable(zip([FAST, SLOW, FAST, SLOW, FAST], [SLOW] * 5, strict=True))
+    )
+    step = serve(chain(noisy, cycle((FAST, SLOW))))
+    assert reasons(step, 3) == [Reason.CAPTURED_NOW, Reason.NO_GAIN, Reason.NO_GAIN]
+    assert step.entries == []
+
+
 def test_a_graph_of_a_padded_batch_is_judged_by_a_full_one() -> None:
     """A padded batch says little of what the size is worth."""
     step = serve(pairs(FAST, SLOW))

@@ -326,6 +326,7 @@ def test_a_refusal_is_told_again_after_a_reset(caplog: pytest.LogCaptureFixture)
     for _ in range(4):
         step(torch.ones(ROWS, 3))
     with caplog.at_level(logging.INFO, "graphdispatch"):
+        caplog.clear()
         step(torch.ones(ROWS, 3))
         assert not caplog.records
         step.stats.reset()
