@@ -71,6 +71,27 @@ def test_the_block_changes_no_answer_and_no_count() -> None:
     assert one | {"capture_time_ms": 0} == other | {"capture_time_ms": 0}
 
 
+def test_calls_that_are_refused_at_once_are_events_too() -> None:
+    """Also where the refusal was found before the block; after it, they are refused at once again."""
+
+    class Reading(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * float(x.sum())
+
+    serve, plain = (gd.graphed(Reading(), dynamic={"x": 0}, max_size=8) for _ in range(2))
+    with torch.no_grad():
+        for one in (serve, plain):
+            run(one, (4,) * 200)
+        with gd.timeline(serve) as trace:
+            run(serve, (4,) * 30)
+        run(plain, (4,) * 30)
+        assert [event["name"] for event in events(trace, "call")] == ["capture_unsafe"] * 30
+        kinds = [[type(hit) for hit in one._graphs.groups.popitem()[1].hits.values()] for one in (serve, plain)]
+        assert kinds[0] == []
+        assert len(kinds[1]) == 1
+    assert serve.stats.reasons == plain.stats.reasons
+
+
 @pytest.mark.parametrize("raises", [True, False])
 def test_nothing_stays_behind(raises: bool) -> None:
     """After the block, also one that an error ended, the server is as before, and calls are no events."""

@@ -19,6 +19,7 @@ from torch._C._profiler import _RecordFunctionFast  # no operator, so that captu
 from ..errors import ConfigError, shown
 from ..extents import Extents
 from ..serve.graphs import Capturer
+from ..serve.hits import Standing
 from ..serve.server import Server
 from .page import save_text
 
@@ -109,6 +110,8 @@ class _Watch:
         self.capturer, self.observes = server.graphs._capturer, server.observes
         methods = {"step": self._call(server.step), "refuse": self._call(server.refuse)}
         vars(server).update(methods, observed=self._observed(server.observed), observes=True)
+        vars(server)["parts_of"] = lambda _: ()  # the core would serve refused calls without asking
+        self._forget_refusals()
         server.graphs._capturer = Capturer(
             **{name: self._within(name, method) for name, method in self.capturer._asdict().items()}
         )
@@ -117,8 +120,16 @@ class _Watch:
         """Take everything away again."""
         self.server.observes = self.observes
         self.server.graphs._capturer = self.capturer
-        for name in ("step", "refuse", "observed"):
+        for name in ("step", "refuse", "observed", "parts_of"):
             del vars(self.server)[name]
+        self._forget_refusals()
+
+    def _forget_refusals(self) -> None:
+        """Have refusals found anew; until then, they go where they went when they were found."""
+        with self.server.lock:
+            for group in self.server.graphs.groups.values():
+                for rows in [rows for rows, hit in group.hits.items() if type(hit) is Standing]:
+                    del group.hits[rows]
 
     def _call(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """A call that is no hit: an event with the name of its reason, and a mark for each eviction."""
