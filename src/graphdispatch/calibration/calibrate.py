@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ..api.graphed import Graphed, graphed
 from ..backends import Backend, get_backend
@@ -88,11 +88,11 @@ def calibrate(
         raise ConfigError("mode must have graphs to measure, got NONE")
     if dynamic is None:
         dynamic = {name: 0 for name, value in example.items() if isinstance(value, torch.Tensor) and value.dim()}
-    rows, device = _rows_and_device(example, dynamic)
-    checked = named_sizes("pow2", rows) if sizes is None else check_sizes(sorted(set(sizes)), "sizes")
-    inputs = {size: _resized(example, dynamic, size) for size in checked}
+    call = _Example(example, dynamic)
+    checked = named_sizes("pow2", call.rows) if sizes is None else check_sizes(sorted(set(sizes)), "sizes")
+    inputs = {size: call.of(size) for size in checked}
     served = {each: graphed(fn, dynamic=dynamic, sizes=checked, mode=each, **options) for each in modes}
-    backend = get_backend("auto", device)
+    backend = get_backend("auto", call.device)
     try:
         for one in served.values():  # so that no measurement contains what is loaded or made once
             _capture(one, inputs[checked[-1]], checked[-1:])
@@ -189,42 +189,33 @@ def _median(samples: Sequence[float]) -> _Measured:
     return middle, _ERROR_OF_MEDIAN * (high - low) / math.sqrt(len(samples))
 
 
-def _rows_and_device(example: Mapping[str, Any], dynamic: Mapping[str, int]) -> tuple[int, torch.device]:
-    """The number of rows and the device of the first tensor in the example that has a batch dimension."""
-    found = [
-        (leaf.shape[dynamic[path]], leaf.device)
-        for path, leaf in _leaves(example)
-        if path in dynamic and -leaf.dim() <= dynamic[path] < leaf.dim()
-    ]
-    if not found or not found[0][0]:
-        raise ConfigError(
-            f"example must hold a tensor with rows in a dimension that dynamic names, got {sorted(example)} and "
-            f"dynamic={dict(dynamic)}"
-        )
-    return found[0]
+class _Example:
+    """The keyword arguments of one call, at any number of rows. ``dynamic`` names the batch dimensions."""
 
+    def __init__(self, example: Mapping[str, Any], dynamic: Mapping[str, int]) -> None:
+        leaves, self._spec = tree_flatten_with_path(dict(example))
+        self._leaves: list[tuple[Any, int | None]] = []
+        for path, leaf in leaves:
+            dim = dynamic.get(f"{path[0].key}{keystr(path[1:])}")  # type: ignore[attr-defined]
+            has_rows = isinstance(leaf, torch.Tensor) and dim in range(-leaf.dim(), leaf.dim())
+            self._leaves.append((leaf, dim if has_rows else None))
+        batched = [(leaf.shape[dim], leaf.device) for leaf, dim in self._leaves if dim is not None]
+        if not batched or not batched[0][0]:
+            raise ConfigError(
+                f"example must hold a tensor with rows in a dimension that dynamic names, got {sorted(example)} and "
+                f"dynamic={dict(dynamic)}"
+            )
+        self.rows, self.device = batched[0]
+        """Those of the first tensor that has a batch dimension."""
 
-def _leaves(example: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of the example with their paths, in the notation of ``dynamic``."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for name, value in example.items():
-        tree_map_with_path(lambda path, leaf, name=name: found.append((name + keystr(path), leaf)), value)
-    return [(path, leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
-
-
-def _resized(example: Mapping[str, Any], dynamic: Mapping[str, int], rows: int) -> dict[str, Any]:
-    """The example with ``rows`` rows: its own, repeated as often as needed."""
-
-    def sized(path: str, leaf: Any) -> Any:
-        if path not in dynamic or not isinstance(leaf, torch.Tensor):
-            return leaf
-        count = leaf.shape[dynamic[path]]
-        return leaf.index_select(dynamic[path], torch.arange(rows, device=leaf.device) % count)
-
-    return {
-        name: tree_map_with_path(lambda path, leaf, name=name: sized(name + keystr(path), leaf), value)
-        for name, value in example.items()
-    }
+    def of(self, rows: int) -> dict[str, Any]:
+        """The arguments with ``rows`` rows: their own, repeated as often as needed."""
+        sized = [
+            leaf if dim is None else leaf.index_select(dim, torch.arange(rows, device=leaf.device) % leaf.shape[dim])
+            for leaf, dim in self._leaves
+        ]
+        arguments: dict[str, Any] = tree_unflatten(sized, self._spec)
+        return arguments
 
 
 def _name(backend: Backend) -> str:

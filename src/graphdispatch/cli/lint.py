@@ -1,6 +1,7 @@
 """``graphdispatch lint``: what is wrong with a plan's graphs for a scheduler, before they serve."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from .inputs import read_plan
 from .options import JsonFile, MaxSize, ModeOption, SizesOption
 from .outputs import print_text, require_writable, write_json
 
-__all__ = ["finding_dict", "lint", "lint_plan", "print_findings"]
+__all__ = ["lint", "lint_plan", "print_findings"]
 
 
 def lint(
@@ -39,7 +40,7 @@ def lint(
     console = Console()
     print_text(console, repr(linted))
     print_findings(findings, console)
-    write_json(json_file, [finding_dict(finding) for finding in findings])
+    write_json(json_file, list(map(asdict, findings)))
     if findings:
         raise typer.Exit(1)
 
@@ -50,11 +51,6 @@ def lint_plan(plan: Plan, *, max_num_reqs: int, max_num_tokens: int) -> list[Lin
         return []
     dispatcher = planned_dispatcher(plan, max_num_reqs=max_num_reqs)
     return find_faults(dispatcher, max_num_tokens=max_num_tokens, max_num_reqs=max_num_reqs)
-
-
-def finding_dict(finding: LintFinding) -> dict[str, object]:
-    """A finding as plain data, for JSON."""
-    return {"code": finding.code.value, "message": finding.message, "sizes": list(finding.sizes)}
 
 
 def print_findings(findings: Sequence[LintFinding], console: Console) -> None:

@@ -18,7 +18,7 @@ from ..plan.workload import Workload
 from ..report import plan_report
 from ..sizes import NAMED_SIZES
 from .inputs import largest_size, read_cost, read_numbers, read_workload, runtime_mode
-from .lint import finding_dict, lint_plan, print_findings
+from .lint import lint_plan, print_findings
 from .options import (
     CostFile,
     JsonFile,
@@ -114,7 +114,16 @@ def plan(
     if output is not None:
         with writing("output", output):
             chosen.save(output)
-    write_json(json_file, _figures(workload, chosen, rows, findings))
+    figures = {
+        "steps": workload.total,
+        "is_ordered": workload.steps is not None,
+        "comparison": [row.to_dict() for row in rows],
+        "mode": chosen.mode.name,
+        "graphs": [{**graph._asdict(), "mode": graph.mode.name} for graph in chosen.graphs],
+        "proof": asdict(chosen.proof) if chosen.proof is not None else None,
+        "lint": list(map(asdict, findings)),
+    }
+    write_json(json_file, figures)
     if page is not None and html is not None:
         with writing("html", html):
             page.save(html)
@@ -180,19 +189,3 @@ def _print(
     print_text(console, f"Planned on all steps: {chosen}")
     print_text(console, chosen.evaluate(workload, cost))
     print_findings(findings, console)
-
-
-def _figures(
-    workload: Workload, chosen: Plan, rows: Sequence[Comparison], findings: Sequence[LintFinding]
-) -> dict[str, Any]:
-    return {
-        "steps": workload.total,
-        "is_ordered": workload.steps is not None,
-        "comparison": [row.to_dict() for row in rows],
-        "mode": chosen.mode.name,
-        "graphs": [
-            {"mode": graph.mode.name, "size": graph.size, "min_batch": graph.min_batch} for graph in chosen.graphs
-        ],
-        "proof": asdict(chosen.proof) if chosen.proof is not None else None,
-        "lint": [finding_dict(finding) for finding in findings],
-    }

@@ -8,8 +8,6 @@ import typer
 from rich.console import Console
 
 from ..errors import ConfigError
-from ..plan.plan import Plan
-from ..plan.workload import Workload
 from .inputs import largest_size, read_cost, read_plan, read_workload
 from .options import (
     CostFile,
@@ -83,7 +81,9 @@ def simulate(
     if eviction is not None and not on_demand:
         raise ConfigError("--eviction goes with --on-demand; graphs that are captured ahead are never evicted")
     workload, costs = read_workload(traces, requests, max_num_seqs, max_num_batched_tokens), read_cost(cost)
-    served = read_plan(plan, sizes or ("vllm" if plan is None else None), mode, _largest(plan, max_size, workload))
+    if plan is None:
+        sizes, max_size = sizes or "vllm", largest_size(max_size, workload)
+    served = read_plan(plan, sizes, mode, max_size)
     most_bytes = round(memory) if memory is not None else None
     result = run(
         workload,
@@ -96,12 +96,4 @@ def simulate(
     console = Console()
     for line in (repr(workload), repr(costs), repr(served), result):
         print_text(console, line)
-    write_json(json_file, {"plan": _sizes(served), **result.to_dict()})
-
-
-def _largest(plan: Path | None, max_size: int | None, workload: Workload) -> int | None:
-    return max_size if plan is not None else largest_size(max_size, workload)
-
-
-def _sizes(plan: Plan) -> dict[str, object]:
-    return {"mode": plan.mode.name, "sizes": list(plan.sizes)}
+    write_json(json_file, {"plan": {"mode": served.mode.name, "sizes": served.sizes}, **result.to_dict()})

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,6 +18,9 @@ from .traffic import LARGEST_STEP, Floats
 from .workload import Workload
 
 __all__ = ["Evaluation", "Plan", "PlannedGraph", "Proof", "weights_by_mode"]
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_Size = Annotated[int, Field(ge=1, le=LARGEST_STEP)]
 
 
 class PlannedGraph(NamedTuple):
@@ -39,13 +42,15 @@ class Proof:
     is faster. ``regret`` is the guard that was kept (see ``Prior``; None: no guard), ``largest`` the end of the range.
     """
 
-    expected_ms: float
+    __pydantic_config__ = _STRICT
+
+    expected_ms: Annotated[float, Field(gt=0)]
     bound_ms: float
-    cost: str
+    cost: Annotated[str, Field(max_length=200)]
     prior: float
     drift: float
-    regret: float | None
-    largest: int
+    regret: Annotated[float | None, Field(default=None)]
+    largest: _Size
 
     @property
     def gap(self) -> float:
@@ -196,17 +201,15 @@ class Plan:
         """Write the plan to ``path`` as JSON, replacing a file there in one step."""
         graphs = [{"mode": graph.mode.name, "size": graph.size, "min_batch": graph.min_batch} for graph in self.graphs]
         content = {"format": "graphdispatch.plan", "version": 1, "mode": self.mode.name, "graphs": graphs}
-        proof = asdict(self.proof) if self.proof is not None else None
-        write_document(path, _Document.model_validate(content | {"proof": proof}))
+        write_document(path, _Document.model_validate(content | {"proof": self.proof}))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The plan that was saved to ``path``. Raises ``ConfigError`` for a file that holds none."""
         document = read_document(path, _Document)
         graphs = tuple(PlannedGraph(parse_mode(g.mode), g.size, g.min_batch) for g in document.graphs)
-        proof = Proof(**document.proof.model_dump()) if document.proof is not None else None
         try:
-            return cls(parse_mode(document.mode), graphs, proof)
+            return cls(parse_mode(document.mode), graphs, document.proof)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -255,29 +258,17 @@ def weights_by_mode(mode: CUDAGraphMode, workload: Workload) -> dict[CUDAGraphMo
     return weights
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class _Graph(_Part):
+class _Graph(BaseModel):
+    model_config = _STRICT
     mode: Literal["FULL", "PIECEWISE"]
-    size: int = Field(ge=1, le=LARGEST_STEP)
+    size: _Size
     min_batch: int = Field(ge=1, le=LARGEST_STEP + 1)
 
 
-class _Proof(_Part):
-    expected_ms: float = Field(gt=0)
-    bound_ms: float
-    cost: str = Field(max_length=200)
-    prior: float
-    drift: float
-    regret: float | None = None
-    largest: int = Field(ge=1, le=LARGEST_STEP)
-
-
-class _Document(_Part):
+class _Document(BaseModel):
+    model_config = _STRICT
     format: Literal["graphdispatch.plan"]
     version: Literal[1]
     mode: Literal["NONE", "FULL", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
     graphs: list[_Graph] = Field(max_length=100_000)
-    proof: _Proof | None = None
+    proof: Proof | None = None

@@ -52,10 +52,7 @@ def integers(name: str, values: ArrayLike, most: int = LARGEST_STEP) -> Ints:
     array = _vector(name, values)
     if array.dtype.kind not in "iu":
         raise ConfigError(f"{name} must be integers that fit 64 bits, got {array.dtype}; cast them")
-    wrong = (array < 1) | (array > most)
-    if wrong.any():
-        index = int(wrong.argmax())
-        raise ConfigError(f"{name}[{index}] must be an integer from 1 to {most}, got {array[index]}")
+    _check_each(name, array, (array >= 1) & (array <= most), f"an integer from 1 to {most}")
     return read_only(array.astype(np.int64))
 
 
@@ -64,10 +61,7 @@ def floats(name: str, values: ArrayLike) -> Floats:
     array = _vector(name, values)
     if array.dtype.kind not in "iuf":
         raise ConfigError(f"{name} must be numbers, got {array.dtype}; cast them")
-    wrong = ~((array >= 0) & np.isfinite(array))
-    if wrong.any():
-        index = int(wrong.argmax())
-        raise ConfigError(f"{name}[{index}] must be a finite number >= 0, got {array[index]}")
+    _check_each(name, array, (array >= 0) & np.isfinite(array), "a finite number >= 0")
     return read_only(array.astype(np.float64))
 
 
@@ -83,6 +77,12 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     """``array`` itself, which can no longer be written to."""
     array.flags.writeable = False
     return array
+
+
+def _check_each(name: str, array: NDArray[Any], is_right: Bools, expected: str) -> None:
+    if not is_right.all():
+        index = int(is_right.argmin())
+        raise ConfigError(f"{name}[{index}] must be {expected}, got {array[index]}")
 
 
 def _vector(name: str, values: ArrayLike) -> NDArray[Any]:

@@ -31,9 +31,7 @@ from ..reasons import Reason
 
 __all__ = ["Agreement", "RankConsensus", "RankVote", "decode_votes", "encode_vote", "merge_votes"]
 
-_BITS = 62  # bits of a mask in one int64, so that no sum of votes can overflow
 _MODES = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
-_MASKS = 3  # full, piecewise, capturable
 
 
 class RankVote(NamedTuple):
@@ -117,22 +115,18 @@ def merge_votes(votes: Sequence[RankVote], sizes: Sequence[int]) -> Agreement:
 
 
 def encode_vote(vote: RankVote, sizes: Sequence[int]) -> list[int]:
-    """A vote as integers that fit into int64. ``decode_votes`` reads them."""
-    words = _words(sizes)
-    row = [vote.rows, int(vote.mode)]
-    for mask in vote[2:]:
-        row += [(mask >> (_BITS * i)) & ((1 << _BITS) - 1) for i in range(words)]
-    return row
+    """A vote as bytes, each a number from 0 to 255. ``decode_votes`` reads them."""
+    width = _width(sizes)
+    return [byte for number in vote for byte in int(number).to_bytes(width, "little")]
 
 
 def decode_votes(table: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[RankVote]:
     """The votes of all ranks, in order of rank, from their encoded rows."""
-    words = _words(sizes)
-    votes = []
-    for rows, mode, *rest in table:
-        parts = [rest[words * k : words * (k + 1)] for k in range(_MASKS)]
-        full, piecewise, capturable = (sum(word << (_BITS * i) for i, word in enumerate(part)) for part in parts)
-        votes.append(RankVote(rows, CUDAGraphMode(mode), full, piecewise, capturable))
+    width, votes = _width(sizes), []
+    for row in table:
+        parts = [row[start : start + width] for start in range(0, len(row), width)]
+        rows, mode, *masks = (int.from_bytes(part, "little") for part in parts)
+        votes.append(RankVote(rows, CUDAGraphMode(mode), *masks))
     return votes
 
 
@@ -316,8 +310,9 @@ def _runtime(mode: CUDAGraphMode) -> CUDAGraphMode:
     return mode
 
 
-def _words(sizes: Sequence[int]) -> int:
-    return -(-len(sizes) // _BITS)
+def _width(sizes: Sequence[int]) -> int:
+    """The bytes of each number of a vote: of a count of rows, or of a mask with a bit for each size."""
+    return 8 + len(sizes) // 8
 
 
 def _ranks(chosen: Iterable[bool]) -> str:
