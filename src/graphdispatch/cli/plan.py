@@ -114,16 +114,7 @@ def plan(
     if output is not None:
         with writing("output", output):
             chosen.save(output)
-    figures = {
-        "steps": workload.total,
-        "is_ordered": workload.steps is not None,
-        "comparison": [row.to_dict() for row in rows],
-        "mode": chosen.mode.name,
-        "graphs": [{**graph._asdict(), "mode": graph.mode.name} for graph in chosen.graphs],
-        "proof": asdict(chosen.proof) if chosen.proof is not None else None,
-        "lint": list(map(asdict, findings)),
-    }
-    write_json(json_file, figures)
+    write_json(json_file, _figures(workload, chosen, rows, findings))
     if page is not None and html is not None:
         with writing("html", html):
             page.save(html)
@@ -189,3 +180,17 @@ def _print(
     print_text(console, f"Planned on all steps: {chosen}")
     print_text(console, chosen.evaluate(workload, cost))
     print_findings(findings, console)
+
+
+def _figures(
+    workload: Workload, chosen: Plan, rows: Sequence[Comparison], findings: Sequence[LintFinding]
+) -> dict[str, Any]:
+    return {
+        "steps": workload.total,
+        "is_ordered": workload.steps is not None,
+        "comparison": [row.to_dict() for row in rows],
+        "mode": chosen.mode.name,
+        "graphs": [{**graph._asdict(), "mode": graph.mode.name} for graph in chosen.graphs],
+        "proof": asdict(chosen.proof) if chosen.proof is not None else None,
+        "lint": list(map(asdict, findings)),
+    }

@@ -7,7 +7,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..decide.adaptive import AdaptiveDispatchPolicy
 from ..errors import ConfigError
+from ..memory.admission import Admission
+from ..memory.cache import GraphCache
+from ..plan.dispatcher import planned_dispatcher
+from ..simulation.simulator import simulate as run
 from .inputs import largest_size, read_cost, read_plan, read_workload
 from .options import (
     CostFile,
@@ -71,12 +76,6 @@ def simulate(
 
     Without --plan and --sizes the graphs have vLLM's capture sizes.
     """
-    from ..decide.adaptive import AdaptiveDispatchPolicy
-    from ..memory.admission import Admission
-    from ..memory.cache import GraphCache
-    from ..plan.dispatcher import planned_dispatcher
-    from ..simulation.simulator import simulate as run
-
     require_writable(json=json_file)
     if eviction is not None and not on_demand:
         raise ConfigError("--eviction goes with --on-demand; graphs that are captured ahead are never evicted")

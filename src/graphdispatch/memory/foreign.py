@@ -16,7 +16,7 @@ from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
 
-__all__ = ["Replayable", "entry_around"]
+__all__ = ["ForeignPool", "Replayable", "entry_around"]
 
 
 @runtime_checkable
@@ -57,17 +57,19 @@ class _ForeignGraph(Graph):
         return 0
 
 
-class _ForeignPool(Pool):
+class ForeignPool(Pool):
     """Memory that this library does not see; it orders the graph's users, and nothing else."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes that are known of: none."""
         return 0
 
     def order_after_last_use(self) -> None:
         """The graph's owner orders its streams."""
 
     def is_idle(self) -> bool:
+        """Whether it may be closed: always, since closing releases nothing."""
         return True
 
     def close(self) -> None:
@@ -89,7 +91,7 @@ def entry_around(
     entry only lets go of the graph. ``idempotent`` says that the step may be run again after a replay that stopped
     half-way, whatever that wrote.
     """
-    pool = _ForeignPool()
+    pool = ForeignPool()
     tensors = sum(is_tensor(leaf) for leaf in tree_leaves(outputs))
     rows = key.num_tokens if isinstance(key, (DispatchKey, BatchDescriptor)) else 1
     return CUDAGraphEntry(

@@ -65,8 +65,8 @@ def _rows(served: "Graphed[..., Any]", entries: "Sequence[CUDAGraphEntry]") -> l
     total = sum(rows.values())
     captured = sorted({entry.size for entry in entries})
     sets = [
-        charts.CaptureSizes("captured", "--graph", captured),
-        charts.CaptureSizes("to capture", "--reference", served.sizes),
+        charts.Series("captured", "--graph", captured),
+        charts.Series("to capture", "--reference", served.sizes),
     ]
     sizes, calls = np.array(list(rows), np.int64), np.array(list(rows.values()), np.float64)
     top = max(*served.sizes, 1)
@@ -74,7 +74,7 @@ def _rows(served: "Graphed[..., Any]", entries: "Sequence[CUDAGraphEntry]") -> l
     lead = "How many calls had each number of rows, and the sizes that have a graph now."
     if above:
         lead += f" {percent(above)} of the calls had more than {count(top)} rows, the largest size, and are not drawn."
-    figure = charts.traffic([charts.Traffic("calls", "--graph-soft", sizes, calls / total)], sets, top, "rows")
+    figure = charts.traffic([charts.Series("calls", "--graph-soft", sizes, calls / total)], sets, top, "rows")
     table = Table(
         ("rows", "calls", "share"),
         [(str(size), count(number), percent(number / total, 2)) for size, number in rows.items()],
@@ -121,7 +121,7 @@ def _memory(memory: "MemoryReport") -> Section:
         ("graphs", "--eager", memory.entry_bytes),
         ("driver", "--reference", memory.driver_bytes),
     )
-    bars = [charts.Bars(name, color, [amount / memory.total]) for name, color, amount in parts if amount]
+    bars = [charts.Series(name, color, (), [amount / memory.total]) for name, color, amount in parts if amount]
     chart = [Chart("Memory by part", charts.shares(["held"], bars))] if bars else []
     table = Table(("part", "held"), [*((name, storage(amount)) for name, _, amount in parts),
                                      ("total", storage(memory.total))], frozenset({len(parts)}))  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from ..plan.traffic import Floats, Ints
 from ..units import percent, size_range
 
-__all__ = ["Bars", "CaptureSizes", "Line", "Points", "Traffic", "frontier", "padding", "shares", "traffic"]
+__all__ = ["Series", "frontier", "padding", "shares", "traffic"]
 
 _MOST_POINTS = 16_384
 _MOST_RULES = 128  # more lines than this would hide the chart
@@ -21,53 +21,22 @@ _BELOW = ("bottom center",)
 Figure = dict[str, Any]
 
 
-class Traffic(NamedTuple):
-    """Traffic of one kind: the share of all calls for each size."""
+class Series(NamedTuple):
+    """One series of a chart: its name in the legend, its colour, and what is drawn, as the chart says."""
 
     name: str
     color: str
-    sizes: Ints
-    shares: Floats
-
-
-class CaptureSizes(NamedTuple):
-    """The capture sizes of one set of graphs."""
-
-    name: str
-    color: str
-    sizes: Sequence[int]
-
-
-class Line(NamedTuple):
-    """A value for each size 1, 2, 3, ...; NaN where there is none."""
-
-    name: str
-    color: str
-    values: Floats
-
-
-class Points(NamedTuple):
-    """Step times in milliseconds by number of graphs. ``labels`` are the names of the points."""
-
-    name: str
-    color: str
-    graphs: Sequence[int]
-    step_ms: Sequence[float]
+    x: Sequence[int] | Ints
+    y: Sequence[float] | Floats = ()
     labels: Sequence[str] = ()
+    """The names of its points."""
 
 
-class Bars(NamedTuple):
-    """One part of several bars: its share of each bar."""
-
-    name: str
-    color: str
-    shares: Sequence[float]
-
-
-def traffic(parts: Sequence[Traffic], captured: Sequence[CaptureSizes], top: int, unit: str) -> Figure:
+def traffic(parts: Sequence[Series], captured: Sequence[Series], top: int, unit: str) -> Figure:
     """The distribution of sizes up to ``top``, with a row for each set of capture sizes below it.
 
-    Lines through the distribution show the first set.
+    A part has sizes and their shares of all steps; a set of capture sizes has no ``y``. Lines through the distribution
+    show the first set.
     """
     data = [_distribution(part, top, unit) for part in parts]
     data += [_row(one, unit) for one in captured]
@@ -81,17 +50,18 @@ def traffic(parts: Sequence[Traffic], captured: Sequence[CaptureSizes], top: int
         "domain": [0, split], "type": "category", "range": [rows - 0.5, -0.5], "showgrid": False, "zeroline": False,
         "fixedrange": True, "automargin": True, "tickfont": {"color": "--text"},
     }  # fmt: skip
-    if len(captured[0].sizes) <= _MOST_RULES:
-        layout["shapes"] = [_rule(size) for size in captured[0].sizes]
+    if len(captured[0].x) <= _MOST_RULES:
+        layout["shapes"] = [_rule(size) for size in captured[0].x]
     return {"data": data, "layout": layout}
 
 
-def _distribution(part: Traffic, top: int, unit: str) -> Figure:
+def _distribution(part: Series, top: int, unit: str) -> Figure:
     """A stepped line over the sizes, with a zero at both ends."""
     width = -(-top // _MOST_POINTS)
     first = np.arange(1, top + 1, width)
-    within = part.sizes <= top
-    heights = np.bincount((part.sizes[within] - 1) // width, part.shares[within], len(first))
+    sizes, weights = np.asarray(part.x), np.asarray(part.y)
+    within = sizes <= top
+    heights = np.bincount((sizes[within] - 1) // width, weights[within], len(first))
     ranges = [size_range(int(size), int(size) + width - 1) for size in first]
     return {
         "type": "scatter", "mode": "lines", "name": _text(part.name), "stackgroup": "traffic",
@@ -102,11 +72,11 @@ def _distribution(part: Traffic, top: int, unit: str) -> Figure:
     }  # fmt: skip
 
 
-def _row(captured: CaptureSizes, unit: str) -> Figure:
+def _row(captured: Series, unit: str) -> Figure:
     name = _text(captured.name)
     return {
-        "type": "scatter", "mode": "markers", "name": name, "x": list(captured.sizes),
-        "y": [name] * len(captured.sizes),
+        "type": "scatter", "mode": "markers", "name": name, "x": list(captured.x),
+        "y": [name] * len(captured.x),
         "yaxis": "y2", "showlegend": False,
         "marker": {"symbol": "line-ns", "size": 13, "line": {"width": 1.5, "color": captured.color}},
         "hovertemplate": f"%{{x}} {unit}<extra>{name}</extra>",
@@ -121,12 +91,13 @@ def _octaves(top: int) -> Figure:
     }  # fmt: skip
 
 
-def padding(lines: Sequence[Line], unit: str) -> Figure:
-    """The padding of a batch of each size, as a share of its rows, for several sets of graphs."""
+def padding(lines: Sequence[Series], unit: str) -> Figure:
+    """The padding of a batch of each size, as a share of its rows, for several sets of graphs; NaN breaks a line."""
     data = [
         {
             "type": "scatter", "mode": "lines", "name": _text(line.name),
-            "x": list(range(1, len(line.values) + 1)), "y": _points(100 * line.values), "connectgaps": False,
+            "x": list(line.x), "connectgaps": False,
+            "y": [None if np.isnan(share) else round(100 * float(share), 4) for share in line.y],
             "line": {"color": line.color, "width": 1 if line.color == "--reference" else 2, "shape": "hvh"},
             "hovertemplate": f"%{{x}} {unit}: %{{y:.1f}} % padding<extra>{_text(line.name)}</extra>",
         }
@@ -134,14 +105,14 @@ def padding(lines: Sequence[Line], unit: str) -> Figure:
     ]  # fmt: skip
     layout = _layout(300, f"size of the batch, in {unit}", "padding, % of the batch")
     layout["yaxis"]["rangemode"] = "tozero"
-    layout["xaxis"] |= _octaves(max(len(line.values) for line in lines))
+    layout["xaxis"] |= _octaves(max(line.x[-1] for line in lines))
     return {"data": data, "layout": layout}
 
 
-def frontier(curve: Points, others: Sequence[Points], least_ms: float, above_ms: float) -> Figure:
-    """Step time against the number of graphs. The axis goes from ``least_ms``, the best possible, to ``above_ms``."""
+def frontier(curve: Series, others: Sequence[Series], least_ms: float, above_ms: float) -> Figure:
+    """Step time, in ms, by number of graphs. The axis goes from ``least_ms``, the best possible, to ``above_ms``."""
     data = [_marks(curve, "lines+markers"), *(_marks(points, "markers+text") for points in others)]
-    most = max(chain.from_iterable(points.graphs for points in (curve, *others)))
+    most = max(chain.from_iterable(points.x for points in (curve, *others)))
     layout = _layout(360, "graphs", "mean step time, ms")
     layout["xaxis"] |= _octaves(2 * most) | {"range": [-0.05, float(np.log10(1.6 * most))]}
     room = 0.12 * (above_ms - least_ms) or 0.01 * least_ms or 1.0
@@ -157,13 +128,13 @@ def frontier(curve: Points, others: Sequence[Points], least_ms: float, above_ms:
     return {"data": data, "layout": layout}
 
 
-def shares(names: Sequence[str], parts: Sequence[Bars]) -> Figure:
-    """One bar for each name. The parts of a bar add up to the whole."""
+def shares(names: Sequence[str], parts: Sequence[Series]) -> Figure:
+    """One bar for each name. A part has its share of each bar, ``y``; the parts of a bar add up to the whole."""
     data = [
         {
             "type": "bar", "orientation": "h", "name": _text(part.name), "y": [_text(name) for name in names],
-            "x": [100 * share for share in part.shares], "marker": {"color": part.color},
-            "text": [percent(share) for share in part.shares],
+            "x": [100 * share for share in part.y], "marker": {"color": part.color},
+            "text": [percent(share) for share in part.y],
             "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
             "hovertemplate": f"%{{y}}: %{{x:.2f}} %<extra>{_text(part.name)}</extra>",
         }
@@ -183,11 +154,11 @@ def _text(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def _marks(points: Points, mode: str) -> Figure:
+def _marks(points: Series, mode: str) -> Figure:
     beside = _BESIDE if len(points.labels) > 1 else _BELOW
     return {
-        "type": "scatter", "mode": mode, "name": _text(points.name), "x": list(points.graphs),
-        "y": list(points.step_ms), "text": [_text(label) for label in points.labels],
+        "type": "scatter", "mode": mode, "name": _text(points.name), "x": list(points.x),
+        "y": list(points.y), "text": [_text(label) for label in points.labels],
         "textposition": [beside[index % len(beside)] for index in range(len(points.labels))],
         "line": {"color": points.color, "width": 2}, "textfont": {"color": "--text", "size": 12},
         "marker": {"color": points.color, "size": 6 if "lines" in mode else 10},
@@ -201,10 +172,6 @@ def _rule(size: int) -> Figure:
         "type": "line", "layer": "below", "yref": "paper", "x0": size, "x1": size, "y0": 0, "y1": 1,
         "line": {"color": "--graph-faint", "width": 1},
     }  # fmt: skip
-
-
-def _points(values: Floats) -> list[float | None]:
-    return [None if np.isnan(value) else round(float(value), 4) for value in values]
 
 
 def _layout(height: int, x: str, y: str, *, is_stacked: bool = False) -> Figure:

@@ -95,18 +95,18 @@ def _tiles(result: Evaluation) -> list[Tile]:
 def _traffic(plan: Plan, workload: Workload, baselines: dict[str, Plan], top: int) -> Section:
     kinds = (("uniform decode", "--graph-soft", workload.decode), ("mixed", "--other-soft", workload.mixed))
     parts = [
-        charts.Traffic(name, color, workload.sizes, weights / workload.total)
+        charts.Series(name, color, workload.sizes, weights / workload.total)
         for name, color, weights in kinds
         if weights.any()
     ]
-    rows = [charts.CaptureSizes(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
-    rows += [charts.CaptureSizes(name, "--reference", baseline.sizes) for name, baseline in baselines.items()]
+    rows = [charts.Series(name, _COLORS[kind], plan.sizes_of(kind)) for kind, name in _kinds(plan).items()]
+    rows += [charts.Series(name, "--reference", baseline.sizes) for name, baseline in baselines.items()]
     above = float(workload.counts[workload.sizes > top].sum()) / workload.total
     lead = "How often steps of each size come, and the sizes that the plan captures"
     lead += " and those of the baselines." if baselines else "."
     if above:
         lead += f" {percent(above)} of the steps are larger than {count(top)} and not drawn; they run eagerly."
-    lines = [(row.name, str(len(row.sizes)), _shortened(row.sizes)) for row in rows]
+    lines = [(row.name, str(len(row.x)), _shortened(row.x)) for row in rows]
     figure = charts.traffic(parts, rows, top, "tokens")
     return Section(
         "Traffic and captured sizes",
@@ -124,7 +124,7 @@ def _kinds(plan: Plan) -> dict[CUDAGraphMode, str]:
     return {kind: "plan" if len(kinds) == 1 else f"plan, {kind.name}" for kind in kinds}
 
 
-def _shortened(sizes: Sequence[int]) -> str:
+def _shortened(sizes: Iterable[int]) -> str:
     words = list(map(str, sizes))
     return " ".join(words if len(words) <= 512 else [*words[:256], "...", *words[-256:]])
 
@@ -139,7 +139,7 @@ def _shares(plan: Plan, workload: Workload, baselines: dict[str, Plan]) -> Secti
         ("eager: no graphs for this kind", "--reference"),
     )
     used = [(index, name, color) for index, (name, color) in enumerate(ways) if any(s[index] for s in found.values())]
-    bars = [charts.Bars(name, color, [shares[index] for shares in found.values()]) for index, name, color in used]
+    bars = [charts.Series(name, color, (), [shares[index] for shares in found.values()]) for index, name, color in used]
     table = Table(
         ("", *(name for _, name, _ in used)),
         [(name, *(percent(shares[index], 2) for index, _, _ in used)) for name, shares in found.items()],
@@ -161,8 +161,9 @@ def _padding(plan: Plan, result: Evaluation, baselines: dict[str, Plan], top: in
     lines = []
     for name, baseline in list(baselines.items())[:1]:
         kind = max(graph.mode for graph in baseline.graphs)
-        lines.append(charts.Line(name, "--reference", padding_of(baseline, kind, top)))
-    lines += [charts.Line(name, _COLORS[kind], padding_of(plan, kind, top)) for kind, name in _kinds(plan).items()]
+        lines.append(charts.Series(name, "--reference", range(1, top + 1), padding_of(baseline, kind, top)))
+    for kind, name in _kinds(plan).items():
+        lines.append(charts.Series(name, _COLORS[kind], range(1, top + 1), padding_of(plan, kind, top)))
     lead = (
         f"The padding of each size, whether or not it is in the traffic: at most {percent(result.worst_padding, 0)} of "
         f"the batch's tokens, at {count(result.worst_size)}. Weighted by the traffic it is "
@@ -186,13 +187,13 @@ def _frontier(
     chosen = plan.evaluate(judged, cost)
     baselines.sort(key=lambda row: len(row.plan.graphs))
     others = [
-        charts.Points("baselines", "--reference", [len(row.plan.graphs) for row in baselines],
+        charts.Series("baselines", "--reference", [len(row.plan.graphs) for row in baselines],
                       [row.result.step_ms for row in baselines], [row.name for row in baselines]),
-        charts.Points("this plan", "--eager", [len(plan.graphs)], [chosen.step_ms], ["this plan"]),
+        charts.Series("this plan", "--eager", [len(plan.graphs)], [chosen.step_ms], ["this plan"]),
     ]  # fmt: skip
     least = least_step_ms(plan.mode, judged, cost, top)
     worst = max([chosen.step_ms, *(row.result.step_ms for row in baselines)])
-    curve = charts.Points("best plans", "--graph", list(points), [result.step_ms for result in points.values()])
+    curve = charts.Series("best plans", "--graph", list(points), [result.step_ms for result in points.values()])
     lead = (
         "The best plan for each number of graphs, with no other budget or condition"
         + (f", planned on the first {percent(split, 0)} of the steps and judged on the rest." if is_split else ".")

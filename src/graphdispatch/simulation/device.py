@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
-from ..backends.base import Graph, Pool
+from ..backends.base import Graph
 from ..call.signature import Signature
 from ..capture.request import CaptureRequest, CaptureResult
 from ..memory.entry import CUDAGraphEntry
+from ..memory.foreign import ForeignPool
 from ..memory.outputs import OutputRule, Outputs
 from ..memory.proof import RowProof
 from ..modes import EntryState
@@ -105,7 +106,7 @@ class _SimulatedGraph(Graph):
         return self._nbytes
 
 
-class _SimulatedPool(Pool):
+class _SimulatedPool(ForeignPool):
     """Memory as large as the largest of its graphs needs."""
 
     def __init__(self) -> None:
@@ -118,12 +119,3 @@ class _SimulatedPool(Pool):
 
     def nbytes_of(self, graphs: Sequence[Graph]) -> int:
         return max((graph.pool_bytes for graph in graphs if isinstance(graph, _SimulatedGraph)), default=0)
-
-    def order_after_last_use(self) -> None:
-        """The simulated device does one thing at a time."""
-
-    def is_idle(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """There is nothing to release."""
