@@ -70,15 +70,19 @@ gpu-emulated:
 		$(GPU_PYTHON) -m pytest -p emulated_cuda tests/gpu tests/conformance tests/property/test_piecewise.py \
 		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
 
-# The native core under the address and undefined-behaviour sanitizers, in a copy of the sources. It needs g++.
+# The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources. Needs g++.
 SANITIZED := build/sanitized
+SANITIZER_LIBRARIES = $(shell for name in $(1) libstdc++; do g++ -print-file-name=$$name.so; done)
 native-check: $(VENV)/.test ## the native core under sanitizers
-	@rm -rf $(SANITIZED) && mkdir -p build && cp -r src $(SANITIZED)
-	@CXX=g++ $(BIN)/python $(SANITIZED)/graphdispatch/native/build.py -O1 -g -fno-omit-frame-pointer \
+	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src $(SANITIZED)/addresses && cp -r src $(SANITIZED)/threads
+	@CXX=g++ $(BIN)/python $(SANITIZED)/addresses/graphdispatch/native/build.py -O1 -g -fno-omit-frame-pointer \
 		-fsanitize=address,undefined -fno-sanitize-recover=all
-	@ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED) \
-		LD_PRELOAD="$$(for name in libasan libubsan libstdc++; do g++ -print-file-name=$$name.so; done | tr '\n' ' ')" \
+	@CXX=g++ $(BIN)/python $(SANITIZED)/threads/graphdispatch/native/build.py -O1 -g -fsanitize=thread
+	@ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED)/addresses LD_PRELOAD="$(call SANITIZER_LIBRARIES,libasan libubsan)" \
 		$(BIN)/python -m pytest tests/native $(ARGS)
+	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/native/threads.supp report_mutex_bugs=0" \
+		PYTHONPATH=$(SANITIZED)/threads LD_PRELOAD="$(call SANITIZER_LIBRARIES,libtsan)" \
+		$(BIN)/python tests/native/threads.py
 
 # generate() for all decoder families and modes; takes some minutes.
 generate-test: $(VENV)/.native ## generate() of transformers by graphs

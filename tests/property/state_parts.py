@@ -42,6 +42,7 @@ KEEPS_TENSORS = frozenset(
         "hooks",
         "kept",
         "previous",
+        "row_state",
         "same_again",
         "slot_cache",
         "slots",
