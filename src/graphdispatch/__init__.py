@@ -63,6 +63,7 @@ _HOMES = {
     "modes": ("CUDAGraphMode", "DispatchMode", "EntryState"),
     "plan.compare": ("Comparison", "compare"),
     "plan.cost": ("CostModel",),
+    "plan.grid": ("GridEvaluation", "GridPlan", "plan_capture_grid"),
     "plan.plan": ("Evaluation", "Plan"),
     "plan.planner": ("plan_capture_sizes",),
     "plan.prior": ("Prior",),

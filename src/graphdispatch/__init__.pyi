@@ -69,6 +69,9 @@ from .plan.compare import Comparison as Comparison
 from .plan.compare import compare as compare
 from .plan.cost import CostModel as CostModel
 from .plan.dispatcher import planned_dispatcher as planned_dispatcher
+from .plan.grid import GridEvaluation as GridEvaluation
+from .plan.grid import GridPlan as GridPlan
+from .plan.grid import plan_capture_grid as plan_capture_grid
 from .plan.lint import LintCode as LintCode
 from .plan.lint import LintFinding as LintFinding
 from .plan.lint import lint as lint
