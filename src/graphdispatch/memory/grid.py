@@ -38,9 +38,9 @@ class GridInputs(StaticInputs):
         return Extents.of(self.axes, rows).cells
 
     def new_compared(self, others: Sequence[Compared]) -> Compared:
-        """Which lengths were compared, of all sizes: the code is the same for each."""
+        """What was compared of all sizes."""
         known = next((other for other in others if isinstance(other, GridCompared)), None)
-        return GridCompared(self.axes, known.lengths if known is not None else {})
+        return GridCompared(self.axes, known.extents if known is not None else {})
 
     def load(self, values: Sequence[Any], rows: int, size: int) -> None:
         """Copy the batch into the first part of the views of ``size``, and pad the rest."""
@@ -103,13 +103,13 @@ class GridInputs(StaticInputs):
 
 
 class GridCompared(Compared):
-    """Which extents were compared with eager. Numbers of rows count for one graph; lengths along the other dimensions
-    count for all graphs of that length, in ``lengths`` by axis and size."""
+    """Which extents were compared with eager, in ``extents`` by axis and size. They count for all graphs as long
+    along the axis: the code is the same for each."""
 
-    def __init__(self, axes: Sequence[Axis], lengths: dict[tuple[Axis, int], set[int]]) -> None:
+    def __init__(self, axes: Sequence[Axis], extents: dict[tuple[Axis, int], set[int]]) -> None:
         super().__init__()
         self.axes = tuple(axes)
-        self.lengths = lengths
+        self.extents = extents
         self._is_trusted = False
 
     def trust(self, size: int) -> None:
@@ -122,8 +122,8 @@ class GridCompared(Compared):
             self.known(axis, size).add(axis.of(rows))
 
     def known(self, axis: Axis, size: int) -> set[int]:
-        """The extents along an axis that were compared: with this graph, or with all that are as long."""
-        return self if axis is self.axes[0] else self.lengths.setdefault((axis, axis.of(size)), set())
+        """The extents along an axis that were compared with graphs as long as this one."""
+        return self.extents.setdefault((axis, axis.of(size)), set())
 
     def covers(self, rows: int, size: int) -> bool:
         """Whether each extent was compared, or is the one of the graph. Of an axis that is longer than

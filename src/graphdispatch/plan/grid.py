@@ -4,7 +4,7 @@ The plan is made of shelves: the lengths are cut into ranges, and each range has
 length. All products of some lengths with some batch sizes are such plans. The best one is found exactly, by dynamic
 programming: for each range of lengths the best batch sizes of every number, and then the best cuts. The search leaves
 out of account that a graph of another shelf may serve a call faster still. How much better any set could be is bounded:
-a graph of ``b x s`` tokens serves no call of more. So the optimum for numbers of tokens alone, which ``optimise`` finds,
+a graph of ``b x s`` tokens serves no call of more. So the optimum for numbers of tokens alone, which ``optimise`` has,
 is a proved lower bound.
 """
 
