@@ -549,3 +549,38 @@ def test_masks_that_hide_well_are_not_looked_at() -> None:
     assert last(step) is Reason.PADDED
     (group,) = step._graphs.groups.values()
     assert (group.signature.native is None) == (CORE is None)
+
+
+def test_each_length_is_compared_before_it_is_served() -> None:
+    """A branch on one length is found when the first such call comes, however many others were served."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x * 3 if x.shape[1] == 57 else x * 2
+
+    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [32, 64])}}, sizes=[4], capture_after=1)
+    for length in (62, 63, 61, 58, 59, 62, 58, 57, 57, 58, 57):
+        x = torch.randn(4, length)
+        assert torch.equal(step(x), fn(x))
+
+
+def test_a_branch_on_the_number_of_elements_is_found() -> None:
+    """Code that takes another branch below some number of elements is found at the smallest batch of the size, though
+    each extent alone would not show it."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x * 3 if x.numel() < 110 else x * 2
+
+    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [32, 64])}}, sizes=[2, 4], capture_after=1)
+    for shape in [(4, 62), (4, 63), (4, 40), (4, 33), (3, 62), (3, 60), (4, 33), (3, 40), (3, 34), (3, 35)] * 2:
+        x = torch.randn(shape)
+        assert torch.equal(step(x), fn(x))
+
+
+def test_both_ends_of_a_size_are_served_by_few_comparisons() -> None:
+    """A capture and the comparison after it compare up to eight further lengths each, so that most calls are hits."""
+    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [16, 32])}}, sizes=[4], capture_after=1)
+    for length in [*range(32, 16, -1)] * 2:
+        x = torch.randn(4, length)
+        assert torch.equal(step(x), x * 2)
+    assert step.stats.captures == 1
+    assert step.stats.verifications <= 2

@@ -108,10 +108,11 @@ class GridCapture:
         return tuple(dims[dim] for dim in sorted(dims))
 
     def compare_lengths(self, entry: CUDAGraphEntry, attempt: "CaptureAttempt") -> None:
-        """Compare the graph with eager for some more lengths of its size, cut from the batch or filled up by it.
+        """Compare the graph with eager for some more extents of its size, cut from the batch or filled up by it.
 
-        So few calls must be compared one by one. A length that the callable refuses is left to be compared when it
-        comes. One that differs from eager is found here, and no batch that is padded along its axis is served.
+        So few calls must be compared one by one. One that the callable refuses is left to be compared when it comes.
+        One that differs from eager is found here, and no batch that is padded along its axis is served. The smallest
+        batch of the size is among them, so that code which takes another branch below some product of extents is found.
         """
         compared, proof = entry.compared, entry.proof
         is_plain = entry.written is None and not entry.mutated
@@ -119,30 +120,35 @@ class GridCapture:
             return
         if entry.mode is not CUDAGraphMode.FULL or attempt.eager.effects.regions or proof.untested:
             return
-        for place, axis in enumerate(self.axes):
-            if axis not in proof.bound and (proof.independent or proof.bound):
-                for length in self._uncompared(compared, place):
-                    found = self._compare_one(entry, attempt, place, length)
-                    if found is not None:
-                        bound = (*entry.proof.bound, axis) if entry.proof is not None else (axis,)
-                        entry.proof = replace(proof, independent=False, bound=bound, perturbation="zeros", what=found)
-                        return
+        for axes, number in self._uncompared(compared, proof):
+            found = self._difference(entry, attempt, number)
+            if found is not None:
+                bound = tuple(axis for axis in self.axes if axis in (*proof.bound, *axes))
+                entry.proof = replace(proof, independent=False, bound=bound, perturbation="zeros", what=found)
+                return
 
-    def _uncompared(self, compared: GridCompared, place: int) -> list[int]:
-        """The next lengths to compare, the shortest first; the shortest alone where there are many."""
-        axis, full = self.axes[place], self.size.lengths[place]
-        known = compared.known(axis, self.size)
+    def _uncompared(self, compared: GridCompared, proof: RowProof) -> Iterator[tuple[tuple[Axis, ...], Extents]]:
+        """The next batches to compare, each with the axes along which it is other than this one: the smallest, then
+        some of other extents along one axis, the shortest first; the shortest alone where there are many."""
         table = self._request.table
-        first = axis.of(table.min_batch_of(self.size)) if table is not None else 1
-        if full > MOST_COMPARED:
-            return [first] if first < min(known, default=full) else []
-        return [length for length in range(first, full) if length not in known][:_MOST_LENGTHS]
+        least = Extents.of(self.axes, table.min_batch_of(self.size) if table is not None else self.batch)
+        if proof.independent and not compared.has_smallest:
+            compared.has_smallest = True
+            yield self.axes, least
+        for place, axis in enumerate(self.axes):
+            if axis in proof.bound or not (proof.independent or proof.bound):
+                continue
+            first, full, known = least.lengths[place], self.size.lengths[place], compared.known(axis, self.size)
+            wanted = [extent for extent in range(first, full) if extent not in known][:_MOST_LENGTHS]
+            if full > MOST_COMPARED:
+                wanted = [first] if first < min(known, default=full) else []
+            for extent in wanted:
+                lengths = [*self.batch.lengths[:place], extent, *self.batch.lengths[place + 1 :]]
+                yield (axis,), Extents.pack(self.axes, lengths)
 
-    def _compare_one(self, entry: CUDAGraphEntry, attempt: "CaptureAttempt", place: int, length: int) -> str | None:
-        """How the graph differs from eager for the batch with another length along one axis; None if it does not."""
-        request, axis = self._request, self.axes[place]
-        lengths = [*self.batch.lengths[:place], length, *self.batch.lengths[place + 1 :]]
-        number = Extents.pack(self.axes, lengths)
+    def _difference(self, entry: CUDAGraphEntry, attempt: "CaptureAttempt", number: Extents) -> str | None:
+        """How the graph differs from eager for the batch with other extents; None if it does not."""
+        request = self._request
         try:
             eager = [tensor.detach().clone() for tensor in tensors_in(attempt.run_with(number))]
         except CaptureError:
@@ -150,7 +156,6 @@ class GridCapture:
         if attempt.has_written:
             return f"the call writes to memory for a batch of {number}"
         attempt.replay_other(entry, number)
-        assert isinstance(entry.compared, GridCompared)
         for index, (want, got) in enumerate(zip(eager, entry.outputs.peek(number), strict=True)):
             tolerance = tolerance_for(want.dtype, exact=False, rtol=request.options.rtol, atol=request.options.atol)
             gap = difference(want, got, tolerance)
@@ -158,7 +163,7 @@ class GridCapture:
                 return f"output {index} of a batch of {number} is not what eager gives: {gap}"
             if gap is not None:
                 return None
-        entry.compared.known(axis, request.size).add(length)
+        entry.compared.note(number, request.size)
         return None
 
     def _hides_a_row(self, number: int) -> bool:

@@ -110,6 +110,8 @@ class GridCompared(Compared):
         super().__init__()
         self.axes = tuple(axes)
         self.extents = extents
+        self.has_smallest = False
+        """Whether the smallest batch that the graph is for was compared."""
         self._is_trusted = False
 
     def trust(self, size: int) -> None:
