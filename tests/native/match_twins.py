@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
+from graphdispatch.call.dims import GridSignature
 from graphdispatch.call.signature import Signature
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.serve.hit import HitPath
 
 LOG: Counter[str] = Counter()
-_match = Signature.match
+_MATCH = {kind: kind.match for kind in (Signature, GridSignature)}
 
 
 def both(signature: Signature, values: Sequence[Any]) -> int:
     """Python's answer, after the core's was compared with it."""
-    rows = _match(signature, values)
+    rows = _MATCH[type(signature)](signature, values)
     if signature.native is not None:
         found = signature.native.match(values)
         LOG["equal" if found == rows else "stricter"] += 1
@@ -31,7 +32,7 @@ def both(signature: Signature, values: Sequence[Any]) -> int:
 def pytest_configure() -> None:
     """Put both in the place of one."""
     HitPath.serve, ReplayPlan.run = HitPath.serve_in_python, ReplayPlan.run_in_python
-    Signature.match = both
+    Signature.match = GridSignature.match = both
 
 
 @pytest.hookimpl(trylast=True)
