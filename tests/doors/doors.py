@@ -18,12 +18,41 @@ from .door import Door
 __all__ = ["DOORS"]
 
 
-class GraphedDoor(Door):
+class _Capturing(Door):
+    """What doors share whose front captures by itself, and counts what it does."""
+
+    front: Any
+
+    @property
+    def counts(self) -> gd.CUDAGraphStats:
+        return self.front.stats  # type: ignore[no-any-return]
+
+    @property
+    def reasons(self) -> Counter[Reason]:
+        return self.counts.reasons
+
+    @property
+    def hits(self) -> int:
+        return self.counts.hits
+
+    @property
+    def captures(self) -> int:
+        return self.counts.captures
+
+    def forget(self, tag: str) -> None:
+        self.front.invalidate(tag)
+
+    def freeze(self, is_frozen: bool) -> None:
+        (self.front.freeze if is_frozen else self.front.unfreeze)()
+        assert self.front.is_frozen is is_frozen
+
+
+class GraphedDoor(_Capturing):
     name = "graphed"
 
     def _open(self, **more: Any) -> None:
         how: dict[str, Any] = {"sizes": self.sizes, "mode": self.mode, "options": self.options, "capture_after": 1}
-        self.step = gd.graphed(self.fn, dynamic=self.dynamic, **(how | more))
+        self.front = self.step = gd.graphed(self.fn, dynamic=self.dynamic, **(how | more))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.step(*args, **kwargs)
@@ -31,10 +60,6 @@ class GraphedDoor(Door):
     @property
     def plain(self) -> Callable[[torch.Tensor], Any]:
         return self.step
-
-    @property
-    def reasons(self) -> Counter[Reason]:
-        return self.step.stats.reasons
 
     def reason(self) -> Reason | None:
         decision = self.step.last_decision
@@ -46,26 +71,11 @@ class GraphedDoor(Door):
     def explanation(self, *args: Any) -> str | None:
         return self.step.explain(*args)
 
-    def forget(self, tag: str) -> None:
-        self.step.invalidate(tag)
-
-    def freeze(self, is_frozen: bool) -> None:
-        (self.step.freeze if is_frozen else self.step.unfreeze)()
-        assert self.step.is_frozen is is_frozen
-
-    @property
-    def hits(self) -> int:
-        return self.step.stats.hits
-
-    @property
-    def captures(self) -> int:
-        return self.step.stats.captures
-
     def close(self) -> None:
         self.step.clear()
 
 
-class WrapperDoor(Door):
+class WrapperDoor(_Capturing):
     """Each number of rows is a descriptor of its own, captured and compared when it comes."""
 
     name = "wrapper"
@@ -73,7 +83,11 @@ class WrapperDoor(Door):
     kind: ClassVar[type[gd.CUDAGraphWrapper]] = gd.CUDAGraphWrapper
 
     def _open(self) -> None:
-        self.wrapper = self.kind(self.fn, self.mode, self.options)
+        self.front = self.wrapper = self.kind(self.fn, self.mode, self.options)
+
+    @property
+    def counts(self) -> gd.CUDAGraphStats:
+        return self.wrapper.get_stats()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         descriptor = gd.BatchDescriptor(self.rows(args, kwargs))
@@ -84,25 +98,6 @@ class WrapperDoor(Door):
         wrapper, mode = self.wrapper, self.mode
         return lambda x: wrapper(x, batch_descriptor=gd.BatchDescriptor(len(x)), cudagraph_runtime_mode=mode)
 
-    @property
-    def reasons(self) -> Counter[Reason]:
-        return self.wrapper.get_stats().reasons
-
-    def forget(self, tag: str) -> None:
-        self.wrapper.invalidate(tag)
-
-    def freeze(self, is_frozen: bool) -> None:
-        (self.wrapper.freeze if is_frozen else self.wrapper.unfreeze)()
-        assert self.wrapper.is_frozen is is_frozen
-
-    @property
-    def hits(self) -> int:
-        return self.wrapper.get_stats().hits
-
-    @property
-    def captures(self) -> int:
-        return self.wrapper.get_stats().captures
-
     def close(self) -> None:
         self.wrapper.clear_cache()
 
@@ -112,13 +107,13 @@ class AdaptiveWrapperDoor(WrapperDoor):
     kind = gd.AdaptiveCUDAGraphWrapper
 
 
-class ManagerDoor(Door):
+class ManagerDoor(_Capturing):
     """``execute_or_capture``: the manager pads, captures and serves."""
 
     name = "execute_or_capture"
 
     def _open(self) -> None:
-        self.manager = _manager(self)
+        self.front = self.manager = _manager(self)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows, inputs = self.rows(args, kwargs), self.named(args, kwargs)
@@ -128,25 +123,6 @@ class ManagerDoor(Door):
     def plain(self) -> Callable[[torch.Tensor], Any]:
         manager, fn = self.manager, self.fn
         return lambda x: manager.execute_or_capture(len(x), 1, fn, {"x": x})
-
-    @property
-    def reasons(self) -> Counter[Reason]:
-        return self.manager.stats.reasons
-
-    def forget(self, tag: str) -> None:
-        self.manager.invalidate(tag)
-
-    def freeze(self, is_frozen: bool) -> None:
-        (self.manager.freeze if is_frozen else self.manager.unfreeze)()
-        assert self.manager.is_frozen is is_frozen
-
-    @property
-    def hits(self) -> int:
-        return self.manager.stats.hits
-
-    @property
-    def captures(self) -> int:
-        return self.manager.stats.captures
 
     def close(self) -> None:
         self.manager.reset()
