@@ -17,6 +17,7 @@ from .served import graph_shares, least_step_ms, padding_of, shares_of
 __all__ = ["plan_report"]
 
 _COLORS = {CUDAGraphMode.FULL: "--graph", CUDAGraphMode.PIECEWISE: "--other"}
+_COLORS_OF_WAYS = ("--graph", "--graph-soft", "--eager-soft", "--eager", "--reference")
 
 
 def plan_report(
@@ -131,21 +132,18 @@ def _shortened(sizes: Iterable[int]) -> str:
 
 def _shares(plan: Plan, workload: Workload, baselines: dict[str, Plan]) -> Section:
     found = {name: shares_of(made, workload) for name, made in {"plan": plan, **baselines}.items()}
-    ways = (
-        ("graph of this size", "--graph"),
-        ("graph, padded", "--graph-soft"),
-        ("eager: faster than padding", "--eager-soft"),
-        ("eager: above the largest graph", "--eager"),
-        ("eager: no graphs for this kind", "--reference"),
-    )
-    used = [(index, name, color) for index, (name, color) in enumerate(ways) if any(s[index] for s in found.values())]
-    bars = [charts.Series(name, color, (), [shares[index] for shares in found.values()]) for index, name, color in used]
+    used = [
+        (way, color)
+        for way, color in zip(found["plan"], _COLORS_OF_WAYS, strict=True)
+        if any(shares[way] for shares in found.values())
+    ]
+    bars = [charts.Series(way, color, (), [shares[way] for shares in found.values()]) for way, color in used]
     table = Table(
-        ("", *(name for _, name, _ in used)),
-        [(name, *(percent(shares[index], 2) for index, _, _ in used)) for name, shares in found.items()],
+        ("", *(way for way, _ in used)),
+        [(name, *(percent(shares[way], 2) for way, _ in used)) for name, shares in found.items()],
         summary="As a table",
     )
-    exact, padded = found["plan"][:2]
+    exact, padded, *_ = found["plan"].values()
     lead = (
         f"With the plan, {percent(exact)} of all steps find a graph of exactly their size, {percent(padded)} run "
         f"padded in a larger one, and {percent(1 - exact - padded)} run eagerly."

@@ -1,7 +1,6 @@
 """How a plan serves batches of each size: which graph, and how much padding."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -11,22 +10,7 @@ from ..plan.plan import Plan, weights_by_mode
 from ..plan.traffic import Floats, Ints
 from ..plan.workload import Workload
 
-__all__ = ["Shares", "graph_of", "graph_shares", "least_step_ms", "padding_of", "shares_of"]
-
-
-class Shares(NamedTuple):
-    """How the steps of a workload run, as shares of all steps."""
-
-    exact: float
-    """A graph of exactly the step's size."""
-    padded: float
-    """A larger graph, with padding."""
-    faster: float
-    """Eagerly, because that is faster, or because the plan has no graph there although it has a larger one."""
-    above: float
-    """Eagerly, because the step is above the largest graph of its kind."""
-    no_graphs: float
-    """Eagerly, because its kind has no graphs."""
+__all__ = ["graph_of", "graph_shares", "least_step_ms", "padding_of", "shares_of"]
 
 
 def graph_of(plan: Plan, kind: CUDAGraphMode, sizes: Ints) -> Ints:
@@ -47,21 +31,22 @@ def padding_of(plan: Plan, kind: CUDAGraphMode, top: int) -> Floats:
     return np.where(graphs > 0, graphs / sizes - 1.0, np.nan)
 
 
-def shares_of(plan: Plan, workload: Workload) -> Shares:
-    """How the steps of ``workload`` run under ``plan``."""
-    found = np.zeros(len(Shares._fields))
+def shares_of(plan: Plan, workload: Workload) -> dict[str, float]:
+    """How the steps of ``workload`` run under ``plan``, as shares of all steps, which sum to 1."""
+    found: dict[str, float] = {}
     for kind, weights in weights_by_mode(plan.mode, workload).items():
         graphs = graph_of(plan, kind, workload.sizes)
         largest = max(plan.sizes_of(kind), default=0)
-        ways = (
-            graphs == workload.sizes,
-            graphs > workload.sizes,
-            (graphs == 0) & (workload.sizes <= largest),
-            (workload.sizes > largest) & bool(largest),
-            np.full(len(graphs), not largest),
-        )
-        found += [float(weights @ way) for way in ways]
-    return Shares(*(found / workload.total).tolist())
+        ways = {
+            "graph of this size": graphs == workload.sizes,
+            "graph, padded": graphs > workload.sizes,
+            "eager: faster than padding": (graphs == 0) & (workload.sizes <= largest),
+            "eager: above the largest graph": (workload.sizes > largest) & bool(largest),
+            "eager: no graphs for this kind": np.full(len(graphs), not largest),
+        }
+        for name, way in ways.items():
+            found[name] = found.get(name, 0.0) + float(weights @ way) / workload.total
+    return found
 
 
 def graph_shares(plan: Plan, workload: Workload) -> Mapping[tuple[CUDAGraphMode, int], tuple[float, float]]:
