@@ -3,6 +3,7 @@
 import os
 import random
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from graphdispatch.capture import gain
 from graphdispatch.native import tape
 
 LONGEST_ID = 60
@@ -67,6 +69,17 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No real clock decides whether a graph pays: a tiny callable's may not. Clocks that tests give are asked."""
+    measure = gain._time
+
+    def time(clock: Any, *call: Any) -> float:
+        return 0.0 if clock is perf_counter else measure(clock, *call)
+
+    monkeypatch.setattr(gain, "_time", time)
 
 
 def pytest_make_parametrize_id(val: Any, argname: str) -> str | None:
