@@ -13,7 +13,6 @@ import lzma
 import mmap
 import multiprocessing
 import queue
-import sqlite3
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -59,13 +58,6 @@ def turn(lock: Any) -> None:
         lock.release()
 
 
-def table() -> sqlite3.Connection:
-    """A data base in memory."""
-    connection = sqlite3.connect(":memory:")
-    connection.execute("create table t(x)")
-    return connection
-
-
 CHANGED = {
     "hash": Foreign(hashlib.sha256, lambda o: o.update(b"x"), lambda o: o.hexdigest()),
     "keyed hash": Foreign(
@@ -80,9 +72,6 @@ CHANGED = {
     "map": Foreign(lambda: mmap.mmap(-1, 64), lambda o: o.write(b"x"), lambda o: (o[:], o.tell())),
     "entry of a map": Foreign(lambda: mmap.mmap(-1, 64), count, lambda o: o[:]),
     "large map": Foreign(lambda: mmap.mmap(-1, 1 << 21), count, lambda o: o[0]),
-    "data base": Foreign(
-        table, lambda o: o.execute("insert into t values(1)"), lambda o: [*o.execute("select * from t")]
-    ),
     "semaphore": Foreign(lambda: threading.Semaphore(50), lambda o: o.acquire(), lambda o: o._value),
     "event": Foreign(threading.Event, lambda o: o.clear() if o.is_set() else o.set(), lambda o: o.is_set()),
     "lock": Foreign(threading.Lock, turn, lambda o: o.locked()),

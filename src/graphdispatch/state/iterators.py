@@ -48,7 +48,7 @@ def _place(part: Any) -> Any:
         return [_place(inner) for inner in part]
     if issubclass(type(part), list):  # made anew for some kinds
         return len(part)
-    return repr(part) if issubclass(type(part), objects.CONSTANTS) else id(part)
+    return repr(part) if issubclass(type(part), (*objects.CONSTANTS, range)) else id(part)
 
 
 def read_memory(value: Any) -> Any:

@@ -151,6 +151,8 @@ _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 
 def _is_library_class(kind: type) -> bool:
+    if kind.__module__ in sys.builtin_module_names:
+        return True
     module = sys.modules.get(kind.__module__) if isinstance(kind.__module__, str) else None
     return is_library_code(getattr(module, "__file__", None) or "") or not is_followed(kind)
 
