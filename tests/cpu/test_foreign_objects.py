@@ -148,6 +148,7 @@ UNCHANGED: dict[str, Foreign] = {
     "event": Foreign(threading.Event, lambda o: o.is_set(), lambda o: o.is_set()),
     "log": Foreign(lambda: logging.getLogger("graphdispatch.tests"), lambda o: o.debug("hello"), lambda o: o.level),
     "number": Foreign(lambda: decimal.Decimal(3), lambda o: o.sqrt(), lambda o: o),
+    "function of pybind11": Foreign(lambda: torch._C._get_tracing_state, lambda o: o(), lambda o: 0),
     "new hash": Foreign(object, lambda o: hashlib.sha256().update(b"x"), lambda o: 0),
 }
 

@@ -43,7 +43,9 @@ class MethodCalls:
     def note(self, owner: Any, method: str) -> bool:
         """A method of ``owner`` is about to run. Whether a walk sees what it may change or read."""
         kind = type(owner)
-        home = next((base for base in type.mro(kind) if isinstance(vars(base).get(method), _COMPILED)), kind)
+        home = next((base for base in type.mro(kind) if isinstance(vars(base).get(method), _COMPILED)), None)
+        if home is None:  # a function that keeps data of its own there, as those of pybind11 do
+            return True
         if issubclass(kind, _LOCKS) and method in (*_TAKEN, *_IN_BLOCKS):
             if method in _TAKEN:
                 self._locks.setdefault(id(owner), (owner, repr(owner)))
