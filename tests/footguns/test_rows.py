@@ -1,5 +1,6 @@
 """Padding rows: models that mix rows, and caches that padding would write to."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -81,6 +82,36 @@ def test_rows_mixed_for_some_data_instead(settled: Settle) -> None:
         return x + x.amax(0)
 
     step = settled(fn, lambda rows: (torch.rand(rows, 3) + 1,), pad={"x": "repeat_last"})
+    x = -torch.rand(3, 3) - 1
+    assert torch.equal(step(x), fn(x))
+
+
+@needs("padding", "pad_rules")
+@pytest.mark.parametrize("pad", [7.0, 0.0])
+def test_pad_rule_not_neutral(opened: Settle, pad: float) -> None:
+    """A rule of the user's is kept, so that other rows show what it does to later data."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + x.amax(0).clamp(max=0.3)
+
+    step = opened(fn, pad={"x": pad})
+    step.prepare(torch.rand(3, 3) + 1)
+    for _ in range(4):
+        x = torch.rand(3, 3) + 1
+        assert torch.equal(step(x), fn(x))
+    step.check(Reason.VERIFICATION_FAILED)
+    x = -torch.rand(3, 3) - 1
+    assert torch.equal(step(x), fn(x))
+
+
+@needs("padding", "pad_rules")
+def test_pad_rule_not_neutral_instead(settled: Settle) -> None:
+    """A rule that is neutral for a maximum."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + x.amax(0).clamp(max=0.3)
+
+    step = settled(fn, lambda rows: (torch.rand(rows, 3) + 1,), pad={"x": -math.inf})
     x = -torch.rand(3, 3) - 1
     assert torch.equal(step(x), fn(x))
 

@@ -158,7 +158,8 @@ class RowProver:
             except _DependentRowsError as found:
                 return found.proof
         untested, assumed = self._untested(alike)
-        return RowProof(True, self._is_deterministic is not False, untested=untested, assumed=assumed)
+        repeats = self._is_deterministic is not False
+        return RowProof(True, repeats, untested=untested, assumed=assumed, limited=self._is_limited)
 
     def _prove_for(self, base: Sequence[_Value], paddings: Iterable[Padding]) -> None:
         for padding in filter(self._is_other, paddings):

@@ -72,6 +72,8 @@ class CUDAGraphEntry(NotCopied):
     """The number of replays from which on the next batch is compared with eager."""
     verify_every: int | None = None
     """After how many replays a comparison is due again; None: never."""
+    is_stretched: bool = False
+    """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
     gain_ms: float | None = None
     """By how much a replay of a full batch was faster than eager, in milliseconds; None if that was not measured."""
     uses_rng: bool = False
@@ -127,6 +129,7 @@ class CUDAGraphEntry(NotCopied):
     def trust(self) -> None:
         """Serve batches of all numbers of rows without any comparison."""
         self.proof = RowProof(True)
+        self.is_stretched = True
         self.compared.trust(self.size)
 
     def depends_on_padding(self, rows: int) -> bool:

@@ -31,6 +31,9 @@ class RowProof:
     untested: tuple[str, ...] = ()
     """The arguments (and ``"state"``) of which the batch could not tell; padded batches are compared until one can."""
 
+    limited: bool = False
+    """Whether the callable checks its data, or makes indices of it, so that no numbers of another kind may be tried."""
+
     bound: tuple[Axis, ...] = ()
     """Where there are several dynamic dimensions, those along which real ones changed."""
 

@@ -18,7 +18,7 @@ from .estimate import MemoryEstimate, estimate_memory
 from .group import GraphGroup, Route
 from .progress import progress_bar
 from .server import Server
-from .settling import varied
+from .settling import stretch, varied
 
 __all__ = [
     "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_size", "captured_sizes",
@@ -244,7 +244,9 @@ def compare_numbers(
     state, batch = entry.state, entry.warm_batch
     for number in entry.compared.missing(rows, entry.size):
         if entry.compares(number):
-            result = server.graphs.verify(group, varied(group, leaves, number), number, entry, keep_effects=False)
+            example = varied(group, leaves, number)
+            result = server.graphs.verify(group, example, number, entry, keep_effects=False)
+            result = result if result.entry is None else stretch(server, group, example, number, entry) or result
             if result.entry is None:
                 return result
     entry.state, entry.warm_batch = state, batch

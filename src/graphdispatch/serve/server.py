@@ -24,6 +24,7 @@ from ..stats import EvictionReason
 from .eager import EagerPath
 from .graphs import Capturer, GraphSet
 from .group import GraphGroup, Route, Spelling
+from .settling import compare, settle
 
 if TYPE_CHECKING:
     from .kinds import Kinds
@@ -202,7 +203,7 @@ class Server(EagerPath):
             return True, self.after_eager(choice, self.graphs.capture(group, choice.leaves, choice.rows, choice.size))
         if entry is not None and reason is Reason.VERIFIED_NOW:
             self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)
-            return True, self.after_eager(choice, self.graphs.verify(group, choice.leaves, choice.rows, entry))
+            return True, self.after_eager(choice, compare(self, group, choice.leaves, choice.rows, entry))
         if entry is None or not reason.is_graph:
             return False, choice
         try:
@@ -212,8 +213,6 @@ class Server(EagerPath):
                 raise
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
         if entry.state is EntryState.CAPTURED and entry.replay_count == _ALIKE:
-            from .settling import settle  # here, since most batches differ
-
             settle(self, group, choice.leaves, choice.rows, entry)
         self.local.decision = choice.decision
         return True, answer

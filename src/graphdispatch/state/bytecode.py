@@ -85,7 +85,7 @@ def _are_names(parts: Sequence[str]) -> bool:
 def _is_just(pair: Sequence[dis.Instruction], variable: str | None) -> bool:
     """Whether the first of two instructions loads the variable, and the second does not take a part of it."""
     first, *rest = pair
-    loaded = first.argval[0] if isinstance(first.argval, tuple) else first.argval  # two at once, from 3.13 on
+    loaded = first.argval[0] if first.opname == "LOAD_FAST_LOAD_FAST" else first.argval  # two at once, from 3.13 on
     is_loaded = variable is not None and first.opname.startswith("LOAD_FAST") and loaded == variable
     is_part = any(i.opname in _ATTRIBUTES or i.opname.startswith("BINARY") for i in rest)
     return is_loaded and (not is_part or any(i.argval == "__dict__" for i in rest))
