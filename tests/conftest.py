@@ -1,7 +1,9 @@
 """What all tests share: fixed random examples and seeds, one torch thread, and the skip where there is no GPU."""
 
+import logging
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -69,6 +71,15 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def same_log_level() -> Iterator[None]:
+    """What a test or a snippet logs, no later one does."""
+    logger = logging.getLogger("graphdispatch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

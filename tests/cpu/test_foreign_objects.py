@@ -12,6 +12,7 @@ import logging
 import lzma
 import mmap
 import multiprocessing
+import os
 import queue
 import threading
 import zlib
@@ -199,6 +200,23 @@ def test_breaks_use_it_once(name: str) -> None:
             (step if is_served else use)(x)
         left.append(case.read(held))
     assert left[0] == left[1]
+
+
+def test_breaks_write_the_environment_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the extra runs of a capture change there is put back."""
+    monkeypatch.setenv("GRAPHDISPATCH_TEST_COUNT", "0")
+
+    @gd.eager_break
+    def count(x: torch.Tensor) -> torch.Tensor:
+        number = int(os.environ["GRAPHDISPATCH_TEST_COUNT"]) + 1
+        os.environ["GRAPHDISPATCH_TEST_COUNT"] = str(number)
+        return x * number
+
+    step = gd.graphed(lambda x: count(x) + 1, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE")
+    for number, rows in enumerate((3, 4, 3, 3, 4, 2, 4), 1):
+        x = torch.randn(rows, 2)
+        assert torch.equal(step(x), x * number + 1)
+    assert os.environ["GRAPHDISPATCH_TEST_COUNT"] == "7"
 
 
 def test_other_threads_may_use_a_semaphore_that_the_call_does_not_touch() -> None:

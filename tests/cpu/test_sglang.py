@@ -218,8 +218,8 @@ def test_a_guard_that_fails_runs_the_forward(sglang: SimpleNamespace, caplog: py
     with caplog.at_level(logging.WARNING):
         check(runner)
     assert sum(runner.backend.eager.values()) == 10
-    assert len(caplog.messages) == len(runner.backend.eager) == 1
-    assert caplog.messages[0].startswith("a forward ran eagerly: ")
+    told = [message for message in caplog.messages if message.startswith("a forward ran eagerly: ")]
+    assert len(told) == len(runner.backend.eager) == 1
 
 
 class Unseen(Spy):

@@ -208,6 +208,8 @@ class CodeTrace:
             self._in_breaks.add(code)
             reads = code_reads(code)
             self.break_names |= reads.attributes
+            if _names_environment(reads):
+                self.walk.visit_environment()
             self._note_asked(reads)
             self._check_iterators(frame)
 
@@ -228,7 +230,7 @@ class CodeTrace:
                 self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
             return
         self.names |= reads.attributes
-        if not (reads.attributes | reads.variables).isdisjoint(("environ", "getenv")):
+        if _names_environment(reads):
             self.reads_environment = True
             self.walk.visit_environment()
         self._note_asked(reads)
@@ -284,6 +286,10 @@ class CodeTrace:
     def _use(self, table: dict[str, Any], names: list[str], where: str) -> None:
         _keep(self.variables, table, names)
         self.walk.visit_variables(table, iter(names), where)
+
+
+def _names_environment(reads: CodeReads) -> bool:
+    return not (reads.attributes | reads.variables).isdisjoint(("environ", "getenv"))
 
 
 def _keep(notes: _Names, table: dict[str, Any], names: Iterable[str]) -> None:
