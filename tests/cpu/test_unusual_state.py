@@ -1,5 +1,6 @@
 """Python state in unusual places: what a callable reads there is compared, and what it writes there it writes once."""
 
+import asyncio
 import collections
 import ctypes
 import dataclasses
@@ -554,3 +555,57 @@ def test_what_is_written_is_written_once(name: str) -> None:
         left.append(read_back())
     assert left[0] == left[1]
     assert step.last_decision.reason in (Reason.STATE_REBOUND, Reason.STATE_UNSEEN)
+
+
+def test_code_of_the_user_is_not_called() -> None:
+    """An exception may have a property in place of the attribute that its compiled class keeps."""
+
+    class OddError(ValueError):
+        @property
+        def args(self) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    held = OddError(2)
+    step = gd.graphed(lambda x: x * (held is not None), dynamic={"x": 0}, sizes=(4,))
+    for _ in range(4):
+        step(torch.rand(3, 2))
+    assert step.stats.hits
+
+
+def test_determinism_that_only_warns_goes_on_warning() -> None:
+    """A setting is put back whole."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        is_on = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(not is_on, warn_only=True)
+        return x * 2
+
+    try:
+        step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,))
+        for _ in range(4):
+            step(torch.rand(3, 2))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        step.prewarm(torch.rand(3, 2))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_machinery_holds_is_followed_from_elsewhere() -> None:
+    """An object that a queue of tasks knows as well is state of the callable all the same."""
+    shared = types.SimpleNamespace(number=2)
+    tasks: Any = asyncio.Queue()
+    tasks.shared = shared
+    held = types.SimpleNamespace(zero=shared, tasks=tasks)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        held.zero.number += 1
+        return x * (held.tasks is not None)
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,))
+    for _ in range(6):
+        step(torch.rand(3, 2))
+    assert shared.number == 8
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.STATE_REBOUND

@@ -34,8 +34,8 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "get_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "are_deterministic_algorithms_enabled": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
     ),
     "get_num_threads": (torch.get_num_threads, torch.set_num_threads),
     "flash_sdp_enabled": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -60,7 +60,7 @@ def unchanged(value: Any, before: Any, read: Callable[[Any], Any], compare: Call
 def readers_of(value: Any) -> list[Reader]:
     """What to compare of an object, besides its attributes, slots and entries."""
     kind = type(value)
-    found: list[Reader] = [partial(getattr, value, label[1:]) for label in read_compiled(value)]
+    found: list[Reader] = [partial(member.__get__, value) for member in _members_of(value).values()]
     reads: list[tuple[Any, ...]] = []
     if issubclass(kind, OrderedDict) and len(value) > 1:
         reads.append((_order,))
@@ -77,9 +77,14 @@ def readers_of(value: Any) -> list[Reader]:
 
 def read_compiled(value: Any) -> dict[str, Any]:
     """The attributes that an object's compiled classes keep; empty for most."""
+    return {label: member.__get__(value) for label, member in _members_of(value).items()}
+
+
+def _members_of(value: Any) -> dict[str, Any]:
+    """Their descriptors by label, from the compiled class: a subclass may have code of its own under the name."""
     kind = type(value)
-    names = (name for base, names in _ATTRIBUTES.items() if issubclass(kind, base) for name in names)
-    return {f".{name}": getattr(value, name) for name in names}
+    found = ((base, name) for base, names in _ATTRIBUTES.items() if issubclass(kind, base) for name in names)
+    return {f".{name}": vars(base)[name] for base, name in found}
 
 
 def write_compiled(value: Any, before: dict[str, Any]) -> None:
@@ -87,8 +92,8 @@ def write_compiled(value: Any, before: dict[str, Any]) -> None:
     if issubclass(type(value), partial):
         value.__setstate__((*before.values(), value.__dict__ or None))
         return
-    for label, held in before.items():
-        setattr(value, label[1:], held)
+    for label, member in _members_of(value).items():
+        member.__set__(value, before[label])
 
 
 def setting_readers(names: Collection[str]) -> list[Reader]:

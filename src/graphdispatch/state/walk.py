@@ -66,6 +66,8 @@ class StateWalk:
         self._variables: dict[int, dict[str, Any]] = {}
         self._generators: list[Holder] = []
         self._machines: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._parts: dict[int, Any] = {}
+        """What they hold, which is not followed from there."""
         self._iterators: list[tuple[Any, Callable[[], Any], Any]] = []
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
@@ -117,7 +119,7 @@ class StateWalk:
 
     def knows(self, value: Any) -> bool:
         """Whether it met this very object."""
-        return id(value) in self._seen
+        return id(value) in self._seen or id(value) in self._parts
 
     def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
@@ -348,8 +350,7 @@ class StateWalk:
         from .foreign import snapshot
 
         self._machines.append((path, value, snapshot(value)))
-        for held in (objects.attribute_table(value) or {}).values():  # so that calls of its compiled parts are noted
-            self._seen.setdefault(id(held), held)
+        self._parts.update((id(held), held) for held in list((objects.attribute_table(value) or {}).values()))
 
     def _note_random(self, path: Any, generator: Any) -> None:
         read: Callable[[], Any]
