@@ -10,6 +10,7 @@ import mmap
 import types
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from functools import cache
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -33,19 +34,7 @@ __all__ = [
     "read_names",
     "read_slots",
     "read_tensor",
-    "write_array",
-    "write_attributes",
-    "write_cell",
-    "write_class",
-    "write_container",
-    "write_context",
-    "write_environment",
-    "write_function",
-    "write_names",
-    "write_numbers",
-    "write_objects",
-    "write_slots",
-    "write_tensor",
+    "writer",
 ]
 
 
@@ -98,30 +87,17 @@ class Holder(NamedTuple):
         self.write(self.value, held)
 
 
-def _writer(name: str) -> Callable[..., None]:
-    """A function of ``writers``, which is loaded when it is first called."""
+@cache
+def writer(name: str) -> Callable[..., None]:
+    """A function of ``writers.py`` by its name. That is loaded when it is first called, since few runs change anything
+    that must be put back."""
 
     def write(*args: Any) -> None:
-        from . import writers  # here, since few runs change anything that must be put back
+        from . import writers
 
         getattr(writers, name)(*args)
 
     return write
-
-
-write_array = _writer("write_array")
-write_attributes = _writer("write_attributes")
-write_cell = _writer("write_cell")
-write_class = _writer("write_class")
-write_container = _writer("write_container")
-write_context = _writer("write_context")
-write_environment = _writer("write_environment")
-write_function = _writer("write_function")
-write_names = _writer("write_names")
-write_numbers = _writer("write_numbers")
-write_objects = _writer("write_objects")
-write_slots = _writer("write_slots")
-write_tensor = _writer("write_tensor")
 
 
 def frozen(state: Any) -> Any:

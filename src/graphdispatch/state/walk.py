@@ -25,7 +25,7 @@ from torch import nn
 
 from ..call.marks import is_break
 from . import holders, objects
-from .holders import Holder
+from .holders import Holder, writer
 from .objects import ABSENT, CONTAINERS
 from .particulars import SETTINGS, read_compiled, write_compiled
 
@@ -104,7 +104,7 @@ class StateWalk:
         if known is None:
             known = self._variables[id(table)] = {}
             read = partial(holders.read_names, known)
-            self._holders.append(Holder(((), where), table, read, holders.write_names, known))
+            self._holders.append(Holder(((), where), table, read, writer("write_names"), known))
         self._seen[id(table)] = table
         for name in names:
             if name not in known:
@@ -115,7 +115,7 @@ class StateWalk:
         """Note the environment variables, which code is about to use. Torch sets some of its own, so not before."""
         if id(os.environ) not in self._seen:
             self._seen[id(os.environ)] = os.environ
-            self._hold(((), "os.environ"), os.environ, dict, holders.write_environment)
+            self._hold(((), "os.environ"), os.environ, dict, writer("write_environment"))
 
     def knows(self, value: Any) -> bool:
         """Whether it met this very object."""
@@ -235,15 +235,15 @@ class StateWalk:
     def _value_edges(self, value: Any, path: Any) -> Edges:
         """What holds one value, or numbers: a cell, a context variable, an array."""
         if type(value) is types.CellType:
-            yield "", self._hold(path, value, holders.read_cell, holders.write_cell)[""]
+            yield "", self._hold(path, value, holders.read_cell, writer("write_cell"))[""]
         elif type(value) is ContextVar:
-            yield ".get()", self._hold(path, value, holders.read_context, holders.write_context)[""]
+            yield ".get()", self._hold(path, value, holders.read_context, writer("write_context"))[""]
         elif type(value) is array:
-            self._hold(path, value, _bytes_of, holders.write_numbers)
+            self._hold(path, value, _bytes_of, writer("write_numbers"))
         elif not value.dtype.hasobject:
-            self._hold(path, value, _bytes_of, holders.write_array)
+            self._hold(path, value, _bytes_of, writer("write_array"))
         else:
-            yield from (("[...]", inner) for inner in self._hold(path, value, _objects_of, holders.write_objects))
+            yield from (("[...]", inner) for inner in self._hold(path, value, _objects_of, writer("write_objects")))
 
     def _container_edges(self, value: Any, path: Any) -> Edges:
         """The entries of a container of Python's own, most of which are empty."""
@@ -252,11 +252,11 @@ class StateWalk:
         entries = self._entries(value, path)
         if type(value) is not OrderedDict:
             return entries
-        attributes = self._hold(path, value, holders.read_attributes, holders.write_attributes)
+        attributes = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
         return chain(entries, ((f".{name}", inner) for name, inner in attributes.items())) if attributes else entries
 
     def _entries(self, container: Any, path: Any) -> Edges:
-        entries = self._hold(path, container, objects.content, holders.write_container)
+        entries = self._hold(path, container, objects.content, writer("write_container"))
         if not entries:
             return iter(())
         keys = dict.keys(container) if issubclass(type(container), dict) else ()
@@ -269,12 +269,12 @@ class StateWalk:
             self.modules.append(value)
         table, slots = objects.attribute_table(value), kinds[kind].slots
         if table is not None:
-            held = self._hold(path, value, holders.read_attributes, holders.write_attributes)
+            held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
             for name, inner in held.items():
                 if not kinds[type(inner)].is_opaque:
                     yield f".{name}" if name not in _MEMBERS else _MEMBER, inner
         if slots:
-            read, write = partial(holders.read_slots, slots), partial(holders.write_slots, slots)
+            read, write = partial(holders.read_slots, slots), partial(writer("write_slots"), slots)
             yield from self._hold(path, value, read, write).items()
         if issubclass(kind, CONTAINERS):
             yield from self._entries(value, path)
@@ -307,10 +307,10 @@ class StateWalk:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
             alias = tensor.data
-            self._hold(path, tensor, partial(holders.read_tensor, alias), holders.write_tensor)
+            self._hold(path, tensor, partial(holders.read_tensor, alias), writer("write_tensor"))
         table = objects.attribute_table(tensor)
         if table is not None:
-            held = self._hold(path, tensor, holders.read_attributes, holders.write_attributes)
+            held = self._hold(path, tensor, holders.read_attributes, writer("write_attributes"))
             yield from ((f".{name}", inner) for name, inner in held.items())
 
     def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
@@ -326,7 +326,7 @@ class StateWalk:
             yield from ((f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, cells, strict=True))
             if with_globals:
                 self.visit_variables(fn.__globals__, objects.variables_of(fn), fn.__module__ or "")
-        self._hold(path, fn, holders.read_function, holders.write_function)
+        self._hold(path, fn, holders.read_function, writer("write_function"))
         yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
 
     def _class_edges(self, kind: type, path: Any) -> Edges:
@@ -336,7 +336,7 @@ class StateWalk:
                 yield "", base
             else:
                 yield "", type(kind)
-                held = self._hold(path, kind, holders.read_class, holders.write_class)
+                held = self._hold(path, kind, holders.read_class, writer("write_class"))
                 for name, inner in held.items():
                     functions = objects.functions_in(inner)
                     for fn in functions:
