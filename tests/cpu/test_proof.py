@@ -205,3 +205,27 @@ def test_the_proof_says_what_changed() -> None:
     assert (proof.independent, proof.deterministic, proof.perturbation) == (False, True, "large numbers")
     assert proof.what.startswith("output 1 changes")
     assert "with large numbers in the padding rows, output 1 changes" in step.explain(torch.rand(3, 3))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_bounded_maximum_beside_a_cache(mode: str) -> None:
+    """The real rows reach the bound, so that padding shows only behind smaller ones; also where rows are kept."""
+    scale, cache = torch.full((4,), 3.0), torch.zeros(9, 4)
+
+    def fn(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        h = x * scale
+        h = h + h.amax(0).clamp(max=0.3)
+        if mode == "PIECEWISE":
+            h = gd.eager_break(torch.neg)(h)
+        cache[slots] = h
+        return cache[slots]
+
+    options = gd.CUDAGraphOptions(padding_writes="allow")
+    step = gd.graphed(fn, dynamic={"x": 0, "slots": 0}, sizes=(4,), mode=mode, capture_after=1, options=options)
+    for _ in range(3):
+        x, slots = torch.rand(3, 4) + 1, torch.randperm(8)[:3] + 1
+        assert torch.equal(step(x, slots), fn(x, slots))
+    x, slots = -torch.rand(3, 4) - 1, torch.tensor([1, 2, 3])
+    assert torch.equal(step(x, slots), fn(x, slots))
+    assert step.entries[0].proof is not None
+    assert "behind small real rows" in step.entries[0].proof.perturbation

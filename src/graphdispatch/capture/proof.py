@@ -29,7 +29,6 @@ from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
-from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .eager_run import EagerRun
 from .effects import Region
@@ -200,19 +199,17 @@ class RowProver:
             raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
 
     def _prove_for_small_rows(self) -> None:
-        """Once more with small numbers in the real rows, which hide less. Not where they may decide where it writes."""
-        request, entry = self._request, self._entry
+        """Once more with small numbers in the real rows, which hide less. Not where they decide where it writes."""
+        request = self._request
         parts = list(zip(request.inputs.specs, request.arguments(), strict=True))
         shrinks = [spec.dim is not None and self._takes_any_value(i) for i, (spec, _) in enumerate(parts)]
         real = [_small(value) if small else value for small, (_, value) in zip(shrinks, parts, strict=True)]
-        if (
-            all(small is value for small, (_, value) in zip(real, parts, strict=True))
-            or entry.written is not None
-            or entry.mode is not CUDAGraphMode.FULL
-        ):
+        if all(small is value for small, (_, value) in zip(real, parts, strict=True)):
             return
         self._base = Padding("", [], real, self._along)
-        if not self._takes(self._base):
+        try:
+            self._replay(self._base)
+        except _DependentRowsError:
             return
         base = self._read()
         for rows in self._signed(large):
