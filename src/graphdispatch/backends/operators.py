@@ -8,6 +8,7 @@ import linecache
 import os
 import re
 import sys
+from collections.abc import Callable
 from enum import Enum
 from functools import cache
 from types import FrameType
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import SUPPORTED_NODES, tree_iter, tree_map
 
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -23,14 +24,18 @@ from ..reasons import Reason
 __all__ = [
     "OperatorKind",
     "bits_equal",
+    "changes_view",
     "check_geometry",
     "forbidden",
     "geometry",
     "has_fixed_shapes",
     "is_expanded",
+    "is_seeded",
     "is_strided",
     "is_total",
+    "is_unsafe",
     "kind_of",
+    "map_leaves",
     "storage_key",
     "tensors_in",
     "user_line",
@@ -103,9 +108,27 @@ def is_total(func: OpOverload) -> bool:
     range, and integers may be divided by zero. An operator that is not known here is run.
     """
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags or name in _DIVIDE_INTEGERS:
+    if func.namespace != "aten" or is_seeded(func) or name in _DIVIDE_INTEGERS:
         return False
     return name in _TOTAL.split() or not _TOTAL_TAGS.isdisjoint(func.tags)
+
+
+@cache
+def is_seeded(func: OpOverload) -> bool:
+    """Whether the operator draws from a random generator, by its tags."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def is_unsafe(func: OpOverload) -> bool:
+    """Whether somebody tagged the operator as one that no graph may hold."""
+    return torch.Tag.cudagraph_unsafe in func.tags
+
+
+@cache
+def changes_view(func: OpOverload) -> bool:
+    """Whether the operator has a tensor look at memory in another way, and writes nothing to that memory."""
+    return torch.Tag.inplace_view in func.tags
 
 
 @cache
@@ -138,7 +161,7 @@ def kind_of(func: OpOverload) -> OperatorKind:
         return OperatorKind.EMPTY
     if any(result.alias_info is not None for result in schema.returns):
         return OperatorKind.VIEW
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if is_seeded(func):
         return OperatorKind.RANDOM
     return OperatorKind.PURE if func.namespace == "aten" else OperatorKind.OPAQUE
 
@@ -156,15 +179,31 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for tree in trees:
         kind = type(tree)
-        if issubclass(kind, torch.Tensor):
+        if kind is torch.Tensor:
             found.append(tree)
         elif kind is tuple or kind is list:
-            found += tensors_in(*tree)
+            if tree:
+                found += tensors_in(*tree)
         elif kind is dict:
-            found += tensors_in(*tree.values())
+            if tree:
+                found += tensors_in(*tree.values())
+        elif issubclass(kind, torch.Tensor):
+            found.append(tree)
         elif kind not in _LEAVES:
             found += (leaf for leaf in tree_iter(tree) if issubclass(type(leaf), torch.Tensor))
     return found
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Arguments or results of an operator, with ``fn`` of each leaf in its place."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([map_leaves(fn, value) for value in tree])
+    if kind is list:
+        return [map_leaves(fn, value) for value in tree]
+    if kind is dict:
+        return {key: map_leaves(fn, value) for key, value in tree.items()}
+    return tree_map(fn, tree) if kind in SUPPORTED_NODES or issubclass(kind, tuple) else fn(tree)
 
 
 def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -187,9 +226,8 @@ def check_geometry(func: OpOverload, before: list[tuple[torch.Tensor, tuple[Any,
     ``before`` are tensors that the call did not make, with their ``geometry`` before the operator. A graph would leave
     them as its padded batch did, and would not change them again.
     """
-    reshapes = torch.Tag.inplace_view in func.tags and func is not _aten.detach_.default
     for tensor, old in before:
-        if reshapes or geometry(tensor) != old:
+        if (changes_view(func) and func is not _aten.detach_.default) or geometry(tensor) != old:
             raise CaptureError(
                 f"{func} gives a tensor of shape {tuple(old[2][1])} that the call did not make another shape or memory "
                 f"({tuple(tensor.shape)}), at {user_line()}; write into a view of it, x[:n].copy_(...)",
@@ -203,10 +241,26 @@ def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     A CUDA stream refuses these calls during a capture: reading a value back to the host, results whose shape depends
     on data, and copies between devices.
     """
-    if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+    name = func._schema.name
+    if name in _INDEXING:
         return _masked_index(func, args)
-    if func._schema.name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return None
+    why = _always_forbidden(func)
+    if why is not None:
+        return why
+    kinds = {"cpu" if t.is_cpu else t.device.type for t in tensors_in(args, kwargs) if not t.is_cpu or t.dim()}
+    if isinstance(kwargs.get("device"), torch.device) and name == "aten::_to_copy":
+        kinds.add(kwargs["device"].type)
+    return "copies between devices; do it before the call" if len(kinds) > 1 else None
+
+
+_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+
+
+@cache
+def _always_forbidden(func: OpOverload) -> str | None:
+    """Why no graph can hold any call of the operator, or None."""
     if func is _aten._linalg_check_errors.default:
         return "reads an error code back to the host (linalg); use the *_ex variant"
     if func is _aten._local_scalar_dense.default:
@@ -222,15 +276,9 @@ def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return "gives the host a value that it may have read from memory; keep it on the device, in a tensor"
     if any(tag in func.tags for tag in _RESULT_DEPENDS_ON_DATA):
         return "has a result whose shape or value the host must know; use a form with a fixed shape"
-    devices = {t.device for t in tensors_in(args, kwargs) if t.dim() or t.device.type != "cpu"}
-    if isinstance(kwargs.get("device"), torch.device) and func._schema.name == "aten::_to_copy":
-        devices.add(kwargs["device"])
-    if len({d.type for d in devices}) > 1:
-        return "copies between devices; do it before the call"
     return None
 
 
-@cache
 def _gives_host_value(func: OpOverload) -> bool:
     """Whether it takes a tensor and returns a plain value, other than what follows from shapes and types. Nobody knows
     what an operator of somebody else reads, so that its schema decides."""

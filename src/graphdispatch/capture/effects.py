@@ -10,7 +10,7 @@ Note [exactly once]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from ..backends.operators import (
     OperatorKind,
     check_geometry,
     geometry,
+    is_seeded,
     is_strided,
     kind_of,
     storage_key,
@@ -205,35 +206,33 @@ class EffectRecorder(OperatorMode):
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
-        kind = kind_of(func)
+        kind, made, outside = kind_of(func), self._made, self.outside
         for tensor in tensors_in(args, kwargs):
-            if self._is_new(tensor):
-                self.outside[storage_key(tensor)] = tensor.detach()
+            if is_strided(tensor) and (key := storage_key(tensor)) not in made and key not in outside:
+                outside[key] = tensor.detach()
         shapes = []
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
-            shapes = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in self._made]
+            shapes = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in made]
             self._save_written(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags or kwargs.get("generator") is not None:
+        if is_seeded(func) or (kwargs and kwargs.get("generator") is not None):
             self.uses_rng = True
             self._save_generators(args, kwargs)
         result = func(*args, **kwargs)
-        self._check_geometry(func, shapes)
-        self.limits_values = self.limits_values or _limits_values(func, args, result)
+        try:
+            check_geometry(func, shapes)
+        except CaptureError as error:
+            self.give_up(error)
+        if not self.limits_values and _may_limit_values(func):
+            self.limits_values = _limits_values(func, args, result)
         if kind is OperatorKind.EMPTY:
             _mark_unwritten(result)
             self.reserves_memory = True
         if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
-            self.outside.pop(storage_key(args[0]), None)
+            outside.pop(storage_key(args[0]), None)
         for tensor in tensors_in(result):
             self._note_made(tensor)
         return result
-
-    def _check_geometry(self, func: OpOverload, before: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
-        try:
-            check_geometry(func, before)
-        except CaptureError as error:
-            self.give_up(error)
 
     def give_up(self, error: CaptureError) -> None:
         """Note that the run cannot be captured; raise that if the run must be undone."""
@@ -242,8 +241,8 @@ class EffectRecorder(OperatorMode):
             raise error
 
     def _note_made(self, tensor: torch.Tensor) -> None:
-        if self._is_new(tensor):
-            self._made[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        if is_strided(tensor) and (key := storage_key(tensor)) not in self._made and key not in self.outside:
+            self._made[key] = StorageWeakRef(tensor.untyped_storage())
 
     def unwritten(self, value: torch.Tensor) -> torch.Tensor | None:
         """Which elements of a value that the run left hold what ``torch.empty`` gave, as nothing wrote them; or None.
@@ -273,12 +272,6 @@ class EffectRecorder(OperatorMode):
         """Whether the run wrote to the memory of ``tensor``."""
         key = storage_key(tensor)
         return any(storage_key(region.target) == key for region in self.regions)
-
-    def _is_new(self, tensor: torch.Tensor) -> bool:
-        if not is_strided(tensor):
-            return False
-        key = storage_key(tensor)
-        return key not in self._made and key not in self.outside
 
     def _save_written(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(func, args, kwargs):
@@ -320,14 +313,19 @@ _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernou
 _CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
 
 
+@cache
+def _may_limit_values(func: OpOverload) -> bool:
+    return func._schema.name in _CHECKING | _CONVERTING
+
+
 def _limits_values(func: OpOverload, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether an operator checks data on the device, or makes integers of floating-point numbers."""
-    name = func._schema.name
-    if name not in _CONVERTING:
-        return name in _CHECKING
+    """Whether such an operator checks data on the device, or makes integers of floating-point numbers."""
+    if func._schema.name in _CHECKING:
+        return True
     if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
         return False
-    return result.dtype is not torch.bool and args[int(name == "aten::copy_")].is_floating_point()
+    is_copy = func._schema.name == "aten::copy_"
+    return result.dtype is not torch.bool and args[int(is_copy)].is_floating_point()
 
 
 _UNWRITTEN = 0x5B

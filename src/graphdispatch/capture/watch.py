@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import Capture
 from ..backends.insight import OperatorMode
-from ..backends.operators import forbidden, is_strided, storage_key, tensors_in, user_line
+from ..backends.operators import forbidden, is_strided, is_unsafe, storage_key, tensors_in, user_line
 from ..call.marks import BREAKS, BreakRunner
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -43,7 +43,7 @@ class CaptureWatch(OperatorMode):
         """Storages that a break made and did not return, and its name; later parts must not use them."""
         self.operators = 0
         """How many operators ran, in graphs and in breaks."""
-        self.latest = "nothing"
+        self.latest: object = "nothing"
         """The operator that ran last."""
 
     def within(self, capture: Capture) -> Self:
@@ -55,10 +55,10 @@ class CaptureWatch(OperatorMode):
         """Run one operator as a break, if it is one, or watch it."""
         if isinstance(func, HigherOrderOperator):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        is_break = func._schema.name in BREAKS or torch.Tag.cudagraph_unsafe in func.tags
+        is_break = func._schema.name in BREAKS or is_unsafe(func)
         if is_break and self.on_break is not None and not self.is_paused:
             return self.on_break(str(func), func, args, kwargs or {})
-        if torch.Tag.cudagraph_unsafe in func.tags and not self.is_paused:
+        if is_break and is_unsafe(func) and not self.is_paused:
             raise CaptureError(
                 f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break; at {user_line()}",
                 Reason.CAPTURE_UNSAFE,
@@ -67,7 +67,7 @@ class CaptureWatch(OperatorMode):
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Watch what an operator's Python kernel runs, and refuse a result of unknown origin."""
-        self.latest = str(func)
+        self.latest = func
         assert self._capture is not None
         result = self._capture.look_inside(self, func, key, args, kwargs)
         for tensor in tensors_in(result):
@@ -83,7 +83,7 @@ class CaptureWatch(OperatorMode):
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check one operator's arguments, then run it."""
-        self.latest = str(func)
+        self.latest = func
         self.operators += 1
         if func is torch.ops.aten.lift_fresh.default:
             self._note(args[0])
@@ -148,6 +148,5 @@ class CaptureWatch(OperatorMode):
         return key in self._made or key in self._existing
 
     def _note(self, tensor: torch.Tensor) -> None:
-        if is_strided(tensor) and storage_key(tensor) not in self._existing:
-            self._made.setdefault(storage_key(tensor), StorageWeakRef(tensor.untyped_storage()))
-            self._part_of.setdefault(storage_key(tensor), self._part)
+        if is_strided(tensor) and (key := storage_key(tensor)) not in self._existing and key not in self._made:
+            self._made[key], self._part_of[key] = StorageWeakRef(tensor.untyped_storage()), self._part

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -12,7 +13,7 @@ from ...errors import ReplayError
 from ...native import known_to_core
 from ...native.tape import TAPE
 from ..base import Graph, Pool
-from ..operators import OperatorKind
+from ..operators import OperatorKind, map_leaves
 from .kernels import in_place_method
 from .parts import parts_of
 from .planner import lay_out, prune
@@ -192,6 +193,9 @@ class _Binder:
             self._tensors[ref] = tensor
         return self._tensors[ref]
 
+    def _bound(self, value: Any) -> Any:
+        return self._tensor(value) if type(value) is TensorRef else value
+
     def _fill(self, literal: Literal) -> Step:
         place = self._tensor(literal.ref)
         return Step(partial(place.copy_, literal.initial), torch.ops.aten.copy_.default, ((place, literal.initial), {}))
@@ -210,7 +214,7 @@ class _Binder:
         return [Step(part.run, part.func, (part.args, part.kwargs), is_hidden=is_hidden) for part in parts]
 
     def _bind_call(self, instruction: Instruction) -> Step:
-        args, kwargs = tree_map_only(TensorRef, self._tensor, (instruction.args, instruction.kwargs))
+        args, kwargs = map_leaves(self._bound, instruction.args), map_leaves(self._bound, instruction.kwargs)
         outs = tuple(map(self._tensor, instruction.outs))
         func, kernel = instruction.func, instruction.kernel
         if kernel is not None:

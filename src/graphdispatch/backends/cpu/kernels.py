@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from ..operators import bits_equal, has_fixed_shapes
 from ..tracing import UntracedMode
 
-__all__ = ["Kernel", "choose_kernel", "in_place_method"]
+__all__ = ["Kernel", "Kernels", "choose_kernel", "in_place_method"]
 
 
 class Kernel(NamedTuple):
@@ -49,6 +49,39 @@ class _Calls(UntracedMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
+
+
+class Kernels:
+    """What ``choose_kernel`` chose in one recording, by operator and by what the arguments look like."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[Any, Kernel | None] = {}
+
+    def choose(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
+    ) -> Kernel | None:
+        """``choose_kernel``, once for calls whose tensors differ in their values alone."""
+        try:
+            key = func, _looks(args), _looks(tuple(kwargs.items())), _looks(results)
+            if key not in self._chosen:
+                self._chosen[key] = choose_kernel(func, args, kwargs, results)
+            return self._chosen[key]
+        except TypeError:  # an argument that has no hash
+            return choose_kernel(func, args, kwargs, results)
+
+
+def _looks(value: Any) -> Any:
+    """All of an argument that a kernel is chosen by: of a tensor everything but its values."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, *map(_looks, value)
+    if not isinstance(value, torch.Tensor):
+        return kind, value
+    where = value.data_ptr() % _ALIGNMENT
+    return kind, value.dtype, value.size(), value.stride(), where, value.is_conj(), value.is_neg(), value.requires_grad
+
+
+_ALIGNMENT = 64  # bytes, of memory that torch makes
 
 
 def choose_kernel(

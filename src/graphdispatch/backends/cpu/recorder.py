@@ -20,18 +20,20 @@ from ...reasons import Reason
 from ..insight import OperatorMode, run_kernel
 from ..operators import (
     OperatorKind,
+    changes_view,
     check_geometry,
     forbidden,
     geometry,
     is_strided,
     kind_of,
+    map_leaves,
     storage_key,
     tensors_in,
     user_line,
     written_tensors,
 )
 from ..standins import HostReads
-from .kernels import Kernel, choose_kernel
+from .kernels import Kernel, Kernels
 
 if TYPE_CHECKING:
     from ..compiled import CompiledRegion
@@ -115,6 +117,7 @@ class Recorder(OperatorMode):
         """The storages that operators wrote to, in order."""
         self._unwritten: set[int] = set()
         """The storages that an operator reserved and none wrote to."""
+        self._kernels = Kernels()
         self.resume()
 
     def host_reads(self, inside: OpOverload | None = None) -> HostReads:
@@ -221,16 +224,16 @@ class Recorder(OperatorMode):
         if kind is OperatorKind.EMPTY:
             self._unwritten.update(map(storage_key, results))
             return result
-        kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
+        kernel = self._kernels.choose(func, args, kwargs, results) if kind is OperatorKind.PURE else None
         for tensor in written:
             self._slot_grows(tensor)
-        if torch.Tag.inplace_view in func.tags:  # only the tensor looks at memory in another way, as after a view
+        if changes_view(func):  # only the tensor looks at memory in another way, as after a view
             return result
         self._written.extend(map(storage_key, written))
         self._unwritten.difference_update(map(storage_key, written))
         used = [self._slot_of(t) for t in tensors_in(args, kwargs)]
         writes = list(map(self._slot_of, written))
-        sym_args, sym_kwargs = tree_map(self._symbol, (args, kwargs))
+        sym_args, sym_kwargs = map_leaves(self._symbol, args), map_leaves(self._symbol, kwargs)
         self.program.append(
             Instruction(
                 func,
