@@ -97,7 +97,7 @@ def _where() -> dict[str, str]:
         "python": platform.python_version(),
         "commit": _commit(),
         "threads": "1",
-        "graphs on the CPU": "native" if tape.wait() else f"Python's loop, since {tape.TAPE.why_not}",
+        "graphs on the CPU": "native" if tape.TAPE.wait() else f"Python's loop, since {tape.TAPE.why_not}",
     }
 
 

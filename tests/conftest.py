@@ -62,7 +62,7 @@ def one_torch_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def settled_tape() -> None:
     """Wait until graphs on the CPU run as they do for the rest of the session: natively, or not at all."""
-    tape.wait()
+    tape.TAPE.wait()
 
 
 @pytest.fixture(autouse=True)

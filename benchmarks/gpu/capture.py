@@ -47,17 +47,17 @@ def run(bench: Bench) -> None:
 
 def _cost(bench: Bench, make: Callable[[], Any]) -> Figures:
     """Seconds to make the graphs, and the memory that is gone while they are kept."""
-    before = _settled(bench)
+    free, reserved = _settled(bench)
     start = time.perf_counter()
     kept = make()
     bench.synchronize()
     seconds = time.perf_counter() - start
-    after = _settled(bench)
+    free_after, reserved_after = _settled(bench)
     figures: Figures = {"seconds": seconds}
     if bench.device.type == "cuda":
         figures |= {
-            "device_MiB": (before.free - after.free) / 2**20,
-            "reserved_MiB": (after.reserved - before.reserved) / 2**20,
+            "device_MiB": (free - free_after) / 2**20,
+            "reserved_MiB": (reserved_after - reserved) / 2**20,
         }
     if hasattr(kept, "memory_bytes"):
         figures["accounted_MiB"] = kept.memory_bytes / 2**20
@@ -68,12 +68,14 @@ def _cost(bench: Bench, make: Callable[[], Any]) -> Figures:
     return figures
 
 
-def _settled(bench: Bench) -> Any:
+def _settled(bench: Bench) -> tuple[int, int]:
+    """Bytes that the device has free, and that torch holds there; 0 where there is no such device."""
     gc.collect()
     bench.synchronize()
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return bench.backend.memory()
+    if bench.device.type != "cuda":
+        return 0, 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(bench.device)[0], torch.cuda.memory_reserved(bench.device)
 
 
 def _loop(bench: Bench, decoder: Decoder, sizes: Sequence[int], example: Inputs, *, collects: bool) -> list[Any]:

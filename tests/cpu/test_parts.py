@@ -175,7 +175,7 @@ def test_a_replay_prepares_nothing() -> None:
     assert bits_equal(out[1], x.t() + 1)
 
 
-needs_tape = pytest.mark.skipif(not tape.wait(), reason=repr(tape.TAPE))
+needs_tape = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
 
 @needs_tape

@@ -23,7 +23,7 @@ from graphdispatch.backends.cpu.program import Program, Step, loop, run_and_copy
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
 
-pytestmark = pytest.mark.skipif(not tape.wait(), reason=repr(tape.TAPE))
+pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

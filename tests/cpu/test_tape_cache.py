@@ -16,7 +16,7 @@ from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.native import tape
 from graphdispatch.native.tape import TapeExtension, cache_folder, fingerprint, torch_flags
 
-pytestmark = pytest.mark.skipif(not tape.wait(), reason=repr(tape.TAPE))
+pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
 COPY = 'while [ "$1" != -o ]; do shift; done\ncp "{made}" "$2"\n'
 EXIT = """

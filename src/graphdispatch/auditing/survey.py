@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..backends.operators import OperatorKind, forbidden, kind_of, user_line
-from ..backends.standins import HostReads, SaysCapturing, StandIns
+from ..backends.standins import HostReads, Listening, SaysCapturing, StandIns
 from ..call.marks import ACTIVE, BREAKS
 from ..capture.effects import EffectRecorder
 from ..errors import CaptureError
@@ -61,20 +61,11 @@ class Survey(EffectRecorder):
         """Note what runs within the block."""
         token = ACTIVE.set(self._run_break) if self._piecewise else None
         try:
-            with SaysCapturing(), HostReads(self._on_read), self._copies(), self:
+            with SaysCapturing(), HostReads(self._on_read), Listening(_COPIES, self._on_copy), self:
                 yield
         finally:
             if token is not None:
                 ACTIVE.reset(token)
-
-    @contextmanager
-    def _copies(self) -> Iterator[None]:
-        """Within the block, note copies to the host."""
-        _COPIES.add(self._on_copy)
-        try:
-            yield
-        finally:
-            _COPIES.remove(self._on_copy)
 
     def _on_read(self, name: str) -> None:
         why = "gives memory to the host, past torch's dispatcher; keep the value on the device"

@@ -1,6 +1,7 @@
 """Backends by name. To add one, add a file and call ``register_backend`` once."""
 
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 
@@ -13,19 +14,10 @@ __all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends",
 _LOCK = make_lock()
 
 
-def _cpu() -> type[Backend]:
-    from .cpu import CPUBackend
-
-    return CPUBackend
-
-
-def _cuda() -> type[Backend]:
-    from .cuda import CUDABackend
-
-    return CUDABackend
-
-
-_FACTORIES: dict[str, Callable[[], type[Backend]]] = {"cpu": _cpu, "cuda": _cuda}
+_FACTORIES: dict[str, Callable[[], type[Backend]]] = {
+    "cpu": lambda: import_module(".cpu", __name__).CPUBackend,
+    "cuda": lambda: import_module(".cuda", __name__).CUDABackend,
+}
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 

@@ -19,7 +19,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch._ops import OpOverload
@@ -30,22 +30,9 @@ from ..forking import make_rlock, renew_in_child
 from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
 
-__all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "MemoryFigures", "Pool", "Stream", "Timer"]
+__all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "Pool", "Stream", "Timer"]
 
 CAPTURE_LOCK = make_rlock()
-
-
-class MemoryFigures(NamedTuple):
-    """Bytes on a device.
-
-    ``allocated`` are in use by tensors and ``reserved`` are held by the allocator. ``free`` and ``total`` are the
-    figures of the driver or the operating system.
-    """
-
-    allocated: int
-    reserved: int
-    free: int
-    total: int
 
 
 class Event(NotCopied, ABC):
@@ -339,10 +326,6 @@ class Backend(Shared, ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block until all work on the device is done. Never called on a hit."""
-
-    @abstractmethod
-    def memory(self) -> MemoryFigures:
-        """The device's memory now."""
 
     @abstractmethod
     def rng_state(self) -> Any:

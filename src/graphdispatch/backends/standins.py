@@ -17,7 +17,7 @@ import torch
 
 from ..forking import make_lock, renew_in_child
 
-__all__ = ["HostReads", "SaysCapturing", "StandIns"]
+__all__ = ["HostReads", "Listening", "SaysCapturing", "StandIns"]
 
 _METHODS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
@@ -138,7 +138,21 @@ _READS = StandIns(
 _CAPTURES = StandIns([(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")], _tell_of_capture)
 
 
-class HostReads:
+class Listening:
+    """Within its block, ``stand_ins`` tell ``listener`` of what the calling thread calls. Several may listen."""
+
+    def __init__(self, stand_ins: StandIns, listener: Callable[..., Any]) -> None:
+        self._stand_ins, self._listener = stand_ins, listener
+
+    def __enter__(self) -> Self:
+        self._stand_ins.add(self._listener)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stand_ins.remove(self._listener)
+
+
+class HostReads(Listening):
     """Within its block, ``on_read`` is called before each host read of the calling thread that torch's dispatcher does
     not see, with the method's name; it may raise.
 
@@ -148,28 +162,14 @@ class HostReads:
     """
 
     def __init__(self, on_read: Callable[[str], None]) -> None:
-        self._on_read = on_read
-
-    def __enter__(self) -> Self:
-        _READS.add(self._on_read)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _READS.remove(self._on_read)
+        super().__init__(_READS, on_read)
 
 
-class SaysCapturing:
+class SaysCapturing(Listening):
     """Within its block, ``torch.cuda.is_current_stream_capturing()`` is true on the calling thread while ``is_on()``.
 
     So code that asks before it reads values back to the host takes the path that a CUDA graph would hold.
     """
 
     def __init__(self, is_on: Callable[[], bool] = lambda: True) -> None:
-        self._is_on = is_on
-
-    def __enter__(self) -> Self:
-        _CAPTURES.add(self._is_on)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _CAPTURES.remove(self._is_on)
+        super().__init__(_CAPTURES, is_on)

@@ -95,14 +95,14 @@ def get_cudagraph_sizes(
     return sorted(exact.union(named_sizes(name, largest)))
 
 
-def sorted_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int, ...]:
+def sorted_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """``sizes`` in increasing order, each once. Raises ``ConfigError`` as ``check_sizes`` does for anything else."""
     if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, Iterable):
-        raise ConfigError(f"{name} must be sizes, as [8, 16], got {shown(sizes)}")
+        raise ConfigError(f"capture_sizes must be sizes, as [8, 16], got {shown(sizes)}")
     given = tuple(sizes)
     for index, size in enumerate(given):
-        check_count(f"{name}[{index}]", size)
-    return check_sizes(sorted(set(given)), name)
+        check_count(f"capture_sizes[{index}]", size)
+    return check_sizes(sorted(set(given)), "capture_sizes")
 
 
 def _reachable(sizes: Sequence[int], max_num_tokens: int, bound: int) -> list[int]:

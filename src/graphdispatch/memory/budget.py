@@ -1,9 +1,9 @@
 """``MemoryBudget``: at most so many graphs and bytes, over one cache or over several, and who has to go for that."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType, ref
 
 from ..copying import Shared
@@ -14,31 +14,18 @@ from .accounting import bytes_of
 from .entry import CUDAGraphEntry
 from .eviction import EvictionPolicy, make_eviction
 
-__all__ = ["Choice", "MemoryBudget", "Owner", "Victim"]
+if TYPE_CHECKING:
+    from .cache import GraphCache
+
+__all__ = ["Choice", "MemoryBudget", "Victim"]
 
 _Fits = Callable[[set[CUDAGraphEntry]], bool]
-
-
-class Owner(Protocol):
-    """What a budget asks of a cache whose graphs it bounds."""
-
-    def __iter__(self) -> Iterator[CUDAGraphEntry]:
-        """The entries, as they are now."""
-
-    def candidates(self) -> "list[Victim]":
-        """Every entry, as it would be evicted for its bytes."""
-
-    def drop(self, victim: "Victim") -> bool:
-        """Forget the entry; False if it is no longer what stands under its key. Takes the owner's lock."""
-
-    def record(self, eviction: Eviction) -> None:
-        """Note that an entry was released."""
 
 
 class Victim(NamedTuple):
     """An entry that has left its cache and is to be released, outside of all locks of caches."""
 
-    owner: Owner
+    owner: "GraphCache"
     key: Hashable
     entry: CUDAGraphEntry
     reason: EvictionReason
@@ -95,9 +82,9 @@ class MemoryBudget(Shared):
         self.eviction = make_eviction(eviction)
         self.lock = make_rlock()
         """Guards the policy, and the content of the caches that were made with this budget."""
-        self._references: tuple[ReferenceType[Owner], ...] = ()
+        self._references: tuple[ReferenceType[GraphCache], ...] = ()
 
-    def join(self, cache: Owner) -> None:
+    def join(self, cache: "GraphCache") -> None:
         """Count the graphs of ``cache`` from now on; nothing is evicted yet. The budget keeps no cache alive.
 
         A cache that was made with this budget has joined it, and makes room in it before each capture. Any other
@@ -106,13 +93,8 @@ class MemoryBudget(Shared):
         with self.lock:
             self._references = (*(known for known in self._references if known() not in (None, cache)), ref(cache))
 
-    def leave(self, cache: Owner) -> None:
-        """Count the graphs of ``cache`` no more; one that is no member stays so."""
-        with self.lock:
-            self._references = tuple(known for known in self._references if known() not in (None, cache))
-
     @property
-    def _members(self) -> list[Owner]:
+    def _members(self) -> "list[GraphCache]":
         return [cache for known in self._references if (cache := known()) is not None]
 
     def choose(

@@ -36,7 +36,7 @@ from . import IS_ENABLED
 from .build import CompileError, compile_extension
 from .trial import find_fault
 
-__all__ = ["TAPE", "TapeExtension", "wait"]
+__all__ = ["TAPE", "TapeExtension"]
 
 _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "tape"
@@ -226,8 +226,3 @@ def _is_ours(found: os.stat_result) -> bool:
 
 TAPE = TapeExtension()
 """The extension of this process: there is one, as there is one torch."""
-
-
-def wait(timeout: float | None = None) -> bool:
-    """Make the extension and wait for it, at most ``timeout`` seconds; whether it can be used."""
-    return TAPE.wait(timeout)

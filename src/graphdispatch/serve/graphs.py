@@ -105,7 +105,7 @@ class GraphSet:
         signature = route.signature or self._learn_signature(route, call, leaves)
         if isinstance(signature, Refusal):
             return signature
-        capacity = route.capacity or route.table.largest if signature.has_rows else 1
+        capacity = route.table.largest if signature.has_rows else 1
         return self.add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
 
     def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
@@ -374,8 +374,8 @@ class GraphSet:
     ) -> CaptureRequest:
         entry = group.route.entry
         backend, pool = (self.backend, self.pool) if entry is None else (entry.backend, entry.pool)
-        if backend is None or pool is None:
-            raise BackendError("no backend was chosen yet")
+        assert backend is not None  # each is chosen before the first group is made
+        assert pool is not None
         pool.refuse_inside_replay()
         return CaptureRequest(
             call=group.call,

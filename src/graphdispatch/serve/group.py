@@ -52,7 +52,6 @@ class Route:
         descriptor: BatchDescriptor | None = None,
         entry: CUDAGraphEntry | None = None,
         signature: Signature | None = None,
-        capacity: int | None = None,
         is_single: bool = False,
         captures: bool = True,
         without_sizes: Reason = Reason.DISABLED,
@@ -67,8 +66,6 @@ class Route:
         """The only graph of the route, where somebody else captured it; None where the server captures."""
         self.signature = signature
         """What its calls look like, where the door knows it beforehand; None: it is learnt from each first call."""
-        self.capacity = capacity
-        """The rows that static inputs have room for, if that is more than the largest size."""
         self.captures = captures and entry is None
         """Whether the server captures what comes often; else only the door does, or somebody else did."""
         self.without_sizes = without_sizes

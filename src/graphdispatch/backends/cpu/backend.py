@@ -1,6 +1,5 @@
 """The CPU backend: it captures by recording, its streams are threads, its memory is the host's."""
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import (
 from ...errors import BackendError, CaptureError
 from ...native import known_to_core
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Graph, MemoryFigures, Pool
+from ..base import CAPTURE_LOCK, Backend, Capture, Graph, Pool
 from ..insight import OperatorMode, reveal_operators
 from ..standins import SaysCapturing
 from .graph import CPUGraph, CPUPool
@@ -72,14 +71,6 @@ class CPUBackend(CPUStreams, Backend):
     def synchronize(self) -> None:
         """Block until the calling thread's current stream is done."""
         self.current_stream().synchronize()
-
-    def memory(self) -> MemoryFigures:
-        """The resident memory of this process, and the free and total memory of the system (POSIX)."""
-        page = os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            resident = int(statm.read().split()[1]) * page
-        free, total = (os.sysconf(name) * page for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-        return MemoryFigures(resident, resident, free, total)
 
     def rng_state(self) -> torch.Tensor:
         """The state of torch's default CPU generator."""

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import Backend, Capture, Event, MemoryFigures, Pool, Stream
+from ..base import Backend, Capture, Event, Pool, Stream
 from .errors import LOST, MEMORY, diagnose
 from .graph import CUDACapture
 from .pool import CUDAPool
@@ -89,13 +89,6 @@ class CUDABackend(Backend):
     def synchronize(self) -> None:
         """Block until all work on the device is done."""
         torch.cuda.synchronize(self.device)
-
-    def memory(self) -> MemoryFigures:
-        """The device's memory now; ``free`` and ``total`` are the driver's figures."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        return MemoryFigures(
-            torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device), int(free), int(total)
-        )
 
     def rng_state(self) -> Any:
         """The state of the device's default generator, as a tensor on the host."""
