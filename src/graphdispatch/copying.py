@@ -68,6 +68,13 @@ class Unlocked:
         self._lock = make_lock()
 
 
+def _refuse(self: object, *_: object) -> NoReturn:
+    raise CopyError(
+        f"a {type(self).__name__} cannot be copied or pickled, since its memory is the device's; copy what serves by "
+        "it (Graphed, CUDAGraphWrapper, CUDAGraphManager, a dispatcher), which captures anew, or pickle its config"
+    )
+
+
 class Shared:
     """There is one of it, which copies of its users share. It cannot be pickled."""
 
@@ -80,7 +87,7 @@ class Shared:
         return self
 
     def __reduce__(self) -> Any:
-        raise _refusal(self)
+        _refuse(self)
 
 
 class NotCopied:
@@ -88,18 +95,4 @@ class NotCopied:
 
     __slots__ = ()
 
-    def __copy__(self) -> NoReturn:
-        raise _refusal(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise _refusal(self)
-
-    def __reduce__(self) -> NoReturn:
-        raise _refusal(self)
-
-
-def _refusal(thing: object) -> CopyError:
-    return CopyError(
-        f"a {type(thing).__name__} cannot be copied or pickled, since its memory is the device's; copy what serves by "
-        "it (Graphed, CUDAGraphWrapper, CUDAGraphManager, a dispatcher), which captures anew, or pickle its config"
-    )
+    __copy__ = __deepcopy__ = __reduce__ = _refuse

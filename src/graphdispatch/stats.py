@@ -9,6 +9,7 @@ from .copying import Unlocked
 from .descriptors import BatchDescriptor
 from .forking import make_lock
 from .reasons import Reason
+from .showing import Shown
 
 __all__ = ["CUDAGraphStats", "Eviction", "EvictionReason"]
 
@@ -54,7 +55,7 @@ class Eviction(NamedTuple):
     tag: str = ""
 
 
-class CUDAGraphStats(Unlocked):
+class CUDAGraphStats(Unlocked, Shown):
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
     A graph serves a *hit*. A *verification* is a call for which there was a graph that had to be compared with eager
@@ -104,10 +105,8 @@ class CUDAGraphStats(Unlocked):
             self.reasons[reason] = count = self.reasons[reason] + 1
             if rows > 0:
                 known = self._rows_of_eager
-                if rows in known:
-                    known[rows] += 1
-                elif len(known) < _MOST_ROWS:
-                    known[rows] = 1
+                if rows in known or len(known) < _MOST_ROWS:
+                    known[rows] = known.get(rows, 0) + 1
             if reason is _VERIFIED_NOW:
                 self.verifications += 1
             else:

@@ -1,6 +1,6 @@
 """Runs the notebooks of the documentation without Jupyter. ``python -m tests.contract.notebooks`` writes their outputs.
 
-A cell's output is what it prints, and the text of its last expression, as a notebook shows them.
+A cell's output is what it prints, and its last expression as text and, where it has tables, as HTML.
 """
 
 import ast
@@ -41,6 +41,8 @@ def _outputs(source: str, names: dict[str, Any], number: int) -> list[dict[str, 
         outputs.append({"name": "stdout", "output_type": "stream", "text": printed.getvalue().splitlines(True)})
     if value is not None:
         data = {"text/plain": repr(value).splitlines(True)}
+        if hasattr(value, "_repr_html_"):
+            data["text/html"] = value._repr_html_().splitlines(True)
         outputs.append({"data": data, "execution_count": number, "metadata": {}, "output_type": "execute_result"})
     return outputs
 

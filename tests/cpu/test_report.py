@@ -26,7 +26,7 @@ from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.workload import Workload
 from graphdispatch.report import Report, callable_report, plan_report
-from graphdispatch.report.page import Chart, Section, Table, make_report
+from graphdispatch.report.page import Chart, Content, Section, Table, make_report
 from graphdispatch.report.served import least_step_ms, padding_of, shares_of
 from graphdispatch.units import count, milliseconds, percent, size_range, storage
 
@@ -254,7 +254,7 @@ def test_names_cannot_break_a_page() -> None:
 def test_no_figure_can_end_its_script() -> None:
     """Whatever a chart's data holds comes back as it was."""
     chart = Chart(HOSTILE, {"data": [{"name": HOSTILE}]})
-    page = Page(make_report(HOSTILE, HOSTILE, [HOSTILE], [], [Section(HOSTILE, HOSTILE, [chart])]))
+    page = Page(make_report(Content(HOSTILE, HOSTILE, [HOSTILE], [], [Section(HOSTILE, HOSTILE, [chart])])))
     assert page.figures == [chart.figure]
     assert page.tags.count("script") == 3
 
@@ -262,7 +262,7 @@ def test_no_figure_can_end_its_script() -> None:
 def test_numbers_stand_under_each_other() -> None:
     """A column of amounts is set to the right; words, lists and the first column are not."""
     rows = [("1", "67 % at 3", "1 2 3 4 5", "FULL"), ("2", "1.5 GiB", "7", "3")]
-    html = make_report("", "", [], [], [Section("", "", [Table(("a", "b", "c", "d"), rows)])]).html
+    html = make_report(Content("", "", [], [], [Section("", "", [Table(("a", "b", "c", "d"), rows)])])).html
     assert '<tr><td>1</td><td class="n">67 % at 3</td><td>1 2 3 4 5</td><td>FULL</td></tr>' in html
 
 

@@ -7,11 +7,12 @@ from ..copying import Unlocked
 from ..forking import make_lock
 from ..modes import DispatchMode
 from ..reasons import Reason
+from ..showing import Shown
 
 __all__ = ["DispatchStats"]
 
 
-class DispatchStats(Unlocked):
+class DispatchStats(Unlocked, Shown):
     """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide.
 
     A *fallback* is an eager call for which a graph was wanted; one that compared a graph with eager is none. Times are

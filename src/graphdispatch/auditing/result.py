@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ConfigError
+from ..showing import Shown
 from ..units import storage
 
 __all__ = ["Audit", "BreakSet", "Finding", "Replay", "Rows", "Tensors"]
@@ -92,7 +93,7 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Shown):
     """What graphs would do with a callable. Plain data, compared by value."""
 
     name: str
@@ -134,6 +135,11 @@ class Audit:
             return TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
             raise ConfigError(f"this is no audit, as to_dict() writes it: {error}") from None
+
+    def __repr__(self) -> str:
+        verdict = "capturable" if self.capturable else "NOT capturable"
+        forbidden = f"{len(self.forbidden) or 'none'} that CUDA forbids"
+        return f"<Audit {self.name}: {verdict}, {self.operators} operators, {forbidden}>"
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

@@ -319,13 +319,10 @@ class WrittenSpans:
     """Address ranges of memory that a graph writes and does not own."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        spans = []
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        self.spans = tuple(sorted(set(spans)))
-        self.low = self.spans[0][0] if spans else 0
-        self.high = max(end for _, end in self.spans) if spans else 0
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self.spans = tuple(sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages}))
+        self.low = min((begin for begin, _ in self.spans), default=0)
+        self.high = max((end for _, end in self.spans), default=0)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the ranges (tensors never lie across storages)."""

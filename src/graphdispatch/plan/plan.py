@@ -11,13 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
+from ..showing import Shown
 from ..sizes import check_sizes, named_sizes
 from .cost import CostModel
 from .storage import read_document, write_document
 from .traffic import LARGEST_STEP, Floats
 from .workload import Workload
 
-__all__ = ["Evaluation", "Plan", "PlannedGraph", "Proof", "weights_by_mode"]
+__all__ = ["Evaluation", "Plan", "PlannedGraph", "Proof", "explained", "weights_by_mode"]
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Size = Annotated[int, Field(ge=1, le=LARGEST_STEP)]
@@ -59,7 +60,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Shown):
     """What a plan comes to on a workload; shares are of its steps, times are means over its steps.
 
     ``padding`` is padding tokens as a share of the real tokens of the steps that graphs serve. ``worst_padding`` is the
@@ -96,7 +97,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """The graphs to capture. Immutable plain data, in the order of mode and size.
 
     ``mode`` is the configured mode: where it separates uniform decode from other batches, each kind is served by the
@@ -230,11 +231,12 @@ class Plan:
             if gaps:
                 lines.append(f"{kind.name}: faster eagerly: {' '.join(gaps)}")
         if self.proof is not None:
-            lines.extend(_explained(self.proof))
+            lines.extend(explained(self.proof))
         return "\n".join(lines)
 
 
-def _explained(proof: Proof) -> Iterable[str]:
+def explained(proof: Proof) -> Iterable[str]:
+    """What a proof says, in lines."""
     proved = "the least within the budgets" if proof.gap < 1e-9 else f"at most {100 * proof.gap:.3f} % above the least"
     yield f"expected {proof.expected_ms:.3f} ms a step, {proved}; costs: {proof.cost}"
     if proof.regret is None:

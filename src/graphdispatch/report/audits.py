@@ -4,13 +4,18 @@ from collections.abc import Sequence
 
 from ..auditing.result import REPLAY_COLUMNS, Audit, Finding, Tensors, place, replay_row
 from ..units import count, percent, storage
-from .page import Note, Part, Report, Section, Table, Tile, make_report
+from .page import Content, Note, Part, Report, Section, Table, Tile, make_report
 
-__all__ = ["audit_report"]
+__all__ = ["audit_content", "audit_report"]
 
 
 def audit_report(audit: Audit) -> Report:
     """An audit as a page to look at. Raises ``ConfigError`` if plotly is not installed."""
+    return make_report(audit_content(audit))
+
+
+def audit_content(audit: Audit) -> Content:
+    """What the page of an audit shows. It has no charts."""
     sizes = ", ".join(str(one.size) for one in audit.replays)
     headline = f"{audit.name} is capturable" if audit.capturable else f"{audit.name} is not capturable"
     dims = ", ".join(f"dimension {dim} of {name}" for name, dim in audit.dynamic.items())
@@ -23,7 +28,7 @@ def audit_report(audit: Audit) -> Report:
         Tile("Pool", storage(audit.pool_bytes), f"and {storage(audit.input_bytes)} of static inputs"),
     ]
     sections = [_verdict(audit), _state(audit), _frozen(audit.frozen), _replays(audit)]
-    return make_report(f"graphdispatch audit: {audit.name}", headline, facts, tiles, sections)
+    return Content(f"graphdispatch audit: {audit.name}", headline, facts, tiles, sections)
 
 
 def _verdict(audit: Audit) -> Section:

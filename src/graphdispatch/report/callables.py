@@ -1,14 +1,16 @@
 """The report on a live callable: what graphs served, what they did not and why, and what they hold."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..reasons import Reason
 from ..stats import CUDAGraphStats
 from ..units import count, milliseconds, percent, storage
 from . import charts
-from .page import Chart, Note, Report, Section, Table, Tile, make_report
+from .page import Chart, Content, Note, Report, Section, Table, Tile, make_report
 
 if TYPE_CHECKING:
     from ..api.graphed import Graphed
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from ..memory.accounting import MemoryReport
     from ..memory.entry import CUDAGraphEntry
 
-__all__ = ["callable_report"]
+__all__ = ["callable_report", "reasons_section", "stats_content"]
+
+_NO_CALL = "Nothing was called yet"
 
 
 def callable_report(served: "Graphed[..., Any]") -> Report:
@@ -28,30 +32,36 @@ def callable_report(served: "Graphed[..., Any]") -> Report:
     fn, stats = served.unwrap(), served.stats
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     entries, memory = list(served.entries), served.memory_report()
-    figures = stats.to_dict()
-    calls = count(stats.calls)
-    headline = (
-        f"Graphs served {percent(figures['graph_ratio'])} of {calls} calls" if stats.calls else "Nothing was called yet"
-    )
+    _, headline, facts, tiles, (reasons, *evictions) = stats_content(stats)
+    facts = [f"sizes {_listed(served.sizes)}", *facts]
+    tiles = [
+        *tiles,
+        Tile("Graphs", count(len(entries)), f"{count(stats.evictions)} evicted so far"),
+        Tile("Memory", storage(memory.total), f"{storage(memory.pool_bytes)} of it the pool"),
+    ]
+    sections = [
+        *_rows(served, entries), reasons, _graphs(entries), _memory(memory), *_breaks(served.breaks), *evictions,
+    ]  # fmt: skip
+    return make_report(Content(f"graphdispatch: {name}", headline, facts, tiles, sections))
+
+
+def stats_content(stats: CUDAGraphStats) -> Content:
+    """What ``stats`` counted. It has no charts."""
+    figures, calls = stats.to_dict(), stats.calls
+    headline = f"Graphs served {percent(figures['graph_ratio'])} of {count(calls)} calls" if calls else _NO_CALL
     facts = [
-        f"sizes {_listed(served.sizes)}",
         f"{count(figures['captures'])} captures, {count(figures['capture_failures'])} failed",
         f"{count(figures['verifications'])} comparisons with eager",
     ]
     tiles = [
-        Tile("Served by graphs", percent(figures["graph_ratio"]), f"{count(figures['hits'])} of {calls} calls"),
-        Tile("Ran eagerly", percent(figures["fallbacks"] / max(stats.calls, 1)),
+        Tile("Served by graphs", percent(figures["graph_ratio"]), f"{count(figures['hits'])} of {count(calls)} calls"),
+        Tile("Ran eagerly", percent(figures["fallbacks"] / max(calls, 1)),
              f"{count(figures['fallbacks'])} calls, without captures"),
         Tile("Padding", percent(figures["padding_ratio"]), "of all rows that graphs computed"),
-        Tile("Graphs", count(len(entries)), f"{count(figures['evictions'])} evicted so far"),
-        Tile("Memory", storage(memory.total), f"{storage(memory.pool_bytes)} of it the pool"),
         Tile("Captures", milliseconds(figures["capture_time_ms"]), f"{count(figures['captures'])} graphs captured"),
     ]  # fmt: skip
-    sections = [
-        *_rows(served, entries), _reasons(stats), _graphs(entries), _memory(memory), *_breaks(served.breaks),
-        *_evictions(stats),
-    ]  # fmt: skip
-    return make_report(f"graphdispatch: {name}", headline, facts, tiles, sections)
+    sections = [reasons_section(stats.reasons, calls), *_evictions(stats)]
+    return Content("graphdispatch: counters", headline, facts, tiles, sections)
 
 
 def _listed(sizes: Sequence[int]) -> str:
@@ -83,8 +93,9 @@ def _rows(served: "Graphed[..., Any]", entries: "Sequence[CUDAGraphEntry]") -> l
     return [Section("Calls by number of rows", lead, [Chart("Histogram of calls by rows", figure), table])]
 
 
-def _reasons(stats: CUDAGraphStats) -> Section:
-    reasons = stats.reasons.copy().most_common()
+def reasons_section(counted: Counter[Reason], calls: int) -> Section:
+    """The calls that no graph served, of so many, by their reasons."""
+    reasons = counted.copy().most_common()
     if not reasons:
         return Section("Calls that no graph served", "", [Note("None", "Every call so far was served by a graph.")])
     missed = sum(number for _, number in reasons)
@@ -93,7 +104,7 @@ def _reasons(stats: CUDAGraphStats) -> Section:
         f"{count(missed)} calls ran without a graph. {count(on_the_way)} of them were on the way to one: the first "
         "call of a size, a capture or a comparison."
     )
-    rows = [(reason.value, count(number), percent(number / max(stats.calls, 1), 2), reason.text)
+    rows = [(reason.value, count(number), percent(number / max(calls, 1), 2), reason.text)
             for reason, number in reasons]  # fmt: skip
     marked = frozenset(index for index, (reason, _) in enumerate(reasons) if not reason.leads_to_graph)
     return Section("Calls that no graph served", lead, [Table(("reason", "calls", "of all", "meaning"), rows, marked)])

@@ -16,7 +16,19 @@ from typing import Any, NamedTuple, TypeAlias
 from ..errors import ConfigError
 from ..plan.storage import write_text
 
-__all__ = ["Chart", "Note", "Part", "Report", "Section", "Table", "Tile", "make_report", "save_text"]
+__all__ = [
+    "Chart",
+    "Content",
+    "Note",
+    "Part",
+    "Report",
+    "Section",
+    "Table",
+    "Tile",
+    "inline",
+    "make_report",
+    "save_text",
+]
 
 _NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}]\S*( \S+){0,3}$")  # a number with its unit, and where it occurs
 
@@ -42,6 +54,11 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write the page to ``path`` and replace an old file in one step. Raises ``ConfigError`` if that fails."""
         save_text(path, self.html)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, as notebooks show it; it cannot reach what is around it."""
+        frame = 'sandbox="allow-scripts" style="width: 100%; height: 45rem; border: 0"'
+        return f'<iframe {frame} title="{escape(self.title)}" srcdoc="{escape(self.html)}"></iframe>'
 
     def __repr__(self) -> str:
         return f"<Report {self.title!r}, {len(self.html) / 2**20:.1f} MiB>"
@@ -93,35 +110,52 @@ class Section(NamedTuple):
     parts: Sequence[Part]
 
 
-def make_report(
-    title: str, headline: str, facts: Iterable[str], tiles: Sequence[Tile], sections: Iterable[Section]
-) -> Report:
-    """The page with these parts. plotly draws the charts; without it this raises ``ConfigError``."""
+class Content(NamedTuple):
+    """What a page shows, from above to below. ``facts`` stand under the ``headline``."""
+
+    title: str
+    headline: str
+    facts: Iterable[str]
+    tiles: Sequence[Tile]
+    sections: Iterable[Section]
+
+
+def make_report(page: Content) -> Report:
+    """The page as a document. plotly draws the charts; without it this raises ``ConfigError``."""
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ModuleNotFoundError as error:
         raise ConfigError("a report needs plotly: pip install 'graphdispatch[report]'") from error
     here = files(__package__)
-    figures = "".join(
-        f'<div class="tile"><dt>{escape(tile.label)}</dt><dd>{escape(tile.value)}'
-        f"<small>{escape(tile.note)}</small></dd></div>"
-        for tile in tiles
-    )
-    body = (
-        f"<header><p>{escape(title)}</p><h1>{escape(headline)}</h1>"
-        f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in facts)}</ul></header>'
-        f'<dl class="tiles">{figures}</dl>{"".join(map(_section, sections))}'
-    )
     html = (here / "page.html").read_text("utf-8")
     for name, text in (
-        ("title", escape(title)),
+        ("title", escape(page.title)),
         ("style", (here / "page.css").read_text("utf-8")),
-        ("body", body),
+        ("body", _body(page)),
         ("plotly", get_plotlyjs()),
         ("script", (here / "page.js").read_text("utf-8")),
     ):
         html = html.replace(f"<!-- {name} -->", text, 1)
-    return Report(title, html)
+    return Report(page.title, html)
+
+
+def inline(page: Content) -> str:
+    """A page without charts as a part of another one, in its colours. It loads nothing, and needs no plotly."""
+    style = (files(__package__) / "notebook.css").read_text("utf-8")
+    return f'<div class="graphdispatch"><style>{style}</style>{_body(page)}</div>'
+
+
+def _body(page: Content) -> str:
+    tiles = "".join(
+        f'<div class="tile"><dt>{escape(tile.label)}</dt><dd>{escape(tile.value)}'
+        f"<small>{escape(tile.note)}</small></dd></div>"
+        for tile in page.tiles
+    )
+    return (
+        f"<header><p>{escape(page.title)}</p><h1>{escape(page.headline)}</h1>"
+        f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in page.facts)}</ul></header>'
+        f'<dl class="tiles">{tiles}</dl>{"".join(map(_section, page.sections))}'
+    )
 
 
 def _section(section: Section) -> str:

@@ -11,10 +11,10 @@ from ..plan.planner import plan_capture_sizes
 from ..plan.workload import Workload
 from ..units import count, milliseconds, percent, size_range, storage
 from . import charts
-from .page import Chart, Note, Report, Section, Table, Tile, make_report
+from .page import Chart, Content, Note, Report, Section, Table, Tile, make_report
 from .served import graph_shares, least_step_ms, padding_of, shares_of
 
-__all__ = ["plan_report"]
+__all__ = ["headline", "plan_report", "tiles"]
 
 _COLORS = {CUDAGraphMode.FULL: "--graph", CUDAGraphMode.PIECEWISE: "--other"}
 _COLORS_OF_WAYS = ("--graph", "--graph-soft", "--eager-soft", "--eager", "--reference")
@@ -51,12 +51,12 @@ def plan_report(
         _lint(lint),
         *([_graphs(plan, workload, cost)] if plan.graphs else []),
     ]
-    return make_report(
-        "graphdispatch: capture plan", _headline(result), _facts(plan, workload, cost), _tiles(result), sections
-    )
+    facts = _facts(plan, workload, cost)
+    return make_report(Content("graphdispatch: capture plan", headline(result), facts, tiles(result), sections))
 
 
-def _headline(result: Evaluation) -> str:
+def headline(result: Evaluation) -> str:
+    """What a plan comes to, in a sentence."""
     if not result.graphs:
         return f"Without graphs a step takes {milliseconds(result.eager_ms)}"
     return (
@@ -82,7 +82,8 @@ def _facts(plan: Plan, workload: Workload, cost: CostModel) -> Iterable[str]:
         )
 
 
-def _tiles(result: Evaluation) -> list[Tile]:
+def tiles(result: Evaluation) -> list[Tile]:
+    """The figures of an evaluation."""
     return [
         Tile("Expected step", milliseconds(result.step_ms), f"{milliseconds(result.eager_ms)} eagerly"),
         Tile("Steps served", percent(result.hit_rate), f"{percent(result.eager_share)} run eagerly"),
