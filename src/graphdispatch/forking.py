@@ -4,7 +4,8 @@ Note [after a fork]
     A child has one thread, the one that forked. A lock that another thread held is held for ever there, and a stream's
     thread is gone. So every lock of the library is made here, and becomes free in the child unless the forking thread
     itself holds it. Objects that know more of threads than a lock are told by ``after_fork``. What another thread was
-    about to write to tensors stays as it was at that moment, as with any fork.
+    about to write to tensors stays as it was at that moment, as with any fork. A pipe or file that it was just opening
+    stays open in the child for ever, and whoever waits for its end waits for the child: hence ``NO_FORK``.
 """
 
 import os
@@ -12,7 +13,7 @@ import threading
 from typing import Any, Protocol
 from weakref import WeakSet
 
-__all__ = ["Forkable", "make_lock", "make_rlock", "renew_in_child"]
+__all__ = ["NO_FORK", "Forkable", "make_lock", "make_rlock", "renew_in_child"]
 
 
 class Forkable(Protocol):
@@ -22,6 +23,8 @@ class Forkable(Protocol):
         """Called once in the child, before anything else runs there; all locks are free."""
 
 
+NO_FORK = threading.RLock()
+"""While a thread holds it, ``os.fork`` in another one waits. Hold it for moments, and wait for nothing meanwhile."""
 _LOCKS: WeakSet[Any] = WeakSet()
 _OBJECTS: WeakSet[Forkable] = WeakSet()
 
@@ -46,6 +49,7 @@ def renew_in_child(thing: Forkable) -> None:
 
 
 def _after_fork() -> None:
+    NO_FORK.release()
     for lock in list(_LOCKS):
         renew = getattr(lock, "_at_fork_reinit", None)  # what Python's own modules do with their locks
         if renew is not None and not (hasattr(lock, "_is_owned") and lock._is_owned()):
@@ -55,4 +59,4 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=NO_FORK.acquire, after_in_parent=NO_FORK.release, after_in_child=_after_fork)

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,19 @@ TAPE.start()
 while not os.path.exists(sys.argv[1]):
     pass
 print(TAPE)
+"""
+CHILD_ENDS = """
+import os, sys
+from graphdispatch.native.tape import TAPE
+TAPE.start()
+while not os.path.exists(sys.argv[1]):
+    pass
+if (child := os.fork()) == 0:
+    sys.exit()
+os.waitpid(child, 0)
+with open(sys.argv[2], "w") as gate:
+    gate.write("go")
+print(TAPE.wait(300), TAPE)
 """
 OFF = """
 import threading
@@ -216,6 +231,40 @@ def test_a_child_forked_meanwhile(compiler: Compiler) -> None:
     assert extension.wait(300)
     assert os.waitpid(pid, 0)[1] == 0
     assert compiler.count == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(("module", "name"), [("subprocess", "_fork_exec"), ("fcntl", "flock")])
+def test_a_fork_at_a_bad_moment(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    """The child keeps no end of the compiler's pipes, and no lock: or it and its parent would wait for each other."""
+    there, is_forked, act = threading.Event(), threading.Event(), getattr(import_module(module), name)
+
+    def slowly(*args: Any) -> Any:
+        result = act(*args)
+        there.set()
+        is_forked.wait(0.5)
+        return result
+
+    monkeypatch.setattr(f"{module}.{name}", slowly)
+    extension = TapeExtension()
+    extension.start()
+    assert there.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if extension.wait(20) else 1)
+    is_forked.set()
+    assert extension.wait(300)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert compiler.count == 1
+
+
+def test_a_child_that_ends_meanwhile(compiler: Compiler) -> None:
+    """What it does at its end is nothing to the compiler of its parent."""
+    compiler.block()
+    command = [sys.executable, "-c", CHILD_ENDS, str(compiler.runs), str(compiler.gate)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "True <CPU tape: native>", done
 
 
 def test_an_exit_meanwhile(compiler: Compiler, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ it compiles the core in place, unless that is newer than its sources; its argume
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -48,11 +49,10 @@ def compile_extension(
     command += ["-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-cast-function-type", f"-I{include}"]
     if sys.platform == "darwin":
         command += ["-undefined", "dynamic_lookup"]
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command += [*map(str, sources), "-o", str(made), *flags]
-        if sys.platform == "linux":
-            command.append("-ldl")
+    folder = tempfile.mkdtemp(dir=target.parent)  # a ``TemporaryDirectory`` would end with a child forked meanwhile
+    made = Path(folder) / target.name
+    command += [*map(str, sources), "-o", str(made), *flags, *(["-ldl"] if sys.platform == "linux" else [])]
+    try:
         try:
             done = run(command)
         except OSError as error:
@@ -60,6 +60,8 @@ def compile_extension(
         if done.returncode:
             raise CompileError(f"{command[0]} failed: {done.stderr.strip()}")
         made.replace(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def compile_core(flags: Sequence[str] = ()) -> Path:

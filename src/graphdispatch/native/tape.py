@@ -20,21 +20,23 @@ import stat
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Iterator
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import IO
+from typing import BinaryIO
 
 import torch
 
-from ..forking import make_lock, renew_in_child
+from ..forking import NO_FORK, make_lock, renew_in_child
 from . import IS_ENABLED
 from .build import CompileError, compile_extension
 from .trial import find_fault
+
+if sys.platform != "win32":  # which does not have it
+    import fcntl
 
 __all__ = ["TAPE", "TapeExtension"]
 
@@ -59,8 +61,8 @@ class TapeExtension:
     def _begin(self) -> None:
         self._thread: threading.Thread | None = None
         self._compiler: subprocess.Popen[str] | None = None
-        self._held: IO[str] | None = None
-        """The file whose lock this process holds while it compiles."""
+        self._held: BinaryIO | None = None
+        """The file whose lock this process waits for, or holds while it compiles."""
         self._stopping = threading.Event()
         self._is_done = False
 
@@ -122,11 +124,10 @@ class TapeExtension:
         with self._alone(target.with_suffix(".lock")):
             if (module := load(target)) is not None:
                 return module
-            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-                made = Path(folder) / target.name
-                compile_extension(sorted(_SOURCES.glob("*.cpp")), made, flags, self._run)
-                made.write_bytes(sealed(made.read_bytes()))
-                made.replace(target)
+            made = target.with_suffix(f".{os.getpid()}")
+            compile_extension(sorted(_SOURCES.glob("*.cpp")), made, flags, self._run)
+            made.write_bytes(sealed(made.read_bytes()))
+            made.replace(target)
         module = load(target)
         if module is None:
             raise CompileError(f"{target} changed while it was loaded")
@@ -135,7 +136,8 @@ class TapeExtension:
     def _run(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
         """Run the compiler in a group of its own, which ``_stop`` can end."""
         pipe = subprocess.PIPE
-        self._compiler = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        with NO_FORK:
+            self._compiler = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         if self._stopping.is_set():
             os.killpg(self._compiler.pid, signal.SIGTERM)
         output, errors = self._compiler.communicate()
@@ -145,9 +147,9 @@ class TapeExtension:
     @contextlib.contextmanager
     def _alone(self, path: Path) -> Iterator[None]:
         """Hold the file's lock. The system frees it with the process. Raises ``CompileError`` when told to stop."""
-        import fcntl  # which Windows does not have
-
-        with path.open("w") as file:
+        with NO_FORK:
+            self._held = file = path.open("wb", buffering=0)
+        try:
             while not self._stopping.is_set():
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,10 +158,11 @@ class TapeExtension:
                     continue
                 except OSError:  # this file system has no locks: each process compiles for itself
                     pass
-                self._held = file
                 yield
-                self._held = None
                 return
+        finally:
+            with NO_FORK:
+                file.close()
         raise CompileError("the interpreter exits")
 
 
