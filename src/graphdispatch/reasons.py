@@ -1,21 +1,26 @@
 """Why a step ran as it did: one closed, machine-readable list with a sentence for each reason."""
 
 from enum import StrEnum
+from typing import Self
 
-__all__ = ["Reason"]
+__all__ = ["Explained", "Reason"]
 
 
-class Reason(StrEnum):
-    """The reason that every decision carries: its value, and as ``text`` the sentence for people, with a remedy if
-    there is one."""
+class Explained(StrEnum):
+    """A closed list of answers: the value of each, and as ``text`` the sentence for people."""
 
     text: str
 
-    def __new__(cls, value: str, text: str) -> "Reason":
-        """The reason of this value."""
+    def __new__(cls, value: str, text: str) -> Self:
+        """The answer of this value."""
         self = str.__new__(cls, value)
         self._value_, self.text = value, text
         return self
+
+
+class Reason(Explained):
+    """The reason that every decision carries: its value, and as ``text`` the sentence for people, with a remedy if
+    there is one."""
 
     EXACT = "exact", "a graph of exactly this size served the batch"
     PADDED = "padded", "the batch was padded, and the next larger graph served it"

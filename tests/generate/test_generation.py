@@ -240,8 +240,8 @@ def test_the_end_of_the_block_restores_everything() -> None:
     [
         ({"cache_lengths": ()}, "cache_lengths must be numbers of tokens"),
         ({"cache_lengths": (0,)}, "cache_lengths must be numbers of tokens"),
-        ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1"),
-        ({"max_caches": True}, "max_caches must be an integer of at least 1"),
+        ({"max_batch_size": 0}, "max_batch_size must be an integer >= 1"),
+        ({"max_caches": True}, "max_caches must be an integer >= 1"),
     ],
 )
 def test_bad_settings_are_errors(model: Any, settings: dict[str, Any], error: str) -> None:

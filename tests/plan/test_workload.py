@@ -59,12 +59,10 @@ def test_a_split_is_in_time() -> None:
 
 
 def test_what_has_no_order_is_not_split() -> None:
-    """A histogram cannot be divided in time, nor aged; the error says what can."""
+    """A histogram cannot be divided in time; the error says what can."""
     workload = Workload.from_histogram({4: 10})
     with pytest.raises(ConfigError, match="without ordered steps cannot split in time; make it with from_steps"):
         workload.split(0.5)
-    with pytest.raises(ConfigError, match="without ordered steps cannot decay in time"):
-        workload.decayed(100)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0, 1e-9, float("nan")])
@@ -83,13 +81,6 @@ def test_merging_adds_weights_and_keeps_an_order_that_all_have() -> None:
     mixed = trace.merge(histogram, trace)
     assert table(mixed) == {1: (2, 0), 2: (5, 2), 7: (1, 0)}
     assert mixed.steps is None
-
-
-def test_older_steps_decay_by_half_for_each_half_life() -> None:
-    """The latest step weighs 1, one that is a half-life older half of that."""
-    assert table(Workload.from_steps([4, 9, 9, 4], [1, 1, 0, 0]).decayed(1.0)) == {4: (0.125, 1.0), 9: (0.25, 0.5)}
-    with pytest.raises(ConfigError, match="half_life_steps must be a finite number above 0"):
-        Workload.from_steps([1]).decayed(0)
 
 
 def test_live_counters_are_a_workload() -> None:

@@ -11,7 +11,7 @@ from ..decide.decision import Decision
 from ..decide.latency import LatencyMeter
 from ..decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from ..descriptors import DispatchKey, create_dispatch_key
-from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, shown
+from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable
@@ -275,13 +275,13 @@ class CudagraphDispatcher(MadeAnew):
 
     def enable_mode(self, mode: DispatchMode) -> None:
         """Allow a mode again. ``HYBRID`` lets the policy choose; without it a full graph goes first, then piecewise."""
-        _check_mode(mode)
+        check_type("mode", mode, DispatchMode, "a DispatchMode, as DispatchMode.PIECEWISE")
         for worker in self.workers:
             worker.allow(mode, is_allowed=True)
 
     def disable_mode(self, mode: DispatchMode) -> None:
         """Forbid a mode; graphs stay registered. Raises ``ConfigError`` for ``EAGER``, the way that is always right."""
-        _check_mode(mode)
+        check_type("mode", mode, DispatchMode, "a DispatchMode, as DispatchMode.PIECEWISE")
         if mode is DispatchMode.EAGER:
             raise ConfigError("EAGER cannot be disabled: it serves whatever no graph can")
         for worker in self.workers:
@@ -325,11 +325,6 @@ class CudagraphDispatcher(MadeAnew):
 
     def __repr__(self) -> str:
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
-
-
-def _check_mode(mode: DispatchMode) -> None:
-    if not isinstance(mode, DispatchMode):
-        raise ConfigError(f"mode must be a DispatchMode, got {shown(mode)}; write for example DispatchMode.PIECEWISE")
 
 
 def _raised_in_graph(error: BaseException, key: DispatchKey) -> Decision:

@@ -127,7 +127,6 @@ class Worker(NotCopied):
 
     def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Registered:
         """Capture the runner on these example arguments; ``publish`` serves the graph, ``drop`` releases it."""
-        check_key(key)
         descriptor = BatchDescriptor(key.num_tokens, key.num_reqs)
         route = Route(
             (key, DispatchMode.CUDAGRAPH, next(self._numbers)),

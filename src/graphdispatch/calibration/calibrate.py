@@ -14,7 +14,7 @@ from ..api.graphed import Graphed, graphed
 from ..backends import Backend, get_backend
 from ..capture.collector import swept_collector
 from ..config import parse_mode
-from ..errors import CaptureError, ConfigError
+from ..errors import CaptureError, ConfigError, check_count
 from ..modes import CUDAGraphMode
 from ..plan.cost import CostModel, Curve, GraphCosts
 from ..serve.prewarm import PrewarmReport
@@ -80,8 +80,7 @@ def calibrate(
     The callable really runs, and what it writes stays written. Raises ``ConfigError`` for bad arguments, and
     ``CaptureError`` if a size cannot be captured or no graph serves it.
     """
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < _LEAST_REPEATS:
-        raise ConfigError(f"repeats must be an integer >= {_LEAST_REPEATS}, got {repeats!r}")
+    check_count("repeats", repeats, _LEAST_REPEATS)
     mode = parse_mode(mode)
     modes = sorted({mode.decode_mode(), mode.mixed_mode()} - {CUDAGraphMode.NONE})
     if not modes:

@@ -22,14 +22,9 @@ class EngineGraphs(CUDAGraphWrapper):
     _captures_at_once = True
 
     @property
-    def decision(self) -> Decision | None:
-        """The decision of the calling thread's latest call; None before the first."""
-        return self._server.decision
-
-    @property
     def why_eager(self) -> Decision | None:
         """The decision of the calling thread's latest call, if it ran eagerly; None if a graph served it."""
-        decision = self.decision
+        decision = self._server.decision
         return None if decision is None or decision.mode.has_graphs() else decision
 
 

@@ -5,7 +5,7 @@ the lock of the graphs' pool.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,12 +46,9 @@ class OutputBuffers(ABC):
         self.sets: list[list[torch.Tensor | None]] = []
         """For each turn, the buffers of the output tensors, in order; None for a tensor that is handed out as it is."""
 
-    def prepare(self, outputs: Iterable[tuple[Any, ...]], structure: TreeSpec) -> None:
-        """Make ``sets`` for a graph with these outputs, the fields of specs, or check that the present ones fit."""
-        self._prepare([OutputSpec(*one) for one in outputs], structure)
-
     @abstractmethod
-    def _prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None: ...
+    def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
+        """Make ``sets`` for a graph with these outputs, or check that the present ones fit."""
 
     def hand_out(self, result: Any) -> Any:
         """What a call returns for outputs that were copied into a set."""
@@ -91,7 +88,7 @@ class OutputRing(OutputBuffers):
         """A handle, which tells when the copies are used again."""
         return OutputView(result, self)
 
-    def _prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
+    def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
         """Allocate the copies. Raises ``CaptureError`` if the outputs are of other kinds than in earlier sizes."""
         kinds = [(one.shape(self.capacity), one.tensor.dtype, one.tensor.device, one.is_own) for one in outputs]
         if self.sets and kinds != self._kinds:

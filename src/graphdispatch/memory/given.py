@@ -37,7 +37,7 @@ class CallerBuffers(OutputBuffers):
         if any(map(is_expanded, tensors)) or any(after[0] < before[1] for before, after in pairwise(spans)):
             raise ConfigError("out must hold tensors that do not overlap in memory, each element in its own place")
 
-    def _prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
+    def prepare(self, outputs: Sequence[OutputSpec], structure: TreeSpec) -> None:
         """Compare the caller's tensors with the outputs. Raises ``ConfigError`` if one does not fit."""
         _check_structure(self._spec, structure)
         _check_places(self._leaves, {one.place for one in outputs})

@@ -6,6 +6,7 @@ before the call is handed out itself.
 """
 
 from collections.abc import Callable
+from operator import is_
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -116,7 +117,7 @@ class Opener:
     def _open(self, tree: Any, made: dict[int, Any]) -> Any:
         leaves, spec = tree_flatten(tree, is_leaf=is_shape)
         opened = [self._open_leaf(leaf, made) for leaf in leaves]
-        return tree if all(map(_is, opened, leaves)) else tree_unflatten(opened, spec)
+        return tree if all(map(is_, opened, leaves)) else tree_unflatten(opened, spec)
 
     def _open_leaf(self, value: Any, made: dict[int, Any]) -> Any:
         kind = type(value)
@@ -129,10 +130,6 @@ class Opener:
         content = _adapter(kind).open(value)
         parts = [content, *attributes.values()]
         return Opened(kind, tuple(attributes), [self._open(part, made) for part in parts])
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
 
 
 def _can_open(kind: type) -> bool:

@@ -162,8 +162,10 @@ class Outputs:
             build, close = self._build, self._objects.closed
             self._build = lambda tensors: close(build(tensors))
         if buffers is not None:
+            from .buffers import OutputSpec  # here, since most outputs are copied anew
+
             parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
-            buffers.prepare([(*tensor, dims, own) for tensor, dims, own in parts], spec)
+            buffers.prepare([OutputSpec(*tensor, dims, own) for tensor, dims, own in parts], spec)
 
     def taker(self, rows: int) -> Callable[[], Any]:
         """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""

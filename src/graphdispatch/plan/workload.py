@@ -118,7 +118,11 @@ class Workload:
 
     def split(self, fraction: float) -> tuple[Self, Self]:
         """The first ``fraction`` of the steps and the rest, in time. Raises ``ConfigError`` without ordered steps."""
-        steps = self._ordered("split")
+        steps = self.steps
+        if steps is None:
+            raise ConfigError(
+                "a workload without ordered steps cannot split in time; make it with from_steps or from a trace"
+            )
         first = round(fraction * len(steps.num_tokens)) if 0 < fraction < 1 else 0
         if not 0 < first < len(steps.num_tokens):
             raise ConfigError(
@@ -143,18 +147,6 @@ class Workload:
             decode[part.sizes] += part.decode
             mixed[part.sizes] += part.mixed
         return Workload._of(decode, mixed)
-
-    def decayed(self, half_life_steps: float) -> Self:
-        """The same traffic with older steps weighing less, half as much for every ``half_life_steps``; without order.
-
-        The latest step weighs 1. Raises ``ConfigError`` without ordered steps.
-        """
-        steps = self._ordered("decay")
-        if not 0 < half_life_steps < np.inf:
-            raise ConfigError(f"half_life_steps must be a finite number above 0, got {half_life_steps}")
-        tokens, kinds, _ = steps
-        weights = np.exp2(np.arange(1.0 - len(tokens), 1.0) / half_life_steps)
-        return self._of(_by_size(tokens, weights * kinds), _by_size(tokens, weights * ~kinds))
 
     def save(self, path: str | Path) -> None:
         """Write the workload to ``path`` as JSON, ordered steps included, replacing a file there in one step."""
@@ -198,13 +190,6 @@ class Workload:
         """The workload of weights that are indexed by size."""
         sizes = np.flatnonzero(decode + mixed).astype(np.int64)
         return cls(read_only(sizes), read_only(decode[sizes]), read_only(mixed[sizes]), steps)
-
-    def _ordered(self, verb: str) -> Steps:
-        if self.steps is None:
-            raise ConfigError(
-                f"a workload without ordered steps cannot {verb} in time; make it with from_steps or from a trace"
-            )
-        return self.steps
 
 
 def _by_size(tokens: Ints, weights: Floats | Bools) -> Floats:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..decide.decision import Decision
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError, ConsensusError
+from ..errors import ConfigError, ConsensusError, check_count
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
@@ -193,8 +193,7 @@ class RankConsensus:
 
     def vote(self, rows: int, mode: CUDAGraphMode = CUDAGraphMode.FULL, *, may_capture: bool = True) -> RankVote:
         """This rank's vote for a step of ``rows`` rows. Raises ``ConfigError`` for a batch that cannot exist."""
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-            raise ConfigError(f"rows must be an integer >= 0, got {rows!r}")
+        check_count("rows", rows, 0)
         if mode is not CUDAGraphMode.NONE:
             _runtime(mode)
         every = (1 << len(self.sizes)) - 1

@@ -3,8 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from ..config import CUDAGraphOptions
 from ..errors import BackendError, GraphDispatchError
 from ..forking import make_rlock
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
+from ..memory.backoff import Quarantine
 from ..memory.budget import Victim
 from ..memory.cache import GraphCache, StateKey
 from ..memory.entry import CUDAGraphEntry
@@ -29,7 +29,7 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..stats import EvictionReason
-from .group import GraphGroup, Route
+from .group import RETRY, GraphGroup, Route
 
 __all__ = ["Capturer", "GraphSet"]
 
@@ -144,11 +144,9 @@ class GraphSet:
         self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""
-        failures = GraphGroup.new_failures(self.options.max_failures)
-        group = GraphGroup(
-            key, route, call, signature, inputs, failures, buffers=self.handout.make_buffers(inputs.capacity)
-        )
-        self.groups[key] = group
+        failures = Quarantine[int](RETRY, self.options.max_failures)
+        buffers = self.handout.make_buffers(inputs.capacity)
+        group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures, buffers=buffers)
         return group
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
@@ -160,7 +158,7 @@ class GraphSet:
 
     def warm_up(self, group: GraphGroup, values: Sequence[Any], size: int) -> None:
         """Run one size without capturing, and put everything back."""
-        self._capturer.warm_up(self._request(group, values, size, size, group.route.table.mode))
+        self._capturer.warm_up(self._request(group, values, size, size, group.route.table.mode, True))
 
     def current(self, group: GraphGroup, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` that was captured when the callable's state was as it is now, if there is one.
@@ -175,13 +173,7 @@ class GraphSet:
         return entry
 
     def capture(
-        self,
-        group: GraphGroup,
-        values: Sequence[Any],
-        rows: int,
-        size: int,
-        *,
-        keep_effects: bool = True,
+        self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, *, keep_effects: bool = True
     ) -> CaptureResult:
         """Run the call eagerly and capture it; room is made before, and a failure is quarantined.
 
@@ -189,10 +181,8 @@ class GraphSet:
         """
         if self.current(group, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
-        request = self._request(group, values, rows, size, group.route.table.mode)
-        request.keep_effects, request.judges_gain = keep_effects, self.judges_gain and keep_effects
-        with self._counting(request):
-            result = self._capturer.capture(request)
+        request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
+        result = self._counted(request, self._capturer.capture)
         if result.reason is Reason.OUT_OF_MEMORY:
             result = self._capture_with_less(request, result)
         if result.entry is None:
@@ -242,10 +232,8 @@ class GraphSet:
         keep_effects: bool = True,
     ) -> CaptureResult:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
-        request = self._request(group, values, rows, entry.size, entry.mode)
-        request.keep_effects, request.judges_gain = keep_effects, self.judges_gain and keep_effects
-        with self._counting(request):
-            result = self._capturer.verify(request, entry)
+        request = self._request(group, values, rows, entry.size, entry.mode, keep_effects)
+        result = self._counted(request, lambda request: self._capturer.verify(request, entry))
         entry.last_used = next_use()
         entry.warm_batch = ()
         entry.schedule_check()
@@ -345,11 +333,10 @@ class GraphSet:
         """The total of ``memory_report``: what a memory budget must bound. Needs no lock."""
         return self.memory_report().total
 
-    @contextmanager
-    def _counting(self, request: CaptureRequest) -> Iterator[None]:
-        """Within the block the call runs; one that raises is counted as well."""
+    def _counted(self, request: CaptureRequest, run: Callable[[CaptureRequest], CaptureResult]) -> CaptureResult:
+        """Run a call; one that raises is counted as well."""
         try:
-            yield
+            return run(request)
         except BaseException:
             if request.keep_effects:
                 self.stats.record_eager(Reason.CALL_RAISED, request.rows)
@@ -370,7 +357,7 @@ class GraphSet:
             return failed
 
     def _request(
-        self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, mode: CUDAGraphMode
+        self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, mode: CUDAGraphMode, keep_effects: bool
     ) -> CaptureRequest:
         entry = group.route.entry
         backend, pool = (self.backend, self.pool) if entry is None else (entry.backend, entry.pool)
@@ -397,4 +384,6 @@ class GraphSet:
             auto_breaks=self.auto_breaks,
             reach=storages_of(self.guard._tensors),
             clock=self.clock,
+            keep_effects=keep_effects,
+            judges_gain=self.judges_gain and keep_effects,
         )

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from .kinds import Changes
     from .refused import RefusedCalls
 
-__all__ = ["GraphGroup", "Route", "Spelling"]
+__all__ = ["RETRY", "GraphGroup", "Route", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
 _MOST_STATES = 8
 _MOST_ROWS = 4096
-_RETRY = Backoff(first=16, factor=4)  # misses of a size between a failed capture and the next try
+RETRY = Backoff(first=16, factor=4)
+"""The misses of a size between a failed capture and the next try."""
 
 
 class Route:
@@ -156,11 +157,6 @@ class GraphGroup:
 
     def __post_init__(self) -> None:
         self.hits = Hits(self)
-
-    @staticmethod
-    def new_failures(max_failures: int) -> Quarantine[int]:
-        """The sizes whose capture failed: tried again after 16, 64, ... further misses, so many times."""
-        return Quarantine(_RETRY, max_failures)
 
     @property
     def has_graphs(self) -> bool:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 
 from ...config import CUDAGraphOptions
-from ...errors import ConfigError, shown
+from ...errors import ConfigError, check_count, shown
 from .caches import KeptCache, take_out
 from .hooks import Hooks, hooked_class
 from .slots import CACHE_NAMES, Slot, SlotKey, SlotPool
@@ -58,8 +58,7 @@ class GraphedGeneration:
         if not isinstance(model, GenerationMixin):
             raise ConfigError(f"model must have transformers' generate(), got {shown(model)}")
         for name, value in (("max_batch_size", max_batch_size), ("max_caches", max_caches)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1, got {shown(value)}")
+            check_count(name, value)
         self.model = model
         self.cache_lengths = _lengths(model, cache_lengths)
         """The lengths of caches, increasing."""

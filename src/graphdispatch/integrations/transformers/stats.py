@@ -2,24 +2,15 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from ...reasons import Reason
+from ...reasons import Explained, Reason
 from ...stats import CUDAGraphStats
 
 __all__ = ["BatchingStats", "GenerationStats", "NotServed"]
 
 
-class NotServed(StrEnum):
+class NotServed(Explained):
     """Why a request ran as it would without graphs: its value, and as ``text`` the sentence for people."""
-
-    text: str
-
-    def __new__(cls, value: str, text: str) -> "NotServed":
-        """The reason of this value."""
-        self = str.__new__(cls, value)
-        self._value_, self.text = value, text
-        return self
 
     MODE = "mode", "graphs serve greedy search, sampling and beam search; this request asks for another mode"
     CUSTOM = "custom", "the request brings a decoding loop of its own (custom_generate)"
