@@ -16,7 +16,6 @@ from ..call.rules import ArgumentRules, callable_name, make_rules
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, check_callable
-from ..memory.accounting import MemoryReport
 from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
@@ -108,7 +107,7 @@ def graphed(
     settings["options"] = _options(options, outputs)
     chosen = _loaded(sizes), max_size, max_cached_graphs
     config, rules = _read(fn, (dynamic, {} if pad is None else pad, static), chosen, settings, out)
-    return Graphed(_server(fn, config, budget, out), config, rules, _checked_kind(uniform_decode, config))
+    return _made(fn, config, budget, out, rules, _checked_kind(uniform_decode, config))
 
 
 def _read(
@@ -132,8 +131,15 @@ def _loaded(sizes: Any) -> Any:
     return read_sizes(sizes)
 
 
-def _server(fn: Callable[..., Any], config: CUDAGraphConfig, budget: MemoryBudget | None, out: Any) -> Server:
-    return Server(
+def _made(
+    fn: Callable[P, R],
+    config: CUDAGraphConfig,
+    budget: MemoryBudget | None,
+    out: Any,
+    rules: ArgumentRules,
+    uniform_decode: Callable[..., bool] | None,
+) -> "Graphed[P, R]":
+    server = Server(
         fn,
         config.options,
         make_cache(config, budget),
@@ -143,17 +149,7 @@ def _server(fn: Callable[..., Any], config: CUDAGraphConfig, budget: MemoryBudge
         max_groups=config.max_signatures,
         judges_gain=config.options.verify and not config.strict,
     )
-
-
-def _made_anew(
-    fn: Callable[..., Any],
-    config: CUDAGraphConfig,
-    budget: MemoryBudget | None,
-    out: Any,
-    rules: ArgumentRules,
-    uniform_decode: Callable[..., bool] | None,
-) -> "Graphed[..., Any]":
-    return Graphed(_server(fn, config, budget, out), config, rules, uniform_decode)
+    return Graphed(server, config, rules, uniform_decode)
 
 
 def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
@@ -226,7 +222,7 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     def _recipe(self) -> Any:
         shared = (self._graphs.cache.budget, self._graphs.handout.out)
-        return _made_anew, (self._server.fn, self._config, *shared, self._rules, self._uniform_decode), {}, {}
+        return _made, (self._server.fn, self._config, *shared, self._rules, self._uniform_decode), {}, {}
 
     @untraced
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -369,10 +365,6 @@ class Graphed(Lifecycle, Generic[P, R]):
     def memory_bytes(self) -> int:
         """Bytes held: the pool, what graphs hold for themselves, and the static inputs."""
         return self._graphs.memory_bytes
-
-    def memory_report(self) -> MemoryReport:
-        """The bytes held, part by part and graph by graph."""
-        return self._graphs.memory_report()
 
     def report(self) -> "Report":
         """What happened so far, as a page to look at: ``report().save("report.html")``. Needs the extra ``report``."""

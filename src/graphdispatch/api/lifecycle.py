@@ -2,6 +2,7 @@
 
 from ..copying import MadeAnew
 from ..errors import check_type
+from ..memory.accounting import MemoryReport
 from ..serve.server import Server
 from ..stats import EvictionReason
 
@@ -61,6 +62,10 @@ class Lifecycle(MadeAnew):
     def is_frozen(self) -> bool:
         """Whether captures and comparisons are forbidden."""
         return self._server.graphs.is_frozen
+
+    def memory_report(self) -> MemoryReport:
+        """The bytes held, part by part and graph by graph."""
+        return self._server.graphs.memory_report()
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""

@@ -24,7 +24,6 @@ __all__ = [
     "Slot",
     "check_key",
     "checked_example",
-    "pads",
 ]
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
@@ -49,11 +48,6 @@ class Registered:
     route: Route
 
     @property
-    def pads(self) -> bool:
-        """Whether it fills up smaller batches itself; any other graph serves exactly its key."""
-        return pads(self.entry)
-
-    @property
     def slot(self) -> Slot:
         """What it is registered for."""
         return self.key, self.mode
@@ -72,11 +66,6 @@ class Registered:
     def is_gone(self) -> bool:
         """Whether the graph was released, or failed when it was last replayed or compared."""
         return self.entry.state in (EntryState.EVICTED, EntryState.FAILED)
-
-
-def pads(entry: CUDAGraphEntry) -> bool:
-    """Whether an entry has inputs with a batch dimension, whose missing rows it fills up."""
-    return any(spec.dim is not None for spec in entry.inputs.specs)
 
 
 class Candidates(NamedTuple):
@@ -147,7 +136,7 @@ def _place(found: Registered) -> tuple[bool, CUDAGraphMode, BatchDescriptor]:
     """The table, mode and descriptor of a registered graph; each has its own."""
     key, mode = found.key, GRAPH_MODES[found.mode]
     is_uniform = mode is CUDAGraphMode.FULL and _query_len(key) is not None
-    variant = (key.max_seq_len or None) if found.pads else key
+    variant = (key.max_seq_len or None) if found.entry.inputs.has_rows else key
     return key.is_prefill, mode, BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, variant)
 
 

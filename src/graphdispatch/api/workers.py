@@ -42,7 +42,7 @@ from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.server import Server
 from ..stats import EvictionReason
-from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot, check_key, pads
+from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot, check_key
 
 __all__ = ["Leaving", "StreamResult", "StreamWorker", "Worker", "first_registered"]
 
@@ -119,7 +119,7 @@ class Worker(NotCopied):
             raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
         route = Route(
             (key, mode, next(self._numbers)),
-            SizeTable.of_one(entry.size, entry.mode, entry.descriptor, pads=pads(entry)),
+            SizeTable.of_one(entry.size, entry.mode, entry.descriptor, pads=entry.inputs.has_rows),
             entry=entry,
             without_sizes=Reason.NOT_CAPTURED,
         )

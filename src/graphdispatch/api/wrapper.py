@@ -16,7 +16,6 @@ from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_type, shown
-from ..memory.accounting import MemoryReport
 from ..memory.budget import MemoryBudget
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
@@ -144,10 +143,6 @@ class CUDAGraphWrapper(Lifecycle):
     def get_cached_descriptors(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
         return [entry.descriptor for entry in self._graphs.cache]
-
-    def memory_report(self) -> MemoryReport:
-        """The bytes held, part by part and graph by graph."""
-        return self._graphs.memory_report()
 
     def get_entry(self, descriptor: BatchDescriptor) -> CUDAGraphEntry | None:
         """The entry of a descriptor, or None."""

@@ -83,7 +83,7 @@ def _measure(trial: Trial, served: Graphed[..., Any]) -> None:
 def _replay(entry: CUDAGraphEntry, first: int) -> Replay:
     parts = entry.graph.graphs
     known = [part for part in parts if isinstance(part, CPUGraph)]
-    has_rows = any(spec.dim is not None for spec in entry.inputs.specs)
+    has_rows = entry.inputs.has_rows
     real = (first + entry.size) / 2 if has_rows else entry.size
     views, held = entry.inputs.views(entry.size), set(map(storage_key, entry.held))
     copied = [one for one in tensors_in(entry.output) if storage_key(one) not in held]
@@ -105,7 +105,7 @@ def _rows(entries: list[CUDAGraphEntry], replays: list[Replay]) -> Rows:
     """What the proofs of all graphs that pad batches come to: the first that failed, or what none could test."""
     if not entries:
         return Rows("untested", "no graph was captured that could be tried with other padding")
-    if not any(spec.dim is not None for entry in entries for spec in entry.inputs.specs):
+    if not any(entry.inputs.has_rows for entry in entries):
         return Rows("no batch dimension")
     proofs = [entry.proof for entry, one in zip(entries, replays, strict=True) if one.serves < one.size]
     known = [proof for proof in proofs if proof is not None]

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..axes import Axis
-from ..backends.operators import bits_equal
 from ..call.dims import rules_of
 from ..call.inputs import InputSpec
 from ..extents import Extents
@@ -26,6 +25,7 @@ class GridInputs(StaticInputs):
         super().__init__(specs, capacity)
         assert isinstance(capacity, Extents)
         self.axes = capacity.axes
+        self._one = Extents.pack(self.axes, [1] * len(self.axes))
         self._one_layout = False
 
     def free(self) -> None:
@@ -51,17 +51,6 @@ class GridInputs(StaticInputs):
             torch._foreach_copy_(targets, [values[position] for position in self.positions])
         for fill in fills:
             fill()
-
-    def alike(self, size: int) -> dict[int, torch.Tensor]:
-        """The arguments that are the same everywhere, with one element of each dynamic dimension."""
-        alike: dict[int, torch.Tensor] = {}
-        one = Extents.pack(self.axes, [1] * len(self.axes))
-        for index, (spec, view) in enumerate(zip(self.specs, self.views(size), strict=True)):
-            first = spec.cut(view, one) if spec.axes else view
-            every = first.expand_as(view)
-            if spec.axes and (bits_equal(view, every) or torch.equal(view, every)):
-                alike[index] = first.clone()
-        return alike
 
     def put(self, padding: Sequence[torch.Tensor | None], rows: int, size: int, axes: Sequence[Axis] = ()) -> None:
         """Put other padding: for each argument the whole of it, of which the padding along ``axes`` (empty: all) is

@@ -26,12 +26,17 @@ class StaticInputs:
     """The static buffers of one signature, with room for ``capacity`` rows. Not thread-safe: the caller holds the
     lock of the pool whose graphs read them."""
 
+    _one = 1
+    """The batch of one row."""
+
     def __init__(self, specs: Sequence[InputSpec], capacity: int) -> None:
         self.specs = tuple(specs)
         self.capacity = capacity
         self.positions = tuple(spec.position for spec in self.specs)
         """The place of each argument among a call's values."""
         self._padded = [i for i, spec in enumerate(self.specs) if spec.dim is not None and spec.pad.kind != "leave"]
+        self.has_rows = any(spec.dim is not None for spec in self.specs)
+        """Whether any argument follows the batch, so that missing rows are filled up."""
         self._follows_data = any(self.specs[i].pad.follows_data for i in self._padded)
         self._one_layout = all(spec.dim is None or spec.order[0] == spec.dim for spec in self.specs)
         self.free()
@@ -128,7 +133,7 @@ class StaticInputs:
         alike: dict[int, torch.Tensor] = {}
         for index, (spec, view) in enumerate(zip(self.specs, self.views(size), strict=True)):
             if spec.dim is not None:
-                first = view.narrow(spec.dim, 0, 1)
+                first = spec.cut(view, self._one)
                 every = first.expand_as(view)
                 if bits_equal(view, every) or torch.equal(view, every):  # by value too: 0.0 is no other row than -0.0
                     alike[index] = first.clone()
