@@ -133,6 +133,7 @@ COPIES: dict[str, Callable[[torch.Tensor], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")  # as torch 2.15 says
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 @pytest.mark.parametrize("name", list(COPIES))
 def test_copies_and_fills(name: str, dtype: torch.dtype) -> None:
