@@ -267,7 +267,7 @@ def test_an_installed_policy_is_found_by_its_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(eviction, "entry_points", lambda group: EntryPoints([point]) if group == point.group else ())
     assert "oldest" in available_evictions()
     assert isinstance(make_eviction("oldest"), Oldest)
-    assert isinstance(CUDAGraphManager(CUDAGraphConfig(eviction="oldest")).registry._cache.limit.eviction, Oldest)
+    assert isinstance(CUDAGraphManager(CUDAGraphConfig(eviction="oldest")).registry.cache.limit.eviction, Oldest)
 
 
 def test_an_installed_policy_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..serve.graphs import GraphSet
 from ..serve.group import Route
 from ..serve.server import Server
 from .lifecycle import Lifecycle
@@ -183,6 +184,7 @@ class Graphed(Lifecycle, Generic[P, R]):
     """A callable served by graphs; made by ``graphed()``. Attributes of the wrapped callable are reachable on it, but
     are set on the callable itself."""
 
+    _graphs: GraphSet
     __slots__ = (
         "__weakref__",
         "_config",

@@ -11,10 +11,8 @@ import torch
 from ..backends.tracing import untraced
 from ..call.arrays import as_arrays, as_tensors
 from ..config import CUDAGraphConfig, parse_mode
-from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..errors import ConfigError, GuardError, ReplayError, check_callable, shown
-from ..memory.accounting import MemoryReport
 from ..memory.budget import MemoryBudget
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
@@ -23,12 +21,13 @@ from ..reasons import Reason
 from ..serve.prewarm import capture_size, common_sizes, sizes_of_groups
 from ..serve.server import Choice
 from ..stats import CUDAGraphStats
+from .lifecycle import Lifecycle
 from .registry import CUDAGraphRegistry, Shapes, batch_dims, check_input_shapes, check_output_shapes
 
 __all__ = ["CUDAGraphManager"]
 
 
-class CUDAGraphManager(MadeAnew):
+class CUDAGraphManager(Lifecycle):
     """Decides by configuration which batches graphs serve, and serves them. Thread-safe.
 
     ``execute_or_capture`` is the whole job in one call. A batch whose ``seq_len`` is 1 is uniform decode; in mode
@@ -44,7 +43,7 @@ class CUDAGraphManager(MadeAnew):
         self.config = CUDAGraphConfig.or_default(config, "config")
         self._mode = self.config.mode
         self._sizes = self.config.replace(mode=CUDAGraphMode.FULL)
-        self.registry = CUDAGraphRegistry(self.config, budget=budget)
+        self.registry = self._graphs = CUDAGraphRegistry(self.config, budget=budget)
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -199,40 +198,6 @@ class CUDAGraphManager(MadeAnew):
     def stats(self) -> CUDAGraphStats:
         """What happened so far."""
         return self.registry.stats
-
-    def memory_report(self) -> MemoryReport:
-        """The bytes held, part by part and graph by graph."""
-        return self.registry.memory_report()
-
-    def invalidate(self, tag: str = "") -> None:
-        """Release all graphs, since what they captured changed in a way that no guard sees; batches capture anew.
-
-        ``tag`` says what changed, and is kept with ``stats.last_evictions``.
-        """
-        self.registry.invalidate(tag)
-
-    def sleep(self, tag: str = "") -> None:
-        """Release graphs, buffers and pool, and run batches eagerly until ``wake()``: while weights are unloaded or
-        replaced. Waits for batches that a graph serves now."""
-        self.registry.sleep(tag)
-
-    def wake(self) -> None:
-        """End ``sleep()``: graphs are captured again as batches come. Harmless when awake."""
-        self.registry.wake()
-
-    def freeze(self) -> None:
-        """Allow no capture and no comparison with eager from now on: batches that no verified graph serves run eagerly,
-        with the reason ``frozen``."""
-        self.registry.freeze()
-
-    def unfreeze(self) -> None:
-        """End ``freeze()``. Harmless when not frozen."""
-        self.registry.freeze(False)
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether captures and comparisons are forbidden."""
-        return self.registry.is_frozen
 
     def keep_examples(self) -> None:
         """Keep two rows of one batch of each kind from now on, so that ``capture_size`` has something to capture

@@ -30,8 +30,7 @@ from ..serve.prewarm import compare_numbers
 from ..serve.routes import Routes
 from ..serve.server import Server
 from ..state.guards import same_callable
-from ..stats import CUDAGraphStats, EvictionReason
-from .lifecycle import freeze
+from ..stats import CUDAGraphStats
 
 __all__ = ["CUDAGraphRegistry", "Shapes", "batch_dims", "check_input_shapes", "check_output_shapes"]
 
@@ -79,7 +78,8 @@ class CUDAGraphRegistry(MadeAnew):
         self._pool = self._backend.make_pool()
         self.stats = CUDAGraphStats()
         """Captures, replays, hits, misses and reasons over all graphs."""
-        self._cache = make_cache(self.config, budget, self.stats)
+        self.cache = make_cache(self.config, budget, self.stats)
+        """The graphs of all callables."""
         self._callables: list[_Callable] = []
         self._numbers = 0
         self._keeps_examples = False
@@ -171,8 +171,7 @@ class CUDAGraphRegistry(MadeAnew):
         ``stats.last_evictions``."""
         check_type("tag", tag, str, "text that says what changed")
         for one in self._callables:
-            with one.server.lock:
-                one.server.graphs.rearm(EvictionReason.INVALIDATED, tag)
+            one.server.graphs.invalidate(tag)
 
     def sleep(self, tag: str = "") -> None:
         """Release all graphs, their buffers and the pool; nothing is captured until ``wake()``."""
@@ -189,7 +188,7 @@ class CUDAGraphRegistry(MadeAnew):
         """Allow no capture and no comparison from now on; or allow them again."""
         self.is_frozen = is_frozen
         for one in self._callables:
-            freeze(one.server, is_frozen=is_frozen)
+            one.server.graphs.freeze(is_frozen)
 
     def keep_examples(self) -> None:
         """Keep two rows of one call of each kind from now on; see ``CUDAGraphManager.keep_examples``."""
@@ -205,16 +204,16 @@ class CUDAGraphRegistry(MadeAnew):
 
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
-        for entry in self._cache.clear():
+        for entry in self.cache.clear():
             entry.release()
         self._forget_callables()
-        self._cache.admission.clear()
+        self.cache.admission.clear()
         self._renew_pool()
 
     @property
     def num_graphs(self) -> int:
         """How many graphs there are now."""
-        return len(self._cache)
+        return len(self.cache)
 
     @property
     def memory_bytes(self) -> int:
@@ -223,11 +222,11 @@ class CUDAGraphRegistry(MadeAnew):
 
     def memory_report(self) -> MemoryReport:
         """These bytes, part by part and graph by graph."""
-        return memory_report(self._cache, [self._pool])
+        return memory_report(self.cache, [self._pool])
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off."""
-        self._cache.check_integrity()
+        self.cache.check_integrity()
 
     def __repr__(self) -> str:
         return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
@@ -249,7 +248,7 @@ class CUDAGraphRegistry(MadeAnew):
         server = Server(
             fn,
             self.config.options,
-            self._cache,
+            self.cache,
             backend=self._backend,
             pool=self._pool,
             strict=self.config.strict,
@@ -273,7 +272,7 @@ class CUDAGraphRegistry(MadeAnew):
     @property
     def is_full(self) -> bool:
         """Whether one more graph would displace another."""
-        return self._cache.is_full
+        return self.cache.is_full
 
     def latest(self) -> _Callable | None:
         """The callable that was used last, or None."""
@@ -303,7 +302,7 @@ class CUDAGraphRegistry(MadeAnew):
         """Release the graphs of one callable for a key, and forget its failures there; whether there was a graph."""
         found = [(group, entry) for group in self.groups_of(one, size, seq_len) for entry in group.of_size(size)]
         for group, entry in found:
-            self._cache.remove(entry.place)
+            self.cache.remove(entry.place)
             group.drop(entry)
             entry.release()
         return bool(found)
@@ -313,8 +312,7 @@ class CUDAGraphRegistry(MadeAnew):
         with self._lock:
             known, self._callables = self._callables, []
         for one in known:
-            with one.server.lock:
-                one.server.graphs.sleep(tag)
+            one.server.graphs.sleep(tag)
 
     def _renew_pool(self) -> None:
         self._pool.close()

@@ -21,6 +21,7 @@ from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.eviction import EvictionPolicy
 from ..modes import CUDAGraphMode
+from ..serve.graphs import GraphSet
 from ..serve.group import Route
 from ..serve.routes import Routes
 from ..serve.server import Server
@@ -48,6 +49,7 @@ class CUDAGraphWrapper(Lifecycle):
     attributes are those of the runnable. Thread-safe.
     """
 
+    _graphs: GraphSet
     _captures_at_once = False
     """Whether a descriptor is captured at its first miss while there is room, though admission would wait."""
 

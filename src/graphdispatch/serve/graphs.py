@@ -151,10 +151,9 @@ class GraphSet:
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
-        for group in self.groups.values():
-            if group.inputs.specs == tuple(signature.inputs) and group.inputs.capacity == capacity:
-                return group.inputs
-        return inputs_for(signature.inputs, capacity)
+        every = (group.inputs for group in self.groups.values())
+        fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
+        return next(fitting, None) or inputs_for(signature.inputs, capacity)
 
     def warm_up(self, group: GraphGroup, values: Sequence[Any], size: int) -> None:
         """Run one size without capturing, and put everything back."""
@@ -217,9 +216,7 @@ class GraphSet:
         if any(not other.replay_count for other in group.of_size(entry.size)[:1]):
             self.cache.admission.evicted((group.key, entry.size), 0)  # a state that went before its graph served
         displaced = group.keep(entry)
-        self.release(victims)
-        for other in displaced:
-            self.release(self.cache.retire(other, EvictionReason.STALE))
+        self.release([*victims, *(v for other in displaced for v in self.cache.retire(other, EvictionReason.STALE))])
         return result
 
     def verify(
@@ -286,7 +283,7 @@ class GraphSet:
         owned = [group for group in self.groups.values() if group.route.entry is None]
         return [entry for group in owned for entry in group.all_entries]
 
-    def rearm(self, reason: EvictionReason = EvictionReason.STALE, tag: str = "") -> None:
+    def _rearm(self, reason: EvictionReason, tag: str) -> None:
         """Release all graphs, with the buffers that they shared, since the user says so; sizes are captured anew when
         they are asked for."""
         for group in self.groups.values():
@@ -294,19 +291,33 @@ class GraphSet:
         self.release([victim for entry in self._entries() for victim in self.cache.retire(entry, reason, tag)])
         self._guard = None
 
+    def invalidate(self, tag: str = "") -> None:
+        """Release all graphs, since the user says that they are wrong. Takes the lock, as do the three that follow."""
+        with self.lock:
+            self._rearm(EvictionReason.INVALIDATED, tag)
+
     def sleep(self, tag: str = "") -> None:
         """Release all graphs, their buffers, and the pool if it is the set's own; no graph is made until ``wake``."""
-        self.is_asleep = True
-        if self.backend is not None:
-            self.backend.synchronize()
-        self.rearm(EvictionReason.ASLEEP, tag)
-        self._renew_pool()
+        with self.lock:
+            self.is_asleep = True
+            if self.backend is not None:
+                self.backend.synchronize()
+            self._rearm(EvictionReason.ASLEEP, tag)
+            self._renew_pool()
 
     def wake(self) -> None:
         """Let graphs be captured again when they are wanted; weights may be elsewhere now. Harmless when awake."""
-        if self.is_asleep:
-            self._guard = None
-            self.is_asleep = False
+        with self.lock:
+            if self.is_asleep:
+                self._guard = None
+                self.is_asleep = False
+
+    def freeze(self, is_frozen: bool) -> None:
+        """Forbid captures and comparisons, or allow them again."""
+        with self.lock:
+            self.is_frozen = is_frozen
+            for group in self.groups.values():
+                group.freeze(is_frozen)
 
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
