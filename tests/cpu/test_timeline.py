@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import graphdispatch as gd
+from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.serve.hits import Hit
 
 CALLS = (3, 3, 4, 3, 7, 7, 9, 3)
 
@@ -131,16 +133,63 @@ def test_the_saved_trace_is_what_viewers_read(tmp_path: Path) -> None:
         trace.save(tmp_path / "nowhere" / "trace.json")
 
 
-def test_events_are_ranges_of_torch_s_profiler() -> None:
-    """Within the block, while the profiler is on; outside of the block there is none."""
-    serve = served()
-    with torch.profiler.profile() as without:
-        run(serve)
+def ranges(profile: torch.profiler.profile) -> list[tuple[str, str]]:
+    """The ranges of the library in the order of their beginnings, each with the range around it."""
+    found = [event for event in profile.events() or () if event.name.startswith("graphdispatch: ")]
+    around = [event.cpu_parent.name if event.cpu_parent is not None else "" for event in found]
+    return [(event.name[15:], name.removeprefix("graphdispatch: ")) for event, name in zip(found, around, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_parts_of_calls_are_ranges_of_the_profiler(mode: str) -> None:
+    """Copy-in, replay and copy-out lie within the serving of a hit, captures and comparisons within other calls."""
+    serve = served(mode=mode)
     with gd.timeline(serve), torch.profiler.profile() as profile:
         run(serve)
-    found = {event.key: event.count for event in profile.key_averages() if event.key.startswith("graphdispatch: ")}
-    assert {"graphdispatch: call", "graphdispatch: replay", "graphdispatch: capture"} <= found.keys()
-    assert not any(event.key.startswith("graphdispatch") for event in without.key_averages())
+    parts = [("serve", ""), ("copy-in", "serve"), ("replay", "serve"), ("copy-out", "serve")]
+    found = ranges(profile)
+    hits, stats = serve.stats.hits, serve.stats
+    assert hits > 0
+    assert [one for one in found if one in parts] == parts * hits
+    assert Counter(one for one in found if one not in parts) == {
+        ("call", ""): stats.calls - hits,
+        ("capture", "call"): stats.captures,
+        ("verify", "call"): stats.verifications,
+    }
+
+
+def test_captures_are_ranges_of_the_profiler_without_a_timeline() -> None:
+    """And comparisons; a hit has no range then, nor has anything where no profiler is on."""
+    serve = served()
+    with torch.profiler.profile() as profile:
+        run(serve)
+    stats = serve.stats
+    assert stats.hits > 0
+    assert Counter(ranges(profile)) == {("capture", ""): stats.captures, ("verify", ""): stats.verifications}
+
+
+def test_ranges_change_no_answer_and_nothing_of_them_stays() -> None:
+    """Calls in the block agree with eager, also one that writes its argument; prepared replays are as before then."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+    serve = gd.graphed(step, dynamic={"x": 0}, sizes=(4,))
+    with gd.timeline(serve), torch.profiler.profile() as profile:
+        for rows in (4, 4, 4, 4, 3, 3, 3):
+            mine, eager = (torch.arange(8.0).view(4, 2)[:rows].clone() for _ in range(2))
+            assert torch.equal(serve(mine), step(eager))
+            assert torch.equal(mine, eager)
+    assert ranges(profile).count(("copy-out", "serve")) == serve.stats.hits > 0
+    with torch.profiler.profile() as after:
+        serve(torch.ones(4, 2))
+    assert ranges(after) == []
+    entries = serve.entries
+    assert {type(plan) for entry in entries for plan in entry._plans.values()} <= {ReplayPlan}
+    hits = [hit for group in serve._graphs.groups.values() for hit in group.hits.values() if type(hit) is Hit]
+    assert hits
+    assert {type(hit.plan) for hit in hits} == {ReplayPlan}
 
 
 def test_a_wrapper_is_watched_too_and_several_share_a_trace() -> None:

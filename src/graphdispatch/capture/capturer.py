@@ -8,9 +8,14 @@
 
 ``verify_entry`` does the same without the capture, for the next, different batch: a value that the capture froze agrees
 with eager on the first batch only. If anything fails after the eager run, the caller still has eager's answer.
+
+While torch's profiler is on, each capture, comparison and warm-up is a range of it, ``graphdispatch: capture`` and so
+on.
 """
 
 from contextvars import copy_context
+
+from torch._C._profiler import _RecordFunctionFast  # no operator, so that captures do not see it
 
 from ..memory.entry import CUDAGraphEntry
 from ..memory.windows import WINDOWS
@@ -57,7 +62,8 @@ def _attempt(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureRe
 
 
 def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
-    with request.pool.lock, request.backend.watched():
+    name = "graphdispatch: capture" if known is None else "graphdispatch: verify"
+    with request.pool.lock, request.backend.watched(), _RecordFunctionFast(name):
         request.pool.order_after_last_use()
         eager = run_eagerly(request)
         if isinstance(eager, CaptureResult):
@@ -89,4 +95,5 @@ def warm_up(request: CaptureRequest) -> None:
         request.pool.order_after_last_use()
         from .warming import run_twice  # here, since few callables are warmed
 
-        copy_context().run(run_twice, request)  # nobody could unset a context variable
+        with _RecordFunctionFast("graphdispatch: warm_up"):
+            copy_context().run(run_twice, request)  # nobody could unset a context variable

@@ -29,11 +29,12 @@ across threads."""
 class ReplayPlan:
     """Copy in, replay, hand out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
 
-    __slots__ = ("_cells", "_entry", "_load", "_pool", "_size", "_take", "_watched", "native", "rows")
+    __slots__ = ("_cells", "_entry", "_graph", "_load", "_pool", "_size", "_take", "_watched", "native", "rows")
 
     def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
         self.rows = rows
         self._entry = entry
+        self._graph: Any = entry.graph
         self._pool = entry.pool
         self._size = entry.size
         self._cells = entry.inputs.cells(rows), entry.inputs.cells(entry.size)
@@ -93,7 +94,7 @@ class ReplayPlan:
                     entry.inputs.mark_dirty()
                 elif self._load is not None:
                     self._load(values, self.rows, self._size)
-                entry.graph.replay()
+                self._graph.replay()
                 result = self._take()
             except BaseException as error:
                 entry.fail(error, before)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch._C._profiler import _RecordFunctionFast  # no operator, so that captu
 
 from ..errors import ConfigError, shown
 from ..extents import Extents
+from ..memory.entry import CUDAGraphEntry
+from ..memory.replay import ReplayPlan
 from ..serve.graphs import Capturer
-from ..serve.hits import Standing
+from ..serve.hits import Hit
 from ..serve.server import Server
 from .page import save_text
 
@@ -70,9 +72,12 @@ class Timeline:
 def timeline(*served: Any, max_events: int = 100_000) -> Iterator[Timeline]:
     """Note what ``served`` callables do within the block: ``with gd.timeline(serve) as trace: ...; trace.save(path)``.
 
-    ``served`` are what ``graphed`` returns, and ``CUDAGraphWrapper``s. While torch's profiler is on, each event is also
-    a range of it, ``graphdispatch: replay`` and so on; ``torch.autograd.profiler.emit_nvtx`` makes marks of NVTX of
-    them. At most ``max_events`` are kept, the latest. A call within the block costs some microseconds more, and nothing
+    ``served`` are what ``graphed`` returns, and ``CUDAGraphWrapper``s. While torch's profiler is on, a call by a graph
+    is also a range of it, ``graphdispatch: serve``, with ``copy-in``, ``replay`` and ``copy-out`` within. Another call
+    is a range ``graphdispatch: call``. Captures and comparisons are ranges without a timeline, too.
+    ``torch.autograd.profiler.emit_nvtx`` makes marks of NVTX of all these.
+
+    At most ``max_events`` are kept, the latest. A call within the block costs some microseconds more, and nothing
     afterwards. One block at a time for a callable: a second one raises ``ConfigError``, as does anything else that is
     given. Calls that other threads began before the block may be missing.
     """
@@ -111,7 +116,7 @@ class _Watch:
         methods = {"step": self._call(server.step), "refuse": self._call(server.refuse)}
         vars(server).update(methods, observed=self._observed(server.observed), observes=True)
         vars(server)["parts_of"] = lambda _: ()  # the core would serve refused calls without asking
-        self._forget_refusals()
+        self._forget_hits()
         server.graphs._capturer = Capturer(
             **{name: self._within(name, method) for name, method in self.capturer._asdict().items()}
         )
@@ -122,14 +127,20 @@ class _Watch:
         self.server.graphs._capturer = self.capturer
         for name in ("step", "refuse", "observed", "parts_of"):
             del vars(self.server)[name]
-        self._forget_refusals()
-
-    def _forget_refusals(self) -> None:
-        """Have refusals found anew; until then, they go where they went when they were found."""
         with self.server.lock:
             for group in self.server.graphs.groups.values():
-                for rows in [rows for rows, hit in group.hits.items() if type(hit) is Standing]:
-                    del group.hits[rows]
+                for entry in group.entries.values():
+                    for rows in [rows for rows, plan in entry._plans.copy().items() if type(plan) is _RangedPlan]:
+                        entry._plans.pop(rows, None)
+        self._forget_hits()
+
+    def _forget_hits(self) -> None:
+        """Have refusals and prepared replays found anew; until then, they go where they went when they were found."""
+        with self.server.lock:
+            for group in self.server.graphs.groups.values():
+                for rows, hit in group.hits.copy().items():
+                    if type(hit) is not Hit or type(hit.plan) is _RangedPlan:
+                        group.hits.pop(rows, None)
 
     def _call(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """A call that is no hit: an event with the name of its reason, and a mark for each eviction."""
@@ -157,7 +168,9 @@ class _Watch:
 
         def observed(entry: Any, rows: int, leaves: Any) -> Any:
             start = time.perf_counter()
-            with _range("replay"):
+            if torch._C._autograd._profiler_enabled() and type(entry.plan(rows)) is not _RangedPlan:
+                entry._plans[rows] = _RangedPlan(entry, rows)
+            with _range("serve"):
                 answer = method(entry, rows, leaves)
             batch = Extents.of(entry.size.axes, rows) if isinstance(entry.size, Extents) else rows
             self.trace.note("replay", "replay", start, rows=batch, size=entry.size, mode=entry.mode.name)
@@ -171,14 +184,37 @@ class _Watch:
         def within(request: Any, *args: Any) -> Any:
             start = time.perf_counter()
             try:
-                with _range(name):
-                    return method(request, *args)
+                return method(request, *args)
             finally:
                 self.trace.note(name, "capture", start, rows=request.rows, size=request.size)
 
         return within
 
 
+class _RangedPlan(ReplayPlan):
+    """A prepared replay, run by Python, whose parts are ranges of torch's profiler."""
+
+    __slots__ = ("_steps", "replay")
+
+    def __init__(self, entry: CUDAGraphEntry, rows: int) -> None:
+        super().__init__(entry, rows)
+        if self._load is not None:
+            self._load = _ranged("copy-in", self._load)
+        self._take = _ranged("copy-out", self._take)
+        self.replay = _ranged("replay", self._graph.replay)
+        self._graph = self
+
+    run = ReplayPlan.run_in_python
+
+
+def _ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def within(*args: Any) -> Any:
+        with _range(name):
+            return function(*args)
+
+    return within
+
+
 def _range(name: str) -> Any:
-    """A range of torch's profiler, while one is on."""
-    return _RecordFunctionFast(f"graphdispatch: {name}") if torch._C._autograd._profiler_enabled() else nullcontext()
+    """A range of torch's profiler, and nothing where none is on."""
+    return _RecordFunctionFast(f"graphdispatch: {name}")
