@@ -61,7 +61,6 @@ def build_app() -> "typer.Typer":
         help="CUDA graphs for PyTorch inference: pad, dispatch, replay, slice.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        add_completion=False,
     )
     for command in (demo, audit, plan, simulate, lint, calibrate):
         app.command()(command)

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..auditing.audit import audit as examine
+import graphdispatch as gd
+
 from ..report import audit_report
 from .inputs import read_numbers, runtime_mode
 from .options import JsonFile, ModeOption
@@ -36,7 +37,7 @@ def audit(
     rows = read_numbers("--sizes", sizes) if sizes is not None else None
     fn, example, options = load_target(model)
     with naming(f"MODEL {model!r}: calling it", "; call it with its example"):
-        found = examine(fn, example, sizes=rows, mode=runtime_mode(mode), **options)
+        found = gd.audit(fn, example, sizes=rows, mode=runtime_mode(mode), **options)
     console = Console()
     for line in str(found).splitlines():
         is_verdict = line.removeprefix("NOT ").startswith("capturable")

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..calibration.calibrate import Calibration
-from ..calibration.calibrate import calibrate as measure
+import graphdispatch as gd
+
 from ..modes import CUDAGraphMode
 from ..plan.cost import Curve
 from .inputs import read_numbers, runtime_mode
@@ -42,7 +42,7 @@ def calibrate(
     console = Console()
     at_fault = naming(f"MODEL {model!r}: measuring it", "; call it with its example, and with other numbers of rows")
     with console.status("measuring"), at_fault:
-        found = measure(fn, example, sizes=rows, mode=runtime_mode(mode), repeats=repeats, **options)
+        found = gd.calibrate(fn, example, sizes=rows, mode=runtime_mode(mode), repeats=repeats, **options)
     for each in found.held_bytes:
         console.print(_table(found, each), highlight=False)
         held = f"{found.held_bytes[each] / 2**20:.2f} MiB, {found.expected_bytes(each) / 2**20:.2f} by the cost model"
@@ -58,7 +58,7 @@ def calibrate(
             found.cost.save(output)
 
 
-def _table(found: Calibration, mode: CUDAGraphMode) -> Table:
+def _table(found: "gd.Calibration", mode: CUDAGraphMode) -> Table:
     costs, eager = found.cost.graphs(mode), found.cost.eager_ms
     title = f"{mode.name} graphs on {found.device}: medians of {found.repeats} steps with their standard errors"
     columns = ("eager, ms", "graph, ms", "ratio", "capture, ms", "KiB", "pool KiB")

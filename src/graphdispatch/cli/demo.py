@@ -3,7 +3,7 @@
 import statistics
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, Group
@@ -11,16 +11,17 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ..demo.result import DemoResult, DemoSettings, StepTimes
-from ..demo.run import SideBySide
-from ..demo.trace import generate_trace, read_trace
 from ..modes import CUDAGraphMode
 from .options import JsonFile
 from .outputs import require_writable, write_json
 
+if TYPE_CHECKING:
+    from ..demo.result import DemoResult, StepTimes
+
 __all__ = ["Device", "Mode", "Preset", "demo", "print_result"]
 
 _DEFAULT_STEPS = 2000
+_MAX_SIZE = 512
 
 
 class Device(StrEnum):
@@ -63,7 +64,7 @@ def demo(
     ] = Mode.FULL,
     max_size: Annotated[
         int, typer.Option(help="Largest size to capture, in rows. The trace's largest step is the limit.", min=1)
-    ] = DemoSettings.max_size,
+    ] = _MAX_SIZE,
     steps: Annotated[int, typer.Option(help="Run at most this many steps of the trace.", min=1)] = _DEFAULT_STEPS,
     json_file: JsonFile = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the tokens and the generated trace.", min=0)] = 0,
@@ -72,6 +73,10 @@ def demo(
 
     Exits with 1 if any output differs beyond the tolerance.
     """
+    from ..demo.result import DemoSettings  # here, since they load torch, and no help or completion needs it
+    from ..demo.run import SideBySide
+    from ..demo.trace import generate_trace, read_trace
+
     batches = generate_trace(steps, seed=seed) if trace is None else read_trace(trace, steps)
     require_writable(json=json_file)
     console = Console()
@@ -91,7 +96,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def print_result(result: DemoResult, console: Console) -> None:
+def print_result(result: "DemoResult", console: Console) -> None:
     """Print the figures, the step times, the modes, the breaks, the reasons for eager steps and the verdict."""
     tables = [_figures(result), _step_times(result), _modes(result)]
     if result.breaks:
@@ -99,7 +104,7 @@ def print_result(result: DemoResult, console: Console) -> None:
     console.print(Group(*tables, _reasons(result), _verdict(result)))
 
 
-def _figures(result: DemoResult) -> Table:
+def _figures(result: "DemoResult") -> Table:
     decode = sum(record.uniform_decode for record in result.records)
     table = Table(show_header=False, title=f"{result.settings.preset} decoder, {result.dtype}, {result.device}")
     table.add_row("steps (decode / mixed)", f"{len(result.records)} ({decode} / {len(result.records) - decode})")
@@ -113,7 +118,7 @@ def _figures(result: DemoResult) -> Table:
     return table
 
 
-def _step_times(result: DemoResult) -> Table:
+def _step_times(result: "DemoResult") -> Table:
     table = Table("step time", title="each step ran on both sides, in turn")
     for name in ("eager", "graphed", "eager / graphed"):
         table.add_column(name, justify="right")
@@ -123,7 +128,7 @@ def _step_times(result: DemoResult) -> Table:
     return table
 
 
-def _modes(result: DemoResult) -> Table:
+def _modes(result: "DemoResult") -> Table:
     table = Table("served by", title=f"the graphed side's steps in mode {result.settings.mode.name}")
     for name in ("steps", "graphs per step", "breaks per step", "median eager", "median graphed", "eager / graphed"):
         table.add_column(name, justify="right")
@@ -135,7 +140,7 @@ def _modes(result: DemoResult) -> Table:
     return table
 
 
-def _breaks(result: DemoResult) -> Table:
+def _breaks(result: "DemoResult") -> Table:
     table = Table("break", "called at", title="what ran eagerly between graphs, checks of captures included")
     for name in ("runs", "mean", "of the time in pieces"):
         table.add_column(name, justify="right")
@@ -145,13 +150,13 @@ def _breaks(result: DemoResult) -> Table:
     return table
 
 
-def _cells(times: StepTimes) -> tuple[str, str, str]:
+def _cells(times: "StepTimes") -> tuple[str, str, str]:
     if not times.graphed_ms:
         return "-", "-", "-"
     return f"{times.eager_ms:.3f} ms", f"{times.graphed_ms:.3f} ms", f"{times.ratio:.2f}"
 
 
-def _reasons(result: DemoResult) -> Table | Text:
+def _reasons(result: "DemoResult") -> Table | Text:
     if not result.eager_reasons:
         return Text("No step ran eagerly on the graphed side.")
     table = Table("why steps ran eagerly", title="the graphed side's eager steps")
@@ -161,7 +166,7 @@ def _reasons(result: DemoResult) -> Table | Text:
     return table
 
 
-def _verdict(result: DemoResult) -> Text:
+def _verdict(result: "DemoResult") -> Text:
     if result.differing:
         return Text(f"WRONG: {result.differing} of {len(result.records)} steps differ from eager.", style="bold red")
     return Text(f"Right: all {len(result.records)} steps agree with eager.", style="green")

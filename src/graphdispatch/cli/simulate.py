@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+import graphdispatch as gd
+
 from ..decide.adaptive import AdaptiveDispatchPolicy
 from ..errors import ConfigError
-from ..memory.admission import Admission
-from ..memory.cache import GraphCache
 from ..plan.dispatcher import planned_dispatcher
-from ..simulation.simulator import simulate as run
 from .inputs import largest_size, read_cost, read_plan, read_workload
 from .options import (
     CostFile,
@@ -76,6 +75,9 @@ def simulate(
 
     Without --plan and --sizes the graphs have vLLM's capture sizes.
     """
+    from ..memory.admission import Admission  # here, since they load torch, and no help or completion needs it
+    from ..memory.cache import GraphCache
+
     require_writable(json=json_file)
     if eviction is not None and not on_demand:
         raise ConfigError("--eviction goes with --on-demand; graphs that are captured ahead are never evicted")
@@ -84,7 +86,7 @@ def simulate(
         sizes, max_size = sizes or "vllm", largest_size(max_size, workload)
     served = read_plan(plan, sizes, mode, max_size)
     most_bytes = round(memory) if memory is not None else None
-    result = run(
+    result = gd.simulate(
         workload,
         costs,
         planned_dispatcher(served, max_num_reqs=workload.largest),

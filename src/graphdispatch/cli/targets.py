@@ -10,7 +10,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..api.graphed import graphed
+import graphdispatch as gd
+
 from ..errors import ConfigError, GraphDispatchError
 
 __all__ = ["Target", "TargetName", "load_target", "naming"]
@@ -60,7 +61,7 @@ def load_target(model: str) -> Target:
             f"MODEL {model!r} must return (callable, keyword arguments of a call) or (callable, keyword arguments, "
             f"options for graphed), got {type(built).__name__}"
         )
-    known = inspect.signature(graphed).parameters.keys() - {"fn", *_RESERVED}
+    known = inspect.signature(gd.graphed).parameters.keys() - {"fn", *_RESERVED}
     unknown = [str(key) for key in options if key not in known]
     if unknown:
         raise ConfigError(f"MODEL {model!r}: options must be of graphed, without {_RESERVED}; got {', '.join(unknown)}")
