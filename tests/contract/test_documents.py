@@ -97,6 +97,16 @@ def test_pictures_are_drawn_from_their_source(monkeypatch: pytest.MonkeyPatch) -
     assert drawn == {path.name: path.read_text() for path in folder.glob("*.svg")}
 
 
+def test_figures_are_those_of_the_committed_results() -> None:
+    """``python -m benchmarks.document`` changes nothing; it finds its tables, and would put a wrong figure right."""
+    from benchmarks.document import DOCUMENT, written
+
+    text = DOCUMENT.read_text()
+    assert written(text) == text
+    assert text.count("<!-- table: ") == text.count("<!-- end -->") == 3
+    assert written(text.replace("| MLP, inference, 8 | 1.38", "| MLP, inference, 8 | 9.99")) == text
+
+
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_snippet_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A snippet runs as it stands, and prints what its comments promise after ``print``."""
