@@ -20,7 +20,6 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.prewarm import capture_size, common_sizes, sizes_of_groups
 from ..serve.server import Choice
-from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
 from .registry import CUDAGraphRegistry, Shapes, batch_dims, check_input_shapes, check_output_shapes
 
@@ -44,6 +43,8 @@ class CUDAGraphManager(Lifecycle):
         self._mode = self.config.mode
         self._sizes = self.config.replace(mode=CUDAGraphMode.FULL)
         self.registry = self._graphs = CUDAGraphRegistry(self.config, budget=budget)
+        self.stats = self.registry.stats
+        """What happened so far."""
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -81,7 +82,7 @@ class CUDAGraphManager(Lifecycle):
         latest = self.registry.latest()
         groups = self.registry.groups_of(latest, size, seq_len) if latest is not None else []
         if latest is None or not groups:
-            return self.config.capture_after == 1 and not self.registry.is_full
+            return self.config.capture_after == 1 and not self.registry.cache.is_full
         server = latest.server
         with server.lock:
             return all(server.graphs.current(g, size) is None for g in groups) and any(
@@ -193,11 +194,6 @@ class CUDAGraphManager(Lifecycle):
         if output_shapes:
             check_output_shapes(result.get() if isinstance(result, OutputView) else result, output_shapes)
         return as_arrays(result) if are_arrays else result
-
-    @property
-    def stats(self) -> CUDAGraphStats:
-        """What happened so far."""
-        return self.registry.stats
 
     def keep_examples(self) -> None:
         """Keep two rows of one batch of each kind from now on, so that ``capture_size`` has something to capture

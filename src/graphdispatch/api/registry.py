@@ -269,11 +269,6 @@ class CUDAGraphRegistry(MadeAnew):
         routes = [route for route in list(one.routes.values()) if route.seq_len == seq_len]
         return [group for route in routes for group in route.groups if size in route.table.sizes]
 
-    @property
-    def is_full(self) -> bool:
-        """Whether one more graph would displace another."""
-        return self.cache.is_full
-
     def latest(self) -> _Callable | None:
         """The callable that was used last, or None."""
         callables = self._callables

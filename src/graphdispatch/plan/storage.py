@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 
-__all__ = ["parse_document", "read_document", "write_document", "write_text"]
+__all__ = ["read_document", "write_document", "write_text"]
 
 _MOST_BYTES = 2**30
 
@@ -44,16 +44,12 @@ def read_document(path: str | Path, kind: type[Document]) -> Document:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if len(text) > _MOST_BYTES:
         raise ConfigError(f"{path} is larger than {_MOST_BYTES} bytes; expected a JSON document of this library")
-    return parse_document(text, kind, str(path), "write it anew with save()")
-
-
-def parse_document(text: str | bytes, kind: type[Document], name: str, remedy: str) -> Document:
-    """The ``kind`` in JSON ``text``. Raises ``ConfigError`` that names the first value at fault."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise ConfigError(
-            f"{name} is not valid at {where}: {first['msg']}, got {reprlib.repr(first['input'])}; {remedy}"
+            f"{path} is not valid at {where}: {first['msg']}, got {reprlib.repr(first['input'])}; write it anew with "
+            "save()"
         ) from None
