@@ -23,7 +23,7 @@ NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test sweep fuzz generate-test vllm-test gpu-test gpu-emulated gpu-bench bench native-check lint format types
-.PHONY: help docs docs-serve package check clean
+.PHONY: native-twins help docs docs-serve package check clean
 
 # The default target stays the demo.
 demo: $(VENV)/.native ## the main job, on a small generated trace
@@ -83,6 +83,10 @@ native-check: $(VENV)/.test ## the native core under sanitizers
 	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/native/threads.supp report_mutex_bugs=0" \
 		PYTHONPATH=$(SANITIZED)/threads LD_PRELOAD="$(call SANITIZER_LIBRARIES,libtsan)" \
 		$(BIN)/python tests/native/threads.py
+
+# Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
+native-twins: $(VENV)/.native ## the core beside Python at every check of the tests
+	@PYTHONPATH=tests/native $(BIN)/python -m pytest -p guard_twins -p match_twins tests --ignore=tests/vllm $(ARGS)
 
 # generate() for all decoder families and modes; takes some minutes.
 generate-test: $(VENV)/.native ## generate() of transformers by graphs
