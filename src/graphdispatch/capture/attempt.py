@@ -20,7 +20,8 @@ from .collector import paused_collector
 from .eager_run import EagerRun, check_may_capture, check_python_state, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
 from .gain import check_gain, may_be_timed
-from .proof import Padding, RowProver
+from .padding import Padding
+from .proof import RowProver
 from .recording import Recording, record, uncached_casts
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay

@@ -26,7 +26,8 @@ from ..memory.outputs import OutputRule, extents_of
 from ..memory.proof import MOST_COMPARED, RowProof
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from .proof import BY_RULE, Padding, RowProver, differing, large, takes_any_value, wide
+from .padding import BY_RULE, Padding, holds_flags, large, wide
+from .proof import RowProver, differing
 from .request import CaptureRequest
 from .verify import difference, tolerance_for
 
@@ -54,7 +55,7 @@ class GridCapture:
         """The arguments (by index) along a further dimension that hold nothing but zeros and ones."""
         pairs = enumerate(zip(self._request.inputs.specs, self._request.arguments(), strict=True))
         along = [(i, value) for i, (spec, value) in pairs if any(axis is not self.axes[0] for _, axis in spec.axes)]
-        return [i for i, value in along if bool(((value == 0) | (value == 1)).all())]
+        return [i for i, value in along if holds_flags(value)]
 
     def output_rule(self, output: Any, attempt: "CaptureAttempt") -> OutputRule:
         """Which dimensions of the outputs follow which axis: that of an earlier size if there is one, else found by one
@@ -219,7 +220,7 @@ class GridProver(RowProver):
             proof = super().prove(alike)
             if proof.independent:
                 self._prove_hidden(kept)
-                return proof
+                return replace(proof, kept=tuple(kept))
             first = first or proof
         assert first is not None
         return first
@@ -251,6 +252,13 @@ class GridProver(RowProver):
 
     def _takes_any_value(self, index: int) -> bool:
         return index not in self._kept and super()._takes_any_value(index)
+
+    def _may_replace(self, index: int) -> bool:
+        return index not in self._kept and super()._may_replace(index)
+
+    @property
+    def _padding_rows(self) -> int:
+        return self._request.size  # of which what is real is left out
 
     def _others(self, *, backwards: bool) -> Padding:
         if not backwards:
@@ -287,13 +295,10 @@ class GridProver(RowProver):
             index[axis] = torch.cat([torch.arange(real), chosen])
         rows: list[torch.Tensor | None] = []
         specs, arguments = self._request.inputs.specs, self._request.arguments()
-        is_told = self._request.options.padding_writes == "refuse" or any(spec.is_pad_given for spec in specs)
         for place, (spec, value) in enumerate(zip(specs, arguments, strict=True)):
-            whole: torch.Tensor | None = None
-            if spec.axes and place not in self._kept and not spec.is_pad_given and (is_told or takes_any_value(spec)):
-                whole = value.detach()
-                for dim, axis in spec.axes:
-                    whole = whole.index_select(dim, index[axis].to(value.device))
+            whole = value.detach() if self._may_replace(place) else None
+            for dim, axis in spec.spans if whole is not None else ():
+                whole = whole.index_select(dim, index[axis].to(value.device)) if whole is not None else None
             rows.append(whole)
         return rows
 

@@ -2,29 +2,15 @@
 
 A replay runs the same kernels on the same shapes. So if rows are independent, the real rows have the same bits whatever
 the padding rows hold. The proof replays a graph on the same real rows with other padding, and compares bits.
-
-Note [what padding rows may hold]
-    Only values that cannot break the callable. Floating-point arguments get large, small and random numbers, finite
-    ones. Integers may be indices, so they get rows that occur in the batch, or the padding of their rule. All integer
-    arguments of a padding row come from one real row, since they may belong together (the begin and end of a range).
-    An argument with a pad rule of the user's keeps its rule: what padding rows hold there is what the user promised.
-    With ``padding_writes="allow"`` and no pad rule of the user's all integers keep zero, which may be a scratch slot.
-    A callable may take no such numbers: it checks its data, or makes indices or probabilities of them. A GPU that meets
-    an index out of range is lost to the process. So if the eager run did anything of the kind, or a replay with such
-    numbers fails (which says nothing about rows), padding gets the largest and the smallest number of the batch.
-    Last, the real rows themselves get small numbers, so that ``x.amax(0).clamp(max=1)`` cannot hide its padding.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ..axes import Axis
 from ..backends.operators import bits_equal, storage_key
-from ..call.inputs import InputSpec
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
@@ -32,25 +18,26 @@ from ..memory.proof import RowProof
 from ..reasons import Reason
 from .eager_run import EagerRun
 from .effects import Region
+from .padding import (
+    BY_RULE,
+    Padding,
+    extreme,
+    is_discrete,
+    large,
+    may_replace,
+    other_rows,
+    rows_for,
+    signed_rows,
+    small,
+    takes_any_value,
+    telling_places,
+    uniform,
+    wide,
+)
 from .request import CaptureRequest
 from .verify import difference, tolerance_for
 
-__all__ = ["BY_RULE", "Padding", "RowProver", "differing", "large", "takes_any_value", "wide"]
-
-_WIDEST = 20  # powers of two
-
-
-class Padding(NamedTuple):
-    """Other padding: what it is, in words, and for each argument (by index) its rows, or None for those of its rule.
-
-    ``real``: what the arguments hold instead of their values; empty for their values. Where there are several dynamic
-    dimensions, ``rows`` are whole arguments, of which the padding along ``axes`` (empty: all) is taken.
-    """
-
-    name: str
-    rows: Sequence[torch.Tensor | None]
-    real: Sequence[torch.Tensor] = ()
-    axes: Sequence[Axis] = ()
+__all__ = ["RowProver", "differing"]
 
 
 class _Value(NamedTuple):
@@ -109,10 +96,10 @@ class RowProver:
         return takes_any_value(self._request.inputs.specs[index])
 
     def _others(self, *, backwards: bool) -> Padding:
-        return _other_rows(self._request, self.rows, backwards=backwards)
+        return other_rows(self._request, self.rows, backwards=backwards)
 
     def _signed(self, fill: Callable[..., torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
-        return _signed_rows(self._request, self.rows, fill)
+        return signed_rows(self._request, self.rows, fill)
 
     def _wild(self) -> Iterator[Padding]:
         """Padding of numbers that no batch held."""
@@ -121,14 +108,14 @@ class RowProver:
 
     def _limited(self) -> Iterator[Padding]:
         name = "the largest and the smallest number of the batch"
-        return (Padding(name, numbers, axes=self._along) for numbers in self._signed(_extreme))
+        return (Padding(name, numbers, axes=self._along) for numbers in self._signed(extreme))
 
     def _random(self) -> list[torch.Tensor | None]:
         request, generator = self._request, torch.Generator().manual_seed(0)
         count = request.size - self.rows
         shuffled = torch.randint(request.rows, (count,), generator=generator)
         every = range(len(request.inputs.specs))
-        return [_rows_for(request, i, count, shuffled, wide, generator) for i in every]
+        return [rows_for(request, i, count, shuffled, wide, generator) for i in every]
 
     @property
     def is_wanted(self) -> bool:
@@ -149,6 +136,7 @@ class RowProver:
                     self._replay(BY_RULE)
                     base = self._read()
                 self._prove_for(base, [self._others(backwards=True)])
+                self._prove_for_uniform_rows()
                 self._is_limited = self._is_limited or not self._takes_all(base)
                 if self._is_limited:
                     self._prove_for(base, self._limited())
@@ -198,14 +186,46 @@ class RowProver:
             what = str(error) if writes else f"the call raises {type(error).__name__}: {error}"
             raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
 
+    def _prove_for_uniform_rows(self) -> None:
+        """Once more for some rows, each in place of all real rows: before the rule's padding, itself and another row.
+
+        What another row writes is other state, so it is left out where state is written.
+        """
+        batch_base, specs, arguments = self._base, self._request.inputs.specs, self._request.arguments()
+        free = [i for i in range(len(specs)) if self._may_replace(i) and is_discrete(specs[i], arguments[i])]
+        places = telling_places(specs, arguments, self.rows, free)
+        padding = [self._uniform_padding(place) for place in places]
+        for number, place in enumerate(places):
+            real = [uniform(spec, value, place, self.rows) for spec, value in zip(specs, arguments, strict=True)]
+            self._base = Padding("", [], real, self._along)
+            if self._takes(self._base):
+                base = self._read()
+                for rows in padding[number : number + 1] if self._state or self._unseen else padding:
+                    self._replay(self._base._replace(rows=rows))
+                    self._compare("one row of the batch behind one row", base, self._read())
+        self._base = batch_base
+
+    def _may_replace(self, index: int) -> bool:
+        """Whether padding of this argument may hold something else than what its rule says."""
+        return may_replace(self._request.inputs.specs, index, self._request.options.padding_writes)
+
+    def _uniform_padding(self, place: Mapping[Axis, int]) -> list[torch.Tensor | None]:
+        parts = enumerate(zip(self._request.inputs.specs, self._request.arguments(), strict=True))
+        return [uniform(*part, place, self._padding_rows) if self._may_replace(i) else None for i, part in parts]
+
+    @property
+    def _padding_rows(self) -> int:
+        """How many rows a padding of the proof has."""
+        return self._request.size - self.rows
+
     def _prove_for_small_rows(self) -> None:
         """Once more with small numbers in the real rows, which hide less. Not where they decide where it writes."""
         request = self._request
         parts = list(zip(request.inputs.specs, request.arguments(), strict=True))
         shrinks = [spec.dim is not None and self._takes_any_value(i) for i, (spec, _) in enumerate(parts)]
-        real = [_small(value) if small else value for small, (_, value) in zip(shrinks, parts, strict=True)]
-        if all(small is value for small, (_, value) in zip(real, parts, strict=True)):
+        if not any(shrinks):
             return
+        real = [small(value) if shrinks_it else value for shrinks_it, (_, value) in zip(shrinks, parts, strict=True)]
         self._base = Padding("", [], real, self._along)
         try:
             self._replay(self._base)
@@ -274,9 +294,6 @@ class RowProver:
         return (*names, *(["state"] if self._unseen else [])), assumed
 
 
-BY_RULE = Padding("the padding of the pad rules", [])
-
-
 def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tensor:
     """A copy, in which zeros stand for what nothing wrote."""
     return value.clone() if unwritten is None else value.masked_fill(unwritten, 0)
@@ -285,95 +302,3 @@ def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tenso
 def differing(base: Sequence[_Value], got: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
     """What has other bits."""
     return [(a, b) for a, b in zip(base, got, strict=True) if not bits_equal(a.tensor, b.tensor)]
-
-
-def takes_any_value(spec: InputSpec) -> bool:
-    """Whether padding rows may hold values that occur nowhere in the batch."""
-    return not spec.is_pad_given and (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
-
-
-def _signed_rows(
-    request: CaptureRequest, rows: int, fill: Callable[..., torch.Tensor]
-) -> Iterator[list[torch.Tensor | None]]:
-    """Padding rows of both signs, in turns where there are several."""
-    generator, count = torch.Generator().manual_seed(0), request.size - rows
-    for sign in ((torch.arange(count) % 2) * 2 - 1,) if count > 1 else (torch.ones(1), -torch.ones(1)):
-        every = range(len(request.inputs.specs))
-        yield [_rows_for(request, i, count, None, partial(fill, sign), generator) for i in every]
-
-
-def _other_rows(request: CaptureRequest, rows: int, *, backwards: bool) -> Padding:
-    """Rows of the batch, from its last one backwards, or those behind the first ``rows``."""
-    places = torch.arange(request.size - rows)
-    source = (request.rows - 1 - places if backwards else rows + places) % request.rows
-    every = range(len(request.inputs.specs))
-    return Padding("other real rows", [_rows_for(request, i, len(places), source, None, None) for i in every])
-
-
-_Fill = Callable[[torch.Tensor, torch.Size, int, torch.Generator], torch.Tensor]
-
-
-def _rows_for(
-    request: CaptureRequest,
-    index: int,
-    count: int,
-    source: torch.Tensor | None,
-    fill: _Fill | None,
-    generator: torch.Generator | None,
-) -> torch.Tensor | None:
-    """Padding rows of one argument: made by ``fill`` if it takes any value, else the real rows ``source``."""
-    specs = request.inputs.specs
-    spec, value = specs[index], request.arguments()[index].detach()
-    if spec.dim is None or spec.is_pad_given:
-        return None
-    if fill is not None and generator is not None and takes_any_value(spec):
-        return fill(value, torch.Size(spec.sized(count)), spec.dim, generator)
-    is_told = request.options.padding_writes == "refuse" or any(other.is_pad_given for other in specs)
-    if source is None or not (is_told or takes_any_value(spec)):
-        return None
-    return value.index_select(spec.dim, source.to(value.device))
-
-
-def _extreme(
-    signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
-) -> torch.Tensor:
-    """The largest number of the real rows where the sign is positive, else the smallest."""
-    signs = signs.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
-    if value.is_complex() or not value.numel():
-        return torch.zeros(shape, dtype=value.dtype, device=value.device)
-    wide = value.to(torch.float64)
-    numbers = wide[wide.isfinite()] if bool(wide.isfinite().any()) else torch.zeros_like(wide).flatten()
-    return torch.where(signs > 0, numbers.amax(), numbers.amin()).to(value.dtype).expand(shape)
-
-
-def large(
-    signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Numbers several times as large as those of the real rows, with one sign for each row."""
-    signs = signs.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
-    if value.dtype is torch.bool:
-        return (signs > 0).expand(shape)
-    magnitude = (value if value.is_complex() else value.to(torch.float64)).abs()
-    largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
-    numbers = (torch.rand(shape, generator=generator, dtype=torch.float64) + 1).to(value.device)
-    return _as_finite(numbers * signs * (4 * largest + 4), value.dtype)
-
-
-def _small(value: torch.Tensor) -> torch.Tensor:
-    wide = value.detach() if value.is_complex() else value.detach().to(torch.float64)
-    return (wide * 2.0**-10).to(value.dtype)
-
-
-def wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator) -> torch.Tensor:
-    """Numbers of both signs from tiny to large, such that squares of them are finite."""
-    signs = torch.randint(2, shape, generator=generator) * 2 - 1
-    if value.dtype is torch.bool:
-        return (signs > 0).to(value.device)
-    exponent = min(_WIDEST, math.log2(torch.finfo(value.dtype).max) / 2)
-    numbers = torch.rand(shape, generator=generator, dtype=torch.float64)
-    return _as_finite((signs * 2 ** ((2 * numbers - 1) * exponent)).to(value.device), value.dtype)
-
-
-def _as_finite(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Wide numbers as finite numbers of a narrower type; of a complex one, the real part alone."""
-    return numbers.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)

@@ -34,6 +34,9 @@ class RowProof:
     limited: bool = False
     """Whether the callable checks its data, or makes indices of it, so that no numbers of another kind may be tried."""
 
+    kept: tuple[int, ...] = ()
+    """The arguments (by index) whose padding was left as their rule says, as masks of zeros and ones."""
+
     bound: tuple[Axis, ...] = ()
     """Where there are several dynamic dimensions, those along which real ones changed."""
 

@@ -18,7 +18,7 @@ from .estimate import MemoryEstimate, estimate_memory
 from .group import GraphGroup, Route
 from .progress import progress_bar
 from .server import Server
-from .settling import stretch, varied
+from .settling import stretched, varied
 
 __all__ = [
     "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_size", "captured_sizes",
@@ -246,7 +246,7 @@ def compare_numbers(
         if entry.compares(number):
             example = varied(group, leaves, number)
             result = server.graphs.verify(group, example, number, entry, keep_effects=False)
-            result = result if result.entry is None else stretch(server, group, example, number, entry) or result
+            result = result if result.entry is None else stretched(server, group, example, number, entry) or result
             if result.entry is None:
                 return result
     entry.state, entry.warm_batch = state, batch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..capture.padding import may_replace
 from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
 from ..memory.entry import CUDAGraphEntry
@@ -15,7 +16,7 @@ from .group import GraphGroup
 if TYPE_CHECKING:
     from .server import Server
 
-__all__ = ["compare", "settle", "stretch", "varied"]
+__all__ = ["compare", "settle", "stretched", "varied"]
 
 _log = logging.getLogger("graphdispatch")
 
@@ -39,43 +40,26 @@ def settle(server: "Server", group: GraphGroup, values: Sequence[Any], rows: int
 def compare(
     server: "Server", group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
 ) -> CaptureResult:
-    """Compare a graph with eager on a call's batch, and where a rule of the user pads it also on other rows."""
+    """Compare a graph with eager on a call's batch, and where a rule pads it also on other rows."""
     result = server.graphs.verify(group, values, rows, entry)
-    found = stretch(server, group, values, rows, entry) if result.entry is not None else None
+    found = stretched(server, group, values, rows, entry) if result.entry is not None else None
     return result if found is None else replace(found, answer=result.answer)
 
 
-def stretch(
+def stretched(
     server: "Server", group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
 ) -> CaptureResult | None:
-    """Compare a graph with eager on the rows of a padded batch with small numbers, and with the other sign, if the user
-    has a rule for padding of floating-point numbers; the result that found a difference, or None.
-
-    A rule is kept in all proofs, so that only other real rows can show whether it is neutral for them. Once for each
-    entry. Leaves no effects. Nothing happens where the callable checks its data, or raises for such rows.
-    """
-    specs = [spec for spec in group.inputs.specs if spec.dim is not None and spec.dtype.is_floating_point]
-    is_limited = entry.proof is None or entry.proof.limited
-    if rows == entry.size or entry.is_stretched or is_limited or not any(spec.is_pad_given for spec in specs):
+    """What ``stretch`` finds, the first time that a batch of the entry has padding which no proof may replace."""
+    proof, specs, may_write = entry.proof, group.inputs.specs, server.graphs.options.padding_writes
+    if rows == entry.size or entry.is_stretched or proof is None or proof.untested:
         return None
+    kept = {i for i, spec in enumerate(specs) if spec.dim is not None and not may_replace(specs, i, may_write)}
     entry.is_stretched = True
-    for factor in _FACTORS:
-        batch = list(values)
-        for spec in specs:
-            batch[spec.position] = (values[spec.position].detach() * factor).to(spec.dtype)
-        try:
-            result = server.graphs.verify(group, batch, rows, entry, keep_effects=False)
-        except GraphDispatchError:
-            raise
-        except Exception as error:
-            _log.debug("%r was not compared on rows times %s: %s", entry, factor, error)
-            continue
-        if result.entry is None:
-            return result
-    return None
+    if not kept and not proof.kept:
+        return None
+    from .stretching import stretch  # here, since few callables need a rule
 
-
-_FACTORS = (2.0**-10, -1.0)
+    return stretch(server, group, values, rows, entry, kept)
 
 
 def varied(group: GraphGroup, leaves: Sequence[Any], rows: int) -> list[Any]:

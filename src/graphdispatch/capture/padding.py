@@ -1,0 +1,208 @@
+"""What padding rows, and real ones, hold in the replays of a proof.
+
+Note [what padding rows may hold]
+    Only values that cannot break the callable. Floating-point arguments get large, small and random numbers, finite
+    ones. Integers may be indices, so they get rows that occur in the batch, or the padding of their rule. All integer
+    arguments of a padding row come from one real row, since they may belong together (the begin and end of a range).
+    An argument with a pad rule of the user's keeps its rule: what padding rows hold there is what the user promised.
+    With ``padding_writes="allow"`` and no pad rule of the user's all integers keep zero, which may be a scratch slot.
+    A callable may take no such numbers: it checks its data, or makes indices or probabilities of them. A GPU that meets
+    an index out of range is lost to the process. So if the eager run did anything of the kind, or a replay with such
+    numbers fails (which says nothing about rows), padding gets the largest and the smallest number of the batch.
+    Last, the real rows themselves get small numbers, so that ``x.amax(0).clamp(max=1)`` cannot hide its padding. And
+    all of them become one row of the batch, one with large integers: ``ids.amin()`` hides a padding of zeros in each
+    batch that holds a zero.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..axes import Axis
+from ..call.inputs import InputSpec
+from .request import CaptureRequest
+
+__all__ = [
+    "BY_RULE",
+    "Padding",
+    "extreme",
+    "holds_flags",
+    "is_discrete",
+    "large",
+    "may_replace",
+    "other_rows",
+    "rows_for",
+    "signed_rows",
+    "small",
+    "takes_any_value",
+    "telling_places",
+    "uniform",
+    "wide",
+]
+
+_WIDEST = 20  # powers of two
+
+
+class Padding(NamedTuple):
+    """Other padding: what it is, in words, and for each argument (by index) its rows, or None for those of its rule.
+
+    ``real``: what the arguments hold instead of their values; empty for their values. Where there are several dynamic
+    dimensions, ``rows`` are whole arguments, of which the padding along ``axes`` (empty: all) is taken.
+    """
+
+    name: str
+    rows: Sequence[torch.Tensor | None]
+    real: Sequence[torch.Tensor] = ()
+    axes: Sequence[Axis] = ()
+
+
+BY_RULE = Padding("the padding of the pad rules", [])
+
+
+def takes_any_value(spec: InputSpec) -> bool:
+    """Whether padding rows may hold values that occur nowhere in the batch."""
+    return not spec.is_pad_given and (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
+
+
+def may_replace(specs: Sequence[InputSpec], index: int, padding_writes: str) -> bool:
+    """Whether padding of an argument may hold something else than what its rule says: values of the batch at least."""
+    spec = specs[index]
+    if spec.dim is None or spec.is_pad_given:
+        return False
+    is_told = padding_writes == "refuse" or any(other.is_pad_given for other in specs)
+    return is_told or takes_any_value(spec)
+
+
+def telling_places(
+    specs: Sequence[InputSpec], arguments: Sequence[torch.Tensor], rows: int, indices: Sequence[int]
+) -> list[dict[Axis, int]]:
+    """Some places of a batch of ``rows`` rows, by axis: where some of its arguments have their largest integer, and the
+    smallest if it is negative, then the first and the last. None if these arguments are not integers. Reads results
+    back to the host."""
+    places: list[dict[Axis, int]] = []
+    for index in indices:
+        spec, value = specs[index], specs[index].cut(arguments[index], rows).to(torch.int64)
+        if value.numel():
+            extremes = [value.argmax(), *([value.argmin()] if bool((value < 0).any()) else [])]
+            at = [torch.unravel_index(extreme, value.shape) for extreme in extremes]
+            places += ({axis: int(one[dim]) for dim, axis in spec.spans} for one in at)
+    if places:
+        axes = {axis for index in indices for _, axis in specs[index].spans}
+        places += [dict.fromkeys(axes, 0), {axis: axis.of(rows) - 1 for axis in axes}]
+    return [place for n, place in enumerate(places) if place not in places[:n]][:_MOST_PLACES]
+
+
+_MOST_PLACES = 4
+
+
+def uniform(spec: InputSpec, value: torch.Tensor, place: Mapping[Axis, int], rows: int) -> torch.Tensor:
+    """``rows`` rows of an argument that are all the one at a place; of a mask, one that hides what all rows hide."""
+    one = value.detach()
+    if holds_flags(one):
+        dims = [dim for dim, _ in spec.spans]
+        hides_by_one = bool(spec.pads) and spec.pads[-1].fill == 1
+        one = one if not dims else one.amin(dims, keepdim=True) if hides_by_one else one.amax(dims, keepdim=True)
+    else:
+        for dim, axis in spec.spans:
+            one = one.narrow(dim, place.get(axis, 0), 1)
+    return spec.repeated(one, rows)
+
+
+def is_discrete(spec: InputSpec, value: torch.Tensor) -> bool:
+    """Whether an argument holds integers, or zeros and ones of any type."""
+    return not (spec.dtype.is_floating_point or spec.dtype.is_complex) or holds_flags(value)
+
+
+def holds_flags(value: torch.Tensor) -> bool:
+    """Whether a tensor holds nothing but zeros and ones, as masks do. Reads the result back to the host."""
+    return bool(value.numel()) and bool(((value == 0) | (value == 1)).all())
+
+
+def signed_rows(
+    request: CaptureRequest, rows: int, fill: Callable[..., torch.Tensor]
+) -> Iterator[list[torch.Tensor | None]]:
+    """Padding rows of both signs, in turns where there are several."""
+    generator, count = torch.Generator().manual_seed(0), request.size - rows
+    for sign in ((torch.arange(count) % 2) * 2 - 1,) if count > 1 else (torch.ones(1), -torch.ones(1)):
+        every = range(len(request.inputs.specs))
+        yield [rows_for(request, i, count, None, partial(fill, sign), generator) for i in every]
+
+
+def other_rows(request: CaptureRequest, rows: int, *, backwards: bool) -> Padding:
+    """Rows of the batch, from its last one backwards, or those behind the first ``rows``."""
+    places = torch.arange(request.size - rows)
+    source = (request.rows - 1 - places if backwards else rows + places) % request.rows
+    every = range(len(request.inputs.specs))
+    return Padding("other real rows", [rows_for(request, i, len(places), source, None, None) for i in every])
+
+
+_Fill = Callable[[torch.Tensor, torch.Size, int, torch.Generator], torch.Tensor]
+
+
+def rows_for(
+    request: CaptureRequest,
+    index: int,
+    count: int,
+    source: torch.Tensor | None,
+    fill: _Fill | None,
+    generator: torch.Generator | None,
+) -> torch.Tensor | None:
+    """Padding rows of one argument: made by ``fill`` if it takes any value, else the real rows ``source``."""
+    specs = request.inputs.specs
+    spec, value = specs[index], request.arguments()[index].detach()
+    if spec.dim is None or spec.is_pad_given:
+        return None
+    if fill is not None and generator is not None and takes_any_value(spec):
+        return fill(value, torch.Size(spec.sized(count)), spec.dim, generator)
+    if source is None or not may_replace(specs, index, request.options.padding_writes):
+        return None
+    return value.index_select(spec.dim, source.to(value.device))
+
+
+def extreme(
+    signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
+) -> torch.Tensor:
+    """The largest number of the real rows where the sign is positive, else the smallest."""
+    signs = signs.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
+    if value.is_complex() or not value.numel():
+        return torch.zeros(shape, dtype=value.dtype, device=value.device)
+    wide = value.to(torch.float64)
+    numbers = wide[wide.isfinite()] if bool(wide.isfinite().any()) else torch.zeros_like(wide).flatten()
+    return torch.where(signs > 0, numbers.amax(), numbers.amin()).to(value.dtype).expand(shape)
+
+
+def large(
+    signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Numbers several times as large as those of the real rows, with one sign for each row."""
+    signs = signs.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
+    if value.dtype is torch.bool:
+        return (signs > 0).expand(shape)
+    magnitude = (value if value.is_complex() else value.to(torch.float64)).abs()
+    largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
+    numbers = (torch.rand(shape, generator=generator, dtype=torch.float64) + 1).to(value.device)
+    return _as_finite(numbers * signs * (4 * largest + 4), value.dtype)
+
+
+def small(value: torch.Tensor) -> torch.Tensor:
+    """The same numbers, a thousand times smaller."""
+    wide = value.detach() if value.is_complex() else value.detach().to(torch.float64)
+    return (wide * 2.0**-10).to(value.dtype)
+
+
+def wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator) -> torch.Tensor:
+    """Numbers of both signs from tiny to large, such that squares of them are finite."""
+    signs = torch.randint(2, shape, generator=generator) * 2 - 1
+    if value.dtype is torch.bool:
+        return (signs > 0).to(value.device)
+    exponent = min(_WIDEST, math.log2(torch.finfo(value.dtype).max) / 2)
+    numbers = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return _as_finite((signs * 2 ** ((2 * numbers - 1) * exponent)).to(value.device), value.dtype)
+
+
+def _as_finite(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Wide numbers as finite numbers of a narrower type; of a complex one, the real part alone."""
+    return numbers.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
