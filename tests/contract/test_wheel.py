@@ -1,8 +1,10 @@
 """The wheel: what a user installs has the code, its types and the command, and nothing else."""
 
 import importlib.util
+import pkgutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -29,17 +31,24 @@ def test_types_are_shipped(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_whole_package_is_shipped(wheel: zipfile.ZipFile) -> None:
-    """Every module is in it, and no test."""
-    source = ROOT / "src"
-    modules = {str(path.relative_to(source)) for path in source.rglob("*.py")}
-    shipped = {name for name in wheel.namelist() if name.endswith(".py")}
-    assert shipped == modules
+    """Every module is in it with all that it reads (pages, dashboards, the tape's sources), and no test."""
+    source, built = ROOT / "src" / "graphdispatch", (".pyc", ".so")
+    files = [path for path in source.rglob("*") if path.is_file() and path.suffix not in built]
+    core = source / "native" / "core"  # compiled at the build
+    sources = {str(path.relative_to(ROOT / "src")) for path in files if core not in path.parents}
+    shipped = {name for name in wheel.namelist() if ".dist-info/" not in name and not name.endswith(".so")}
+    assert shipped == sources
 
 
 def test_the_command_and_the_licence_are_shipped(wheel: zipfile.ZipFile) -> None:
-    """The entry point and the licence stand in the metadata."""
+    """The entry points and the licence stand in the metadata, and the command is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (entry_points,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "graphdispatch = graphdispatch.cli.app:main" in wheel.read(entry_points).decode()
+    told = wheel.read(entry_points).decode()
+    for points in (project["scripts"], *project["entry-points"].values()):
+        assert all(f"{name} = {target}\n" in told for name, target in points.items())
+    (command,) = project["scripts"].values()
+    assert callable(pkgutil.resolve_name(command))
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
 
 

@@ -28,6 +28,10 @@ EXTRAS = {
     "progress": SERVE.replace("randn(4, 4))", "randn(4, 4), progress=True)", 1) + "import tqdm",
     "report": SERVE + "assert 'plotly' in serve.report().html.lower()",
     "metrics": SERVE + "assert len(list(gd.metrics.PrometheusCollector(serve).collect())) == 12",
+    "otel": SERVE + "from opentelemetry.sdk.metrics import MeterProvider; "
+    "from opentelemetry.sdk.metrics.export import InMemoryMetricReader; reader = InMemoryMetricReader(); "
+    "told = gd.metrics.OpenTelemetryMetrics(serve, meter=MeterProvider([reader]).get_meter('served')); "
+    "assert 'graphdispatch.hits' in reader.get_metrics_data().to_json()",
     "parquet": "import pyarrow, pyarrow.parquet as pq, graphdispatch as gd; "
     "pq.write_table(pyarrow.table({'num_tokens': [1, 2, 2]}), 'steps.parquet'); "
     "assert gd.Workload.from_trace('steps.parquet').total == 3",
