@@ -67,6 +67,13 @@ def hostile_audit() -> gd.Audit:
     return gd.audit(call, (torch.randn(4, 2),))
 
 
+def prewarmed() -> tuple[gd.Graphed[..., Any], Any]:
+    """A callable with the graph of one size, and what the prewarm said that had no time for the other."""
+    serve = gd.graphed(torch.nn.ReLU(), dynamic={"input": 0}, sizes=(2, 4))
+    assert ["FULL", "4"] in Shown(serve.prewarm(torch.randn(4, 3), sizes=[4])).rows
+    return serve, serve.prewarm(torch.randn(4, 3), max_seconds=1e-9)
+
+
 MADE: dict[str, Callable[[], Any]] = {
     "stats": lambda: served().stats,
     "no calls": gd.CUDAGraphStats,
@@ -77,6 +84,8 @@ MADE: dict[str, Callable[[], Any]] = {
     "grid": lambda: gd.plan_capture_grid(CALLS, max_graphs=3),
     "grid evaluation": lambda: gd.plan_capture_grid(CALLS, max_graphs=3).evaluate(CALLS),
     "audit": hostile_audit,
+    "memory": lambda: served().memory_report(),
+    "prewarm": lambda: prewarmed()[1],
     "report": planned,
 }
 
@@ -132,6 +141,20 @@ def test_a_grid_shows_its_points() -> None:
     assert sorted(points) == sorted(plan.points)
     result = plan.evaluate(CALLS)
     assert {milliseconds(result.step_ms), percent(result.padding)} <= {*Shown(result).text.split("\n")}
+
+
+def test_memory_and_prewarm_are_shown() -> None:
+    """Each part and graph with its bytes; what was captured, what was left out, and why."""
+    serve, report = prewarmed()
+    memory = serve.memory_report()
+    shown = Shown(memory)
+    assert f"1 graphs hold {storage(memory.total)}" in shown.text
+    assert ["total", storage(memory.total)] in shown.rows
+    assert [str(memory.entries[0].size), "FULL", storage(memory.entries[0].own)] in [row[:3] for row in shown.rows]
+    assert [(row[0], row[2]) for row in Shown(report).rows if len(row) == 3][1:] == [
+        (str(size), why) for (_, size), why in report.left_out.items()
+    ]
+    assert report.left_out
 
 
 def test_an_audit_shows_its_findings() -> None:

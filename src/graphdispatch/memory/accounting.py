@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..backends.base import Graph, Pool
+from ..showing import Shown
 from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
 
@@ -29,7 +30,7 @@ class EntryMemory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Shown):
     """The memory of some graphs, in bytes, as measured when it was made; ``total`` counts everything once.
 
     ``pool_bytes`` is what the allocator says of the pools, intermediates and shared outputs; ``driver_bytes`` is the

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..memory.accounting import MemoryReport
     from ..memory.entry import CUDAGraphEntry
 
-__all__ = ["callable_report", "reasons_section", "stats_content"]
+__all__ = ["callable_report", "memory_section", "reasons_section", "stats_content"]
 
 _NO_CALL = "Nothing was called yet"
 
@@ -40,7 +40,7 @@ def callable_report(served: "Graphed[..., Any]") -> Report:
         Tile("Memory", storage(memory.total), f"{storage(memory.pool_bytes)} of it the pool"),
     ]
     sections = [
-        *_rows(served, entries), reasons, _graphs(entries), _memory(memory), *_breaks(served.breaks), *evictions,
+        *_rows(served, entries), reasons, _graphs(entries), memory_section(memory), *_breaks(served.breaks), *evictions,
     ]  # fmt: skip
     return make_report(Content(f"graphdispatch: {name}", headline, facts, tiles, sections))
 
@@ -124,7 +124,8 @@ def _graphs(entries: "Sequence[CUDAGraphEntry]") -> Section:
     return Section("Graphs", lead, [Table(columns, rows)])
 
 
-def _memory(memory: "MemoryReport") -> Section:
+def memory_section(memory: "MemoryReport", *, has_chart: bool = True) -> Section:
+    """What graphs hold, by part."""
     parts = (
         ("pool", "--graph", memory.pool_bytes),
         ("static inputs", "--other", memory.input_bytes),
@@ -133,7 +134,7 @@ def _memory(memory: "MemoryReport") -> Section:
         ("driver", "--reference", memory.driver_bytes),
     )
     bars = [charts.Series(name, color, (), [amount / memory.total]) for name, color, amount in parts if amount]
-    chart = [Chart("Memory by part", charts.shares(["held"], bars))] if bars else []
+    chart = [Chart("Memory by part", charts.shares(["held"], bars))] if bars and has_chart else []
     table = Table(("part", "held"), [*((name, storage(amount)) for name, _, amount in parts),
                                      ("total", storage(memory.total))], frozenset({len(parts)}))  # fmt: skip
     lead = "The memory held now. Graphs share the pool, the static inputs and the output ring; each byte counts once."

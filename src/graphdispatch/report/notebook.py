@@ -2,7 +2,7 @@
 
 from functools import singledispatch
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..api.stats import DispatchStats
 from ..auditing.result import Audit
@@ -11,9 +11,13 @@ from ..plan.plan import Evaluation, Plan, explained
 from ..stats import CUDAGraphStats
 from ..units import count, milliseconds, percent, size_range, storage
 from .audits import audit_content
-from .callables import reasons_section, stats_content
+from .callables import memory_section, reasons_section, stats_content
 from .page import Content, Section, Table, Tile, inline
 from .plans import headline, tiles
+
+if TYPE_CHECKING:
+    from ..memory.accounting import MemoryReport
+    from ..serve.prewarm import PrewarmReport
 
 __all__ = ["html_of"]
 
@@ -25,11 +29,39 @@ def html_of(shown: Any) -> str:
 
 @singledispatch
 def _content(shown: Any) -> Content:
+    from ..memory.accounting import MemoryReport  # here, since they load torch
+    from ..serve.prewarm import PrewarmReport
+
+    if isinstance(shown, MemoryReport):
+        return _of_memory(shown)
+    if isinstance(shown, PrewarmReport):
+        return _of_prewarm(shown)
     raise NotImplementedError(f"a {type(shown).__name__} has no tables")
 
 
 _content.register(CUDAGraphStats, stats_content)
 _content.register(Audit, audit_content)
+
+
+def _of_memory(memory: "MemoryReport") -> Content:
+    rows = [
+        (str(one.size), one.mode, storage(one.own), storage(one.driver), storage(one.outputs)) for one in memory.entries
+    ]
+    graphs = Section("The graphs", "", [Table(("graph", "mode", "own", "driver", "writes"), rows)])
+    sections = [memory_section(memory, has_chart=False), graphs]
+    return Content("graphdispatch: memory", f"{count(len(rows))} graphs hold {storage(memory.total)}", [], [], sections)
+
+
+def _of_prewarm(report: "PrewarmReport") -> Content:
+    captured = [(mode.name, " ".join(map(str, sizes))) for mode, sizes in report.captured.items()]
+    left_out = [(str(size), mode.name, why) for (mode, size), why in report.left_out.items()]
+    sections = [Section("Captured", "", [Table(("mode", "sizes"), captured)])]
+    if left_out:
+        sections.append(Section("Left out", "", [Table(("size", "mode", "why"), left_out)]))
+    made = count(sum(map(len, report.captured.values())))
+    facts = [f"{storage(report.memory_bytes)} held"]
+    headline = f"{made} graphs captured in {milliseconds(1e3 * report.seconds)}"
+    return Content("graphdispatch: prewarm", headline, facts, [], sections)
 
 
 @_content.register

@@ -14,6 +14,7 @@ from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
+from ..showing import Shown
 from .estimate import MemoryEstimate, estimate_memory
 from .group import GraphGroup, Route
 from .progress import progress_bar
@@ -41,7 +42,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrewarmReport:
+class PrewarmReport(Shown):
     """What a prewarm did: sizes by mode, in the order of capture, and why each of the others has no graph."""
 
     captured: dict[CUDAGraphMode, tuple[int, ...]]
