@@ -140,6 +140,13 @@ def test_a_file_that_others_may_write_is_made_anew(compiler: Compiler) -> None:
     assert not kept().stat().st_mode & 0o022
 
 
+def test_a_compiler_that_lets_the_group_write(compiler: Compiler) -> None:
+    """Compilers do with the umask 002. The file is the user's alone all the same, or no process would load it."""
+    compiler.write(f'{COPY.format(made=compiler.path.with_name("made.so"))}chmod 775 "$2"\n')
+    assert TapeExtension().wait(300)
+    assert not kept().stat().st_mode & 0o022
+
+
 @pytest.mark.usefixtures("compiler")
 def test_a_folder_that_others_may_write_is_not_used() -> None:
     """There is no tape, and the reason says what to do."""

@@ -127,6 +127,7 @@ class TapeExtension:
             made = target.with_suffix(f".{os.getpid()}")
             compile_extension(sorted(_SOURCES.glob("*.cpp")), made, flags, self._run)
             made.write_bytes(sealed(made.read_bytes()))
+            made.chmod(0o700)  # whatever the umask, or it would not be loaded
             made.replace(target)
         module = load(target)
         if module is None:
