@@ -144,7 +144,7 @@ def ranges(profile: torch.profiler.profile) -> list[tuple[str, str]]:
 def test_parts_of_calls_are_ranges_of_the_profiler(mode: str) -> None:
     """Copy-in, replay and copy-out lie within the serving of a hit, captures and comparisons within other calls."""
     serve = served(mode=mode)
-    with gd.timeline(serve), torch.profiler.profile() as profile:
+    with gd.timeline(serve), torch.profiler.profile(acc_events=True) as profile:
         run(serve)
     parts = [("serve", ""), ("copy-in", "serve"), ("replay", "serve"), ("copy-out", "serve")]
     found = ranges(profile)
@@ -161,7 +161,7 @@ def test_parts_of_calls_are_ranges_of_the_profiler(mode: str) -> None:
 def test_captures_are_ranges_of_the_profiler_without_a_timeline() -> None:
     """And comparisons; a hit has no range then, nor has anything where no profiler is on."""
     serve = served()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         run(serve)
     stats = serve.stats
     assert stats.hits > 0
@@ -176,13 +176,13 @@ def test_ranges_change_no_answer_and_nothing_of_them_stays() -> None:
         return x * 2
 
     serve = gd.graphed(step, dynamic={"x": 0}, sizes=(4,))
-    with gd.timeline(serve), torch.profiler.profile() as profile:
+    with gd.timeline(serve), torch.profiler.profile(acc_events=True) as profile:
         for rows in (4, 4, 4, 4, 3, 3, 3):
             mine, eager = (torch.arange(8.0).view(4, 2)[:rows].clone() for _ in range(2))
             assert torch.equal(serve(mine), step(eager))
             assert torch.equal(mine, eager)
     assert ranges(profile).count(("copy-out", "serve")) == serve.stats.hits > 0
-    with torch.profiler.profile() as after:
+    with torch.profiler.profile(acc_events=True) as after:
         serve(torch.ones(4, 2))
     assert ranges(after) == []
     entries = serve.entries
