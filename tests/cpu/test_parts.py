@@ -147,7 +147,7 @@ def test_copies_and_fills(name: str, dtype: torch.dtype) -> None:
 
 def names_within(call: Callable[[], object]) -> list[str]:
     """The names of all operators that run within the call, its own first."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         call()
     return [event.name.removeprefix("aten::") for event in profiler.events() if event.name.startswith("aten::")]
 

@@ -242,7 +242,7 @@ def test_the_profiler_sees_the_operators() -> None:
     program = program_of(graph)
     seen = []
     for run in (partial(loop, program.calls, program.steps), graph.replay):
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             run()
         seen.append([event.name for event in profiler.events() if event.name.startswith("aten::")])
     assert seen[0] == seen[1] != []

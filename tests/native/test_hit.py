@@ -53,8 +53,8 @@ def served(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, boo
 
 
 def test_nothing_is_asked_of_python() -> None:
-    """With this torch the core finds out all facts itself."""
-    assert ASKED == ()
+    """The core finds out all facts itself; before torch 2.13, which tells no lazy view, all but those."""
+    assert set(ASKED) <= ({"lazy views", "clones"} if torch.__version__ < "2.13" else set())
 
 
 def test_spellings_are_one_call(way: str) -> None:
