@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import EntryState, Graphed, graphed
+from graphdispatch import Dim, EntryState, Graphed, graphed
 from graphdispatch.reasons import Reason
 
 from ..spy import Spy
@@ -123,3 +123,21 @@ def test_freeze_forbids_the_comparison() -> None:
     assert not is_settled(step)
     assert step.last_decision is not None
     assert step.last_decision.reason is Reason.EXACT
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_zeros_tell_nothing_of_a_number_of_rows(dim: int) -> None:
+    """A batch of zeros agrees with eager whatever branch the code takes; another batch made of it does not."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * (2.0 if x.shape[dim] == 3 else 1.0)
+
+    shapes = [(2, 4), (3, 4)] if dim == 0 else [(2, 2), (2, 3)]
+    dynamic = {"x": {0: "batch", 1: Dim("length", sizes=[6])}} if dim else {"x": 0}
+    with torch.no_grad():
+        step = graphed(fn, dynamic=dynamic, sizes=(5,), capture_after=1)
+        step(torch.randn(shapes[0]))
+        step(torch.zeros(shapes[1]))
+        for _ in range(4):
+            x = torch.randn(shapes[1])
+            assert torch.equal(step(x), fn(x))

@@ -294,9 +294,10 @@ class CaptureAttempt:
             check_padding_writes(request, self.eager, self._writes_outside_inputs())
         if prover.is_wanted:
             entry.proof = prover.prove(alike)
-        entry.compared.note(request.rows, request.size)
-        if request.grid is not None:
-            request.grid.compare_lengths(entry, self)
+        if request.tells_numbers():
+            entry.compared.note(request.rows, request.size)
+            if request.grid is not None:
+                request.grid.compare_lengths(entry, self)
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""

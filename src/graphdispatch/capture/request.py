@@ -109,6 +109,13 @@ class CaptureRequest:
             return value[:rows]
         return value
 
+    def tells_numbers(self) -> bool:
+        """Whether a comparison could show that the code takes another branch for so many rows: not with an argument of
+        zeros, which any factor leaves zeros."""
+        parts = zip(self.inputs.specs, self.arguments(), strict=True)
+        floats = (value for spec, value in parts if spec.dim is not None and spec.dtype.is_floating_point)
+        return all(value.dtype.itemsize == 1 or bool((value.isfinite() & (value != 0)).any()) for value in floats)
+
     def arguments(self) -> list[torch.Tensor]:
         """The call's tensors that are copied to static inputs, in the order of ``inputs.specs``."""
         return [self.values[spec.position] for spec in self.inputs.specs]

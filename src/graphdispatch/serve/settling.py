@@ -21,29 +21,38 @@ __all__ = ["compare", "settle", "stretched", "varied"]
 _log = logging.getLogger("graphdispatch")
 
 
-def settle(server: "Server", group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> None:
-    """Compare a graph all of whose calls were alike with eager on another batch, so that further ones can be hits.
+def settle(
+    server: "Server", group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
+) -> CaptureResult | None:
+    """Compare a graph with eager on another batch made of one: all calls were alike, or this one cannot tell.
 
-    Leaves no effects. Nothing happens where no other batch can be made, and where the callable raises for it.
+    The result, or None if nothing was compared: no other batch can be made, or the callable raises for it. Leaves no
+    effects.
     """
     other = varied(group, values, rows)
     if server.graphs.is_frozen or not group.differs(entry, other):
-        return
+        return None
     try:
-        server.graphs.verify(group, other, rows, entry, keep_effects=False)
+        return server.graphs.verify(group, other, rows, entry, keep_effects=False)
     except GraphDispatchError:
         raise
     except Exception as error:
         _log.debug("%r was not compared on another batch: %s", entry, error)
+        return None
 
 
 def compare(
     server: "Server", group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
 ) -> CaptureResult:
-    """Compare a graph with eager on a call's batch, and where a rule pads it also on other rows."""
+    """Compare a graph with eager on a call's batch, and where a rule pads it also on other rows.
+
+    A batch of zeros cannot show that the code takes another branch for so many rows; then another one is made of it.
+    """
     result = server.graphs.verify(group, values, rows, entry)
-    found = stretched(server, group, values, rows, entry) if result.entry is not None else None
-    return result if found is None else replace(found, answer=result.answer)
+    for further in (settle if entry.compares(rows) else None, stretched):
+        found = further(server, group, values, rows, entry) if further and result.entry is not None else None
+        result = result if found is None or found.entry is not None else replace(found, answer=result.answer)
+    return result
 
 
 def stretched(
