@@ -228,4 +228,5 @@ def test_a_bounded_maximum_beside_a_cache(mode: str) -> None:
     x, slots = -torch.rand(3, 4) - 1, torch.tensor([1, 2, 3])
     assert torch.equal(step(x, slots), fn(x, slots))
     assert step.entries[0].proof is not None
-    assert "behind small real rows" in step.entries[0].proof.perturbation
+    assert not step.entries[0].proof.independent
+    assert "behind such real rows" in step.entries[0].proof.perturbation

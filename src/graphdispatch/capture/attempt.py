@@ -293,7 +293,7 @@ class CaptureAttempt:
         if request.is_padded and request.options.padding_writes == "refuse":
             check_padding_writes(request, self.eager, self._writes_outside_inputs())
         if prover.is_wanted:
-            entry.proof = prover.prove(alike)
+            entry.proof = prover.prove(alike).after(entry.proof)
         if request.tells_numbers():
             entry.compared.note(request.rows, request.size)
             if request.grid is not None:

@@ -9,13 +9,14 @@ Note [what padding rows may hold]
     A callable may take no such numbers: it checks its data, or makes indices or probabilities of them. A GPU that meets
     an index out of range is lost to the process. So if the eager run did anything of the kind, or a replay with such
     numbers fails (which says nothing about rows), padding gets the largest and the smallest number of the batch.
-    Last, the real rows themselves get small numbers, so that ``x.amax(0).clamp(max=1)`` cannot hide its padding. And
-    all of them become one row of the batch, one with large integers: ``ids.amin()`` hides a padding of zeros in each
-    batch that holds a zero.
+    Last, the real rows are replaced, since they may hide what padding does. Small numbers show a maximum that is
+    bounded, ``x.amax(0).clamp(max=1)``; large ones of each sign, ``(x.abs() < 1).any()``. Integers are never made up:
+    all rows become one row of the batch, with its largest number. A padding of zeros does not show in ``ids.amin()``
+    as long as some row holds a zero. Of a mask, or where numbers are limited, it is the largest number at each place.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,12 +28,16 @@ from .request import CaptureRequest
 
 __all__ = [
     "BY_RULE",
+    "Make",
     "Padding",
+    "edge",
     "extreme",
+    "far",
     "holds_flags",
     "is_discrete",
     "large",
     "may_replace",
+    "of_kind",
     "other_rows",
     "rows_for",
     "signed_rows",
@@ -79,12 +84,11 @@ def may_replace(specs: Sequence[InputSpec], index: int, padding_writes: str) -> 
 def telling_places(
     specs: Sequence[InputSpec], arguments: Sequence[torch.Tensor], rows: int, indices: Sequence[int]
 ) -> list[dict[Axis, int]]:
-    """Some places of a batch of ``rows`` rows, by axis: where some of its arguments have their largest integer, and the
-    smallest if it is negative, then the first and the last. None if these arguments are not integers. Reads results
-    back to the host."""
+    """Some places of a batch of ``rows`` rows, by axis: where the arguments ``indices`` have their largest number, and
+    the smallest if it is negative, then the first and the last. Reads results back to the host."""
     places: list[dict[Axis, int]] = []
     for index in indices:
-        spec, value = specs[index], specs[index].cut(arguments[index], rows).to(torch.int64)
+        spec, value = specs[index], specs[index].cut(arguments[index], rows).to(torch.float64)
         if value.numel():
             extremes = [value.argmax(), *([value.argmin()] if bool((value < 0).any()) else [])]
             at = [torch.unravel_index(extreme, value.shape) for extreme in extremes]
@@ -95,19 +99,52 @@ def telling_places(
     return [place for n, place in enumerate(places) if place not in places[:n]][:_MOST_PLACES]
 
 
-_MOST_PLACES = 4
+_MOST_PLACES = 3
 
 
-def uniform(spec: InputSpec, value: torch.Tensor, place: Mapping[Axis, int], rows: int) -> torch.Tensor:
-    """``rows`` rows of an argument that are all the one at a place; of a mask, one that hides what all rows hide."""
+Make = Callable[[int, InputSpec, torch.Tensor, int], torch.Tensor | None]
+"""Makes so many rows of an argument, by its index, its spec and its value; or None to leave it as it is."""
+
+
+def uniform(place: Mapping[Axis, int], index: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows that are all the one at a place; of a mask, one that hides what all rows hide."""
+    if holds_flags(value):
+        return edge(-1 if spec.pads and spec.pads[-1].fill == 1 else 1, spec, value, rows)
     one = value.detach()
-    if holds_flags(one):
-        dims = [dim for dim, _ in spec.spans]
-        hides_by_one = bool(spec.pads) and spec.pads[-1].fill == 1
-        one = one if not dims else one.amin(dims, keepdim=True) if hides_by_one else one.amax(dims, keepdim=True)
-    else:
-        for dim, axis in spec.spans:
-            one = one.narrow(dim, place.get(axis, 0), 1)
+    for dim, axis in spec.spans:
+        one = one.narrow(dim, place.get(axis, 0), 1)
+    return spec.repeated(one, rows)
+
+
+def of_kind(
+    indices: Collection[int],
+    kind: Callable[[InputSpec, torch.Tensor, int], torch.Tensor],
+    index: int,
+    spec: InputSpec,
+    value: torch.Tensor,
+    rows: int,
+) -> torch.Tensor | None:
+    """Rows of a kind, for the arguments ``indices`` alone."""
+    return kind(spec, value, rows) if index in indices else None
+
+
+def small(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same numbers, a thousand times smaller."""
+    wide = value.detach() if value.is_complex() else value.detach().to(torch.float64)
+    return spec.repeated((wide * 2.0**-10).to(value.dtype), rows)
+
+
+def far(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Numbers of one sign that are several times as large as those of the batch."""
+    shape, dim = torch.Size(spec.sized(rows)), spec.spans[0][0]
+    return large(torch.full((shape[dim],), sign), value, shape, dim, torch.Generator().manual_seed(0))
+
+
+def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows that are all alike: at each place the largest number that a row has there, or the smallest."""
+    one, dims = value.detach(), [dim for dim, _ in spec.spans]
+    if dims and value.numel() and not value.is_complex():
+        one = one.amax(dims, keepdim=True) if sign > 0 else one.amin(dims, keepdim=True)
     return spec.repeated(one, rows)
 
 
@@ -185,12 +222,6 @@ def large(
     largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
     numbers = (torch.rand(shape, generator=generator, dtype=torch.float64) + 1).to(value.device)
     return _as_finite(numbers * signs * (4 * largest + 4), value.dtype)
-
-
-def small(value: torch.Tensor) -> torch.Tensor:
-    """The same numbers, a thousand times smaller."""
-    wide = value.detach() if value.is_complex() else value.detach().to(torch.float64)
-    return (wide * 2.0**-10).to(value.dtype)
 
 
 def wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator) -> torch.Tensor:

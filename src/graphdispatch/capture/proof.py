@@ -5,6 +5,7 @@ the padding rows hold. The proof replays a graph on the same real rows with othe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,15 @@ from .eager_run import EagerRun
 from .effects import Region
 from .padding import (
     BY_RULE,
+    Make,
     Padding,
+    edge,
     extreme,
+    far,
     is_discrete,
     large,
     may_replace,
+    of_kind,
     other_rows,
     rows_for,
     signed_rows,
@@ -119,10 +124,10 @@ class RowProver:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there can be padding, and no earlier batch has tested all arguments."""
+        """Whether there can be padding, and earlier batches have not shown all that batches can."""
         proof, specs = self._entry.proof, self._request.inputs.specs
         has_padding = self.rows != self._request.size and any(spec.dim is not None for spec in specs)
-        return has_padding and (proof is None or (self._request.is_padded and not proof.is_complete))
+        return has_padding and (proof is None or (self._request.is_padded and proof.may_show_more))
 
     def prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
         """The proof. Call it right after the replay of the request's batch.
@@ -136,17 +141,17 @@ class RowProver:
                     self._replay(BY_RULE)
                     base = self._read()
                 self._prove_for(base, [self._others(backwards=True)])
-                self._prove_for_uniform_rows()
                 self._is_limited = self._is_limited or not self._takes_all(base)
                 if self._is_limited:
                     self._prove_for(base, self._limited())
-                else:
-                    self._prove_for_small_rows()
+                self._prove_for_other_rows()
             except _DependentRowsError as found:
                 return found.proof
         untested, assumed = self._untested(alike)
         repeats = self._is_deterministic is not False
-        return RowProof(True, repeats, untested=untested, assumed=assumed, limited=self._is_limited)
+        limited, parts = self._is_limited, zip(self._request.inputs.specs, self._request.arguments(), strict=True)
+        batches = int(limited or any(spec.dim is not None and is_discrete(spec, value) for spec, value in parts))
+        return RowProof(True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches)
 
     def _prove_for(self, base: Sequence[_Value], paddings: Iterable[Padding]) -> None:
         for padding in filter(self._is_other, paddings):
@@ -186,55 +191,56 @@ class RowProver:
             what = str(error) if writes else f"the call raises {type(error).__name__}: {error}"
             raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
 
-    def _prove_for_uniform_rows(self) -> None:
-        """Once more for some rows, each in place of all real rows: before the rule's padding, itself and another row.
-
-        What another row writes is other state, so it is left out where state is written.
-        """
-        batch_base, specs, arguments = self._base, self._request.inputs.specs, self._request.arguments()
-        free = [i for i in range(len(specs)) if self._may_replace(i) and is_discrete(specs[i], arguments[i])]
-        places = telling_places(specs, arguments, self.rows, free)
-        padding = [self._uniform_padding(place) for place in places]
-        for number, place in enumerate(places):
-            real = [uniform(spec, value, place, self.rows) for spec, value in zip(specs, arguments, strict=True)]
-            self._base = Padding("", [], real, self._along)
-            if self._takes(self._base):
-                base = self._read()
-                for rows in padding[number : number + 1] if self._state or self._unseen else padding:
-                    self._replay(self._base._replace(rows=rows))
-                    self._compare("one row of the batch behind one row", base, self._read())
+    def _prove_for_other_rows(self) -> None:
+        """Once more with other real rows, which hide less: those of each kind before the padding of the rules, and
+        before their own kind. Kinds that the callable does not take are left out."""
+        batch_base = self._base
+        for name, make, behind in self._kinds_of_rows():
+            made = zip(self._made(make, self.rows), self._request.arguments(), strict=True)
+            self._base = Padding("", [], [value if other is None else other for other, value in made], self._along)
+            try:
+                self._replay(self._base)
+            except _DependentRowsError:
+                continue
+            base = self._read()
+            for rows in behind:
+                self._replay(self._base._replace(rows=rows))
+                self._compare(f"{name} behind such real rows", base, self._read())
         self._base = batch_base
+
+    def _kinds_of_rows(self) -> Iterator[tuple[str, Make, Iterable[Sequence[torch.Tensor | None]]]]:
+        """What real rows may be, in words; how each argument is made so; and the padding that is tried behind them."""
+        specs, arguments = self._request.inputs.specs, self._request.arguments()
+        free = [i for i, spec in enumerate(specs) if self._may_replace(i) and not spec.dtype.is_complex]
+        places = telling_places(specs, arguments, self.rows, [i for i in free if is_discrete(specs[i], arguments[i])])
+        rows: list[Make] = [partial(uniform, place) for place in places]
+        for make, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+            # What another row writes is other state.
+            behind = [make] if self._state or self._unseen else [make, other]
+            yield "one row of the batch", make, map(self._padding_made, behind)
+        takes = [i for i, spec in enumerate(specs) if spec.dim is not None and self._takes_any_value(i)]
+        if takes and not self._is_limited:
+            yield "large numbers", partial(of_kind, takes, small), self._signed(large)
+        for sign in (1, -1) if takes else ():
+            one_sign: Make = partial(of_kind, takes, partial(edge if self._is_limited else far, sign))
+            yield "numbers of one sign", one_sign, [self._padding_made(one_sign)]
+
+    def _made(self, make: Make, rows: int) -> list[torch.Tensor | None]:
+        parts = zip(self._request.inputs.specs, self._request.arguments(), strict=True)
+        return [make(i, spec, value, rows) for i, (spec, value) in enumerate(parts)]
+
+    def _padding_made(self, make: Make) -> list[torch.Tensor | None]:
+        made = enumerate(self._made(make, self._padding_rows))
+        return [rows if self._may_replace(index) else None for index, rows in made]
 
     def _may_replace(self, index: int) -> bool:
         """Whether padding of this argument may hold something else than what its rule says."""
         return may_replace(self._request.inputs.specs, index, self._request.options.padding_writes)
 
-    def _uniform_padding(self, place: Mapping[Axis, int]) -> list[torch.Tensor | None]:
-        parts = enumerate(zip(self._request.inputs.specs, self._request.arguments(), strict=True))
-        return [uniform(*part, place, self._padding_rows) if self._may_replace(i) else None for i, part in parts]
-
     @property
     def _padding_rows(self) -> int:
         """How many rows a padding of the proof has."""
         return self._request.size - self.rows
-
-    def _prove_for_small_rows(self) -> None:
-        """Once more with small numbers in the real rows, which hide less. Not where they decide where it writes."""
-        request = self._request
-        parts = list(zip(request.inputs.specs, request.arguments(), strict=True))
-        shrinks = [spec.dim is not None and self._takes_any_value(i) for i, (spec, _) in enumerate(parts)]
-        if not any(shrinks):
-            return
-        real = [small(value) if shrinks_it else value for shrinks_it, (_, value) in zip(shrinks, parts, strict=True)]
-        self._base = Padding("", [], real, self._along)
-        try:
-            self._replay(self._base)
-        except _DependentRowsError:
-            return
-        base = self._read()
-        for rows in self._signed(large):
-            self._replay(self._base._replace(rows=rows))
-            self._compare("large numbers behind small real rows", base, self._read())
 
     def _compare(self, name: str, base: Sequence[_Value], got: Sequence[_Value]) -> None:
         for a, b in differing(base, got):

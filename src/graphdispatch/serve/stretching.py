@@ -6,12 +6,11 @@ a maximum of at least zero hides zeros. So real rows of other kinds are tried he
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..capture.padding import is_discrete, telling_places, uniform
+from ..capture.padding import Make, edge, far, is_discrete, of_kind, small, telling_places, uniform
 from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
 from ..memory.entry import CUDAGraphEntry
@@ -59,27 +58,26 @@ def stretch(
 def _others(
     group: GraphGroup, values: Sequence[Any], rows: int, proof: RowProof, kept: Collection[int]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Batches whose real rows may show what a rule hides, each with what it is: one row in place of all, for rules of
-    integers; and, unless the callable checks its data, small numbers and the other sign for rules of others."""
+    """Batches whose real rows may show what a rule hides, each with what it is: numbers of other kinds for rules of
+    floating-point numbers, those of the batch alone where others are limited; one row in place of all for others."""
     specs = group.inputs.specs
     arguments = [values[spec.position] for spec in specs]
-    real = [i for i in sorted(kept) if specs[i].dtype.is_floating_point]
-    for factor in _FACTORS if real and not proof.limited else ():
-        made = {i: specs[i].repeated(arguments[i].detach(), rows) for i in range(len(specs))}
-        made |= {i: (made[i] * factor).to(specs[i].dtype) for i in real}
-        yield f"rows times {factor}", _with(group, values, made)
+    real = [i for i in kept if specs[i].dtype.is_floating_point]
+    signs = [partial(of_kind, real, partial(edge if proof.limited else far, sign)) for sign in (1, -1)] if real else []
     whole = [*proof.kept, *(i for i in sorted(kept) if is_discrete(specs[i], arguments[i]))]
-    for place in telling_places(specs, arguments, rows, whole)[:_MOST_PLACES]:
-        made = {i: uniform(spec, arguments[i], place, rows) for i, spec in enumerate(specs)}
-        yield "one row in place of all", _with(group, values, made)
+    places = telling_places(specs, arguments, rows, whole)[:_MOST_PLACES]
+    kinds: dict[str, Sequence[Make]] = {
+        "small numbers": [partial(of_kind, real, small)] if real and not proof.limited else [],
+        "numbers of one sign": signs,
+        "one row in place of all": [partial(uniform, place) for place in places],
+    }
+    for name, makes in kinds.items():
+        for make in makes:
+            batch = list(values)
+            for index, (spec, value) in enumerate(zip(specs, arguments, strict=True)):
+                made = make(index, spec, value, rows)
+                batch[spec.position] = spec.repeated(value.detach(), rows) if made is None else made
+            yield name, batch
 
 
-def _with(group: GraphGroup, values: Sequence[Any], made: Mapping[int, torch.Tensor]) -> list[Any]:
-    batch = list(values)
-    for index, value in made.items():
-        batch[group.inputs.specs[index].position] = value
-    return batch
-
-
-_FACTORS = (2.0**-10, -1.0)
 _MOST_PLACES = 2

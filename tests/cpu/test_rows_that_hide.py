@@ -1,4 +1,4 @@
-"""Integers and masks by which rows depend on each other, in batches that hide what padding does."""
+"""Numbers and masks by which rows depend on each other, in batches that hide what padding does."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +52,36 @@ def test_zeros_in_each_early_batch(name: str, how: str, ahead: bool) -> None:
     for rows in (3, 5, 1, 7, 2, 6) * 2:
         x, ids = torch.randn(rows, 3), torch.randint(2, 9, (rows,))
         assert torch.allclose(step(x, ids), fn(x, ids)), step.last_decision
+
+
+BY_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "smallest_integer": lambda x: x + x.long().amin(),
+    "any_rounded_to_zero": lambda x: x + (x.to(torch.int32) == 0).any(),
+    "lowest_bucket": lambda x: x + torch.bucketize(x, torch.tensor([1.0, 2.0, 3.0])).amin(),
+    "smallest_index": lambda x: x + torch.arange(50.0)[x.long().clamp(0, 49)].amin(0),
+    "smallest_positive": lambda x: x + x.clamp(min=0).amin(),
+    "any_small": lambda x: x + (x.abs() < 0.5).any(),
+    "first_of_sorted": lambda x: x + x.abs().sort(0).values[0].round(),
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["served", "prewarmed"])
+@pytest.mark.parametrize("how", ["default", "rule"])
+@pytest.mark.parametrize("name", BY_NUMBERS)
+def test_small_numbers_in_each_early_batch(name: str, how: str, ahead: bool) -> None:
+    """Padding of zeros is neutral while each batch holds numbers near zero, and later it is not."""
+    fn, numbers = BY_NUMBERS[name], torch.Generator().manual_seed(1)
+    pad = {"pad": {"x": 0.0}} if how == "rule" else {}
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4, 8), capture_after=1, **pad)
+    place = torch.tensor([[0.01], [1.0], [1.0]])
+    if ahead:
+        step.prewarm(torch.rand(3, 3, generator=numbers) * 9 * place)
+    for _ in range(4):
+        x = torch.rand(3, 3, generator=numbers) * 9 * place[torch.randperm(3, generator=numbers)]
+        assert torch.equal(step(x), fn(x))
+    for rows in (3, 5, 1, 7, 2, 6) * 2:
+        x = torch.rand(rows, 3, generator=numbers) * 9 + 2
+        assert torch.allclose(step(x), fn(x)), step.last_decision
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float32])
