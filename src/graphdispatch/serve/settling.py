@@ -29,10 +29,12 @@ def settle(
     The result, or None if nothing was compared: no other batch can be made, or the callable raises for it. Leaves no
     effects.
     """
-    other = varied(group, values, rows)
-    if server.graphs.is_frozen or not group.differs(entry, other):
+    if server.graphs.is_frozen:
         return None
     try:
+        other = varied(group, values, rows)
+        if not group.differs(entry, other):
+            return None
         return server.graphs.verify(group, other, rows, entry, keep_effects=False)
     except GraphDispatchError:
         raise

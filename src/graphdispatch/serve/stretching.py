@@ -42,17 +42,21 @@ def stretch(
     assert proof is not None
     for axis in {axis for spec in group.inputs.specs for _, axis in spec.spans}:  # padding along each
         rows -= int(1 < axis.of(rows) == axis.of(entry.size)) << axis.shift
-    for what, batch in _others(group, values, rows, proof, kept):
+    others = _others(group, values, rows, proof, kept)
+    while True:
+        what = "other rows"
         try:
+            what, batch = next(others)
             result = server.graphs.verify(group, batch, rows, entry, keep_effects=False)
+        except StopIteration:
+            return None
         except GraphDispatchError:
             raise
-        except Exception as error:
+        except Exception as error:  # a generator that raised is at its end
             _log.debug("%r was not compared on %s: %s", entry, what, error)
             continue
         if result.entry is None:
             return result
-    return None
 
 
 def _others(
