@@ -8,7 +8,7 @@ Note [what padding rows may hold]
     With ``padding_writes="allow"`` and no pad rule of the user's all integers keep zero, which may be a scratch slot.
     A callable may take no such numbers: it checks its data, or makes indices or probabilities of them. A GPU that meets
     an index out of range is lost to the process. So if the eager run did anything of the kind, or a replay with such
-    numbers fails (which says nothing about rows), padding gets the largest and the smallest number of the batch.
+    numbers fails (which says nothing about rows), padding gets the largest and the smallest numbers of the batch.
     Last, the real rows are replaced, since they may hide what padding does. Small numbers show a maximum that is
     bounded, ``x.amax(0).clamp(max=1)``; large ones of each sign, ``(x.abs() < 1).any()``. Integers are never made up:
     all rows become one row of the batch, with its largest number. A padding of zeros does not show in ``ids.amin()``
@@ -31,7 +31,6 @@ __all__ = [
     "Make",
     "Padding",
     "edge",
-    "extreme",
     "far",
     "holds_flags",
     "is_discrete",
@@ -197,18 +196,6 @@ def rows_for(
     if source is None or not may_replace(specs, index, request.options.padding_writes):
         return None
     return value.index_select(spec.dim, source.to(value.device))
-
-
-def extreme(
-    signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
-) -> torch.Tensor:
-    """The largest number of the real rows where the sign is positive, else the smallest."""
-    signs = signs.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
-    if value.is_complex() or not value.numel():
-        return torch.zeros(shape, dtype=value.dtype, device=value.device)
-    wide = value.to(torch.float64)
-    numbers = wide[wide.isfinite()] if bool(wide.isfinite().any()) else torch.zeros_like(wide).flatten()
-    return torch.where(signs > 0, numbers.amax(), numbers.amin()).to(value.dtype).expand(shape)
 
 
 def large(

@@ -24,7 +24,6 @@ from .padding import (
     Make,
     Padding,
     edge,
-    extreme,
     far,
     is_discrete,
     large,
@@ -111,10 +110,6 @@ class RowProver:
         yield from (Padding("large numbers", numbers, axes=self._along) for numbers in self._signed(large))
         yield Padding("random numbers of all magnitudes", self._random(), axes=self._along)
 
-    def _limited(self) -> Iterator[Padding]:
-        name = "the largest and the smallest number of the batch"
-        return (Padding(name, numbers, axes=self._along) for numbers in self._signed(extreme))
-
     def _random(self) -> list[torch.Tensor | None]:
         request, generator = self._request, torch.Generator().manual_seed(0)
         count = request.size - self.rows
@@ -140,10 +135,11 @@ class RowProver:
                 if self._is_cut:
                     self._replay(BY_RULE)
                     base = self._read()
-                self._prove_for(base, [self._others(backwards=True)])
+                others = self._others(backwards=True)
+                if self._is_other(others):
+                    self._replay(others)
+                    self._compare(others.name, base, self._read())
                 self._is_limited = self._is_limited or not self._takes_all(base)
-                if self._is_limited:
-                    self._prove_for(base, self._limited())
                 self._prove_for_other_rows()
             except _DependentRowsError as found:
                 return found.proof
@@ -152,11 +148,6 @@ class RowProver:
         limited, parts = self._is_limited, zip(self._request.inputs.specs, self._request.arguments(), strict=True)
         batches = int(limited or any(spec.dim is not None and is_discrete(spec, value) for spec, value in parts))
         return RowProof(True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches)
-
-    def _prove_for(self, base: Sequence[_Value], paddings: Iterable[Padding]) -> None:
-        for padding in filter(self._is_other, paddings):
-            self._replay(padding)
-            self._compare(padding.name, base, self._read())
 
     def _takes_all(self, base: Sequence[_Value]) -> bool:
         """Compare with numbers that no batch held; false as soon as the callable fails for some."""
@@ -218,12 +209,18 @@ class RowProver:
             # What another row writes is other state.
             behind = [make] if self._state or self._unseen else [make, other]
             yield "one row of the batch", make, map(self._padding_made, behind)
-        takes = [i for i, spec in enumerate(specs) if spec.dim is not None and self._takes_any_value(i)]
+        takes = self._takes_any
         if takes and not self._is_limited:
             yield "large numbers", partial(of_kind, takes, small), self._signed(large)
-        for sign in (1, -1) if takes else ():
-            one_sign: Make = partial(of_kind, takes, partial(edge if self._is_limited else far, sign))
-            yield "numbers of one sign", one_sign, [self._padding_made(one_sign)]
+        high, low = (partial(of_kind, takes, partial(edge if self._is_limited else far, sign)) for sign in (1, -1))
+        for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
+            kinds = [one_sign, other_sign] if self._is_limited else [one_sign]
+            yield "numbers of one kind", one_sign, map(self._padding_made, kinds)
+
+    @property
+    def _takes_any(self) -> list[int]:
+        specs = enumerate(self._request.inputs.specs)
+        return [i for i, spec in specs if spec.dim is not None and self._takes_any_value(i)]
 
     def _made(self, make: Make, rows: int) -> list[torch.Tensor | None]:
         parts = zip(self._request.inputs.specs, self._request.arguments(), strict=True)
