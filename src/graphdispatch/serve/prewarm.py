@@ -238,12 +238,12 @@ def capture_checked(server: Server, group: GraphGroup, leaves: Sequence[Any], ro
 def compare_numbers(
     server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, captured: CaptureResult
 ) -> CaptureResult:
-    """Compare a new graph with eager for each number of rows above ``rows`` that it pads; ``captured`` itself if all
+    """Compare a new graph with eager for each number of rows from ``rows`` on that it pads; ``captured`` itself if all
     agree. The example's rows are repeated, so that this is no second batch."""
     entry = captured.entry
     assert entry is not None
     state, batch = entry.state, entry.warm_batch
-    for number in entry.compared.missing(rows, entry.size):
+    for number in (rows, *entry.compared.missing(rows, entry.size)):
         if entry.compares(number):
             example = varied(group, leaves, number)
             result = server.graphs.verify(group, example, number, entry, keep_effects=False)

@@ -42,46 +42,49 @@ def stretch(
     assert proof is not None
     for axis in {axis for spec in group.inputs.specs for _, axis in spec.spans}:  # padding along each
         rows -= int(1 < axis.of(rows) == axis.of(entry.size)) << axis.shift
-    others = _others(group, values, rows, proof, kept)
-    while True:
-        what = "other rows"
+    try:
+        kinds = list(_kinds(group, values, rows, proof, kept))
+    except Exception as error:
+        _log.debug("%r was not compared on other rows: %s", entry, error)
+        return None
+    for name, make in kinds:
         try:
-            what, batch = next(others)
-            result = server.graphs.verify(group, batch, rows, entry, keep_effects=False)
-        except StopIteration:
-            return None
+            result = server.graphs.verify(group, _batch(group, values, rows, make), rows, entry, keep_effects=False)
         except GraphDispatchError:
             raise
-        except Exception as error:  # a generator that raised is at its end
-            _log.debug("%r was not compared on %s: %s", entry, what, error)
+        except Exception as error:
+            _log.debug("%r was not compared on %s: %s", entry, name, error)
             continue
         if result.entry is None:
             return result
+    return None
 
 
-def _others(
+def _kinds(
     group: GraphGroup, values: Sequence[Any], rows: int, proof: RowProof, kept: Collection[int]
-) -> Iterator[tuple[str, list[Any]]]:
-    """Batches whose real rows may show what a rule hides, each with what it is: numbers of other kinds for rules of
-    floating-point numbers, those of the batch alone where others are limited; one row in place of all for others."""
+) -> Iterator[tuple[str, Make]]:
+    """What real rows may show what a rule hides, in words, and how each argument is made so: numbers of other kinds for
+    rules of floating-point numbers, those of the batch alone where others are limited; one row in place of all else."""
     specs = group.inputs.specs
     arguments = [values[spec.position] for spec in specs]
     real = [i for i in kept if specs[i].dtype.is_floating_point]
-    signs = [partial(of_kind, real, partial(edge if proof.limited else far, sign)) for sign in (1, -1)] if real else []
+    if real and not proof.limited:
+        yield "small numbers", partial(of_kind, real, small)
+    for sign in (1, -1) if real else ():
+        yield "numbers of one kind", partial(of_kind, real, partial(edge if proof.limited else far, sign))
     whole = [*proof.kept, *(i for i in sorted(kept) if is_discrete(specs[i], arguments[i]))]
-    places = telling_places(specs, arguments, rows, whole)[:_MOST_PLACES]
-    kinds: dict[str, Sequence[Make]] = {
-        "small numbers": [partial(of_kind, real, small)] if real and not proof.limited else [],
-        "numbers of one sign": signs,
-        "one row in place of all": [partial(uniform, place) for place in places],
-    }
-    for name, makes in kinds.items():
-        for make in makes:
-            batch = list(values)
-            for index, (spec, value) in enumerate(zip(specs, arguments, strict=True)):
-                made = make(index, spec, value, rows)
-                batch[spec.position] = spec.repeated(value.detach(), rows) if made is None else made
-            yield name, batch
+    for place in telling_places(specs, arguments, rows, whole)[:_MOST_PLACES]:
+        yield "one row in place of all", partial(uniform, place)
+
+
+def _batch(group: GraphGroup, values: Sequence[Any], rows: int, make: Make) -> list[Any]:
+    """The call's values with other rows."""
+    batch = list(values)
+    for index, spec in enumerate(group.inputs.specs):
+        value = values[spec.position].detach()
+        made = make(index, spec, value, rows)
+        batch[spec.position] = spec.repeated(value, rows) if made is None else made
+    return batch
 
 
 _MOST_PLACES = 2
