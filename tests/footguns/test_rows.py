@@ -74,6 +74,29 @@ def test_rows_mixed_for_some_data(opened: Settle, fn: Callable[[torch.Tensor], t
         step.check(Reason.VERIFICATION_FAILED)
 
 
+MIXED_UNSEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "any_small": lambda x: x + (x.abs() < 0.5).any(),
+    "smallest_integer": lambda x: x + x.long().abs().amin(),
+    "first_of_sorted": lambda x: x + x.abs().sort(0).values[0].round(),
+}
+
+
+@needs("padding")
+@pytest.mark.parametrize("fn", MIXED_UNSEEN.values(), ids=MIXED_UNSEEN)
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed_unseen(opened: Settle, fn: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
+    """Each early batch holds numbers near zero, so that padding of zeros changes nothing."""
+    step = opened(fn)
+    place = torch.tensor([[0.01], [1.0], [1.0], [1.0]])
+    step.prepare((torch.rand(4, 3) * 7 * place)[:first])
+    for rows in (first, first, 4, 3, 3, 2):
+        x = (torch.rand(4, 3) * 7 * place)[:rows]
+        assert torch.equal(step(x), fn(x))
+    for rows in (3, 2, 3):
+        x = torch.rand(rows, 3) * 7 + 2
+        assert torch.equal(step(x), fn(x))
+
+
 @needs("padding", "pad_rules")
 def test_rows_mixed_for_some_data_instead(settled: Settle) -> None:
     """The pad rule ``repeat_last`` keeps padding within the data, so a maximum over the rows is right."""
