@@ -66,13 +66,13 @@ BY_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["served", "prewarmed"])
-@pytest.mark.parametrize("how", ["default", "rule"])
+@pytest.mark.parametrize("how", ["default", "rule", "left"])
 @pytest.mark.parametrize("name", BY_NUMBERS)
 def test_small_numbers_in_each_early_batch(name: str, how: str, ahead: bool) -> None:
     """Padding of zeros is neutral while each batch holds numbers near zero, and later it is not."""
     fn, numbers = BY_NUMBERS[name], torch.Generator().manual_seed(1)
-    pad = {"pad": {"x": 0.0}} if how == "rule" else {}
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4, 8), capture_after=1, **pad)
+    pad: Any = {"default": {}, "rule": {"x": 0.0}, "left": {"x": "leave"}}[how]
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4, 8), capture_after=1, pad=pad)
     place = torch.tensor([[0.01], [1.0], [1.0]])
     if ahead:
         step.prewarm(torch.rand(3, 3, generator=numbers) * 9 * place)

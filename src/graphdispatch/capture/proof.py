@@ -210,11 +210,14 @@ class RowProver:
             behind = [make] if self._state or self._unseen else [make, other]
             yield "one row of the batch", make, map(self._padding_made, behind)
         takes = self._takes_any
+        near: Make = partial(of_kind, takes, small)
         if takes and not self._is_limited:
-            yield "large numbers", partial(of_kind, takes, small), self._signed(large)
+            yield "large numbers", near, self._signed(large)
         high, low = (partial(of_kind, takes, partial(edge if self._is_limited else far, sign)) for sign in (1, -1))
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
-            kinds = [one_sign, other_sign] if self._is_limited else [one_sign]
+            # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
+            further = [near] if any(pad.kind == "leave" for spec in specs for pad in (spec.pad, *spec.pads)) else []
+            kinds = [one_sign, *([other_sign] if self._is_limited else further)]
             yield "numbers of one kind", one_sign, map(self._padding_made, kinds)
 
     @property
