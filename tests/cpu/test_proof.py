@@ -230,3 +230,25 @@ def test_a_bounded_maximum_beside_a_cache(mode: str) -> None:
     assert step.entries[0].proof is not None
     assert not step.entries[0].proof.independent
     assert "behind such real rows" in step.entries[0].proof.perturbation
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_groups_of_rows_are_compared_within_the_tolerance(mixes: bool) -> None:
+    """A grouped product computes a row with its group, whose size is data: other padding, other last bits."""
+    table, experts = torch.randn(100, 64), torch.randn(4, 64, 48)
+
+    def fn(ids: torch.Tensor) -> torch.Tensor:
+        chosen = ids % 4
+        order = chosen.argsort(stable=True)
+        ends = (chosen[:, None] == torch.arange(4)).sum(0).cumsum(0).to(torch.int32)
+        sums = torch.empty(len(ids), 48).index_copy(0, order, torch._grouped_mm(table[ids][order], experts, ends))
+        return sums - sums.amax(0) if mixes else sums
+
+    step = gd.graphed(fn, dynamic={"ids": 0}, sizes=(8,), capture_after=1)
+    for _ in range(5):
+        ids = torch.randint(0, 100, (5,))
+        assert torch.allclose(step(ids), fn(ids), rtol=1e-4, atol=1e-4)
+    assert reason(step) is (Reason.VERIFICATION_FAILED if mixes else Reason.PADDED)
+    if not mixes:
+        assert step.entries[0].proof is not None
+        assert not step.entries[0].proof.deterministic

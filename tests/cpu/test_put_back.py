@@ -136,3 +136,18 @@ def test_attributes_are_put_back_one_by_one() -> None:
     walk.restore(names=trace.touched)
     assert not engine.busy
     assert vars(engine)["added"] == 1
+
+
+def test_a_warm_up_that_fails_leaves_nothing() -> None:
+    """The first of two runs before a prewarm changes a counter, and the second one fails for it."""
+    model = nn.Linear(4, 4)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        model.count += 1  # type: ignore[operator, assignment]
+        torch._assert_async(torch.tensor(model.count < 2))
+        return x * 2
+
+    model.count = 0  # type: ignore[assignment]
+    step = served(fn)
+    step.prewarm(torch.randn(3, 4))
+    assert model.count == 0

@@ -139,3 +139,37 @@ def test_a_hidden_or_replaced_builtin_is_seen(place: dict[str, object], monkeypa
         answer = serve(x)
         assert serve.stats.hits == hits
     assert torch.equal(answer, x * 7)
+
+
+class Factor(nn.Module):
+    """A model with a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use the number."""
+        return x * self.factor
+
+
+@pytest.mark.parametrize("change", ["what it calls", "itself"])
+def test_a_forward_of_an_object_is_followed(change: str) -> None:
+    """``model.forward = ...``: only torch's code spells the name, and what the function reads belongs to another."""
+    other, model = Factor(), Factor()
+
+    def through(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: forward(x)
+
+    model.forward = through(other.forward)  # type: ignore[method-assign]
+    with torch.no_grad():
+        serve = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+        for _ in range(4):
+            serve(torch.randn(4, 4))
+        assert serve.stats.hits
+        if change == "itself":
+            model.forward = through(lambda x: x + 1)  # type: ignore[method-assign]
+        else:
+            other.factor = 2.0
+        x = torch.randn(4, 4)
+        assert torch.equal(serve(x), model(x))

@@ -145,6 +145,8 @@ class EffectRecorder(OperatorMode):
         self.limits_values = False
         """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities
         of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
+        self.groups_rows = False
+        """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
@@ -223,8 +225,9 @@ class EffectRecorder(OperatorMode):
             check_geometry(func, shapes)
         except CaptureError as error:
             self.give_up(error)
-        if not self.limits_values and _may_limit_values(func):
-            self.limits_values = _limits_values(func, args, result)
+        if _is_particular(func):
+            self.groups_rows |= func._schema.name in _GROUPING
+            self.limits_values = self.limits_values or _limits_values(func, args, result)
         if kind is OperatorKind.EMPTY:
             _mark_unwritten(result)
             self.reserves_memory = True
@@ -313,16 +316,24 @@ _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernou
 _CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
 
 
+_GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
+
+
 @cache
-def _may_limit_values(func: OpOverload) -> bool:
-    return func._schema.name in _CHECKING | _CONVERTING
+def _is_particular(func: OpOverload) -> bool:
+    return func._schema.name in _CHECKING | _CONVERTING | _GROUPING
 
 
 def _limits_values(func: OpOverload, args: tuple[Any, ...], result: Any) -> bool:
     """Whether such an operator checks data on the device, or makes integers of floating-point numbers."""
     if func._schema.name in _CHECKING:
         return True
-    if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
+    if (
+        func._schema.name in _GROUPING
+        or not isinstance(result, torch.Tensor)
+        or result.is_floating_point()
+        or result.is_complex()
+    ):
         return False
     is_copy = func._schema.name == "aten::copy_"
     return result.dtype is not torch.bool and args[int(is_copy)].is_floating_point()

@@ -81,7 +81,7 @@ class RowProver:
         self._eager = eager
         self._entry = entry
         self._replay_with = replay_with
-        self._is_deterministic: bool | None = None
+        self._is_deterministic: bool | None = False if eager.effects.groups_rows else None
         self._is_limited = eager.effects.limits_values
         written = list(self._written_state())
         # Nothing tells which state the first half of a full batch writes. If padding must write none, it is all of it.

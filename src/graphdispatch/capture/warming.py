@@ -16,21 +16,28 @@ _log = logging.getLogger("graphdispatch")
 
 
 def run_twice(request: CaptureRequest) -> None:
-    """Run the call on the static inputs, and once more if that changes Python state; put that back if both do."""
+    """Run the call on the static inputs, and once more if that changes Python state; put that back unless the second
+    run shows that only a first one changes it."""
     first = _run_once(request)
-    drew, is_changed = first.drew(), first.change() is not None
-    if drew is not None or (is_changed and first.iterator is None and _run_once(request).change() is not None):
-        first.restore(generators=True)
+    if first is None or (first.drew() is None and first.change() is None):
+        return
+    if first.drew() is None:
+        if first.iterator is not None:
+            return
+        second = _run_once(request)
+        if second is not None and second.change() is None:
+            return
+    first.restore(generators=True)
 
 
-def _run_once(request: CaptureRequest) -> StateWalk:
+def _run_once(request: CaptureRequest) -> StateWalk | None:
     """Run the call once on the static inputs, if that can be undone, and put back what it writes; the Python state as
-    it was before."""
+    it was before. None if it fails, after which all is as before."""
     rng_before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
     trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares_iterators=True)
     if trace.refusal() is not None:
-        return walk
+        return None
     reveal_operators()
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
     try:
@@ -43,6 +50,7 @@ def _run_once(request: CaptureRequest) -> StateWalk:
         request.backend.raise_if_lost(error)
         _log.debug("warming up %s failed: %s", request.key, error)
         walk.restore(generators=True)
+        return None
     finally:
         undo_run(request, effects, rng_before)
     return walk

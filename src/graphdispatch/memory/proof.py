@@ -24,7 +24,8 @@ class RowProof:
 
     independent: bool
     deterministic: bool = True
-    """Whether equal replays gave equal bits. If not, rows were compared within the tolerance."""
+    """Whether equal replays give equal bits, and no kernel multiplies groups of rows whose sizes are data. If not, rows
+    were compared within the tolerance."""
     perturbation: str = ""
     """What the padding rows held when a real row changed; empty if none did."""
     what: str = ""
@@ -82,7 +83,7 @@ class RowProof:
         if not self.independent:
             return f"real rows depend on padding: with {self.perturbation} in the padding rows, {self.what}"
         if not self.deterministic:
-            return "equal replays differ in bits, so that rows were compared within the tolerance"
+            return "bits are not the same in all replays, so that rows were compared within the tolerance"
         return f"padding was not tested for {', '.join(self.untested)}" if self.untested else "rows are independent"
 
 

@@ -150,7 +150,7 @@ class StateReads:
         kind = type(module)
         is_library = any(base is not nn.Module for base in kind.__mro__ if base.__module__.startswith("torch."))
         names = self._named(kind, self._library_names if is_library else self._names)
-        self._compare(table, names | {"training"} | _TABLES)
+        self._compare(table, names | {"training", "forward"} | _TABLES)  # what torch itself reads of each
         self._pending.append(kind)
 
     def _visit_object(self, value: Any) -> None:
