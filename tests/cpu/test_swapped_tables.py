@@ -153,23 +153,50 @@ class Factor(nn.Module):
         return x * self.factor
 
 
+@pytest.mark.parametrize("name", ["forward", "_call_impl"])
 @pytest.mark.parametrize("change", ["what it calls", "itself"])
-def test_a_forward_of_an_object_is_followed(change: str) -> None:
+def test_a_forward_of_an_object_is_followed(change: str, name: str) -> None:
     """``model.forward = ...``: only torch's code spells the name, and what the function reads belongs to another."""
     other, model = Factor(), Factor()
 
     def through(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: forward(x)
 
-    model.forward = through(other.forward)  # type: ignore[method-assign]
+    setattr(model, name, through(other.forward))
     with torch.no_grad():
         serve = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
         for _ in range(4):
             serve(torch.randn(4, 4))
         assert serve.stats.hits
         if change == "itself":
-            model.forward = through(lambda x: x + 1)  # type: ignore[method-assign]
+            setattr(model, name, through(lambda x: x + 1))
         else:
             other.factor = 2.0
+        x = torch.randn(4, 4)
+        assert torch.equal(serve(x), model(x))
+
+
+class Written(nn.Module):
+    """A model that has a number from a text, in which a name is spelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.text = Half(), "{0.scale}"
+        self.inner.scale = 0.5  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use the number."""
+        return x * float(self.text.format(self.inner))
+
+
+def test_an_attribute_that_a_text_spells_is_read() -> None:
+    """``"{0.scale}".format(config)``."""
+    model = Written()
+    with torch.no_grad():
+        serve = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+        for _ in range(4):
+            serve(torch.randn(4, 4))
+        assert serve.stats.hits
+        model.inner.scale = 2.0  # type: ignore[attr-defined]
         x = torch.randn(4, 4)
         assert torch.equal(serve(x), model(x))

@@ -32,6 +32,8 @@ _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = frozenset((*_MEMBERS, *_HOOKS))
 """What a module keeps its members and hooks in: compared by identity here, and by its entries apart."""
+_BY_TORCH = frozenset(("training", "forward", "_call_impl"))
+"""Attributes of modules that torch's code spells, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _MOST_COMPARED = 1_000_000
@@ -150,7 +152,7 @@ class StateReads:
         kind = type(module)
         is_library = any(base is not nn.Module for base in kind.__mro__ if base.__module__.startswith("torch."))
         names = self._named(kind, self._library_names if is_library else self._names)
-        self._compare(table, names | {"training", "forward"} | _TABLES)  # what torch itself reads of each
+        self._compare(table, names | _BY_TORCH | _TABLES)
         self._pending.append(kind)
 
     def _visit_object(self, value: Any) -> None:

@@ -8,6 +8,7 @@ import gc
 import importlib._bootstrap
 import logging
 import os
+import re
 import sys
 import types
 from collections.abc import Iterable
@@ -162,7 +163,10 @@ class CodeTrace:
                 self._depth -= 1
         elif event == "c_call" and self._inside:
             owner = getattr(arg, "__self__", None)
-            if type(owner) not in objects.SEEN_THROUGH:
+            if type(owner) is str:
+                if arg.__name__ in ("format", "format_map"):  # "{0.scale}".format(config)
+                    self.names |= set(_FIELDS.findall(owner))
+            elif type(owner) not in objects.SEEN_THROUGH:
                 self._note_method(frame, owner, arg.__name__)
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
@@ -286,6 +290,9 @@ class CodeTrace:
     def _use(self, table: dict[str, Any], names: list[str], where: str) -> None:
         _keep(self.variables, table, names)
         self.walk.visit_variables(table, iter(names), where)
+
+
+_FIELDS = re.compile(r"\.([^\W\d]\w*)")
 
 
 def _names_environment(reads: CodeReads) -> bool:
