@@ -147,3 +147,18 @@ def test_rows_that_do_not_depend_are_served() -> None:
         assert torch.equal(step(ids, spans, kinds), fn(ids, spans, kinds))
     assert step.entries[0].proof is not None
     assert step.entries[0].proof.independent
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float16, torch.uint16, torch.uint8])
+def test_narrow_types_are_served(kind: torch.dtype) -> None:
+    """Numbers of which integers are made, and flags, in types that torch can do little with."""
+
+    def fn(x: Tensor, flags: Tensor) -> Tensor:
+        return (x.to(torch.float32).to(torch.int64) % 5) * flags.to(torch.int64)
+
+    step = gd.graphed(fn, dynamic={"x": 0, "flags": 0}, sizes=(4,), capture_after=1)
+    for _ in range(5):
+        x, flags = (torch.rand(3, 4) * 9).to(kind), torch.randint(0, 2, (3, 4)).to(kind)
+        assert torch.equal(step(x, flags), fn(x, flags))
+    assert step.last_decision is not None
+    assert step.last_decision.reason.is_graph, step.last_decision

@@ -143,7 +143,8 @@ def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Te
     """Rows that are all alike: at each place the largest number that a row has there, or the smallest."""
     one, dims = value.detach(), [dim for dim, _ in spec.spans]
     if dims and value.numel() and not value.is_complex():
-        one = one.amax(dims, keepdim=True) if sign > 0 else one.amin(dims, keepdim=True)
+        numbers = one.to(torch.float64)  # narrow types have no largest
+        one = (numbers.amax(dims, keepdim=True) if sign > 0 else numbers.amin(dims, keepdim=True)).to(one.dtype)
     return spec.repeated(one, rows)
 
 
