@@ -229,7 +229,7 @@ def test_a_bounded_maximum_beside_a_cache(mode: str) -> None:
     assert torch.equal(step(x, slots), fn(x, slots))
     assert step.entries[0].proof is not None
     assert not step.entries[0].proof.independent
-    assert "behind such real rows" in step.entries[0].proof.perturbation
+    assert "small ones in the real rows" in step.entries[0].proof.perturbation
 
 
 @pytest.mark.parametrize("mixes", [False, True])

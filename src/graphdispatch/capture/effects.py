@@ -314,8 +314,6 @@ class EffectRecorder(OperatorMode):
 
 _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
 _CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
-
-
 _GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
 
 
@@ -325,18 +323,13 @@ def _is_particular(func: OpOverload) -> bool:
 
 
 def _limits_values(func: OpOverload, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether such an operator checks data on the device, or makes integers of floating-point numbers."""
-    if func._schema.name in _CHECKING:
-        return True
-    if (
-        func._schema.name in _GROUPING
-        or not isinstance(result, torch.Tensor)
-        or result.is_floating_point()
-        or result.is_complex()
-    ):
+    """Whether an operator checks data on the device, or makes integers of floating-point numbers."""
+    name = func._schema.name
+    if name not in _CONVERTING:
+        return name in _CHECKING
+    if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
         return False
-    is_copy = func._schema.name == "aten::copy_"
-    return result.dtype is not torch.bool and args[int(is_copy)].is_floating_point()
+    return result.dtype is not torch.bool and args[int(name == "aten::copy_")].is_floating_point()
 
 
 _UNWRITTEN = 0x5B

@@ -196,11 +196,11 @@ class RowProver:
             base = self._read()
             for rows in behind:
                 self._replay(self._base._replace(rows=rows))
-                self._compare(f"{name} behind such real rows", base, self._read())
+                self._compare(name, base, self._read())
         self._base = batch_base
 
     def _kinds_of_rows(self) -> Iterator[tuple[str, Make, Iterable[Sequence[torch.Tensor | None]]]]:
-        """What real rows may be, in words; how each argument is made so; and the padding that is tried behind them."""
+        """What padding and real rows hold, in words; how real rows are made so; and the padding that is tried."""
         specs, arguments = self._request.inputs.specs, self._request.arguments()
         free = [i for i, spec in enumerate(specs) if self._may_replace(i) and not spec.dtype.is_complex]
         places = telling_places(specs, arguments, self.rows, [i for i in free if is_discrete(specs[i], arguments[i])])
@@ -208,17 +208,18 @@ class RowProver:
         for make, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
             # What another row writes is other state.
             behind = [make] if self._state or self._unseen else [make, other]
-            yield "one row of the batch", make, map(self._padding_made, behind)
+            yield "one row of the batch (in place of the real rows, too)", make, map(self._padding_made, behind)
         takes = self._takes_any
         near: Make = partial(of_kind, takes, small)
         if takes and not self._is_limited:
-            yield "large numbers", near, self._signed(large)
+            yield "large numbers (and small ones in the real rows)", near, self._signed(large)
         high, low = (partial(of_kind, takes, partial(edge if self._is_limited else far, sign)) for sign in (1, -1))
+        numbers = "the largest or smallest numbers of the batch" if self._is_limited else "large numbers of one sign"
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
             # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
             further = [near] if any(pad.kind == "leave" for spec in specs for pad in (spec.pad, *spec.pads)) else []
             kinds = [one_sign, *([other_sign] if self._is_limited else further)]
-            yield "numbers of one kind", one_sign, map(self._padding_made, kinds)
+            yield f"{numbers} (in the real rows, too)", one_sign, map(self._padding_made, kinds)
 
     @property
     def _takes_any(self) -> list[int]:

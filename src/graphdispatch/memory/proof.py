@@ -14,8 +14,7 @@ __all__ = ["MOST_COMPARED", "Compared", "RowProof"]
 MOST_COMPARED = 64
 """The largest size of which each number of rows is compared with eager by itself."""
 
-
-_MOST_BATCHES = 3
+_MOST_BATCHES = 3  # that are asked, where a proof takes its numbers from them
 
 
 @dataclass(frozen=True)

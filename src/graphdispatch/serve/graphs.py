@@ -220,13 +220,7 @@ class GraphSet:
         return result
 
     def verify(
-        self,
-        group: GraphGroup,
-        values: Sequence[Any],
-        rows: int,
-        entry: CUDAGraphEntry,
-        *,
-        keep_effects: bool = True,
+        self, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry, *, keep_effects: bool = True
     ) -> CaptureResult:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
         request = self._request(group, values, rows, entry.size, entry.mode, keep_effects)

@@ -63,15 +63,18 @@ def stretch(
 def _kinds(
     group: GraphGroup, values: Sequence[Any], rows: int, proof: RowProof, kept: Collection[int]
 ) -> Iterator[tuple[str, Make]]:
-    """What real rows may show what a rule hides, in words, and how each argument is made so: numbers of other kinds for
-    rules of floating-point numbers, those of the batch alone where others are limited; one row in place of all else."""
+    """Kinds of real rows that may show what a rule hides, in words, and how each argument is made so.
+
+    Rules of floating-point numbers get numbers of other kinds, or the edges of the batch if the callable limits what it
+    takes. For all other rules one row of the batch takes the place of all.
+    """
     specs = group.inputs.specs
     arguments = [values[spec.position] for spec in specs]
     real = [i for i in kept if specs[i].dtype.is_floating_point]
     if real and not proof.limited:
         yield "small numbers", partial(of_kind, real, small)
     for sign in (1, -1) if real else ():
-        yield "numbers of one kind", partial(of_kind, real, partial(edge if proof.limited else far, sign))
+        yield "numbers of one sign", partial(of_kind, real, partial(edge if proof.limited else far, sign))
     whole = [*proof.kept, *(i for i in sorted(kept) if is_discrete(specs[i], arguments[i]))]
     for place in telling_places(specs, arguments, rows, whole)[:_MOST_PLACES]:
         yield "one row in place of all", partial(uniform, place)
