@@ -157,7 +157,9 @@ def _open_parquet(path: str | Path, data: bytes) -> TraceFile:
     except ImportError as error:
         raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install 'graphdispatch[parquet]'") from error
     try:
-        table = parquet.read_table(BytesIO(data))
+        # Without pyarrow's threads: a process that ends soon after they ran may abort.
+        # https://github.com/apache/arrow/issues/34314
+        table = parquet.ParquetFile(BytesIO(data), pre_buffer=False).read(use_threads=False)
     except Exception as error:
         raise ConfigError(f"{path} cannot be read as Parquet: {error}") from error
 
