@@ -111,6 +111,23 @@ def test_opaque_operator_writes_at_each_replay(key: str) -> None:
         assert steps.served.stats.hits == 3
 
 
+def draw(x: Tensor) -> Tensor:
+    """Draws where no mode sees it."""
+    return x + torch.from_numpy(torch.rand(3).numpy().copy())
+
+
+def test_operator_that_draws_unseen_leaves_the_callers_numbers() -> None:
+    """A C++ operator may draw from torch's generator and say so nowhere; a capture draws the numbers of one run."""
+    with compiled_operator("unseen_noise(Tensor x) -> Tensor", draw) as noise, torch.inference_mode(False):
+        batches = [torch.randn(rows, 3) for rows in (4, 4, 3, 4, 2, 4)]
+        found = []
+        for step in (lambda x: noise(x) * 2, graphed(lambda x: noise(x) * 2, dynamic={"x": 0}, sizes=[4])):
+            torch.manual_seed(0)
+            found.append([(step(x), torch.rand(2)) for x in batches])
+        for eager, served in zip(*found, strict=True):
+            assert all(map(torch.equal, eager, served))
+
+
 def test_gradients_pass_an_operator_that_was_revealed() -> None:
     """An operator that is made of others keeps its gradients when modes were made to see it."""
     schema, key = "double_sine(Tensor x) -> Tensor", "CompositeImplicitAutograd"

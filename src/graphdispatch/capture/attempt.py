@@ -245,16 +245,18 @@ class CaptureAttempt:
 
     def run_with(self, rows: int) -> Any:
         """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps."""
-        request = self.request
+        request, skims = self.request, self.eager.effects.is_quiet
         self._start_over(f"probing the outputs with {rows} rows")
         values = self._resized(rows)
-        effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+        effects = EffectRecorder(request.options.state_limit_bytes, strict=True, skims=skims)
         try:
             with request.backend.rehearsing(), effects:
                 output = request.call(values)
-            return self.eager.open_outputs(output)
+            if effects.is_quiet or not skims:
+                return self.eager.open_outputs(output)
         except CaptureError:
-            raise
+            if effects.is_quiet or not skims:
+                raise
         except Exception as error:
             raise CaptureError(
                 f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the "
@@ -264,6 +266,8 @@ class CaptureAttempt:
         finally:
             self.has_written = bool(effects.regions)
             undo_run(request, effects, self.eager.rng_before)
+        self.eager.effects.is_quiet = False  # so many rows take another branch, which has to be looked at
+        return self.run_with(rows)
 
     def replay_other(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Replay what ``run_with`` was given, from where the eager run began."""

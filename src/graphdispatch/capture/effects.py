@@ -129,13 +129,17 @@ class EffectRecorder(OperatorMode):
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens.
+    before the write happens. ``skims`` is for runs of a callable that was quiet: what only computes is not looked at,
+    which takes half the time, so all memory counts as not made by the run.
     """
 
-    def __init__(self, limit_bytes: int, *, strict: bool = False) -> None:
+    def __init__(self, limit_bytes: int, *, strict: bool = False, skims: bool = False) -> None:
         super().__init__()
         self.regions: list[Region] = []
         self.unsaved: Exception | None = None
+        self.is_quiet = True
+        """Whether all that the run did was to make tensors of others and views of them: no write, not even to its own
+        memory, and nothing that may draw."""
         self.uses_rng = False
         """Whether the run drew from a random generator."""
         self.reserves_memory = False
@@ -151,6 +155,7 @@ class EffectRecorder(OperatorMode):
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
         self._strict = strict
+        self._skims = skims
         self._saved = 0
         self._made: dict[int, StorageWeakRef] = {}
         self._saved_views: set[tuple[Any, ...]] = set()
@@ -162,6 +167,7 @@ class EffectRecorder(OperatorMode):
         What the schema marks as written is saved as a whole. That copy is dropped if an operator inside was seen to
         write there, and the kernel could have done so in no other way: a device runs kernels that no mode sees.
         """
+        self.is_quiet = False
         start, saved, views = len(self.regions), self._saved, set(self._saved_views)
         hidden: list[str] = []
         self._save_written(func, args, kwargs)
@@ -209,6 +215,11 @@ class EffectRecorder(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
         kind, made, outside = kind_of(func), self._made, self.outside
+        if self._skims and kind in _QUIET:
+            return func(*args, **kwargs)
+        if kind not in _QUIET:
+            self.is_quiet = False
+            self.runs_custom = self.runs_custom or func.namespace not in ("aten", "prims")
         for tensor in tensors_in(args, kwargs):
             if is_strided(tensor) and (key := storage_key(tensor)) not in made and key not in outside:
                 outside[key] = tensor.detach()
@@ -312,6 +323,7 @@ class EffectRecorder(OperatorMode):
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
 
 
+_QUIET = frozenset((OperatorKind.PURE, OperatorKind.VIEW))
 _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
 _CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
 _GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))

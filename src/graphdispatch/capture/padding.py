@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..axes import Axis
@@ -90,7 +91,8 @@ def telling_places(
         spec, value = specs[index], specs[index].cut(arguments[index], rows).to(torch.float64)
         if value.numel():
             extremes = [value.argmax(), *([value.argmin()] if bool((value < 0).any()) else [])]
-            at = [torch.unravel_index(extreme, value.shape) for extreme in extremes]
+            # Not torch's `unravel_index`, which imports sympy: that takes longer than a small model's capture.
+            at = [np.unravel_index(int(extreme), value.shape) for extreme in extremes]
             places += ({axis: int(one[dim]) for dim, axis in spec.spans} for one in at)
     if places:
         axes = {axis for index in indices for _, axis in specs[index].spans}
