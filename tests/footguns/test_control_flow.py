@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from graphdispatch import Reason, eager_break, remove_eager_break
 
@@ -116,6 +117,30 @@ def test_branch_on_some_rows(opened: Settle) -> None:
         x = torch.randn(rows, 3)
         assert torch.equal(step(x), fn(x))
     step.check(Reason.VERIFICATION_FAILED)
+
+
+class _Scaled(nn.Module):
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x * 2) if x.shape[0] == 2 else x * 2
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.factor == 1.0 else x * self.factor
+
+
+@needs("padding", "comparisons")
+def test_state_of_some_rows(opened: Settle) -> None:
+    """What only a branch reads is compared on each hit, once a batch took that branch."""
+    model = _Scaled().eval()
+    step = opened(model)
+    step.prepare(torch.randn(3, 3))
+    for rows in (3, 3, 1, 1, 4, 2, 1, 2, 3, 2):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), x * 2)
+    model.factor = 5.0
+    x = torch.randn(2, 3)
+    assert torch.equal(step(x), x * 10)
 
 
 def test_operator_over_numpy(tried: Settle) -> None:

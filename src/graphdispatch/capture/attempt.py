@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..backends.operators import storage_key
+from ..backends.operators import is_strided, storage_key
 from ..call.spec import is_tensor
-from ..errors import CaptureError, DeviceLostError, ReplayError
+from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from .collector import paused_collector
-from .eager_run import EagerRun, check_may_capture, check_python_state, undo_run
+from .eager_run import EagerRun, check_draws, check_may_capture, check_python_state, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
 from .gain import check_gain, may_be_timed
 from .padding import Padding
@@ -47,6 +47,10 @@ class CaptureAttempt:
     _existing: set[int] = field(default_factory=set)
     """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
     _ran_again: bool = False
+    _unread: Collection[int] = ()
+    """Keys of the storages within the callable's reach that the graph under comparison does not read."""
+    _uses_rng: bool | None = None
+    """Whether that graph draws random numbers; None while there is none."""
     has_written: bool = False
     """Whether the latest run with other rows wrote to memory that it did not make."""
 
@@ -244,18 +248,28 @@ class CaptureAttempt:
         return self.run_with(size + 1), size + 1
 
     def run_with(self, rows: int) -> Any:
-        """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps."""
-        request, skims = self.request, self.eager.effects.is_quiet
+        """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps.
+
+        Raises ``CaptureError`` if the call fails or changes Python state, and ``VerificationError`` if it takes another
+        branch than the graph that is compared.
+        """
+        request, is_quiet, walk = self.request, self.eager.effects.is_quiet, self.eager.trace.walk
+        may_have_changed = True
         self._start_over(f"probing the outputs with {rows} rows")
         values = self._resized(rows)
+        skims = self._unread if is_quiet else None
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True, skims=skims)
         try:
-            with request.backend.rehearsing(), effects:
+            with request.backend.rehearsing(), self.eager.trace, effects:
                 output = request.call(values)
-            if effects.is_quiet or not skims:
+            if effects.is_quiet or not is_quiet:
+                self._check_branch(effects, rows)
+                check_python_state(walk.change())
+                check_draws(walk.drew())
+                may_have_changed = False
                 return self.eager.open_outputs(output)
-        except CaptureError:
-            if effects.is_quiet or not skims:
+        except (CaptureError, VerificationError):
+            if effects.is_quiet or not is_quiet:
                 raise
         except Exception as error:
             raise CaptureError(
@@ -265,7 +279,7 @@ class CaptureAttempt:
             ) from error
         finally:
             self.has_written = bool(effects.regions)
-            undo_run(request, effects, self.eager.rng_before)
+            undo_run(request, effects, self.eager.rng_before, walk if may_have_changed else None)
         self.eager.effects.is_quiet = False  # so many rows take another branch, which has to be looked at
         return self.run_with(rows)
 
@@ -294,14 +308,46 @@ class CaptureAttempt:
         alike = request.inputs.alike(request.size) if prover.is_wanted else {}
         self._replay(entry)
         check_replay(request, self.eager, entry)
+        self._unread, self._uses_rng = self._find_unread(entry), entry.uses_rng
+        self._check_branch(self.eager.effects, request.rows)
         if request.is_padded and request.options.padding_writes == "refuse":
             check_padding_writes(request, self.eager, self._writes_outside_inputs())
         if prover.is_wanted:
             entry.proof = prover.prove(alike).after(entry.proof)
         if request.tells_numbers():
-            entry.compared.note(request.rows, request.size)
+            self.note_compared(entry, request.rows)
             if request.grid is not None:
                 request.grid.compare_lengths(entry, self)
+
+    def _find_unread(self, entry: CUDAGraphEntry) -> set[int]:
+        if entry.guard is None:
+            return set()
+        known = {*map(storage_key, (*entry.held, *self.request.arguments())), *entry.guard.storages}
+        return {storage_key(t) for t in self.eager.trace.walk.tensors if is_strided(t)} - known
+
+    def _check_branch(self, effects: EffectRecorder, rows: int) -> None:
+        """Raise ``VerificationError`` if a run used memory that the graph does not read, or drew random numbers where
+        the graph draws none: it took another branch, with the same outputs by chance or for the time being."""
+        used = next((tensor for key, tensor in effects.outside.items() if key in self._unread), None)
+        graph, what = f"the graph of {self.request.size}", ""
+        if used is not None:
+            what = f"uses a tensor of shape {tuple(used.shape)} that {graph} does not read"
+        elif self._uses_rng is not None and self._uses_rng is not effects.uses_rng:
+            what = f"{'draws' if effects.uses_rng else 'does not draw'} random numbers, unlike {graph}"
+        if what:
+            raise VerificationError(f"for {rows} rows the call {what}: it takes another branch")
+
+    def note_compared(self, entry: CUDAGraphEntry, rows: int) -> None:
+        """Note that so many rows were compared with eager. If code ran for them that the entry's guard does not know,
+        the guard grows by what that reads."""
+        trace = self.eager.trace
+        if entry.guard is not None and entry.guard.notes.lacks(trace):
+            check_may_capture(self.request, self.eager)
+            trace.absorb(entry.guard.notes)
+            held = {*map(storage_key, entry.held), *entry.guard.storages, *self.eager.effects.outside}
+            entry.guard = self._make_guard(held)
+            entry.compared.part()
+        entry.compared.note(rows, self.request.size)
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""

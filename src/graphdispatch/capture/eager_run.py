@@ -22,7 +22,7 @@ from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
 from .request import CaptureRequest, CaptureResult, failed_result
 
-__all__ = ["EagerRun", "check_may_capture", "check_python_state", "run_eagerly", "undo_run"]
+__all__ = ["EagerRun", "check_draws", "check_may_capture", "check_python_state", "run_eagerly", "undo_run"]
 
 
 @dataclass
@@ -152,11 +152,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             f"saving what the call overwrites failed: {unsaved}", request.backend.classify_error(unsaved)
         )
     check_python_state(eager.changed)
-    if eager.unseen is not None:
-        raise CaptureError(
-            f"the call draws from {eager.unseen}, and a graph would keep the numbers of its capture; draw with torch",
-            Reason.STATE_UNSEEN,
-        )
+    check_draws(eager.unseen)
     if eager.trace.walk.overflow is not None:
         raise CaptureError(
             f"the call reaches too many Python objects to watch them all, at {eager.trace.walk.overflow}; keep large "
@@ -184,6 +180,15 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
                 Reason.OUTPUT_UNSUPPORTED,
             )
+
+
+def check_draws(drew: str | None) -> None:
+    """Raise ``CaptureError`` if a run drew from a generator that no graph draws from; ``drew`` says which."""
+    if drew is not None:
+        raise CaptureError(
+            f"the call draws from {drew}, and a graph would keep the numbers of its capture; draw with torch",
+            Reason.STATE_UNSEEN,
+        )
 
 
 def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:

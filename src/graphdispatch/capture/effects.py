@@ -8,7 +8,7 @@ Note [exactly once]
     written part is saved (for an indexed write, the indexed rows), so a large cache costs what a step writes to it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -130,10 +130,11 @@ class EffectRecorder(OperatorMode):
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
     before the write happens. ``skims`` is for runs of a callable that was quiet: what only computes is not looked at,
-    which takes half the time, so all memory counts as not made by the run.
+    which takes half the time, so all memory counts as not made by the run. It gives the keys of storages; a run that
+    uses one of them is not quiet either.
     """
 
-    def __init__(self, limit_bytes: int, *, strict: bool = False, skims: bool = False) -> None:
+    def __init__(self, limit_bytes: int, *, strict: bool = False, skims: Collection[int] | None = None) -> None:
         super().__init__()
         self.regions: list[Region] = []
         self.unsaved: Exception | None = None
@@ -215,7 +216,7 @@ class EffectRecorder(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
         kind, made, outside = kind_of(func), self._made, self.outside
-        if self._skims and kind in _QUIET:
+        if self._skims is not None and kind in _QUIET and not (self._skims and self._meets(args, kwargs)):
             return func(*args, **kwargs)
         if kind not in _QUIET:
             self.is_quiet = False
@@ -247,6 +248,12 @@ class EffectRecorder(OperatorMode):
         for tensor in tensors_in(result):
             self._note_made(tensor)
         return result
+
+    def _meets(self, *arguments: Any) -> bool:
+        assert self._skims is not None
+        if any(is_strided(tensor) and storage_key(tensor) in self._skims for tensor in tensors_in(*arguments)):
+            self.is_quiet = False
+        return not self.is_quiet
 
     def give_up(self, error: CaptureError) -> None:
         """Note that the run cannot be captured; raise that if the run must be undone."""

@@ -9,6 +9,7 @@ Note [what keeps its padding]
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import torch
 from ..axes import Axis
 from ..backends.operators import tensors_in
 from ..call.dims import GridSignature, is_hidden
-from ..errors import CaptureError
+from ..errors import CaptureError, VerificationError
 from ..extents import Extents
 from ..memory.entry import CUDAGraphEntry
 from ..memory.grid import GridCompared
@@ -152,7 +153,7 @@ class GridCapture:
         request = self._request
         try:
             eager = [tensor.detach().clone() for tensor in tensors_in(attempt.run_with(number))]
-        except CaptureError:
+        except (CaptureError, VerificationError):
             return None
         if attempt.has_written:
             return f"the call writes to memory for a batch of {number}"
@@ -164,7 +165,8 @@ class GridCapture:
                 return f"output {index} of a batch of {number} is not what eager gives: {gap}"
             if gap is not None:
                 return None
-        entry.compared.note(number, request.size)
+        with suppress(CaptureError):
+            attempt.note_compared(entry, number)
         return None
 
     def _hides_a_row(self, number: int) -> bool:

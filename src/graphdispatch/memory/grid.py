@@ -93,7 +93,7 @@ class GridInputs(StaticInputs):
 
 class GridCompared(Compared):
     """Which extents were compared with eager, in ``extents`` by axis and size. They count for all graphs as long
-    along the axis: the code is the same for each."""
+    along the axis, as long as the same code runs for each."""
 
     def __init__(self, axes: Sequence[Axis], extents: dict[tuple[Axis, int], set[int]]) -> None:
         super().__init__()
@@ -111,6 +111,10 @@ class GridCompared(Compared):
         """Note that a batch was compared with the graph of ``size``."""
         for axis in self.axes:
             self.known(axis, size).add(axis.of(rows))
+
+    def part(self) -> None:
+        """Share what is noted from here on with no other graph."""
+        self.extents = {key: set(known) for key, known in self.extents.items()}
 
     def known(self, axis: Axis, size: int) -> set[int]:
         """The extents along an axis that were compared with graphs as long as this one."""

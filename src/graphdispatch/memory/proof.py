@@ -93,6 +93,9 @@ class Compared(set[int]):
         """Note that a batch of ``rows`` rows was compared with a graph of ``size``."""
         self.add(rows)
 
+    def part(self) -> None:
+        """Share what is noted from here on with no other graph, since other code ran."""
+
     def covers(self, rows: int, size: int) -> bool:
         """Whether a batch of ``rows`` rows may be padded to ``size``, as far as comparisons go. Above ``MOST_COMPARED``
         rows it is enough that fewer were compared: code that takes another branch below some number is found so."""

@@ -24,10 +24,10 @@ from ..call.spec import VALUES
 from ..native.guards import GUARD
 from . import objects
 from .compiled import END, compile_guard
+from .notes import CodeNotes
 from .objects import same_objects
 from .particulars import PLAIN_READERS
 from .reads import StateReads
-from .trace import CodeTrace
 
 __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "wants_gradient"]
 
@@ -64,11 +64,15 @@ class StateGuard:
     def __init__(
         self,
         fn: Callable[..., Any],
-        trace: CodeTrace | None = None,
+        trace: CodeNotes | None = None,
         used: Collection[int] | None = None,
         extra: Iterable[Any] = (),
     ) -> None:
         self._latest_hook = RemovableHandle.next_id  # first: what is registered from here on is new
+        self.notes = CodeNotes()
+        """What the code that the guard was made for reads; empty without a trace."""
+        if trace is not None:
+            self.notes.absorb(trace)
         reads = StateReads(fn, trace, extra)
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""

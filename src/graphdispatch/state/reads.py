@@ -21,9 +21,9 @@ from torch import nn
 
 from ..call.marks import is_break
 from . import objects
+from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
 from .particulars import class_readers, readers_of, setting_readers, unchanged
-from .trace import CodeTrace
 
 __all__ = ["StateReads"]
 
@@ -45,7 +45,7 @@ class StateReads:
     Without a trace: what tells which modules and tensors the callable reaches. Holds what it found.
     """
 
-    def __init__(self, fn: Callable[..., Any], trace: CodeTrace | None, extra: Iterable[Any] = ()) -> None:
+    def __init__(self, fn: Callable[..., Any], trace: CodeNotes | None, extra: Iterable[Any] = ()) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.functions: list[types.FunctionType] = []
@@ -258,7 +258,7 @@ class StateReads:
         if self._trace is None:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
 
-    def _compare_namespaces(self, trace: CodeTrace) -> None:
+    def _compare_namespaces(self, trace: CodeNotes) -> None:
         self._pending += trace.functions
         spelled = self._names.union(*(names for _, names in trace.variables.values()))
         self.readers += setting_readers(spelled)

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from ..call.marks import BREAK_CODE
 from ..errors import CaptureError
 from . import objects
 from .bytecode import CodeReads, code_reads
+from .notes import CodeNotes, keep
 from .walk import StateWalk
 
 if TYPE_CHECKING:
@@ -39,14 +39,12 @@ _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 """Where torch compiles a function before its first run. What that reads is no part of the run."""
 
-_Names = dict[int, tuple[dict[str, Any], set[str]]]
-
 
 class _IteratorMetError(BaseException):
     """Ends a run before code that names an iterator; ``except Exception`` of the user must not catch it."""
 
 
-class CodeTrace:
+class CodeTrace(CodeNotes):
     """Enter it around runs of a callable, on the thread that makes them; several runs add up.
 
     What code is about to use of its module's variables goes to ``walk`` before the code runs. Code of torch and of the
@@ -67,37 +65,15 @@ class CodeTrace:
         within: types.CodeType | None = None,
         spares_iterators: bool = False,
     ) -> None:
+        super().__init__()
         self.walk = walk
         self.spares_iterators = spares_iterators
         """Whether runs are for the graph's sake, so that they must not advance an iterator."""
         self.spared = walk.iterator if spares_iterators else None
         """The iterator before which a run ended, or must not begin."""
-        self.codes: set[types.CodeType] = set()
-        self.names: set[str] = set()
-        """Names of attributes that code of the user reads."""
-        self.asked: set[str] = set()
-        """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
-        self.library_names: set[str] = set()
-        """Those that code of libraries reads."""
-        self.whole_types: set[type] = set()
-        """Classes whose objects are read under names that are not spelled in the code."""
-        self.reads_whole: str = ""
-        """The code that reads objects of any class so; empty if none does."""
-        self.variables: _Names = {}
-        """The global variables that code of the user uses: for each namespace, by its ``id``, the names."""
-        self.absent: _Names = {}
-        """Names under which that code finds nothing there: a builtin serves, or a default."""
         self.sets_generator = False
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
-        self.functions: list[types.FunctionType] = []
-        """Functions that ran and that nothing within reach holds, but for the interpreter."""
-        self.reads_environment = False
-        """Whether code of the user names the environment variables."""
-        self.is_blind = False
-        """Whether something ran unseen; then everything within reach counts as read."""
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
-        self.break_names: set[str] = set()
-        """Names of attributes in code that runs inside of breaks, at each replay."""
         self.seeds: str | None = None
         """Which random generator of its own the callable set, in words."""
         self._within = within
@@ -264,14 +240,14 @@ class CodeTrace:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
         used = {name for name in reads.variables if name in table}
         built_in = vars(builtins)
-        _keep(self.variables, built_in, [name for name in reads.variables - used if name in built_in])
+        keep(self.variables, built_in, [name for name in reads.variables - used if name in built_in])
         named = reads.variables | reads.attributes if "globals" in reads.variables else reads.variables
-        _keep(self.absent, table, named - used)
+        keep(self.absent, table, named - used)
         if "globals" in reads.variables:  # globals()["scale"], or under any other name
             used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
         self._use(table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
-        _keep(self.variables, sys.modules, [name for name in reads.imports if name in sys.modules])
+        keep(self.variables, sys.modules, [name for name in reads.imports if name in sys.modules])
         imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
         if "modules" in reads.attributes:  # sys.modules[__name__]
             imported.append(table.get("__name__", ""))
@@ -283,12 +259,12 @@ class CodeTrace:
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
-                    _keep(self.absent, vars(module), reads.attributes.difference(names))
+                    keep(self.absent, vars(module), reads.attributes.difference(names))
                 self._use(vars(module), names, module.__name__)
                 modules += (vars(module)[name] for name in names)
 
     def _use(self, table: dict[str, Any], names: list[str], where: str) -> None:
-        _keep(self.variables, table, names)
+        keep(self.variables, table, names)
         self.walk.visit_variables(table, iter(names), where)
 
 
@@ -297,10 +273,6 @@ _FIELDS = re.compile(r"\.([^\W\d]\w*)")
 
 def _names_environment(reads: CodeReads) -> bool:
     return not (reads.attributes | reads.variables).isdisjoint(("environ", "getenv"))
-
-
-def _keep(notes: _Names, table: dict[str, Any], names: Iterable[str]) -> None:
-    notes.setdefault(id(table), (table, set()))[1].update(names)
 
 
 def _is_library(frame: types.FrameType) -> bool:

@@ -1,0 +1,79 @@
+"""What the Python code of some runs reads: the names that it spells, its variables, and the code itself."""
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from .objects import is_library_code
+
+__all__ = ["CodeNotes", "Names", "keep"]
+
+Names = dict[int, tuple[dict[str, Any], set[str]]]
+"""For each namespace, by its ``id``: the namespace, and names in it."""
+_SETS = ("names", "asked", "library_names", "break_names", "whole_types")
+
+
+class CodeNotes:
+    """Notes of the code that ran; those of several runs add up. A guard compares what they name."""
+
+    def __init__(self) -> None:
+        self.codes: set[types.CodeType] = set()
+        self.names: set[str] = set()
+        """Names of attributes that code of the user reads."""
+        self.asked: set[str] = set()
+        """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
+        self.library_names: set[str] = set()
+        """Those that code of libraries reads."""
+        self.break_names: set[str] = set()
+        """Names of attributes in code that runs inside of breaks, at each replay."""
+        self.whole_types: set[type] = set()
+        """Classes whose objects are read under names that are not spelled in the code."""
+        self.reads_whole: str = ""
+        """The code that reads objects of any class so; empty if none does."""
+        self.variables: Names = {}
+        """The global variables that code of the user uses."""
+        self.absent: Names = {}
+        """Names under which that code finds nothing there: a builtin serves, or a default."""
+        self.functions: list[types.FunctionType] = []
+        """Functions that ran and that nothing within reach holds, but for the interpreter."""
+        self.reads_environment = False
+        """Whether code of the user names the environment variables."""
+        self.is_blind = False
+        """Whether something ran unseen; then everything within reach counts as read."""
+
+    def lacks(self, other: "CodeNotes") -> bool:
+        """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
+        if any(getattr(other, kind) - getattr(self, kind) for kind in _SETS):
+            return True
+        if (other.is_blind, other.reads_environment, bool(other.reads_whole)) != (
+            self.is_blind,
+            self.reads_environment,
+            bool(self.reads_whole),
+        ):
+            return True
+        tables = ((self.variables, other.variables), (self.absent, other.absent))
+        if any(names - own.get(key, (table, set()))[1] for own, new in tables for key, (table, names) in new.items()):
+            return True
+        known = set(map(id, self.functions))
+        return any(id(fn) not in known for fn in other.functions) or any(
+            not is_library_code(code.co_filename) for code in other.codes - self.codes
+        )
+
+    def absorb(self, other: "CodeNotes") -> None:
+        """Note all that ``other`` notes."""
+        self.codes |= other.codes
+        for kind in _SETS:
+            getattr(self, kind).update(getattr(other, kind))
+        for own, new in ((self.variables, other.variables), (self.absent, other.absent)):
+            for table, names in new.values():
+                keep(own, table, names)
+        known = set(map(id, self.functions))
+        self.functions += [fn for fn in other.functions if id(fn) not in known]
+        self.reads_whole = self.reads_whole or other.reads_whole
+        self.reads_environment |= other.reads_environment
+        self.is_blind |= other.is_blind
+
+
+def keep(notes: Names, table: dict[str, Any], names: Iterable[str]) -> None:
+    """Note names of a namespace."""
+    notes.setdefault(id(table), (table, set()))[1].update(names)

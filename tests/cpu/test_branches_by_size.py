@@ -1,0 +1,140 @@
+"""Code that runs for some numbers of rows, or some lengths, alone: what it reads and writes counts like all else.
+
+Its outputs are what the other branch gives, at first, so that no comparison of outputs can show it.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import Dim, graphed
+
+LENGTHS = (16, 8, 5, 9, 13, 7, 14, 15, 3)
+
+
+class Scale:
+    """A plain object that nobody but the branch reads."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class Model(nn.Module):
+    """A layer, and ``branch`` for batches that are ``at`` long along ``dim``."""
+
+    def __init__(self, branch: Callable[["Model", Tensor], Tensor], dim: int, at: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("extra", torch.zeros(4))
+        self.config, self.seen, self.calls = Scale(), list[int](), 0
+        self.random = random.Random(0)
+        self.branch, self.dim, self.at = branch, dim, at
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.branch(self, y) if x.shape[self.dim] == self.at else y
+
+    def scaled(self, y: Tensor) -> Tensor:
+        """A method that runs in the branch alone."""
+        return y * self.config.factor
+
+    def checked(self, y: Tensor) -> Tensor:
+        """As ``scaled``, but with the same operators as outside of the branch."""
+        return y if self.config.factor == 1.0 else y * self.config.factor
+
+
+def add_extra(model: Model, y: Tensor) -> Tensor:
+    """Uses memory that no other branch uses."""
+    return y + model.extra  # type: ignore[operator]
+
+
+def add_data(model: Model, y: Tensor) -> Tensor:
+    """The same by a view that autograd does not see."""
+    return y + model.extra.data  # type: ignore[operator, union-attr]
+
+
+def count(model: Model, y: Tensor) -> Tensor:
+    """Rebinds a number."""
+    model.calls += 1
+    return y
+
+
+def append(model: Model, y: Tensor) -> Tensor:
+    """Appends to a list."""
+    model.seen.append(len(y))
+    return y
+
+
+def write(model: Model, y: Tensor) -> Tensor:
+    """Writes a buffer in place."""
+    model.extra += 1  # type: ignore[operator]
+    return y
+
+
+def draw(model: Model, y: Tensor) -> Tensor:
+    """Draws numbers, and uses none."""
+    return y + torch.rand_like(y) * 0
+
+
+def draw_python(model: Model, y: Tensor) -> Tensor:
+    """Draws from a generator of Python's."""
+    model.random.random()
+    return y
+
+
+BRANCHES = [Model.scaled, Model.checked, add_extra, add_data, count, append, write, draw, draw_python]
+
+
+def state_of(model: Model) -> Any:
+    """All that the branches change."""
+    return model.calls, model.seen, model.extra.tolist(), model.random.getstate()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("at", [5, 9, 15])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("branch", BRANCHES, ids=lambda branch: branch.__name__)
+def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: int, at: int) -> None:
+    """Outputs, state and random numbers are eager's, also after what the branch reads was changed."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model(branch, dim, at).eval())
+    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[16])} if dim else {0: "batch"}
+    served = graphed(models[1], dynamic={"x": rules}, sizes=[4] if dim else [16])
+    generator, drawn = torch.Generator().manual_seed(1), []
+    batches = [torch.randn((3, n, 4) if dim else (n, 3, 4), generator=generator) for n in LENGTHS * 5]
+    for number, x in enumerate(batches):
+        if number == len(LENGTHS) * 3:
+            for model in models:
+                model.config.factor = 2.0
+                model.extra.add_(0.5)  # type: ignore[operator]
+        answers = []
+        for step in (models[0], served):
+            torch.manual_seed(number)
+            answers.append((step(x), torch.rand(1).item()))
+        assert torch.allclose(answers[0][0], answers[1][0], atol=1e-6), number
+        drawn.append(answers[0][1] == answers[1][1])
+        assert state_of(models[0]) == state_of(models[1]), number
+    assert all(drawn)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_guard_grows_by_what_a_branch_reads(dim: int) -> None:
+    """A branch that only computes is served, by graphs of its own once the state that it alone reads is another."""
+    torch.manual_seed(0)
+    model = Model(Model.scaled, dim, 5).eval()
+    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[16])} if dim else {0: "batch"}
+    served = graphed(model, dynamic={"x": rules}, sizes=[4] if dim else [16])
+    for _ in range(4):
+        for n in LENGTHS:
+            served(torch.randn((3, n, 4) if dim else (n, 3, 4)))
+    before = served.stats.captures
+    assert served.stats.hits > 2 * len(LENGTHS)
+    model.config.factor = 2.0
+    x = torch.randn((3, 5, 4) if dim else (5, 3, 4))
+    assert torch.allclose(served(x), model.linear(x) * 2, atol=1e-6)
+    assert served.stats.captures == before or served.stats.captures == before + 1
