@@ -3,6 +3,7 @@
 Its outputs are what the other branch gives, at first, so that no comparison of outputs can show it.
 """
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import Dim, graphed
+from graphdispatch import CUDAGraphOptions, Dim, eager_break, graphed
 
 LENGTHS = (16, 8, 5, 9, 13, 7, 14, 15, 3)
 
@@ -94,7 +95,7 @@ def state_of(model: Model) -> Any:
     return model.calls, model.seen, model.extra.tolist(), model.random.getstate()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("at", [5, 9, 15])
+@pytest.mark.parametrize("at", [5, 9, 15, 16])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("branch", BRANCHES, ids=lambda branch: branch.__name__)
 def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: int, at: int) -> None:
@@ -138,3 +139,41 @@ def test_the_guard_grows_by_what_a_branch_reads(dim: int) -> None:
     x = torch.randn((3, 5, 4) if dim else (5, 3, 4))
     assert torch.allclose(served(x), model.linear(x) * 2, atol=1e-6)
     assert served.stats.captures == before or served.stats.captures == before + 1
+
+
+class Experts(nn.Module):
+    """Each batch uses the weight that its first number chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(4, 4) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[int(x[0, 0].abs() * 4) % 6]
+
+
+class Mixture(nn.Module):
+    """Experts between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.experts, self.after = nn.Linear(4, 4), Experts(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.experts(self.before(x)).relu())
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_memory_that_a_break_chooses_is_no_branch(is_marked: bool) -> None:
+    """What runs in a break may use other memory for each batch."""
+    torch.manual_seed(0)
+    model = Mixture().eval()
+    plain = copy.deepcopy(model)
+    if is_marked:
+        model.experts.forward = eager_break(model.experts.forward)  # type: ignore[method-assign]
+    options = CUDAGraphOptions() if is_marked else CUDAGraphOptions(breaks="auto")
+    served = graphed(model, dynamic={"x": 0}, sizes=[4], mode="PIECEWISE", options=options)
+    for number in range(24):
+        x = torch.randn(1 + number % 4, 4)
+        assert torch.allclose(served(x), plain(x), atol=1e-6)
+    assert served.stats.hits > 12

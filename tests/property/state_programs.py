@@ -78,6 +78,9 @@ class Use:
 
     part: Part
     place: str
+    rows: int = 0
+    """The number of rows for which alone the part runs, and without a trace in the output as long as its gate is shut;
+    0: it always runs."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,13 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
             places.remove("partial")
         if door in STREAM_DOORS:
             places.remove("threaded")
-        uses.append(Use(parse(name, choose), rng.choice(["inline", "inline", *places])))
+        may_hide = door != "entry" and name not in (*MAKES_AT_FIRST, "cached")  # captures run other numbers of rows
+        at = rng.randint(1, 5) if may_hide and rng.random() < 0.1 else 0
+        uses.append(Use(parse(name, choose), rng.choice(["inline", "inline", *places]), at))
     sizes = ALL_SIZES if set(names) & EXACT_ONLY else rng.choice(SIZES)
     options = _options(rng, names, mode)
+    if any(use.rows for use in uses):
+        options.pop("verify", None)  # nothing else finds such a branch
     if "wrapper" in door and rng.random() < 0.2:
         options["inputs"] = "static"
     more: dict[str, Any] = {}
@@ -222,6 +229,8 @@ def _mutation(rng: random.Random, choose: Choose, program: Program) -> Step:
         return Step("do", code="pass" if is_alive and "deepcopy" in code else code)
     index = rng.randrange(len(program.uses))
     use = program.uses[index]
+    if use.rows and rng.random() < 0.3:
+        return Step("do", part=index, code=f"m.P_gate = {rng.randint(0, 1)}")
     if rng.random() < 0.1:
         code = choose(rng.choice(OF_PLACE))
         is_alive = PLACES[use.place].owner == "m" or "weak" in (use.place, use.part.name)
@@ -255,7 +264,14 @@ def render(program: Program) -> str:
             above += _class(place, pieces)
         init += _prefixed(place.init, index) + "\n"
         top += _prefixed(above + "\n" + place.top + "\n", index)
-        run += _prefixed(place.call or pieces["run"], index) + "\n"
+        called = place.call or pieces["run"]
+        if use.rows:
+            init += _prefixed("self.P_gate = 0\n", index)
+            kept = "if self.P_gate == 0:\n    h = before\nreturn h"
+            gated = _def("def P_gated(self, h, ids, slots):", f"before = h\n{called}", kept, 0)
+            members += _prefixed(gated, index)
+            called = f"if h.shape[0] == {use.rows}:\n    h = self.P_gated(h, ids, slots)"
+        run += _prefixed(called, index) + "\n"
     model = "class Model(nn.Module):\n" + _indent(members, 1)
     model += _def(
         "def __init__(self):", "super().__init__()\nself.out_count = 0\n" + init, "self.requires_grad_(False)", 1
@@ -302,6 +318,8 @@ def steps(program: Program) -> list[str]:
 
 def listing(program: Program) -> str:
     """The program for people: how it is served, its own source, and its steps."""
-    parts = ", ".join(f"{use.part.name} ({use.place})" for use in program.uses)
+    parts = ", ".join(
+        f"{use.part.name} ({use.place}{f', {use.rows} rows' if use.rows else ''})" for use in program.uses
+    )
     head = [f"seed {program.seed}: {served(program)}", f"parts: {parts}"]
     return "\n".join([*head, render(program).removeprefix(PRELUDE).strip(), *steps(program)])

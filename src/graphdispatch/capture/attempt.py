@@ -1,6 +1,7 @@
 """What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
 from collections.abc import Collection
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..backends.operators import is_strided, storage_key
+from ..backends.operators import storage_key
 from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
@@ -16,6 +17,7 @@ from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, lear
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
+from .branch import Branch
 from .collector import paused_collector
 from .eager_run import EagerRun, check_draws, check_may_capture, check_python_state, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
@@ -47,10 +49,8 @@ class CaptureAttempt:
     _existing: set[int] = field(default_factory=set)
     """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
     _ran_again: bool = False
-    _unread: Collection[int] = ()
-    """Keys of the storages within the callable's reach that the graph under comparison does not read."""
-    _uses_rng: bool | None = None
-    """Whether that graph draws random numbers; None while there is none."""
+    _branch: Branch | None = None
+    """The branch that the graph under comparison holds."""
     has_written: bool = False
     """Whether the latest run with other rows wrote to memory that it did not make."""
 
@@ -108,8 +108,9 @@ class CaptureAttempt:
 
     def _put_back(self) -> None:
         self._start_over("putting back what was written")
-        if self.eager.changed is None:  # else no run followed that could have changed more
-            self.eager.trace.walk.restore(names=self.eager.trace.touched)
+        if self.eager.changed is None and self.eager.unseen is None:  # else no run followed that could have done more
+            walk = self.eager.trace.walk
+            walk.restore(names=self.eager.trace.touched, generators=walk.drew() is not None)
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
             if self.eager.draws:
@@ -147,9 +148,10 @@ class CaptureAttempt:
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
         request = self.request
-        self._warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True)
+        in_break = self.eager.trace.is_in_break if request.is_piecewise else None
+        self._warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, in_break=in_break)
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self._warm_run:
-            output = request.call(request.static_values())
+            output = copy_context().run(request.call, request.static_values())
         self.eager.draws |= self._warm_run.uses_rng
         self._existing = set(self._warm_run.outside) | self._warm_run.made_storages()
         del output
@@ -183,6 +185,7 @@ class CaptureAttempt:
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
+            reads=None if request.auto_breaks else frozenset(warm_run.used & held.keys()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
             bare=request.inputs.positions if guard.missing else (),
@@ -199,7 +202,7 @@ class CaptureAttempt:
 
     def _make_guard(self, used: Collection[int]) -> StateGuard:
         """What of the callable's state the runs have read. Raises ``CaptureError`` if somebody cannot compare it, or if
-        a run with other rows changed it."""
+        a run for the graph's sake changed it or drew."""
         request = self.request
         guard = StateGuard(request.call.fn, self.eager.trace, used, request.roots)
         if guard.unguarded and request.options.guard_weights:
@@ -207,6 +210,7 @@ class CaptureAttempt:
                 f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN
             )
         check_python_state(self.eager.trace.walk.change())
+        check_draws(self.eager.trace.walk.drew())
         return guard
 
     def _find_output_rule(self, output: Any) -> OutputRule:
@@ -257,14 +261,15 @@ class CaptureAttempt:
         may_have_changed = True
         self._start_over(f"probing the outputs with {rows} rows")
         values = self._resized(rows)
-        skims = self._unread if is_quiet else None
-        effects = EffectRecorder(request.options.state_limit_bytes, strict=True, skims=skims)
+        effects = EffectRecorder(request.options.state_limit_bytes, strict=True, skims=is_quiet)
+        within = copy_context().run
         try:
             with request.backend.rehearsing(), self.eager.trace, effects:
-                output = request.call(values)
+                output = within(request.call, values)
             if effects.is_quiet or not is_quiet:
-                self._check_branch(effects, rows)
-                check_python_state(walk.change())
+                if self._branch is not None:
+                    self._branch.check(effects, rows)
+                check_python_state(within(walk.change))
                 check_draws(walk.drew())
                 may_have_changed = False
                 return self.eager.open_outputs(output)
@@ -308,9 +313,9 @@ class CaptureAttempt:
         alike = request.inputs.alike(request.size) if prover.is_wanted else {}
         self._replay(entry)
         check_replay(request, self.eager, entry)
-        self._unread, self._uses_rng = self._find_unread(entry), entry.uses_rng
-        self._check_branch(self.eager.effects, request.rows)
-        if request.is_padded and request.options.padding_writes == "refuse":
+        self._branch = Branch(entry, self.eager.trace.walk.tensors, request.arguments())
+        self._branch.check(self.eager.effects, request.rows)
+        if request.is_padded:
             check_padding_writes(request, self.eager, self._writes_outside_inputs())
         if prover.is_wanted:
             entry.proof = prover.prove(alike).after(entry.proof)
@@ -318,24 +323,6 @@ class CaptureAttempt:
             self.note_compared(entry, request.rows)
             if request.grid is not None:
                 request.grid.compare_lengths(entry, self)
-
-    def _find_unread(self, entry: CUDAGraphEntry) -> set[int]:
-        if entry.guard is None:
-            return set()
-        known = {*map(storage_key, (*entry.held, *self.request.arguments())), *entry.guard.storages}
-        return {storage_key(t) for t in self.eager.trace.walk.tensors if is_strided(t)} - known
-
-    def _check_branch(self, effects: EffectRecorder, rows: int) -> None:
-        """Raise ``VerificationError`` if a run used memory that the graph does not read, or drew random numbers where
-        the graph draws none: it took another branch, with the same outputs by chance or for the time being."""
-        used = next((tensor for key, tensor in effects.outside.items() if key in self._unread), None)
-        graph, what = f"the graph of {self.request.size}", ""
-        if used is not None:
-            what = f"uses a tensor of shape {tuple(used.shape)} that {graph} does not read"
-        elif self._uses_rng is not None and self._uses_rng is not effects.uses_rng:
-            what = f"{'draws' if effects.uses_rng else 'does not draw'} random numbers, unlike {graph}"
-        if what:
-            raise VerificationError(f"for {rows} rows the call {what}: it takes another branch")
 
     def note_compared(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Note that so many rows were compared with eager. If code ran for them that the entry's guard does not know,
@@ -377,8 +364,7 @@ class CaptureAttempt:
         if entry.mode is CUDAGraphMode.PIECEWISE or any(region.indices for region in self._warm_run.regions):
             self._load(rows, padding)
             self._run_watched()
-            if request.options.padding_writes == "refuse":
-                check_padding_writes(request, self.eager, self._writes_outside_inputs())
+            check_padding_writes(request, self.eager, self._writes_outside_inputs())
             self._start_over(stage)
         self._load(rows, padding)
         self._replay(entry)

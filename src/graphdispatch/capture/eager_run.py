@@ -72,7 +72,8 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     reveal_operators()
     # Context variables that a run for the graph's sake sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
+    in_break = trace.is_in_break if request.is_piecewise else None
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, in_break=in_break)
     answer, has_run = None, False
     open_outputs = _opener(walk)
     try:

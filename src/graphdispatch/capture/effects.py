@@ -8,7 +8,7 @@ Note [exactly once]
     written part is saved (for an indexed write, the indexed rows), so a large cache costs what a step writes to it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -129,12 +129,18 @@ class EffectRecorder(OperatorMode):
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens. ``skims`` is for runs of a callable that was quiet: what only computes is not looked at,
-    which takes half the time, so all memory counts as not made by the run. It gives the keys of storages; a run that
-    uses one of them is not quiet either.
+    before the write happens. ``skims`` is for runs of a callable that was quiet: what only computes is hardly looked
+    at, which takes less time, so all memory counts as not made by the run. ``in_break`` tells whether a break runs.
     """
 
-    def __init__(self, limit_bytes: int, *, strict: bool = False, skims: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        strict: bool = False,
+        skims: bool = False,
+        in_break: Callable[[], bool] | None = None,
+    ) -> None:
         super().__init__()
         self.regions: list[Region] = []
         self.unsaved: Exception | None = None
@@ -154,9 +160,12 @@ class EffectRecorder(OperatorMode):
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
+        self.used: set[int] = set()
+        """The keys of all storages that it used outside of breaks."""
         self._limit = limit_bytes
         self._strict = strict
         self._skims = skims
+        self._in_break = in_break
         self._saved = 0
         self._made: dict[int, StorageWeakRef] = {}
         self._saved_views: set[tuple[Any, ...]] = set()
@@ -216,13 +225,16 @@ class EffectRecorder(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
         kind, made, outside = kind_of(func), self._made, self.outside
-        if self._skims is not None and kind in _QUIET and not (self._skims and self._meets(args, kwargs)):
-            return func(*args, **kwargs)
+        keys = {storage_key(tensor): tensor for tensor in tensors_in(args, kwargs) if is_strided(tensor)}
+        if self._in_break is None or not self._in_break():
+            self.used.update(keys)
         if kind not in _QUIET:
             self.is_quiet = False
             self.runs_custom = self.runs_custom or func.namespace not in ("aten", "prims")
-        for tensor in tensors_in(args, kwargs):
-            if is_strided(tensor) and (key := storage_key(tensor)) not in made and key not in outside:
+        elif self._skims:
+            return func(*args, **kwargs)
+        for key, tensor in keys.items():
+            if key not in made and key not in outside:
                 outside[key] = tensor.detach()
         shapes = []
         if kind is OperatorKind.WRITE:
@@ -248,12 +260,6 @@ class EffectRecorder(OperatorMode):
         for tensor in tensors_in(result):
             self._note_made(tensor)
         return result
-
-    def _meets(self, *arguments: Any) -> bool:
-        assert self._skims is not None
-        if any(is_strided(tensor) and storage_key(tensor) in self._skims for tensor in tensors_in(*arguments)):
-            self.is_quiet = False
-        return not self.is_quiet
 
     def give_up(self, error: CaptureError) -> None:
         """Note that the run cannot be captured; raise that if the run must be undone."""

@@ -9,6 +9,7 @@ Note [autocast inside a capture]
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ def _record_once(
             watch.within(capture),
         ):
             with eager.trace:  # here, since the end of a capture runs much Python that reads nothing
-                output = request.call(values)
+                output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
             is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
             capture.set_outputs(output, shared=request.options.shares_outputs)

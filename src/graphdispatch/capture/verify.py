@@ -67,13 +67,19 @@ def check_padding_writes(request: CaptureRequest, eager: EagerRun, padded: list[
     """Raise ``CaptureError`` if the padded run writes memory that the eager run leaves alone.
 
     ``padded`` are the padded run's writes, those to static inputs left out. What lies there may be in use later, even
-    if today's padding happens to write the value that is there already.
+    if today's padding happens to write the value that is there already. Where padding may write, it must write to a
+    tensor that the real rows write to as well.
     """
-    uncovered = first_uncovered(padded, eager.effects.regions)
+    if request.options.padding_writes == "refuse":
+        uncovered = first_uncovered(padded, eager.effects.regions)
+    else:
+        written = {storage_key(region.target) for region in eager.effects.regions}
+        others = (one for one in padded if not one.is_generator and storage_key(one.target) not in written)
+        uncovered = next(others, None)
     if uncovered is not None:
         raise CaptureError(
             f"padding rows write to a tensor of shape {tuple(uncovered.target.shape)} where the real rows leave it "
-            "alone; give a pad rule that points at scratch rows, and padding_writes='allow'",
+            "alone; give a pad rule that points at scratch rows of what real rows write, and padding_writes='allow'",
             Reason.PADDING_WRITES_STATE,
         )
 

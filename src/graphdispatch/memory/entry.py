@@ -52,6 +52,8 @@ class CUDAGraphEntry(NotCopied):
     """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
     held: tuple[torch.Tensor, ...] = ()
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
+    reads: frozenset[int] | None = None
+    """The keys of the storages in ``held`` that the graph itself reads, and not a break alone; None: not known."""
     workspaces: WorkspaceGuard | None = None
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
     guard: StateGuard | None = None

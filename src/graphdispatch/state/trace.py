@@ -114,6 +114,10 @@ class CodeTrace(CodeNotes):
         if refusal is not None and (error is None or isinstance(error, (Exception, _IteratorMetError))):
             raise refusal from None
 
+    def is_in_break(self) -> bool:
+        """Whether what runs now is inside of a break, or of a first import."""
+        return self._depth > 0
+
     def refusal(self) -> CaptureError | None:
         """The error of a run that must not advance the iterator ``spared``; None if there is none."""
         if self.spared is None:
