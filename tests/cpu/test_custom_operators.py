@@ -1,5 +1,6 @@
 """Custom operators: Python inside them is frozen, as CUDA freezes it; an operator in C++ is one call of a graph."""
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,6 +50,8 @@ def library() -> Iterator[torch.library.Library]:
     """A namespace of operators that goes with the test."""
     with torch.library._scoped_library("graphdispatch_custom", "FRAGMENT") as scoped:
         yield scoped
+    del scoped
+    gc.collect()  # torch takes the operator's name away once more when the library is collected
 
 
 @pytest.fixture(autouse=True, params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

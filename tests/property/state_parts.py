@@ -27,7 +27,7 @@ NEEDS_SLOTS = frozenset({"slot_cache", "row_state", "rows", "unused_results", "a
 PADDING_WRITES = frozenset({"row_state", "counts_rows", "in_place_chain", "resized"})
 """Parts that padding rows would make write what is read: ``padding_writes="allow"`` is not for them."""
 
-NEEDS_PROOF = PADDING_WRITES | {"rows", "slot_cache", "try_finally"}
+NEEDS_PROOF = PADDING_WRITES | {"host_read", "rows", "slot_cache", "try_finally"}
 """Parts whose padding only a comparison tests: they are left out with ``verify=False``."""
 
 EXACT_ONLY = frozenset({"drawn"})
