@@ -44,6 +44,8 @@ def gc_find(holder, kind):
 
 
 DOORS = ("graphed",) * 6 + (
+    "lengths",
+    "lengths",
     "wrapper",
     "adaptive_wrapper",
     "execute_or_capture",
@@ -64,10 +66,11 @@ MANAGED = (
     ("sleep()",),
 )
 """What may be said to ``graphed`` between calls."""
+GRAPHED_DOORS = ("graphed", "lengths")
 AHEAD_DOORS = ("replay_graph", "entry", "dispatcher", "streams", "streams_entry", "composite")
 STREAM_DOORS = ("streams", "streams_entry")
 """Doors that run steps on threads of their own, where a ``threading.local`` is another."""
-PIECEWISE_DOORS = ("graphed", "wrapper", "adaptive_wrapper")
+PIECEWISE_DOORS = (*GRAPHED_DOORS, "wrapper", "adaptive_wrapper")
 ALL_SIZES = (1, 2, 3, 4, 5)
 SIZES = ((4,), (2, 4), (1, 2, 4), (3, 5), (5,), ALL_SIZES)
 
@@ -154,7 +157,9 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
     if "wrapper" in door and rng.random() < 0.2:
         options["inputs"] = "static"
     more: dict[str, Any] = {}
-    if door == "graphed":
+    if door == "lengths":
+        options.pop("outputs", None)  # views of two outputs at once
+    if door in GRAPHED_DOORS:
         if "slot_cache" in names and not set(names) & PADDING_WRITES and rng.random() < 0.7:
             more["pad"] = {"slots": 8}
             options["padding_writes"] = "allow"
@@ -195,7 +200,7 @@ def _steps(rng: random.Random, choose: Choose, program: Program) -> list[Step]:
     steps: list[Step] = []
     rows = rng.choices(range(1, 6), k=rng.choice((1, 1, 2)))
     contexts = ("inference",) if program.has(KEEPS_TENSORS) else ("inference", "enable_grad")
-    has_other = program.door not in AHEAD_DOORS and rng.random() < 0.15
+    has_other = program.door not in (*AHEAD_DOORS, "lengths") and rng.random() < 0.15
 
     def calls(count: int) -> None:
         for _ in range(count):
@@ -207,7 +212,7 @@ def _steps(rng: random.Random, choose: Choose, program: Program) -> list[Step]:
     if program.door in AHEAD_DOORS:
         for n in sorted({*rows, rng.randint(1, 5)}, reverse=True):
             steps.append(Step("prepare", n, rng.randrange(1000)))
-    elif program.door == "graphed" and rng.random() < 0.2 and not program.has(MAKES_AT_FIRST):
+    elif program.door in GRAPHED_DOORS and rng.random() < 0.2 and not program.has(MAKES_AT_FIRST):
         steps.append(Step("prewarm", rng.choice(rows), rng.randrange(1000)))
     calls(rng.randint(2, 5))
     for _ in range(rng.randint(2, 6)):

@@ -21,6 +21,7 @@ from graphdispatch import CUDAGraphOptions, GraphDispatchError
 from graphdispatch.memory.outputs import OutputView
 
 from ..doors.doors import DOORS
+from .lengths_door import LengthsDoor
 from .state_compare import Twins
 from .state_programs import AHEAD_DOORS, Program, Step, draw, listing, mutation_source, render
 
@@ -213,7 +214,7 @@ class Run:
         settings: dict[str, Any] = {"sizes": program.sizes, "mode": program.mode, "options": options}
         with self.got.ambient():
             self.doors = {
-                name: DOORS[program.door](
+                name: {**DOORS, "lengths": LengthsDoor}[program.door](
                     getattr(self.got.module, name), dynamic=_DYNAMIC, **settings, **dict(program.more)
                 )
                 for name in {_CALLABLES.get(step.kind, "FN") for step in program.steps} | {"FN"}
