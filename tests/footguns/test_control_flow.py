@@ -143,6 +143,19 @@ def test_state_of_some_rows(opened: Settle) -> None:
     assert torch.equal(step(x), x * 10)
 
 
+@needs("comparisons")
+def test_argument_told_apart(settled: Settle) -> None:
+    """A call that differs in more than its values, where the code can tell, is compared before a graph serves it."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 3 if x.storage_offset() else x * 2
+
+    step = settled(fn)
+    for x in (torch.randn(4, 3), torch.randn(6, 3)[2:]):
+        assert torch.equal(step(x), fn(x))
+    step.check(Reason.VERIFICATION_FAILED)
+
+
 def test_operator_over_numpy(tried: Settle) -> None:
     """Python inside a custom operator is frozen, so one that leaves torch's dispatcher is refused by its name."""
     op = _operator("numpy_double", lambda x: torch.from_numpy(x.numpy() * 2))

@@ -81,6 +81,19 @@ def test_output_is_state(settled: Settle) -> None:
     assert step(torch.randn(4, 3)).data_ptr() == cache.data_ptr()
 
 
+def test_output_is_container_of_state(settled: Settle) -> None:
+    """A list of the callable's own that it returns comes as a copy, which holds what the list holds now."""
+    factors = [2.0, 3.0]
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        return x * factors[0], factors
+
+    step = settled(fn)
+    returned = step(torch.randn(4, 3))[1]
+    assert returned == factors
+    assert returned is not factors
+
+
 def test_outputs_share_memory(settled: Settle) -> None:
     """Outputs that are views of one tensor in eager come as copies: a write to one does not reach the other."""
 

@@ -91,7 +91,7 @@ VIEWS: dict[str, tuple[Callable[[], Tensor], bool]] = {
     "plain": (lambda: torch.randn(ROWS, 6), True),
     "a lazy negative": (lambda: torch._neg_view(torch.randn(ROWS, 6)), False),
     "an imaginary part": (lambda: torch.randn(ROWS, 6, dtype=torch.complex64).conj().imag.contiguous(), True),
-    "a parameter": (lambda: torch.nn.Parameter(torch.randn(ROWS, 6)), True),
+    "a parameter, which is another kind of call": (lambda: torch.nn.Parameter(torch.randn(ROWS, 6)), False),
     "a view": (lambda: torch.randn(2 * ROWS, 6)[2 : ROWS + 2], True),
     "made in inference mode": (lambda: torch.inference_mode()(lambda: torch.randn(ROWS, 6))(), True),
     "shared memory": (lambda: torch.randn(ROWS, 6).share_memory_(), True),

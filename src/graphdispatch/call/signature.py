@@ -66,6 +66,7 @@ class Refusal(NamedTuple):
 
 class _TensorCheck(NamedTuple):
     position: int
+    kind: type
     dtype: torch.dtype
     device: torch.device
     shapes: dict[torch.Size, int]
@@ -121,7 +122,9 @@ class Signature:
             leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense, is_given, axes
         )
         self._forms[position] = spec
-        self._checks.append(_TensorCheck(position, tensor.dtype, tensor.device, {}, tensor.is_contiguous()))
+        self._checks.append(
+            _TensorCheck(position, type(tensor), tensor.dtype, tensor.device, {}, tensor.is_contiguous())
+        )
         if not rules.is_static(leaf):
             self.inputs.append(spec)
         elif rules.check_addresses:
@@ -172,9 +175,9 @@ class Signature:
                 return NO_MATCH
         rows = FIXED
         try:
-            for position, dtype, device, shapes, contiguous in self._checks:
+            for position, kind, dtype, device, shapes, contiguous in self._checks:
                 tensor = values[position]
-                if type(tensor) not in PLAIN_TENSORS or tensor.dtype is not dtype or tensor.device != device:
+                if type(tensor) is not kind or tensor.dtype is not dtype or tensor.device != device:
                     return NO_MATCH
                 count = shapes.get(tensor.shape)
                 if count is None:

@@ -14,6 +14,7 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
+from ..memory.told import Told
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -185,6 +186,7 @@ class CaptureAttempt:
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
+            told=Told(self._names, request.values),
             reads=None if request.auto_breaks else frozenset(warm_run.used & held.keys()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
@@ -321,8 +323,10 @@ class CaptureAttempt:
             entry.proof = prover.prove(alike).after(entry.proof)
         if request.tells_numbers():
             self.note_compared(entry, request.rows)
-            if request.grid is not None:
-                request.grid.compare_lengths(entry, self)
+        if entry.told is not None:
+            entry.told.note(request.values)
+        if request.tells_numbers() and request.grid is not None:
+            request.grid.compare_lengths(entry, self)
 
     def note_compared(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Note that so many rows were compared with eager. If code ran for them that the entry's guard does not know,
@@ -333,8 +337,14 @@ class CaptureAttempt:
             trace.absorb(entry.guard.notes)
             held = {*map(storage_key, entry.held), *entry.guard.storages, *self.eager.effects.outside}
             entry.guard = self._make_guard(held)
+            entry.told = Told(self._names, self.request.values)
             entry.compared.part()
         entry.compared.note(rows, self.request.size)
+
+    @property
+    def _names(self) -> set[str]:
+        """The names of attributes that code of the user spells or asks for."""
+        return self.eager.trace.names | self.eager.trace.asked
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""

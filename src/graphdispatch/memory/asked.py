@@ -75,6 +75,8 @@ def check_inputs(entry: "CUDAGraphEntry", inputs: Mapping[str, Any]) -> tuple[Se
         raise GuardError(f"{clash}; pass copies")
     if any(values[place].__dict__ for place in entry.bare):
         raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
+    if entry.told is not None and not entry.told.knows(values):
+        raise GuardError(f"{entry.told.text}, and capture with a call like this one")
     if entry.signature is not None and not entry.signature.fits(values):
         raise GuardError(
             "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "

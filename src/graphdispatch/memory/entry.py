@@ -22,6 +22,7 @@ from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
 from .proof import Compared, RowProof
 from .replay import ReplayPlan, next_use
+from .told import Told
 from .windows import WINDOWS
 
 __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
@@ -54,6 +55,8 @@ class CUDAGraphEntry(NotCopied):
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
     reads: frozenset[int] | None = None
     """The keys of the storages in ``held`` that the graph itself reads, and not a break alone; None: not known."""
+    told: Told | None = None
+    """What the code reads of its arguments besides their values, in the calls that were compared; None: not known."""
     workspaces: WorkspaceGuard | None = None
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
     guard: StateGuard | None = None
@@ -132,6 +135,7 @@ class CUDAGraphEntry(NotCopied):
         """Serve batches of all numbers of rows without any comparison."""
         self.proof = RowProof(True)
         self.is_stretched = True
+        self.told = None
         self.compared.trust(self.size)
 
     def depends_on_padding(self, rows: int) -> bool:

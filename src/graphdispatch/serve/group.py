@@ -190,7 +190,7 @@ class GraphGroup:
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
         if entry is None or entry.state is not EntryState.VERIFIED or not entry.may_pad(decision.rows):
             return None
-        if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
+        if entry.told or (entry.proof is not None and entry.proof.assumed and decision.rows != entry.size):
             return None  # the slow path looks at the values
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
 
@@ -285,6 +285,8 @@ class GraphGroup:
         """Why the entry may not serve this batch now, in a word and in detail; None and nothing if it may."""
         if entry.proof is not None and entry.depends_on_padding(rows):
             return entry.proof.reason, entry.proof.text
+        if entry.told is not None and entry.told.is_full and not entry.told.knows(values):
+            return Reason.STATE_UNSEEN, entry.told.text
         if not self.needs_check(entry, values, rows):
             return None, ""
         return (Reason.FROZEN if is_frozen else Reason.VERIFIED_NOW), ""
@@ -306,6 +308,8 @@ class GraphGroup:
         if not entry.knows_effects:
             return False
         if rows != entry.size and entry.proof is not None and not entry.proof.holds_for(values):
+            return True
+        if entry.told is not None and not entry.told.knows(values):
             return True
         if entry.compares(rows) or entry.replay_count >= entry.verify_at:
             return True

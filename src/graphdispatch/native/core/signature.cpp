@@ -67,7 +67,7 @@ bool is_span(const TensorForm& form, int64_t dim) {
 
 // Whether a tensor fits a form, and what others have said of the number of rows, which it adds to.
 bool fits(const TensorForm& form, PyObject* value, Extents& extents) {
-  if (!is_plain_tensor(value)) return false;
+  if (Py_TYPE(value) != form.type) return false;
   if (form.keys && !are_alike(keys_of(value), form.keys)) return false;
   void* handle = handle_of(value);
   int32_t layout = -1;
@@ -177,6 +177,7 @@ bool read_form(PyObject* item, TensorForm& form) {
     PyErr_SetString(PyExc_TypeError, "a plain tensor, and as many dimensions in its order as in its shape");
     return false;
   }
+  form.type = Py_TYPE(tensor);
   form.kind = kind_of(handle_of(tensor));
   form.keys = keys_of(tensor);
   form.is_contiguous = is_contiguous;

@@ -19,6 +19,7 @@ struct Span {
 // One tensor argument: what InputSpec says of it, and its dtype, device and dispatch keys in words.
 struct TensorForm {
   Py_ssize_t position;
+  PyTypeObject* type;  // torch.Tensor or torch.nn.Parameter, which torch keeps
   int64_t kind;
   uint64_t keys;
   std::vector<Span> spans;

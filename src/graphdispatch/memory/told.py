@@ -1,0 +1,75 @@
+"""What code can tell of an argument besides its values: where it lies in its storage, whether it needs a gradient."""
+
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+
+from ..call.spec import is_tensor
+
+__all__ = ["Told"]
+
+
+def _bytes_behind(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _grad(tensor: torch.Tensor) -> Any:
+    return tensor.grad if tensor.is_leaf else None  # of others torch warns
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: attrgetter(name) for name in ("_backward_hooks", "_version", "grad_fn", "is_leaf", "output_nr")},
+    **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
+    **{name: methodcaller(name) for name in ("_is_view", "is_conj", "is_neg", "is_shared", "storage_offset")},
+    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_behind),
+    **dict.fromkeys(("grad", "_grad"), _grad),
+    "_base": methodcaller("_is_view"),
+}
+_MOST_KNOWN = 8
+
+
+class Told:
+    """What the code of a graph reads of its arguments so, in the calls that were compared with eager.
+
+    ``names`` are those of attributes in that code. A graph reads its own buffers, so a call that differs here may take
+    another branch. Thread-safe under the lock of whoever compares.
+    """
+
+    def __init__(self, names: Collection[str], values: Sequence[Any]) -> None:
+        self._names = sorted(names & _READERS.keys())
+        self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
+        self._known: list[list[Any]] = []
+
+    def __bool__(self) -> bool:
+        """Whether the code reads any of this."""
+        return bool(self._names)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many kinds of calls were compared that others run eagerly."""
+        return len(self._known) >= _MOST_KNOWN
+
+    @property
+    def text(self) -> str:
+        """Why a call that differs runs eagerly."""
+        spelled = ", ".join(f".{name}" for name in self._names)
+        return f"the code may read {spelled} of an argument, and each call differs there; pass that as an argument"
+
+    def note(self, values: Sequence[Any]) -> None:
+        """Note a call that was compared with eager."""
+        if self and not self.knows(values):
+            self._known.append(self._read(values))
+
+    def knows(self, values: Sequence[Any]) -> bool:
+        """Whether a call is like one that was compared."""
+        now = self._read(values) if self else []
+        return not self or any(all(map(_same, now, known)) for known in self._known)
+
+    def _read(self, values: Sequence[Any]) -> list[Any]:
+        return [_READERS[name](values[place]) for place in self._positions for name in self._names]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is int and type(b) is int and a == b)

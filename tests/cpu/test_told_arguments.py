@@ -1,0 +1,141 @@
+"""What code tells of an argument besides its values: a call that differs there is compared, and never answered wrongly.
+
+A graph reads its own buffers, of which all this is always the same.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import CUDAGraphEntry, CUDAGraphManager, GuardError, Reason, graphed
+from graphdispatch.memory.told import Told
+
+
+def plain(rows: int) -> Tensor:
+    """A tensor of its own memory."""
+    return torch.randn(rows, 4)
+
+
+def at_offset(rows: int) -> Tensor:
+    """A part of a larger tensor, from behind its beginning."""
+    return torch.randn(rows + 3, 4)[3:]
+
+
+def of_larger(rows: int) -> Tensor:
+    """The first part of a larger tensor."""
+    return torch.randn(rows + 50, 4)[:rows]
+
+
+def written(rows: int) -> Tensor:
+    """A tensor that was written in place."""
+    return torch.randn(rows, 4).add_(1)
+
+
+def with_grad(rows: int) -> Tensor:
+    """A tensor with a gradient beside it."""
+    x = torch.randn(rows, 4)
+    x.grad = torch.ones(rows, 4)
+    return x
+
+
+def trained(rows: int) -> Tensor:
+    """A tensor that requires a gradient."""
+    return torch.randn(rows, 4).requires_grad_()
+
+
+def computed(rows: int) -> Tensor:
+    """What was made of one."""
+    with torch.enable_grad():
+        return trained(rows) * 1
+
+
+def shared(rows: int) -> Tensor:
+    """A tensor in shared memory."""
+    return torch.randn(rows, 4).share_memory_()
+
+
+def parameter(rows: int) -> Tensor:
+    """A parameter."""
+    return nn.Parameter(torch.randn(rows, 4), requires_grad=False)
+
+
+READS: dict[str, tuple[Callable[[Tensor], object], Callable[[int], Tensor]]] = {
+    "storage_offset": (lambda x: x.storage_offset(), at_offset),
+    "getattr": (lambda x: getattr(x, "storage_offset")(), at_offset),  # noqa: B009
+    "_base": (lambda x: x._base is not None, at_offset),
+    "_is_view": (lambda x: x._is_view(), of_larger),
+    "untyped_storage": (lambda x: x.untyped_storage().nbytes() > 400, of_larger),
+    "_version": (lambda x: x._version, written),
+    "grad": (lambda x: x.grad is not None, with_grad),
+    "requires_grad": (lambda x: x.requires_grad, trained),
+    "is_leaf": (lambda x: not x.is_leaf, computed),
+    "grad_fn": (lambda x: x.grad_fn is not None, computed),
+    "is_shared": (lambda x: x.is_shared(), shared),
+    "isinstance": (lambda x: isinstance(x, nn.Parameter), parameter),
+    "type": (lambda x: type(x) is not Tensor, parameter),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", READS)
+def test_calls_that_differ_beside_their_values(name: str, is_first: bool) -> None:
+    """Whichever kind comes first, and however many of it."""
+    reads, other = READS[name]
+
+    def fn(x: Tensor) -> Tensor:
+        return x * 2 if reads(x) else x + 1
+
+    served = graphed(fn, dynamic={"x": 0}, sizes=[4, 8])
+    with torch.no_grad():
+        for number in range(48):
+            is_other = number % 3 == 0 and number >= 12
+            x = (other if is_other is is_first else plain)(1 + number % 8)
+            assert torch.equal(served(x), fn(x)), number
+
+
+def test_alike_calls_are_served() -> None:
+    """Code that reads such things is served for calls that are alike, and tells why others are not."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x + (1 if x._version > 100 else 0)
+
+    served = graphed(fn, dynamic={"x": 0}, sizes=[4], capture_after=1)
+    with torch.no_grad():
+        for _ in range(10):
+            served(torch.randn(4, 3))
+        assert served.stats.hits == 8
+        for number in range(12):
+            x = torch.randn(4, 3)
+            for _ in range(number):
+                x.add_(1)
+            assert torch.equal(served(x), x)
+    decision = served.last_decision
+    assert decision is not None
+    assert decision.reason is Reason.STATE_UNSEEN
+    assert "._version" in decision.detail
+
+
+def test_an_entry_refuses_what_was_not_compared() -> None:
+    """``CUDAGraphEntry.replay`` has nothing to compare with."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x * 2 if x.storage_offset() else x + 1
+
+    manager = CUDAGraphManager()
+    with torch.no_grad():
+        entry = manager.capture_graph(4, 1, fn, inputs={"x": torch.randn(4, 3)})
+        manager.execute_or_capture(4, 1, fn, inputs={"x": torch.randn(4, 3)})
+        assert isinstance(entry, CUDAGraphEntry)
+        x = torch.randn(4, 3)
+        assert torch.equal(entry.replay({"x": x}), x + 1)
+        with pytest.raises(GuardError, match=r"\.storage_offset of an argument"):
+            entry.replay({"x": torch.randn(6, 3)[2:]})
+
+
+def test_most_code_reads_nothing_of_this() -> None:
+    """So that hits need not look."""
+    told = Told({"weight", "shape", "relu"}, [torch.randn(3), 1])
+    assert not told
+    assert told.knows([torch.randn(3), 2])
