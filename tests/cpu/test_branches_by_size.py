@@ -31,6 +31,7 @@ class Model(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("extra", torch.zeros(4))
+        self.register_buffer("other", torch.zeros(4))
         self.config, self.seen, self.calls = Scale(), list[int](), 0
         self.random = random.Random(0)
         self.branch, self.dim, self.at = branch, dim, at
@@ -76,6 +77,13 @@ def write(model: Model, y: Tensor) -> Tensor:
     return y
 
 
+def swap(model: Model, y: Tensor) -> Tensor:
+    """Writes one of two buffers, and lets the other one be next."""
+    model.extra.add_(1)  # type: ignore[operator]
+    model.extra, model.other = model.other, model.extra
+    return y + model.extra * 0
+
+
 def draw(model: Model, y: Tensor) -> Tensor:
     """Draws numbers, and uses none."""
     return y + torch.rand_like(y) * 0
@@ -87,12 +95,13 @@ def draw_python(model: Model, y: Tensor) -> Tensor:
     return y
 
 
-BRANCHES = [Model.scaled, Model.checked, add_extra, add_data, count, append, write, draw, draw_python]
+BRANCHES = [Model.scaled, Model.checked, add_extra, add_data, count, append, write, swap, draw, draw_python]
 
 
 def state_of(model: Model) -> Any:
     """All that the branches change."""
-    return model.calls, model.seen, model.extra.tolist(), model.random.getstate()  # type: ignore[operator]
+    buffers = model.extra.tolist(), model.other.tolist()  # type: ignore[operator]
+    return model.calls, model.seen, buffers, model.random.getstate()
 
 
 @pytest.mark.parametrize("at", [5, 9, 15, 16])

@@ -145,6 +145,7 @@ class CaptureAttempt:
         self._start_over(f"warming up with {self.request.size} rows")
         self._load()
         self._run_watched()
+        check_python_state(self.eager.trace.walk.change())  # else the next run may write other memory
 
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
