@@ -32,7 +32,7 @@ class Reason(Explained):
     FROZEN = (
         "frozen",
         "freeze() forbids captures and comparisons, and no graph was compared for such a batch before; prewarm with "
-        "real examples, or call unfreeze()",
+        "real examples, under the same inference_mode and autocast, or call unfreeze()",
     )
     FIRST_SIGHTING = "first_sighting", "this size was seen for the first time; it is captured when it comes again"
     BACKING_OFF = (
@@ -66,7 +66,7 @@ class Reason(Explained):
     NO_ROWS = "no_rows", "the batch has no rows"
     NO_TENSORS = "no_tensors", "no argument is a tensor"
     ROWS_DISAGREE = "rows_disagree", "the arguments named in dynamic= have different numbers of rows"
-    NEEDS_GRADIENTS = "needs_gradients", "the call needs gradients; call it under torch.no_grad() for graphs"
+    NEEDS_GRADIENTS = "needs_gradients", "the call needs gradients; call eval(), and use torch.no_grad(), for graphs"
     TENSOR_SUBCLASS = "tensor_subclass", "an argument is a tensor subclass or not a strided tensor"
     DEVICES_DISAGREE = "devices_disagree", "the arguments are on different devices"
     DEVICE_UNSUPPORTED = "device_unsupported", "the arguments are on a device that the backend does not serve"

@@ -443,3 +443,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["audit", "tests.audit.examples:failing"]) == 2
     (_, line) = capsys.readouterr().err.splitlines()
     assert "calling it raised ValueError: bad weights" in line
+
+
+def test_rows_that_no_batch_of_the_example_pads_say_which_example_does() -> None:
+    """Three rows have a size each; four do not."""
+    few, more = (audit(torch.nn.Linear(8, 8), (torch.randn(rows, 8),)) for rows in (3, 4))
+    assert few.independence.verdict == "untested"
+    assert "give an example of 4 rows or more" in str(few)
+    assert more.independence.verdict == "independent"

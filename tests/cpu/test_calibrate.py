@@ -146,6 +146,12 @@ def with_options():
 def wrong():
     return torch.nn.Linear(3, 3)
 
+def no_names():
+    return torch.nn.Linear(3, 3), torch.ones(4, 3)
+
+def needs(x):
+    return x
+
 def unknown_option():
     return *build(), {"bogus": 1}
 
@@ -201,7 +207,10 @@ def test_the_demo_s_decoder_is_measured_in_both_modes(tmp_path: Path) -> None:
         ("no_such_module_here:build", "there is no module no_such_module_here"),
         ("users_model:nothing", "users_model has no function nothing"),
         ("users_model:NUMBER", "users_model has no function NUMBER"),
+        ("users_model.py:build", "must name a module, not its file: users_model:build"),
+        ("users_model:needs", "must be a function without parameters that returns the model, got needs"),
         ("users_model:wrong", "must return (callable, keyword arguments of a call)"),
+        ("users_model:no_names", "both as dicts, got (Linear, Tensor)"),
         ("users_model:unknown_option", "options must be of graphed"),
         ("users_model:raises", "MODEL 'users_model:raises': raises() raised ValueError: no weights here"),
         ("users_model:misfit", "MODEL 'users_model:misfit': measuring it raised RuntimeError: "),

@@ -190,6 +190,16 @@ class Batch:
     ids: torch.Tensor
 
 
+def test_an_array_is_named_with_what_makes_a_tensor_of_it() -> None:
+    """It is what people pass first."""
+    step = make(lambda b: b * 2, dynamic={"b": 0})
+    said = step.explain(batch(4).numpy())
+    assert (
+        said
+        == "eager: no argument is a tensor; argument 'b' is a numpy.ndarray (torch.from_numpy makes a tensor of it)"
+    )
+
+
 def test_a_dataclass_is_named_by_its_type() -> None:
     """As an argument, and as an output that no graph can make, in one line without values, with what opens it."""
     step = make(lambda b: b.ids * 2, dynamic={})

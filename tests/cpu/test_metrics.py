@@ -99,9 +99,12 @@ def test_a_served_model_of_transformers_is_exported() -> None:
         collector = gd.metrics.PrometheusCollector(served_model, "llama")
         for _ in range(2):
             model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
-        found, stats = exported(collector), served_model.stats
+        found, stats, memory = exported(collector), served_model.stats, served_model.memory_report()
     assert found["graphdispatch_hits_total", "llama"] == stats.hits > 0
     assert found["graphdispatch_captures_total", "llama"] == stats.captures == 1
+    assert found["graphdispatch_capture_seconds_total", "llama"] == stats.capture_seconds > 0
+    assert sum(value for key, value in found.items() if key[0] == "graphdispatch_bytes") == memory.total > 0
+    assert sum(value for key, value in found.items() if key[0] == "graphdispatch_graphs") == 1
     eager = {key[2]: value for key, value in found.items() if key[0] == "graphdispatch_eager_steps_total"}
     assert eager == {reason.value: number for reason, number in stats.reasons.items()}
 

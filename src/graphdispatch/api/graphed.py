@@ -116,11 +116,16 @@ def _read(
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
     """The configuration and the rules that the options of ``graphed`` stand for."""
     dynamic = arguments[0]
-    if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
-        from .sizes import grid_config  # here, since most callables have one dynamic dimension
+    try:
+        if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
+            from .sizes import grid_config  # here, since most callables have one dynamic dimension
 
-        return grid_config(fn, arguments, sizes, settings, out)
-    return roomy_config(*sizes, settings), make_rules(fn, *arguments)
+            return grid_config(fn, arguments, sizes, settings, out)
+        return roomy_config(*sizes, settings), make_rules(fn, *arguments)
+    except ConfigError as error:
+        from .sizes import in_short_names
+
+        raise in_short_names(error) from None
 
 
 def _loaded(sizes: Any) -> Any:

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..serve.grid import GridRoute
 from ..serve.group import Route
 
-__all__ = ["grid_config", "grid_route", "other_sizes"]
+__all__ = ["grid_config", "grid_route", "in_short_names", "other_sizes"]
 
 
 def grid_config(
@@ -50,6 +50,11 @@ def grid_config(
     return config, rules
 
 
+def in_short_names(error: ConfigError) -> ConfigError:
+    """The error in the words of ``graphed``, whose arguments ``sizes`` and ``max_size`` have longer names elsewhere."""
+    return type(error)(str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size"))
+
+
 def grid_route(key: int, table: SizeTable, rules: ArgumentRules, **more: Any) -> Route:
     """A route for calls with several dynamic dimensions; ``table`` has the sizes of the first one."""
     assert rules.grid is not None
@@ -64,7 +69,10 @@ def other_sizes(
     ``routes`` tells of each whether its calls are mixed ones. Raises ``ConfigError``.
     """
     points = tuple(rules.grid.checked_points(sizes)) if rules.grid is not None and _are_points(sizes) else ()
-    config = resized(config, sorted({point[0] for point in points}) if points else sizes)
+    try:
+        config = resized(config, sorted({point[0] for point in points}) if points else sizes)
+    except ConfigError as error:
+        raise in_short_names(error) from None
     tables = {route: SizeTable.of(config.resolve(mixed=mixed), route.table.mode) for route, mixed in routes.items()}
     if rules.grid is None:
         return config, rules, tables

@@ -16,6 +16,10 @@ from .result import Replay, Rows
 
 __all__ = ["Trial", "try_captures"]
 
+_NONE_PADDED = (
+    "no batch was padded, since each number of rows has a size; give an example of 4 rows or more, or sizes with gaps"
+)
+
 
 @dataclass
 class Trial:
@@ -113,5 +117,5 @@ def _rows(entries: list[CUDAGraphEntry], replays: list[Replay]) -> Rows:
         if not proof.independent:
             return Rows("dependent", proof.text, proof.perturbation, proof.what)
     if not known or any(not proof.is_complete for proof in known):
-        return Rows("untested", next((proof.text for proof in known if not proof.is_complete), "no batch was padded"))
+        return Rows("untested", next((proof.text for proof in known if not proof.is_complete), _NONE_PADDED))
     return Rows("independent", next((proof.text for proof in known if not proof.deterministic), ""))

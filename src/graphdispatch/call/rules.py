@@ -79,10 +79,13 @@ def make_rules(
     """The rules from a user's options. Raises ``ConfigError`` for mistakes that can be seen before any call."""
     check_callable("fn", fn)
     if not isinstance(dynamic, Mapping):
-        raise ConfigError(f"dynamic must map argument names to batch dimensions, got {shown(dynamic)}")
+        raise ConfigError(f"dynamic must map argument names to dimensions, as {{'input': 0}}, got {shown(dynamic)}")
     for name, dim in dynamic.items():
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise ConfigError(f"dynamic[{name!r}] must be the number of a dimension, got {shown(dim)}")
+            raise ConfigError(
+                f"dynamic[{name!r}] must be the number of a dimension, or as {{0: 'batch', 1: 'length'}}, "
+                f"got {shown(dim)}"
+            )
     if not isinstance(pad, Mapping):
         raise ConfigError(f"pad must map argument names to pad rules, as {{'ids': 0}}, got {shown(pad)}")
     if not isinstance(static, Iterable):

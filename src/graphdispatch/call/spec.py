@@ -93,13 +93,15 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 def describe(value: Any) -> str:
     """A value that is no tensor, in one line of a message: a plain constant itself, and of anything else, which may
-    hold tensors, the type, with what lets graphs see the tensors of a dataclass."""
+    hold tensors, the type, with what lets graphs see the tensors of a dataclass or the numbers of an array."""
     if type(value) in VALUES:
         return reprlib.repr(value)
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")  # numpy has a bool of its own
-    hint = f" (torch.utils._pytree.register_dataclass({kind.__qualname__}) lets graphs see its fields)"
-    return f"a {name}{hint if is_dataclass(kind) else ''}"
+    hint = " (torch.from_numpy makes a tensor of it)" if name == "numpy.ndarray" else ""
+    if is_dataclass(kind):
+        hint = f" (torch.utils._pytree.register_dataclass({kind.__qualname__}) lets graphs see its fields)"
+    return f"a {name}{hint}"
 
 
 class CallSpec:

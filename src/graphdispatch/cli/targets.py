@@ -43,6 +43,8 @@ def load_target(model: str) -> Target:
     module, _, name = model.partition(":")
     if not module or not name:
         raise ConfigError(f"MODEL must be module:function, or demo, got {model!r}")
+    if module.endswith(".py"):
+        raise ConfigError(f"MODEL {model!r} must name a module, not its file: {module[:-3].replace('/', '.')}:{name}")
     sys.path.insert(0, os.getcwd())  # a console script, unlike python -m, does not look there
     try:
         found = import_module(module)
@@ -53,19 +55,38 @@ def load_target(model: str) -> Target:
     build = getattr(found, name, None)
     if not callable(build):
         raise ConfigError(f"MODEL {model!r}: {module} has no function {name}")
+    if _is_incomplete(build):
+        raise ConfigError(f"MODEL {model!r} must be a function without parameters that returns the model, got {name}")
     with naming(f"MODEL {model!r}: {name}()"):
         built = build()
     fn, example, options = (*built, {})[:3] if isinstance(built, tuple) and len(built) in (2, 3) else (None, None, None)
     if not callable(fn) or not isinstance(example, Mapping) or not isinstance(options, Mapping):
         raise ConfigError(
             f"MODEL {model!r} must return (callable, keyword arguments of a call) or (callable, keyword arguments, "
-            f"options for graphed), got {type(built).__name__}"
+            f"options for graphed), both as dicts, got {_types(built)}"
         )
     known = inspect.signature(gd.graphed).parameters.keys() - {"fn", *_RESERVED}
     unknown = [str(key) for key in options if key not in known]
     if unknown:
         raise ConfigError(f"MODEL {model!r}: options must be of graphed, without {_RESERVED}; got {', '.join(unknown)}")
     return Target(fn, example, options)
+
+
+def _is_incomplete(build: Callable[..., Any]) -> bool:
+    """Whether it cannot be called without arguments, as far as its signature says."""
+    try:
+        inspect.signature(build).bind()
+    except TypeError:
+        return True
+    except ValueError:  # it has none
+        return False
+    return False
+
+
+def _types(built: Any) -> str:
+    if not isinstance(built, tuple):
+        return type(built).__name__
+    return f"({', '.join(type(one).__name__ for one in built)})"
 
 
 @contextmanager

@@ -13,6 +13,10 @@ from .memo import Memo
 
 __all__ = ["Decision", "SizeTable"]
 
+_AGAINST_PADDING = (
+    "; where padding is the cause, call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
+)
+
 
 class Decision(NamedTuple):
     """What to do with one batch: the runtime mode, what the graph serves, the padded size, and why."""
@@ -35,12 +39,14 @@ class Decision(NamedTuple):
 
     def explain(self) -> str:
         """One line for a person."""
+        counted = f"{self.rows} row{'s' * (self.rows != 1)}"
         if self.mode is CUDAGraphMode.NONE:
-            count = f", {self.rows} rows" if self.rows else ""
-            return f"eager{count}: {self.detail or self.reason.text}"
+            count = f", {counted}" if self.rows else ""
+            remedy = _AGAINST_PADDING if self.reason is Reason.VERIFICATION_FAILED else ""
+            return f"eager{count}: {self.detail or self.reason.text}{remedy}"
         rows, size = getattr(self.rows, "cells", self.rows), getattr(self.size, "cells", self.size)
         padding = 100 * (1 - rows / size) if size else 0.0
-        change = f"{self.rows} -> {self.size} rows, {padding:.1f} % padding" if padding else f"{self.rows} rows"
+        change = f"{self.rows} -> {self.size} rows, {padding:.1f} % padding" if padding else counted
         note = "" if self.reason.is_graph else f" ({self.detail or self.reason.text})"
         return f"{self.mode.name} graph, {change}{note}"
 

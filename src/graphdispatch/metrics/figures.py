@@ -22,7 +22,8 @@ _COUNTED = {
     "evicted_bytes": "Bytes that evictions freed.",
     "dispatch_seconds": "Time that a dispatcher took to decide.",
 }
-_OF_REQUESTS = ("hits", "captures", "capture_failures", "reasons")  # what counters of whole requests tell of steps
+# What counters of whole requests tell of steps.
+_OF_REQUESTS = ("hits", "captures", "capture_failures", "capture_seconds", "reasons")
 _BY_CAUSE = {
     "eager_steps": ("Calls whose answer is eager's, by reason.", "reason"),
     "evictions": ("Graphs that were evicted, by cause.", "cause"),
@@ -72,6 +73,8 @@ class Figures:
         graphs, memory = [], []
         for name, one in served:
             report = _memory(one)
+            if report is None:
+                continue
             for (size, mode), number in Counter((entry.size, entry.mode) for entry in report.entries).items():
                 graphs.append(((name, str(size), mode), number))
             for kind in ("pool", "input", "ring", "entry", "driver"):
@@ -112,9 +115,12 @@ def _counters(stats: Any) -> dict[str, Any]:
     }
 
 
-def _memory(served: Any) -> MemoryReport:
-    """What a door's graphs hold; those of a dispatcher are other doors', so it counts them alone."""
+def _memory(served: Any) -> MemoryReport | None:
+    """What a door's graphs hold; those of a dispatcher are other doors', so it counts them alone. None if it cannot
+    tell."""
     ask = getattr(type(served), "memory_report", None)
-    entries = () if ask is not None else getattr(served, "entries", ())
-    report: MemoryReport = memory_report({entry for _, entry in entries}) if ask is None else ask(served)
+    if ask is None:
+        entries = getattr(served, "entries", None)
+        return None if entries is None else memory_report({entry for _, entry in entries})
+    report: MemoryReport = ask(served)
     return report

@@ -13,6 +13,7 @@ from transformers.generation import GenerationMode
 
 from ...config import CUDAGraphOptions
 from ...errors import ConfigError, check_count, shown
+from ...memory.accounting import MemoryReport, memory_report
 from .caches import KeptCache, take_out
 from .hooks import Hooks, hooked_class
 from .slots import CACHE_NAMES, Slot, SlotKey, SlotPool
@@ -108,6 +109,10 @@ class GraphedGeneration:
             stats = GenerationStats(requests=self._requests, served=self._served, not_served=Counter(self._not_served))
         self._pool.count_into(stats)
         return stats
+
+    def memory_report(self) -> MemoryReport:
+        """The bytes that the graphs of all caches hold, part by part; the caches themselves are not counted."""
+        return memory_report(entry for slot in self._pool for entry in slot.step.entries)
 
     def explain(self) -> str:
         """What served which requests, and why others ran as before, a line for each."""

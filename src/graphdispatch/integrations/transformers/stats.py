@@ -42,6 +42,8 @@ class BatchingStats:
     capture_failures: int = 0
     reasons: Counter[Reason] = field(default_factory=Counter)
     """Why steps were no hits."""
+    capture_seconds: float = 0.0
+    """Time spent in successful captures."""
 
     def add(self, stats: "CUDAGraphStats | BatchingStats") -> None:
         """Add the figures of one graph's calls, or of other steps."""
@@ -50,6 +52,10 @@ class BatchingStats:
         self.captures += stats.captures
         self.capture_failures += stats.capture_failures
         self.reasons.update(stats.reasons)
+        if isinstance(stats, CUDAGraphStats):
+            self.capture_seconds += stats.capture_time_ms * 1e-3
+        else:
+            self.capture_seconds += stats.capture_seconds
 
     @property
     def hit_rate(self) -> float:
