@@ -97,11 +97,12 @@ def test_a_tensor_subclass_does_not_match() -> None:
     assert signature(torch.ones(4, 3)).match([torch.ones(4, 3).as_subclass(Mine)]) == NO_MATCH
 
 
-def test_a_parameter_is_a_tensor() -> None:
-    """Whether an argument is a parameter makes no difference to a graph."""
+def test_a_parameter_is_another_kind_of_argument() -> None:
+    """Code can tell a parameter from another tensor."""
     parameter = nn.Parameter(torch.ones(4, 3))
-    assert signature(parameter).match([torch.ones(2, 3)]) == 2
-    assert signature(torch.ones(2, 3)).match([parameter]) == 4
+    assert signature(parameter).match([torch.ones(2, 3)]) == NO_MATCH
+    assert signature(torch.ones(2, 3)).match([parameter]) == NO_MATCH
+    assert signature(parameter).match([nn.Parameter(torch.ones(2, 3))]) == 2
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,8 @@ class CaptureAttempt:
             trace.absorb(entry.guard.notes)
             held = {*map(storage_key, entry.held), *entry.guard.storages, *self.eager.effects.outside}
             entry.guard = self._make_guard(held)
-            entry.told = Told(self._names, self.request.values)
+            told = Told(self._names, self.request.values)
+            entry.told = entry.told if entry.told is not None and entry.told.names == told.names else told
             entry.compared.part()
         entry.compared.note(rows, self.request.size)
 

@@ -11,8 +11,8 @@ from ..call.spec import is_tensor
 __all__ = ["Told"]
 
 
-def _bytes_behind(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def _bytes_beside(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() - tensor.nbytes
 
 
 def _grad(tensor: torch.Tensor) -> Any:
@@ -23,7 +23,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: attrgetter(name) for name in ("_backward_hooks", "_version", "grad_fn", "is_leaf", "output_nr")},
     **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
     **{name: methodcaller(name) for name in ("_is_view", "is_conj", "is_neg", "is_shared", "storage_offset")},
-    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_behind),
+    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
     **dict.fromkeys(("grad", "_grad"), _grad),
     "_base": methodcaller("_is_view"),
 }
@@ -38,13 +38,13 @@ class Told:
     """
 
     def __init__(self, names: Collection[str], values: Sequence[Any]) -> None:
-        self._names = sorted(names & _READERS.keys())
+        self.names = sorted(names & _READERS.keys())
         self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
         self._known: list[list[Any]] = []
 
     def __bool__(self) -> bool:
         """Whether the code reads any of this."""
-        return bool(self._names)
+        return bool(self.names)
 
     @property
     def is_full(self) -> bool:
@@ -54,7 +54,7 @@ class Told:
     @property
     def text(self) -> str:
         """Why a call that differs runs eagerly."""
-        spelled = ", ".join(f".{name}" for name in self._names)
+        spelled = ", ".join(f".{name}" for name in self.names)
         return f"the code may read {spelled} of an argument, and each call differs there; pass that as an argument"
 
     def note(self, values: Sequence[Any]) -> None:
@@ -68,7 +68,7 @@ class Told:
         return not self or any(all(map(_same, now, known)) for known in self._known)
 
     def _read(self, values: Sequence[Any]) -> list[Any]:
-        return [_READERS[name](values[place]) for place in self._positions for name in self._names]
+        return [_READERS[name](values[place]) for place in self._positions for name in self.names]
 
 
 def _same(a: Any, b: Any) -> bool:
