@@ -14,7 +14,7 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
-from ..memory.told import Told
+from ..memory.told import Told, told_by
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -187,7 +187,7 @@ class CaptureAttempt:
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
-            told=Told(self._names, request.values),
+            told=self._find_told(None),
             reads=None if request.auto_breaks else frozenset(warm_run.used & held.keys()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
@@ -338,15 +338,15 @@ class CaptureAttempt:
             trace.absorb(entry.guard.notes)
             held = {*map(storage_key, entry.held), *entry.guard.storages, *self.eager.effects.outside}
             entry.guard = self._make_guard(held)
-            told = Told(self._names, self.request.values)
-            entry.told = entry.told if entry.told is not None and entry.told.names == told.names else told
+            entry.told = self._find_told(entry.told)
             entry.compared.part()
         entry.compared.note(rows, self.request.size)
 
-    @property
-    def _names(self) -> set[str]:
-        """The names of attributes that code of the user spells or asks for."""
-        return self.eager.trace.names | self.eager.trace.asked
+    def _find_told(self, known: Told | None) -> Told | None:
+        names = told_by(self.eager.trace.codes)
+        if not names or (known is not None and known.names == names):
+            return known
+        return Told(names, self.request.values)
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""

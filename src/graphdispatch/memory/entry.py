@@ -56,7 +56,7 @@ class CUDAGraphEntry(NotCopied):
     reads: frozenset[int] | None = None
     """The keys of the storages in ``held`` that the graph itself reads, and not a break alone; None: not known."""
     told: Told | None = None
-    """What the code reads of its arguments besides their values, in the calls that were compared; None: not known."""
+    """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     workspaces: WorkspaceGuard | None = None
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
     guard: StateGuard | None = None

@@ -1,14 +1,18 @@
 """What code can tell of an argument besides its values: where it lies in its storage, whether it needs a gradient."""
 
-from collections.abc import Callable, Collection, Sequence
+import os
+import types
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 
 from ..call.spec import is_tensor
+from ..state.bytecode import code_reads
+from ..state.objects import is_library_code
 
-__all__ = ["Told"]
+__all__ = ["Told", "told_by"]
 
 
 def _bytes_beside(tensor: torch.Tensor) -> int:
@@ -28,23 +32,35 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "_base": methodcaller("_is_view"),
 }
 _MOST_KNOWN = 8
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DEMO = os.path.join(_OURS, "demo") + os.sep
+
+
+def told_by(codes: Iterable[types.CodeType]) -> list[str]:
+    """What of all this code of the user reads, of arguments or of other tensors."""
+    paths = ((code, code.co_filename) for code in codes)
+    theirs = (code for code, path in paths if not path.startswith(_OURS) or path.startswith(_DEMO))
+    spelled = (_spelled(code) for code in theirs if not is_library_code(code.co_filename))
+    return sorted(_READERS.keys() & set().union(*spelled))
+
+
+def _spelled(code: types.CodeType) -> frozenset[str]:
+    reads = code_reads(code)
+    asks = not reads.variables.isdisjoint(("getattr", "hasattr"))
+    return reads.attributes | reads.texts if asks else reads.attributes
 
 
 class Told:
     """What the code of a graph reads of its arguments so, in the calls that were compared with eager.
 
-    ``names`` are those of attributes in that code. A graph reads its own buffers, so a call that differs here may take
-    another branch. Thread-safe under the lock of whoever compares.
+    A graph reads its own buffers, so a call that differs here may take another branch. Calls are noted under the lock
+    of whoever compares; any thread may ask.
     """
 
-    def __init__(self, names: Collection[str], values: Sequence[Any]) -> None:
-        self.names = sorted(names & _READERS.keys())
+    def __init__(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        self.names = names
         self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
         self._known: list[list[Any]] = []
-
-    def __bool__(self) -> bool:
-        """Whether the code reads any of this."""
-        return bool(self.names)
 
     @property
     def is_full(self) -> bool:
@@ -59,13 +75,13 @@ class Told:
 
     def note(self, values: Sequence[Any]) -> None:
         """Note a call that was compared with eager."""
-        if self and not self.knows(values):
+        if not self.knows(values):
             self._known.append(self._read(values))
 
     def knows(self, values: Sequence[Any]) -> bool:
         """Whether a call is like one that was compared."""
-        now = self._read(values) if self else []
-        return not self or any(all(map(_same, now, known)) for known in self._known)
+        now = self._read(values)
+        return any(all(map(_same, now, known)) for known in self._known)
 
     def _read(self, values: Sequence[Any]) -> list[Any]:
         return [_READERS[name](values[place]) for place in self._positions for name in self.names]

@@ -190,7 +190,7 @@ class GraphGroup:
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
         if entry is None or entry.state is not EntryState.VERIFIED or not entry.may_pad(decision.rows):
             return None
-        if entry.told or (entry.proof is not None and entry.proof.assumed and decision.rows != entry.size):
+        if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
             return None  # the slow path looks at the values
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
 

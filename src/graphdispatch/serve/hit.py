@@ -62,6 +62,7 @@ class HitPath(ABC):
                     and (entry.workspaces is None or entry.workspaces.holds())
                     and (not entry.writes_outside or plan.clash(leaves) is None)
                     and not (entry.bare and any(leaves[place].__dict__ for place in entry.bare))
+                    and (entry.told is None or entry.told.knows(leaves))
                     and not (gradients and self.may_need_gradients(leaves, guard))
                 ):
                     torch._C._set_grad_enabled(False)

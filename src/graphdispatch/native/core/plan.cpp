@@ -339,6 +339,13 @@ int may_run(PlanObject* self, Values& values) {
     const Ref clash(list ? PyObject_CallMethodOneArg(self->plan, names.clash, list) : nullptr);
     if (!clash || clash.get() != Py_None) return clash ? 0 : -1;
   }
+  PyObject* told = item(dict, names.told);
+  if (told && told != Py_None) {
+    PyObject* list = values.list();
+    const Ref knows(list ? PyObject_CallMethodOneArg(Ref::of(told).get(), names.knows, list) : nullptr);
+    const int truth = knows ? PyObject_IsTrue(knows.get()) : -1;
+    if (truth != 1) return truth;
+  }
   const Ref bare = Ref::of(item(dict, names.bare));
   for (Py_ssize_t i = 0; bare && PyTuple_CheckExact(bare.get()) && i < PyTuple_GET_SIZE(bare.get()); ++i) {
     const Ref own = attribute(values[PyLong_AsSsize_t(PyTuple_GET_ITEM(bare.get(), i))], names.__dict__);
