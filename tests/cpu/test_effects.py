@@ -162,3 +162,12 @@ def test_writes_elsewhere_are_found(padded: Write, real: Write, is_uncovered: bo
     state = torch.zeros(4, 3)
     found = first_uncovered(_regions(padded, state).regions, _regions(real, state).regions)
     assert (found is not None) is is_uncovered
+
+
+@pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])
+def test_attention_draws_only_for_its_dropout(dropout: float, draws: bool) -> None:
+    """Its operators are tagged as ones that draw; where nothing is dropped, other threads may draw meanwhile."""
+    q = torch.randn(2, 4, 8, 16)
+    with EffectRecorder(LIMIT) as effects:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
+    assert effects.uses_rng is draws

@@ -26,6 +26,7 @@ __all__ = [
     "bits_equal",
     "changes_view",
     "check_geometry",
+    "draws",
     "forbidden",
     "geometry",
     "has_fixed_shapes",
@@ -117,6 +118,20 @@ def is_total(func: OpOverload) -> bool:
 def is_seeded(func: OpOverload) -> bool:
     """Whether the operator draws from a random generator, by its tags."""
     return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def draws(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws from a random generator: of a seeded operator, unless its dropout is zero, as that of
+    attention mostly is."""
+    if not is_seeded(func):
+        return kwargs.get("generator") is not None
+    place = _dropout_place(func)
+    return place is None or (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0
+
+
+@cache
+def _dropout_place(func: OpOverload) -> int | None:
+    return next((place for place, arg in enumerate(func._schema.arguments) if arg.name == "dropout_p"), None)
 
 
 @cache

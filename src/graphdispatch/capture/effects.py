@@ -22,8 +22,8 @@ from ..backends.insight import OperatorMode, python_kernel, run_kernel
 from ..backends.operators import (
     OperatorKind,
     check_geometry,
+    draws,
     geometry,
-    is_seeded,
     is_strided,
     kind_of,
     storage_key,
@@ -241,7 +241,7 @@ class EffectRecorder(OperatorMode):
             written = written_tensors(func, args, kwargs)
             shapes = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in made]
             self._save_written(func, args, kwargs)
-        if is_seeded(func) or (kwargs and kwargs.get("generator") is not None):
+        if draws(func, args, kwargs):
             self.uses_rng = True
             self._save_generators(args, kwargs)
         result = func(*args, **kwargs)
