@@ -117,6 +117,23 @@ def test_alike_calls_are_served() -> None:
     assert "._version" in decision.detail
 
 
+def test_tensors_of_inference_mode_are_asked_only_what_they_know() -> None:
+    """Each kind of question about one; code may ask it of another tensor."""
+    with torch.inference_mode():
+        x = torch.randn(4, 3)
+        told = Told(sorted(told_by([_asks_all.__code__])), [x])
+        assert len(told.names) > 10
+        told.note([x])
+        assert told.knows([torch.randn(4, 3)])
+
+
+def _asks_all(x: Tensor) -> tuple[object, ...]:
+    return (
+        x._version, x._base, x._is_view(), x.grad, x.grad_fn, x.is_leaf, x.output_nr, x.requires_grad, x.retains_grad,
+        x.is_conj(), x.is_neg(), x.is_shared(), x.storage_offset(), x.untyped_storage(), x._backward_hooks,
+    )  # fmt: skip
+
+
 def test_an_entry_refuses_what_was_not_compared() -> None:
     """``CUDAGraphEntry.replay`` has nothing to compare with."""
 

@@ -23,13 +23,18 @@ def _grad(tensor: torch.Tensor) -> Any:
     return tensor.grad if tensor.is_leaf else None  # of others torch warns
 
 
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # those of inference mode have none
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
-    **{name: attrgetter(name) for name in ("_backward_hooks", "_version", "grad_fn", "is_leaf", "output_nr")},
+    **{name: attrgetter(name) for name in ("_backward_hooks", "grad_fn", "is_leaf", "output_nr")},
     **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
     **{name: methodcaller(name) for name in ("_is_view", "is_conj", "is_neg", "is_shared", "storage_offset")},
     **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
     **dict.fromkeys(("grad", "_grad"), _grad),
     "_base": methodcaller("_is_view"),
+    "_version": _version,
 }
 _MOST_KNOWN = 8
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
