@@ -584,3 +584,20 @@ def test_both_ends_of_a_size_are_served_by_few_comparisons() -> None:
         assert torch.equal(step(x), x * 2)
     assert step.stats.captures == 1
     assert step.stats.verifications <= 2
+
+
+def test_padding_that_writes_elsewhere_is_named() -> None:
+    """A cache that padding rows would write keeps a size for full batches, and the reason says so."""
+    cache = torch.zeros(9, 4)
+
+    def fn(batch: Tensor, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        cache.index_copy_(0, slots, x)
+        return batch * 2, cache[slots] * 0.5
+
+    length = {0: Dim("length", sizes=[4])}
+    step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": length, "slots": {0: "length"}}, sizes=[3], capture_after=1)
+    for rows in (4, 4, 3):
+        step(torch.ones(3), torch.randn(rows, 4), torch.randperm(8)[:rows])
+    assert step.last_decision is not None
+    assert "padding rows write to a tensor of shape (9, 4)" in step.last_decision.detail
+    assert step.stats.captures == 1

@@ -217,9 +217,8 @@ class GridProver(RowProver):
         for kept in self._choices():
             self._kept, self._base, self._is_limited = kept, BY_RULE, self._eager.effects.limits_values
             # The graph's own replay is no base for a proof along one axis: load it again.
-            if first is not None or axes:
-                self._replay(BY_RULE)
-            proof = super().prove(alike)
+            failed = self._replay_anew() if first is not None or axes else None
+            proof = failed or super().prove(alike)
             if proof.independent:
                 self._prove_hidden(kept)
                 return replace(proof, kept=tuple(kept))

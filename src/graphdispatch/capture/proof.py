@@ -182,6 +182,14 @@ class RowProver:
             what = str(error) if writes else f"the call raises {type(error).__name__}: {error}"
             raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
 
+    def _replay_anew(self) -> RowProof | None:
+        """Replay with the padding of the rules; what that shows already if it cannot be."""
+        try:
+            self._replay(BY_RULE)
+        except _DependentRowsError as found:
+            return found.proof
+        return None
+
     def _prove_for_other_rows(self) -> None:
         """Once more with other real rows, which hide less: those of each kind before the padding of the rules, and
         before their own kind. Kinds that the callable does not take are left out."""
