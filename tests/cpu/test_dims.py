@@ -596,8 +596,8 @@ def test_padding_that_writes_elsewhere_is_named() -> None:
 
     length = {0: Dim("length", sizes=[4])}
     step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": length, "slots": {0: "length"}}, sizes=[3], capture_after=1)
-    for rows in (4, 4, 3):
-        step(torch.ones(3), torch.randn(rows, 4), torch.randperm(8)[:rows])
+    for slots in ([1, 2, 3, 5], [7, 6, 5, 4], [4, 6, 8]):  # and padding rows take slot 0
+        step(torch.ones(3), torch.randn(len(slots), 4), torch.tensor(slots))
     assert step.last_decision is not None
     assert "padding rows write to a tensor of shape (9, 4)" in step.last_decision.detail
     assert step.stats.captures == 1
