@@ -11,6 +11,7 @@ __all__ = ["CodeNotes", "Names", "keep"]
 Names = dict[int, tuple[dict[str, Any], set[str]]]
 """For each namespace, by its ``id``: the namespace, and names in it."""
 _SETS = ("names", "asked", "library_names", "break_names", "whole_types")
+_FLAGS = ("is_blind", "reads_environment", "reads_whole")
 
 
 class CodeNotes:
@@ -45,11 +46,7 @@ class CodeNotes:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
         if any(getattr(other, kind) - getattr(self, kind) for kind in _SETS):
             return True
-        if (other.is_blind, other.reads_environment, bool(other.reads_whole)) != (
-            self.is_blind,
-            self.reads_environment,
-            bool(self.reads_whole),
-        ):
+        if any(getattr(other, flag) and not getattr(self, flag) for flag in _FLAGS):
             return True
         tables = ((self.variables, other.variables), (self.absent, other.absent))
         if any(names - own.get(key, (table, set()))[1] for own, new in tables for key, (table, names) in new.items()):
