@@ -172,6 +172,60 @@ def test_an_exception_in_a_break_at_replay_passes_through() -> None:
     agrees(served)
 
 
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("raises_in", ["break", "graph", "graph with state"])
+def test_what_a_call_wrote_to_its_argument_before_it_raised_stays(raises_in: str, rows: int) -> None:
+    """As eagerly: the argument was written before the error, so the caller finds it written, padded or not."""
+    fuse, table, steps = Fuse(), torch.randn(5, 3), torch.zeros(1)
+
+    def with_break(x: Tensor, ids: Tensor) -> Tensor:
+        return fuse(x.mul_(0.5) * 1) + table[ids]
+
+    def with_state(x: Tensor, ids: Tensor) -> Tensor:
+        steps.add_(1)
+        return x.mul_(0.5) * 1 + table[ids]
+
+    model, mode = (with_state, "FULL") if raises_in == "graph with state" else (with_break, "PIECEWISE")
+    served = graphed(model, dynamic={"x": 0, "ids": 0}, sizes=(4,), mode=mode, capture_after=1)
+    for number in range(3):
+        served(torch.randn(rows, 3), torch.full((rows,), number))
+    assert served.last_decision is not None
+    assert served.last_decision.reason in (Reason.EXACT, Reason.PADDED)
+    x, ids = torch.randn(rows, 3), torch.full((rows,), 1 if raises_in == "break" else 5)
+    halved, fuse.blown = x * 0.5, raises_in == "break"
+    with pytest.raises(ValueError if raises_in == "break" else IndexError):
+        served(x, ids)
+    assert torch.equal(x, halved)
+    fuse.blown = False
+    x, ids = torch.randn(rows, 3), torch.arange(rows)
+    assert torch.equal(served(x.clone(), ids), model(x, ids))
+
+
+def test_rows_that_cannot_be_copied_are_no_error_of_the_call() -> None:
+    """A pad function that raises at a hit: nothing ran yet, so the call is answered eagerly, and its state written
+    once."""
+    steps, is_broken = torch.zeros(1), Spy()
+
+    def pad(padding: Tensor, real: Tensor) -> None:
+        if is_broken:
+            raise ValueError("no padding today")
+        padding.zero_()
+
+    def model(x: Tensor) -> Tensor:
+        steps.add_(1)
+        return x * 2
+
+    served = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1, pad={"x": pad})
+    for _ in range(3):
+        served(torch.randn(2, 3))
+    assert served.last_decision is not None
+    assert served.last_decision.reason is Reason.PADDED
+    is_broken.append(1)
+    x = torch.randn(2, 3)
+    assert torch.equal(served(x), x * 2)
+    assert float(steps) == 4.0
+
+
 def test_an_exception_in_a_break_at_capture_leaves_nothing_open() -> None:
     """The call gets eager's answer with a reason, no capture is open or active, and another one succeeds."""
     fuse = Fuse()

@@ -21,7 +21,7 @@ from ..stats import CUDAGraphStats
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
 from .proof import Compared, RowProof
-from .replay import ReplayPlan, next_use
+from .replay import ReplayPlan, ReplayStage, next_use
 from .told import Told
 from .windows import WINDOWS
 
@@ -175,9 +175,10 @@ class CUDAGraphEntry(NotCopied):
         with self.pool.lock:
             return self.outputs.with_values(answer, rows)
 
-    def fail(self, error: BaseException, before: Any) -> None:
+    def fail(self, error: BaseException, before: Any, stage: ReplayStage) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way; after one without effects the caller can run the
-        step eagerly, and the generator is where it was. Returns for an error that is the caller's own."""
+        step eagerly, and the generator is where it was. Returns for an error that is the caller's own, which only the
+        graph itself raises, not the copies before and after it."""
         if self.mutated:
             self.inputs.mark_dirty()
         self.backend.raise_if_lost(error)
@@ -186,12 +187,12 @@ class CUDAGraphEntry(NotCopied):
         failure = error if isinstance(error, ReplayError) else None
         if failure is None:
             is_plain = self.written is None and self.mode is CUDAGraphMode.FULL
-            if not is_plain and not self.backend.is_out_of_memory(error):
+            if stage == "run" and not is_plain and not self.backend.is_out_of_memory(error):
                 return  # a break's, or one that eager would raise at the same operator, after the same writes
             failure = ReplayError(f"the replay failed: {type(error).__name__}: {error}")
         self.state = EntryState.FAILED
         if self.knows_effects:
-            failure.had_effects = self.written is not None
+            failure.had_effects = self.written is not None and stage != "load"
         if before is not None and not failure.had_effects:
             self.backend.set_rng_state(before)
         if failure is not error:

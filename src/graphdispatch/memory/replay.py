@@ -6,7 +6,7 @@ there is a native core, ``run`` is that of ``native/core/plan.cpp``; the one her
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
 
@@ -19,7 +19,10 @@ from .windows import WINDOWS
 if TYPE_CHECKING:
     from .entry import CUDAGraphEntry
 
-__all__ = ["ReplayPlan", "next_use"]
+__all__ = ["ReplayPlan", "ReplayStage", "next_use"]
+
+ReplayStage: TypeAlias = Literal["load", "run", "take"]
+"""What a replay is doing: copying rows in, running the graph, or handing the outputs out."""
 
 next_use = count(1).__next__
 """A tick of the clock of uses: later than every use so far, of any graph. Cheaper than time, and strictly increasing
@@ -76,7 +79,8 @@ class ReplayPlan:
         Raises ``ReplayError`` if the entry was evicted meanwhile, where nothing was copied, or if the replay stopped
         half-way. After the latter the entry is ``FAILED`` until it is verified again, and ``had_effects`` tells whether
         the caller can see anything of the replay. A break's own exception passes through; so does that of an operator
-        that eager would have raised at the same place, after the same writes. Raises ``DeviceLostError``.
+        that eager would have raised at the same place, after the same writes, those to arguments among them. Raises
+        ``DeviceLostError``.
         """
         entry, pool = self._entry, self._pool
         with pool.lock:
@@ -89,15 +93,20 @@ class ReplayPlan:
                 WINDOWS.refuse(entry)
             pool.order_after_last_use()
             before = entry.backend.rng_state() if entry.uses_rng else None
+            stage: ReplayStage = "load"
             try:
                 if values is None:
                     entry.inputs.mark_dirty()
                 elif self._load is not None:
                     self._load(values, self.rows, self._size)
+                stage = "run"
                 self._graph.replay()
+                stage = "take"
                 result = self._take()
             except BaseException as error:
-                entry.fail(error, before)
+                entry.fail(error, before, stage)
+                if stage == "run" and values is not None and entry.mutated:
+                    entry.copy_back(values, self.rows)
                 raise
             entry.replay_count += 1
             entry.last_used = next_use()
@@ -109,12 +118,15 @@ class ReplayPlan:
 
     run = run_in_python
 
-    def failed(self, error: BaseException) -> NoReturn:
-        """Raise what a replay in the core raises that stopped with ``error``. Call it with the pool's lock held."""
+    def failed(self, error: BaseException, values: Sequence[Any], stage: ReplayStage) -> NoReturn:
+        """Raise what a replay in the core raises that stopped with ``error`` in ``stage``. Call it with the pool's lock
+        held."""
         try:
             raise error
         except BaseException:
-            self._entry.fail(error, None)
+            self._entry.fail(error, None, stage)
+            if stage == "run" and self._entry.mutated:
+                self._entry.copy_back(values, self.rows)
             raise
 
 

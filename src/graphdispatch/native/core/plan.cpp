@@ -202,12 +202,14 @@ bool order(PlanObject* self) {
 }
 
 // Raise what ReplayPlan.failed makes of the error that is set.
-void fail(PlanObject* self) {
+void fail(PlanObject* self, Values& values, const char* stage) {
   PyObject *type, *error, *trace;
   PyErr_Fetch(&type, &error, &trace);
   PyErr_NormalizeException(&type, &error, &trace);
   if (trace && error) PyException_SetTraceback(error, trace);
-  const Ref done(PyObject_CallMethodOneArg(self->plan, names.failed, error));
+  const Ref name(PyUnicode_FromString(stage));
+  PyObject* args[] = {self->plan, error, values.list(), name.get()};
+  const Ref done(args[2] && name ? PyObject_VectorcallMethod(names.failed, args, 4, nullptr) : nullptr);
   if (done && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "a failed replay raised nothing");
   Py_XDECREF(type);
   Py_XDECREF(error);
@@ -236,10 +238,11 @@ PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
   if (!order(self)) return nullptr;
   PyObject* graph = item(self->entry_dict, names.graph);
   if (!graph) return run_by_python(self, values, stats);
-  Ref result;
-  if (load(self, values) && Ref(call(Ref::of(graph).get(), names.replay))) result = Ref(take(self));
+  const bool is_loaded = load(self, values);
+  const bool is_replayed = is_loaded && Ref(call(Ref::of(graph).get(), names.replay));
+  Ref result(is_replayed ? take(self) : nullptr);
   if (!result) {
-    fail(self);
+    fail(self, values, is_replayed ? "take" : is_loaded ? "run" : "load");
     return nullptr;
   }
   if (is_true(self->entry_dict, names.mutated)) {
