@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-__all__ = ["ROWS", "Axis"]
+__all__ = ["ROWS", "Axis", "cells_of"]
 
 
 class Axis(NamedTuple):
@@ -19,3 +19,9 @@ class Axis(NamedTuple):
 
 ROWS = Axis("rows")
 """The only dynamic dimension: the number is its extent."""
+
+
+def cells_of(number: int) -> int:
+    """The rows of a batch, or the product of its extents where there are several dynamic dimensions."""
+    cells: int = getattr(number, "cells", number)
+    return cells

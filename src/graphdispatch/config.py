@@ -163,7 +163,8 @@ class CUDAGraphOptions(_Options):
     """Runs before a capture, so that lazy initialisation does not end up in the graph."""
     verify: bool = True
     """Compare a new graph with eager on its first replay and on the next, different batch. ``graphed`` also compares
-    their times, on the CPU and without ``strict``, and gives up a graph that is slower (``no_gain``)."""
+    their times, on the CPU and without ``strict``: a graph that is slower is given up, and padded batches for which
+    eager is faster run eagerly (``no_gain``)."""
     verify_every: _Count | None = None
     """Compare a graph with eager again once in so many of its replays: what no guard can see (a counter or a global
     of Python that the capture froze) is found then. None never does."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphOptions, Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, graphed
+from graphdispatch.memory.gain import Gain
 from graphdispatch.reasons import Reason
 
 ROWS = 4
@@ -79,7 +80,7 @@ def test_a_graph_that_is_faster_costs_two_runs_of_each() -> None:
     clock = step._graphs.clock
     assert isinstance(clock, Clock)
     assert clock.timed == 1 + 4
-    assert step.entries[0].gain_ms == pytest.approx(1.0)
+    assert step.entries[0].gain.full_ms == pytest.approx(1.0)
     assert step.entries[0].replay_count == 1
 
 
@@ -115,11 +116,71 @@ def test_a_graph_that_seemed_slower_is_timed_again() -> None:
 
 
 def test_a_graph_of_a_padded_batch_is_judged_by_a_full_one() -> None:
-    """A padded batch says little of what the size is worth."""
+    """Its static inputs hold one; a graph that loses there loses everywhere."""
     step = serve(pairs(FAST, SLOW))
-    assert reasons(step, 1, rows=3) == [Reason.CAPTURED_NOW]
+    assert reasons(step, 2, rows=3) == [Reason.NO_GAIN] * 2
     assert reasons(step, 2) == [Reason.NO_GAIN] * 2
     assert step.entries == []
+
+
+def timed(*batches: tuple[float, float, int]) -> Iterator[float]:
+    """A capture, and batches that were run so many times both ways, each after a pair that warms up."""
+    times = (pair for eager, replay, runs in batches for pair in [(SLOW, SLOW), *[(eager, replay)] * runs])
+    return chain((CAPTURE,), chain.from_iterable(times))
+
+
+def test_padding_that_costs_more_than_it_gains_runs_eagerly() -> None:
+    """The graph serves the batches that gain. Of the others, the first alone is captured or compared and timed."""
+    step = serve(chain(timed((7e-3, 2e-3, 1), (1e-3, 2e-3, 5)), cycle((FAST, FAST))))
+    assert reasons(step, 3, rows=1) == [Reason.CAPTURED_NOW, Reason.NO_GAIN, Reason.NO_GAIN]
+    assert reasons(step, 3, rows=4) == [Reason.VERIFIED_NOW, Reason.EXACT, Reason.EXACT]
+    # By a straight line from 1 ms for one row to 7 ms for four, eager takes as long as the graph at a row and a half.
+    assert step.entries[0].gain.loses_below == 2.0
+    assert reasons(step, 3, rows=2) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.PADDED]
+    assert reasons(step, 100, rows=1) == [Reason.NO_GAIN] * 100
+    text = step.explain(torch.ones(1, 3))
+    assert "a replay took 2000 us and an eager run of 1 row 1000 us" in text
+    assert "have a size nearer to such batches (sizes=)" in text
+    assert step.stats.captures == 1
+    step.check_integrity()
+
+
+def test_padding_that_loses_is_measured_anew_after_invalidate() -> None:
+    """As all that clocks have said of graphs."""
+    lost, won = timed((4e-3, 2e-3, 1), (1e-3, 2e-3, 5)), timed((4e-3, 2e-3, 1), (3e-3, 2e-3, 1))
+    step = serve(chain(lost, won, cycle((SLOW, FAST))))
+    assert reasons(step, 2, rows=1) == [Reason.CAPTURED_NOW, Reason.NO_GAIN]
+    step.invalidate()
+    assert reasons(step, 3, rows=1) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.PADDED]
+
+
+def test_the_smallest_batch_of_several_dimensions_is_timed() -> None:
+    """The calls that come say little of it, and most batches are compared beside others."""
+    dynamic = {"x": {0: "batch", 1: Dim("seq", sizes=[8], pad=0.0)}}
+    step = graphed(lambda x: x * 2, dynamic=dynamic, sizes=(4,), capture_after=1)
+    step._graphs.clock = Clock(chain(timed((4e-3, 2e-3, 1), (3e-3, 2e-3, 1), (1e-3, 2e-3, 5)), cycle((3e-3, FAST))))
+    found = []
+    for shape in ((3, 7), (3, 6), (1, 1), (1, 1), (3, 5), (3, 5)):
+        x = torch.randn(shape)
+        assert torch.equal(step(x), x * 2)
+        assert step.last_decision is not None
+        found.append(step.last_decision.reason)
+    assert found[2:4] == [Reason.NO_GAIN] * 2
+    assert found[-1] is Reason.PADDED
+    assert 1 < step.entries[0].gain.loses_below < 15
+
+
+def test_what_is_known_of_a_gain_is_not_measured_again() -> None:
+    """Smaller batches than one that lost lose, and larger ones than one that gained gain."""
+    gain = Gain()
+    assert not gain.tells(8)
+    gain.note(8, 4e-3, 2e-3, is_slower=False)
+    assert (gain.tells(8), gain.tells(9), gain.tells(7)) == (True, True, False)
+    gain.note(2, 1e-3, 2e-3, is_slower=True)
+    assert gain.loses_below == pytest.approx(4.0)
+    assert (gain.tells(3), gain.tells(4)) == (True, False)
+    gain.note(5, 1e-4, 2e-3, is_slower=False)  # noise: eager takes no less for more rows
+    assert gain.loses_below == pytest.approx(3.0)
 
 
 COUNTER = torch.zeros(())
@@ -152,7 +213,7 @@ def test_what_is_not_judged(fn: Callable[..., Any] | None, options: dict[str, An
     for _ in range(4):
         step(torch.randn(ROWS, 3))
     assert len(step.entries) == 1
-    assert step.entries[0].gain_ms is None
+    assert step.entries[0].gain.full_ms is None
     assert step.stats.hits > 0
 
 

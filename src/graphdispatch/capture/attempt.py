@@ -350,9 +350,17 @@ class CaptureAttempt:
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""
-        if may_be_timed(self.request, self.eager, entry):
-            self._start_over("timing replays and eager runs in turns")
-            check_gain(self.request, entry)
+        request = self.request
+        if not may_be_timed(request, self.eager, entry):
+            return
+        self._start_over("timing replays and eager runs in turns")
+        if request.is_padded:
+            self._load()
+            check_gain(request, entry, request.static_values(), request.size)
+        if not entry.depends_on_padding(request.rows):
+            check_gain(request, entry, request.values, request.rows)
+        if request.grid is not None and entry.may_pad(least := request.grid.least):
+            check_gain(request, entry, self._resized(least), least)
 
     def _replay(self, entry: CUDAGraphEntry) -> None:
         self._reset_generator()  # a pad rule may have drawn random numbers

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from ..axes import cells_of
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
@@ -20,35 +21,53 @@ _LEAST_RATIO = 1.05
 
 
 def may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> bool:
-    """Whether the call can be run a few more times for nothing but its time, and the time says what callers wait for.
-
-    That is a full batch on the host, of a call that writes nothing of others and draws no numbers. A graph that gains
-    is not timed again; one that seemed not to is timed once more, when the second batch is compared.
-    """
+    """Whether calls can be run a few more times for nothing but their time, and the time says what callers wait for:
+    on the host, of a callable that writes nothing of others and draws no numbers."""
     return (
         request.judges_gain
-        and (entry.gain_ms is None or entry.gain_ms < 0)
-        and request.rows == entry.size
         and request.backend.device_type == "cpu"
         and entry.mode is CUDAGraphMode.FULL
         and not (eager.effects.regions or eager.draws or entry.writes_outside or entry.outputs.buffers)
     )
 
 
-def check_gain(request: CaptureRequest, entry: CUDAGraphEntry) -> None:
-    """Time eager runs and replays in turns, and note in ``entry.gain_ms`` what a replay gains.
+def check_gain(request: CaptureRequest, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> None:
+    """Time eager runs and replays of a batch in turns, unless ``entry.gain`` tells how it fares; and note it there.
 
-    Raises ``CaptureError`` (``NO_GAIN``) if each of 5 replays takes longer than at least 4 of 5 eager runs, by 5 % and
-    25 us, or by 100 us where eager runs are shorter than that. A pair before them warms up. The first pair that tells
-    otherwise is the last, so that a graph that gains costs two runs of each.
+    A replay is slower if each of 5 takes longer than at least 4 of 5 eager runs, by 5 % and 25 us, or by 100 us where
+    eager runs are shorter than that. A pair before them warms up. The first pair that tells otherwise is the last, so
+    that a graph that gains costs two runs of each. A graph that seemed not to gain is timed once more, when the second
+    batch is compared.
+
+    Raises ``CaptureError`` (``NO_GAIN``) if replays of a full batch are slower: then all are.
     """
-    plan, replays = entry.plan(request.rows), entry.replay_count
+    gain, cells, is_full = entry.gain, cells_of(rows), rows == entry.size
+    if (gain.full_ms is not None and gain.full_ms >= 0) if is_full else gain.tells(cells):
+        return
+    eager, graph, is_slower = _times(request, entry, values, rows)
+    gain.note(cells, median(eager), median(graph), is_slower=is_slower)
+    if not is_full:
+        return
+    gain.full_ms = (median(eager) - median(graph)) * 1e3
+    if is_slower:
+        raise CaptureError(
+            f"a replay took {median(graph) * 1e6:.0f} us and an eager run {median(eager) * 1e6:.0f} us, {_PAIRS} times "
+            f"of each; {Reason.NO_GAIN.text}",
+            Reason.NO_GAIN,
+        )
+
+
+def _times(
+    request: CaptureRequest, entry: CUDAGraphEntry, values: Sequence[Any], rows: int
+) -> tuple[list[float], list[float], bool]:
+    """The times of eager runs and of replays, in seconds, and whether the replays are slower."""
+    plan, replays = entry.plan(rows), entry.replay_count
     eager: list[float] = []
     graph: list[float] = []
     is_slower = False
     try:
         for number in range(_PAIRS + 1):
-            times = [_time(request.clock, run, request.values) for run in (request.call, plan.run)]
+            times = [_time(request.clock, run, values) for run in (request.call, plan.run)]
             if number:
                 eager.append(times[0])
                 graph.append(times[1])
@@ -59,13 +78,7 @@ def check_gain(request: CaptureRequest, entry: CUDAGraphEntry) -> None:
                     break
     finally:
         entry.replay_count = replays
-    entry.gain_ms = (median(eager) - median(graph)) * 1e3
-    if is_slower:
-        raise CaptureError(
-            f"a replay took {median(graph) * 1e6:.0f} us and an eager run {median(eager) * 1e6:.0f} us, {_PAIRS} times "
-            f"of each; {Reason.NO_GAIN.text}",
-            Reason.NO_GAIN,
-        )
+    return eager, graph, is_slower
 
 
 def _time(clock: Callable[[], float], run: Callable[[Sequence[Any]], Any], values: Sequence[Any]) -> float:

@@ -58,6 +58,12 @@ class GridCapture:
         along = [(i, value) for i, (spec, value) in pairs if any(axis is not self.axes[0] for _, axis in spec.axes)]
         return [i for i, value in along if holds_flags(value)]
 
+    @cached_property
+    def least(self) -> Extents:
+        """The smallest batch that the size serves."""
+        table = self._request.table
+        return Extents.of(self.axes, table.min_batch_of(self.size) if table is not None else self.batch)
+
     def output_rule(self, output: Any, attempt: "CaptureAttempt") -> OutputRule:
         """Which dimensions of the outputs follow which axis: that of an earlier size if there is one, else found by one
         run for each axis that differs from the batch along it alone.
@@ -132,8 +138,7 @@ class GridCapture:
     def _uncompared(self, compared: GridCompared, proof: RowProof) -> Iterator[tuple[tuple[Axis, ...], Extents]]:
         """The next batches to compare, each with the axes along which it is other than this one: the smallest, then
         some of other extents along one axis, the shortest first; the shortest alone where there are many."""
-        table = self._request.table
-        least = Extents.of(self.axes, table.min_batch_of(self.size) if table is not None else self.batch)
+        least = self.least
         if proof.independent and not compared.has_smallest:
             compared.has_smallest = True
             yield self.axes, least

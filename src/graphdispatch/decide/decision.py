@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..axes import cells_of
 from ..config import ResolvedConfig
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, shown
@@ -44,7 +45,7 @@ class Decision(NamedTuple):
             count = f", {counted}" if self.rows else ""
             remedy = _AGAINST_PADDING if self.reason is Reason.VERIFICATION_FAILED else ""
             return f"eager{count}: {self.detail or self.reason.text}{remedy}"
-        rows, size = getattr(self.rows, "cells", self.rows), getattr(self.size, "cells", self.size)
+        rows, size = cells_of(self.rows), cells_of(self.size)
         padding = 100 * (1 - rows / size) if size else 0.0
         change = f"{self.rows} -> {self.size} rows, {padding:.1f} % padding" if padding else counted
         note = "" if self.reason.is_graph else f" ({self.detail or self.reason.text})"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..axes import cells_of
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.tracing import untraced
 from ..call.signature import ForeignSignature, Signature
@@ -18,6 +19,7 @@ from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats
+from .gain import Gain
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
 from .proof import Compared, RowProof
@@ -79,8 +81,8 @@ class CUDAGraphEntry(NotCopied):
     """After how many replays a comparison is due again; None: never."""
     is_stretched: bool = False
     """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
-    gain_ms: float | None = None
-    """By how much a replay of a full batch was faster than eager, in milliseconds; None if that was not measured."""
+    gain: Gain = field(default_factory=Gain)
+    """What was measured of its replays beside eager runs."""
     uses_rng: bool = False
     """Whether it draws from the device's default random generator."""
     bare: tuple[int, ...] = ()
@@ -141,6 +143,10 @@ class CUDAGraphEntry(NotCopied):
     def depends_on_padding(self, rows: int) -> bool:
         """Whether a batch of ``rows`` rows would be padded although rows are known to depend on padding."""
         return self.proof is not None and not self.proof.allows(rows, self.size)
+
+    def loses(self, rows: int) -> bool:
+        """Whether a batch of ``rows`` rows would be padded, and eager is expected to be faster than that."""
+        return rows != self.size and cells_of(rows) < self.gain.loses_below
 
     def is_current(self) -> bool:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they

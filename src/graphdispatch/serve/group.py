@@ -33,6 +33,7 @@ __all__ = ["RETRY", "GraphGroup", "Route", "Spelling"]
 _log = logging.getLogger("graphdispatch")
 _MOST_STATES = 8
 _MOST_ROWS = 4096
+_LOSING_CALLS = 64
 RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
@@ -190,6 +191,8 @@ class GraphGroup:
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
         if entry is None or entry.state is not EntryState.VERIFIED or not entry.may_pad(decision.rows):
             return None
+        if entry.loses(decision.rows):
+            return None
         if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
             return None  # the slow path looks at the values
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
@@ -199,15 +202,25 @@ class GraphGroup:
         return type(self.hits[rows]) is Hit
 
     def remember(
-        self, leaves: Sequence[Any], size: int, decision: Decision, last_misses: int, parts: tuple[Any, ...]
+        self,
+        leaves: Sequence[Any],
+        size: int,
+        decision: Decision,
+        last_misses: int,
+        parts: tuple[Any, ...],
+        *,
+        loses: bool = False,
     ) -> None:
         """Let calls like this one, which no graph serves, run eagerly at once until one may be captured for them.
 
         The ``last_misses`` before a size may be tried again take the slow path, where admission counts them. A size
-        with graphs of another state of the callable is not remembered, since that state may come back.
+        with graphs of another state of the callable is not remembered, since that state may come back. Where the
+        graph's padding ``loses`` against eager, it is looked at again after a while.
         """
         until = math.inf
-        if size:
+        if loses:
+            until = self.misses[size] + _LOSING_CALLS
+        elif size:
             failure = self.failures.get(size)
             if failure is None or failure.reason is not decision.reason or self.of_size(size) or self.wants_example:
                 return
@@ -285,6 +298,8 @@ class GraphGroup:
         """Why the entry may not serve this batch now, in a word and in detail; None and nothing if it may."""
         if entry.proof is not None and entry.depends_on_padding(rows):
             return entry.proof.reason, entry.proof.text
+        if entry.loses(rows):
+            return Reason.NO_GAIN, entry.gain.text
         if entry.told is not None and entry.told.is_full and not entry.told.knows(values):
             return Reason.STATE_UNSEEN, entry.told.text
         if not self.needs_check(entry, values, rows):

@@ -186,10 +186,13 @@ class Server(EagerPath):
     def _remember(self, choice: Choice) -> None:
         """Note a refusal that stands for a while, so that such calls need not take the slow path until it may end."""
         group, size, admission = choice.group, choice.size, self.graphs.cache.admission
-        if group is None or choice.entry is not None or self.graphs.handout.out is not None:
+        loses = choice.entry is not None and choice.decision.reason is Reason.NO_GAIN
+        if group is None or (choice.entry is not None and not loses) or self.graphs.handout.out is not None:
             return  # where outputs go to the caller's tensors, each call is checked for room
-        if not (size and admission.still_to_wait((group.key, size))):
-            group.remember(choice.leaves, size, choice.decision, admission.capture_after, self.parts_of(group))
+        if loses or not (size and admission.still_to_wait((group.key, size))):
+            group.remember(
+                choice.leaves, size, choice.decision, admission.capture_after, self.parts_of(group), loses=loses
+            )
 
     def perform(self, choice: Choice) -> tuple[bool, Any]:
         """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
