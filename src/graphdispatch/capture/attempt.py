@@ -19,7 +19,6 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from .branch import Branch
-from .collector import paused_collector
 from .eager_run import EagerRun, check_draws, check_may_capture, check_python_state, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
 from .gain import check_gain, may_be_timed
@@ -66,8 +65,7 @@ class CaptureAttempt:
         started = request.clock()
         for _ in range(request.options.warmup_iterations):
             self._warm_up()
-        with paused_collector(request.options.gc_disable):
-            recording = record(request, self.eager, self._existing, self._start_over)
+        recording = record(request, self.eager, self._existing, self._start_over)
         try:
             entry = self._make_entry(recording)
             entry.capture_time_ms = (request.clock() - started) * 1e3

@@ -22,6 +22,7 @@ from ..memory.windows import WINDOWS
 from ..modes import EntryState
 from ..reasons import Reason
 from .attempt import CaptureAttempt
+from .collector import paused_collector
 from .eager_run import run_eagerly
 from .request import CaptureRequest, CaptureResult, failed_result
 
@@ -63,7 +64,9 @@ def _attempt(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureRe
 
 def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
     name = "graphdispatch: capture" if known is None else "graphdispatch: verify"
-    with request.pool.lock, request.backend.watched(), _RecordFunctionFast(name):
+    # The walks over Python state make many short-lived objects, which would have the collector look at all memory.
+    pause = paused_collector(request.options.gc_disable)
+    with pause, request.pool.lock, request.backend.watched(), _RecordFunctionFast(name):
         request.pool.order_after_last_use()
         eager = run_eagerly(request)
         if isinstance(eager, CaptureResult):

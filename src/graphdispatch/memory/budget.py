@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -12,10 +12,10 @@ from ..forking import make_rlock
 from ..stats import Eviction, EvictionReason
 from .accounting import bytes_of
 from .entry import CUDAGraphEntry
-from .eviction import EvictionPolicy, make_eviction
 
 if TYPE_CHECKING:
     from .cache import GraphCache
+    from .eviction import EvictionPolicy
 
 __all__ = ["Choice", "MemoryBudget", "Victim"]
 
@@ -72,17 +72,27 @@ class MemoryBudget(Shared):
         memory_budget_bytes: int | None = None,
         max_cached_graphs: int | None = None,
         *,
-        eviction: str | EvictionPolicy = "frecency",
+        eviction: "str | EvictionPolicy" = "frecency",
     ) -> None:
         for name, value in (("max_cached_graphs", max_cached_graphs), ("memory_budget_bytes", memory_budget_bytes)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be at least 1 or None, got {shown(value)}")
         self.memory_budget_bytes = memory_budget_bytes
         self.max_cached_graphs = max_cached_graphs
-        self.eviction = make_eviction(eviction)
+        if eviction != "frecency":
+            from .eviction import make_eviction
+
+            self.eviction = make_eviction(eviction)
         self.lock = make_rlock()
         """Guards the policy, and the content of the caches that were made with this budget."""
         self._references: tuple[ReferenceType[GraphCache], ...] = ()
+
+    @cached_property
+    def eviction(self) -> "EvictionPolicy":
+        """Who has to go. The usual policy is made, and loaded, when somebody has to. Called with ``lock`` held."""
+        from .eviction import Frecency
+
+        return Frecency()
 
     def join(self, cache: "GraphCache") -> None:
         """Count the graphs of ``cache`` from now on; nothing is evicted yet. The budget keeps no cache alive.

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..backends.base import Pool
 from ..config import CUDAGraphConfig
@@ -14,7 +14,9 @@ from .accounting import bytes_of
 from .admission import Admission
 from .budget import Choice, MemoryBudget, Victim
 from .entry import CUDAGraphEntry
-from .eviction import EvictionPolicy
+
+if TYPE_CHECKING:
+    from .eviction import EvictionPolicy
 
 _log = logging.getLogger("graphdispatch")
 
@@ -44,7 +46,7 @@ class GraphCache:
         max_graphs: int,
         max_bytes: int | None = None,
         *,
-        eviction: str | EvictionPolicy = "frecency",
+        eviction: "str | EvictionPolicy" = "frecency",
         budget: MemoryBudget | None = None,
         stats: CUDAGraphStats | None = None,
         admission: Admission | None = None,

@@ -7,11 +7,12 @@ Each ``read_`` function gives a dict by label, a list of entries, or bytes; its 
 import ctypes
 import io
 import mmap
+import re
 import types
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import cache
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from .objects import ABSENT
 
 __all__ = [
     "IN_MEMORY",
+    "MEMBER",
     "OF_FUNCTIONS",
     "Holder",
     "frozen",
@@ -34,6 +36,7 @@ __all__ = [
     "read_names",
     "read_slots",
     "read_tensor",
+    "told",
     "writer",
 ]
 
@@ -151,8 +154,9 @@ class _Key:
 
     def __init__(self, key: Any) -> None:
         self.key = key
-        is_constant = issubclass(type(key), objects.CONSTANTS)
-        self._by = (type(key), repr(key)) if is_constant else id(key)
+        kind = type(key)
+        is_constant = kind is str or issubclass(kind, objects.CONSTANTS)
+        self._by = (kind, key if kind is str else repr(key)) if is_constant else id(key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and self._by == other._by
@@ -161,7 +165,9 @@ class _Key:
         return hash(self._by)
 
     def __format__(self, spec: str) -> str:
-        return f"[{self._by[1]}]" if isinstance(self._by, tuple) else "[key]"
+        if not isinstance(self._by, tuple):
+            return "[key]"
+        return f"[{self.key!r}]" if type(self.key) is str else f"[{self._by[1]}]"
 
 
 def read_cell(cell: types.CellType) -> dict[str, Any]:
@@ -181,10 +187,12 @@ def read_context(variable: ContextVar[Any]) -> dict[str, Any]:
 
 def read_function(fn: types.FunctionType) -> dict[str, Any]:
     """The code, the defaults, the name and the text of a function."""
-    return {f".{name}": getattr(fn, name) for name in OF_FUNCTIONS}
+    return dict(zip(_LABELS_OF_FUNCTIONS, _of_function(fn), strict=True))
 
 
 OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
+_LABELS_OF_FUNCTIONS = [f".{name}" for name in OF_FUNCTIONS]
+_of_function = attrgetter(*OF_FUNCTIONS)
 
 
 def read_class(kind: type) -> dict[str, Any]:
@@ -202,3 +210,20 @@ def read_tensor(alias: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
         )
         grad = tensor.grad if tensor.is_leaf else None
         return {".grad": grad, ".data": alias if is_same else now, ".requires_grad": tensor.requires_grad}
+
+
+MEMBER = "\0"
+"""The label of what has the members of a module: in a text they are attributes, or entries of a list."""
+_AS_SPELLED = ((re.compile(r"\0\['(\d+)'\]"), r"[\1]"), (re.compile(r"\0\['(\w+)'\]"), r".\1"), (re.compile("\0"), ""))
+
+
+def told(path: Any) -> str:
+    """A path as the user would spell it: a chain (path of its owner, label)."""
+    labels = []
+    while path:
+        path, label = path
+        labels.append(label)
+    text = "".join(f"{label}" for label in reversed(labels))
+    for pattern, spelled in _AS_SPELLED:
+        text = pattern.sub(spelled, text)
+    return text

@@ -31,6 +31,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     BaseException: ("args",),
 }
 """Attributes that compiled classes keep outside of ``__dict__``."""
+_KEEPERS = tuple(_ATTRIBUTES)
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "get_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "are_deterministic_algorithms_enabled": (
@@ -83,6 +84,8 @@ def read_compiled(value: Any) -> dict[str, Any]:
 def _members_of(value: Any) -> dict[str, Any]:
     """Their descriptors by label, from the compiled class: a subclass may have code of its own under the name."""
     kind = type(value)
+    if not issubclass(kind, _KEEPERS):
+        return {}
     found = ((base, name) for base, names in _ATTRIBUTES.items() if issubclass(kind, base) for name in names)
     return {f".{name}": vars(base)[name] for base, name in found}
 

@@ -7,7 +7,6 @@ that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 
 import os
 import random
-import re
 import types
 import weakref
 from array import array
@@ -16,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from torch import nn
 
 from ..call.marks import is_break
 from . import holders, objects
-from .holders import Holder, writer
+from .holders import MEMBER, Holder, told, writer
 from .objects import ABSENT, CONTAINERS
 from .particulars import SETTINGS, read_compiled, write_compiled
 
@@ -34,11 +33,12 @@ __all__ = ["StateWalk"]
 _PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-_MEMBER = "\0"  # the label of what has them; in a text they are attributes, or entries of a list
-_AS_SPELLED = ((re.compile(r"\0\['(\d+)'\]"), r"[\1]"), (re.compile(r"\0\['(\w+)'\]"), r".\1"), (re.compile("\0"), ""))
 _PLAIN_CONTAINERS = frozenset({*CONTAINERS, OrderedDict})
 _SHARED = (*CONTAINERS, bytearray, array, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
+_TYPE_EXPRESSIONS = (types.GenericAlias, types.UnionType)
+"""What annotations are made of; it cannot change, and leads to classes that the code may never touch."""
+_attributes_of = attrgetter("__dict__")
 _bytes_of = methodcaller("tobytes")
 Edges = Iterator[tuple[str, Any]]
 
@@ -69,6 +69,11 @@ class StateWalk:
         self._parts: dict[int, Any] = {}
         """What they hold, which is not followed from there."""
         self._iterators: list[tuple[Any, Callable[[], Any], Any]] = []
+        self._empty: list[Any] = []
+        """Containers that it met empty, as most of those for hooks are; they are looked at in a loop of C."""
+        self._empty_paths: list[Any] = []
+        self._ordered: list[Any] = []
+        """Those of them that may have attributes."""
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
         for root in roots:
@@ -77,7 +82,8 @@ class StateWalk:
             self.visit(hooks, ((), "hooks of all modules"))
         for name, (get, put) in SETTINGS.items():
             if put is not None:
-                self._hold(((), f"{name}()"), None, partial(_setting, get), partial(_set, put))
+                read, write = lambda _, get=get: {"": get()}, lambda _, before, put=put: put(before[""])
+                self._hold(((), f"{name}()"), None, read, write)
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
             self._note_random(path, generator)
 
@@ -93,9 +99,16 @@ class StateWalk:
             if self._kinds[type(value)].is_opaque:
                 continue
             if len(seen) >= self._most:
-                self.overflow = self.overflow or _text(path)
+                self.overflow = self.overflow or told(path)
                 return
             seen[id(value)] = value
+            kind = type(value)
+            if kind in _PLAIN_CONTAINERS and not value and (kind is not OrderedDict or not value.__dict__):
+                self._empty.append(value)
+                self._empty_paths.append(path)
+                if kind is OrderedDict:
+                    self._ordered.append(value)
+                continue
             pending += [(inner, (path, label)) for label, inner in self._edges(value, path)]
 
     def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
@@ -136,18 +149,27 @@ class StateWalk:
 
         Random generators are not asked (see ``drew``).
         """
-        for holder in self._holders:
+        for holder in (*self._holders, *self._filled()):
             how = holder.change()
             if how is not None:
-                yield _text((holder.path, how))
+                yield told((holder.path, how))
+
+    def _filled(self) -> Iterator[Holder]:
+        """Of the containers that it met empty, those that hold something now."""
+        if any(self._empty) or any(map(_attributes_of, self._ordered)):
+            for value, path in zip(self._empty, self._empty_paths, strict=True):
+                if value:
+                    yield Holder(path, value, objects.content, writer("write_container"), [])
+                if type(value) is OrderedDict and value.__dict__:
+                    yield Holder(path, value, holders.read_attributes, writer("write_attributes"), {})
 
     def drew(self) -> str | None:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
-        return next((_text(holder.path) for holder in self._generators if holder.change() is not None), None)
+        return next((told(holder.path) for holder in self._generators if holder.change() is not None), None)
 
     def advanced(self) -> str | None:
         """Which iterator is not as far as it was when it was met, or None. Of some kinds that cannot be seen."""
-        return next((_text(path) for path, read, before in self._iterators if read() != before), None)
+        return next((told(path) for path, read, before in self._iterators if read() != before), None)
 
     def machine_change(self, codes: Collection[types.CodeType]) -> str | None:
         """Which event, queue or other machinery that ``codes`` use is not as it was met, or None."""
@@ -155,7 +177,7 @@ class StateWalk:
             return None
         from .foreign import changed_machines
 
-        return next(map(_text, changed_machines(self._machines, codes)), None)
+        return next(map(told, changed_machines(self._machines, codes)), None)
 
     def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
         """Put back everything that is not as it was met, and random generators only if told so: others may use them.
@@ -165,7 +187,7 @@ class StateWalk:
         cannot be put back, once all else is.
         """
         failed: Exception | None = None
-        for holder in (*self._holders, *(self._generators if generators else ())):
+        for holder in (*self._holders, *self._filled(), *(self._generators if generators else ())):
             try:
                 is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.is_by_name
                 if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
@@ -192,9 +214,6 @@ class StateWalk:
                 return True
         return False
 
-    def __len__(self) -> int:
-        return len(self._seen)
-
     def _hold(self, path: Any, value: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> Any:
         before = read(value)
         self._holders.append(Holder(path, value, read, write, before))
@@ -219,7 +238,7 @@ class StateWalk:
             return iter([("", value.__self__), ("", value.__func__)])
         if issubclass(kind, (property, staticmethod, classmethod)):
             return (("", fn) for fn in objects.functions_in(value))
-        if issubclass(kind, types.ModuleType):
+        if issubclass(kind, (types.ModuleType, *_TYPE_EXPRESSIONS)):
             return iter(())
         if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
             self._note_random(path, value)
@@ -272,7 +291,7 @@ class StateWalk:
             held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
             for name, inner in held.items():
                 if not kinds[type(inner)].is_opaque:
-                    yield f".{name}" if name not in _MEMBERS else _MEMBER, inner
+                    yield f".{name}" if name not in _MEMBERS else MEMBER, inner
         if slots:
             read, write = partial(holders.read_slots, slots), partial(writer("write_slots"), slots)
             yield from self._hold(path, value, read, write).items()
@@ -286,7 +305,7 @@ class StateWalk:
             from .iterators import is_large, read_memory, write_memory
 
             if is_large(value):
-                self.overflow = self.overflow or _text(path)
+                self.overflow = self.overflow or told(path)
             else:
                 self._hold(path, value, read_memory, write_memory)
         elif not slots:
@@ -297,7 +316,7 @@ class StateWalk:
         if read_compiled(value):
             yield from (("", held) for held in self._hold(path, value, read_compiled, write_compiled).values())
         if kinds[kind].iterates:
-            self.iterator = self.iterator or _text(path)
+            self.iterator = self.iterator or told(path)
             from .iterators import progress
 
             self._iterators.append((path, partial(progress, value), progress(value)))
@@ -373,22 +392,3 @@ class StateWalk:
 
 def _objects_of(array: Any) -> list[Any]:
     return list(array.flat)
-
-
-def _setting(get: Callable[[], Any], _: Any) -> dict[str, Any]:
-    return {"": get()}
-
-
-def _set(put: Callable[[Any], Any], _: Any, before: dict[str, Any]) -> None:
-    put(before[""])
-
-
-def _text(path: Any) -> str:
-    labels = []
-    while path:
-        path, label = path
-        labels.append(label)
-    text = "".join(f"{label}" for label in reversed(labels))
-    for pattern, spelled in _AS_SPELLED:
-        text = pattern.sub(spelled, text)
-    return text
