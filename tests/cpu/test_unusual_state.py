@@ -609,3 +609,29 @@ def test_what_machinery_holds_is_followed_from_elsewhere() -> None:
     assert shared.number == 8
     assert step.last_decision is not None
     assert step.last_decision.reason is Reason.STATE_REBOUND
+
+
+def test_what_isinstance_caches_is_no_state() -> None:
+    """An abstract class remembers the classes that it was asked about, by whomever: graphs go on serving."""
+
+    class Base(ABC):  # noqa: B024
+        pass
+
+    class Thing(Base):
+        number = 2
+
+    thing = Thing()
+    assert not isinstance(2.5, Base)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        scale: int = getattr(thing, "number".lower()) if isinstance(thing, Base) else 5  # a name that is not spelled
+        return x * scale
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,))
+    for _ in range(4):
+        step(torch.rand(3, 2))
+    for other in (None, 1, "text", [], type("Other", (), {})()):
+        assert not isinstance(other, Base)
+        step(torch.rand(3, 2))
+    assert step.stats.captures == 1
+    assert step.stats.hits >= 5

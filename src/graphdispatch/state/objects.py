@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -81,6 +81,7 @@ _OPAQUE = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
     types.ClassMethodDescriptorType,
+    type(vars(Hashable)["_abc_impl"]),  # which caches what isinstance() found; registrations are compared elsewhere
     Enum,
     OpOverload,
     OpOverloadPacket,
