@@ -9,6 +9,7 @@ import torch
 
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, graphed
 from graphdispatch.memory.gain import Gain
+from graphdispatch.native.tape import TAPE
 from graphdispatch.reasons import Reason
 
 ROWS = 4
@@ -168,6 +169,15 @@ def test_the_smallest_batch_of_several_dimensions_is_timed() -> None:
     assert found[2:4] == [Reason.NO_GAIN] * 2
     assert found[-1] is Reason.PADDED
     assert 1 < step.entries[0].gain.loses_below < 15
+
+
+def test_nothing_is_judged_while_the_tape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's loop is slower than the tape will be; a graph that is compared later is judged then."""
+    with monkeypatch.context() as patch:
+        patch.setattr(type(TAPE), "is_settled", False)
+        step = serve(pairs(FAST, SLOW))
+        assert reasons(step, 1) == [Reason.CAPTURED_NOW]
+    assert reasons(step, 2)[-1] is Reason.NO_GAIN
 
 
 def test_what_is_known_of_a_gain_is_not_measured_again() -> None:

@@ -352,13 +352,15 @@ class CaptureAttempt:
         if not may_be_timed(request, self.eager, entry):
             return
         self._start_over("timing replays and eager runs in turns")
+        grid = request.grid
+        rows, size = (request.rows, request.size) if grid is None else (grid.batch, grid.size)
         if request.is_padded:
             self._load()
-            check_gain(request, entry, request.static_values(), request.size)
-        if not entry.depends_on_padding(request.rows):
-            check_gain(request, entry, request.values, request.rows)
-        if request.grid is not None and entry.may_pad(least := request.grid.least):
-            check_gain(request, entry, self._resized(least), least)
+            check_gain(request, entry, request.static_values(), size)
+        if not entry.depends_on_padding(rows):
+            check_gain(request, entry, request.values, rows)
+        if grid is not None and entry.may_pad(grid.least):
+            check_gain(request, entry, self._resized(grid.least), grid.least)
 
     def _replay(self, entry: CUDAGraphEntry) -> None:
         self._reset_generator()  # a pad rule may have drawn random numbers

@@ -8,6 +8,7 @@ from ..axes import cells_of
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
+from ..native.tape import TAPE
 from ..reasons import Reason
 from .eager_run import EagerRun
 from .request import CaptureRequest
@@ -22,10 +23,12 @@ _LEAST_RATIO = 1.05
 
 def may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> bool:
     """Whether calls can be run a few more times for nothing but their time, and the time says what callers wait for:
-    on the host, of a callable that writes nothing of others and draws no numbers."""
+    on the host, of a callable that writes nothing of others and draws no numbers. While the CPU tape is being compiled,
+    replays take longer than they will."""
     return (
         request.judges_gain
         and request.backend.device_type == "cpu"
+        and TAPE.is_settled
         and entry.mode is CUDAGraphMode.FULL
         and not (eager.effects.regions or eager.draws or entry.writes_outside or entry.outputs.buffers)
     )

@@ -77,6 +77,11 @@ class TapeExtension:
                 self._thread.start()
                 atexit.register(self._stop)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether graphs run as they will for the rest of the process: natively, or not at all."""
+        return self._is_done or not IS_ENABLED
+
     def wait(self, timeout: float | None = None) -> bool:
         """Make the extension and wait for it, at most ``timeout`` seconds; whether it can be used."""
         self.start()
