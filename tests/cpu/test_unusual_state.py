@@ -434,6 +434,33 @@ def partial_written() -> Any:
 
 
 @written
+def class_in_a_type_expression_written() -> Any:
+    """Behind the type of a list's elements."""
+
+    class Thing:
+        number = 0
+
+    kind: Any = list[Thing]
+
+    def write() -> None:
+        kind.__args__[0].number += 1
+
+    return write, lambda: Thing.number
+
+
+@written
+def hooks_written() -> Any:
+    """An entry and an attribute of a dict that was empty."""
+    table: Any = collections.OrderedDict()
+
+    def write() -> None:
+        table[len(table)] = 1
+        table.number = getattr(table, "number", 0) + 1
+
+    return write, lambda: (len(table), table.number)
+
+
+@written
 def factory_written() -> Any:
     """Of a dict with defaults."""
     table: Any = collections.defaultdict(lambda: 0)

@@ -36,8 +36,6 @@ _MEMBERS = ("_parameters", "_buffers", "_modules")
 _PLAIN_CONTAINERS = frozenset({*CONTAINERS, OrderedDict})
 _SHARED = (*CONTAINERS, bytearray, array, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
-_TYPE_EXPRESSIONS = (types.GenericAlias, types.UnionType)
-"""What annotations are made of; it cannot change, and leads to classes that the code may never touch."""
 _attributes_of = attrgetter("__dict__")
 _bytes_of = methodcaller("tobytes")
 Edges = Iterator[tuple[str, Any]]
@@ -238,7 +236,7 @@ class StateWalk:
             return iter([("", value.__self__), ("", value.__func__)])
         if issubclass(kind, (property, staticmethod, classmethod)):
             return (("", fn) for fn in objects.functions_in(value))
-        if issubclass(kind, (types.ModuleType, *_TYPE_EXPRESSIONS)):
+        if issubclass(kind, types.ModuleType):
             return iter(())
         if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
             self._note_random(path, value)
