@@ -62,6 +62,13 @@ def reasons(step: Graphed[..., Any], calls: int, rows: int = ROWS) -> list[Reaso
     return found
 
 
+def gain_of(step: Graphed[..., Any]) -> Gain:
+    """What was measured of the only graph."""
+    (entry,) = step.entries
+    assert entry.gain is not None
+    return entry.gain
+
+
 def test_a_graph_that_is_slower_is_given_up_once() -> None:
     """It is captured once, never again, and holds nothing; each call says why, with the times and a remedy."""
     step = serve(pairs(FAST, SLOW))
@@ -81,7 +88,7 @@ def test_a_graph_that_is_faster_costs_two_runs_of_each() -> None:
     clock = step._graphs.clock
     assert isinstance(clock, Clock)
     assert clock.timed == 1 + 4
-    assert step.entries[0].gain.full_ms == pytest.approx(1.0)
+    assert gain_of(step).full_ms == pytest.approx(1.0)
     assert step.entries[0].replay_count == 1
 
 
@@ -136,7 +143,7 @@ def test_padding_that_costs_more_than_it_gains_runs_eagerly() -> None:
     assert reasons(step, 3, rows=1) == [Reason.CAPTURED_NOW, Reason.NO_GAIN, Reason.NO_GAIN]
     assert reasons(step, 3, rows=4) == [Reason.VERIFIED_NOW, Reason.EXACT, Reason.EXACT]
     # By a straight line from 1 ms for one row to 7 ms for four, eager takes as long as the graph at a row and a half.
-    assert step.entries[0].gain.loses_below == 2.0
+    assert gain_of(step).loses_below == 2.0
     assert reasons(step, 3, rows=2) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.PADDED]
     assert reasons(step, 100, rows=1) == [Reason.NO_GAIN] * 100
     text = step.explain(torch.ones(1, 3))
@@ -168,7 +175,7 @@ def test_the_smallest_batch_of_several_dimensions_is_timed() -> None:
         found.append(step.last_decision.reason)
     assert found[2:4] == [Reason.NO_GAIN] * 2
     assert found[-1] is Reason.PADDED
-    assert 1 < step.entries[0].gain.loses_below < 15
+    assert 1 < gain_of(step).loses_below < 15
 
 
 def test_nothing_is_judged_while_the_tape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +230,8 @@ def test_what_is_not_judged(fn: Callable[..., Any] | None, options: dict[str, An
     for _ in range(4):
         step(torch.randn(ROWS, 3))
     assert len(step.entries) == 1
-    assert step.entries[0].gain.full_ms is None
+    gain = step.entries[0].gain
+    assert gain is None or gain.full_ms is None
     assert step.stats.hits > 0
 
 
@@ -233,6 +241,15 @@ def test_a_prewarmed_graph_is_not_judged() -> None:
     step.prewarm(torch.ones(ROWS, 3))
     assert Reason.NO_GAIN not in reasons(step, 5)
     assert len(step.entries) == 1
+
+
+def test_a_prewarmed_graph_is_not_judged_when_it_is_compared_later() -> None:
+    """Because of ``verify_every``, or for a number of rows that no call had."""
+    step = serve(pairs(FAST, SLOW), options=CUDAGraphOptions(verify_every=2))
+    step.prewarm(torch.ones(ROWS, 3))
+    found = [*reasons(step, 5), *reasons(step, 5, rows=2)]
+    assert Reason.VERIFIED_NOW in found
+    assert Reason.NO_GAIN not in found
 
 
 def test_prewarming_brings_back_what_was_given_up() -> None:

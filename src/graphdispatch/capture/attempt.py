@@ -13,6 +13,7 @@ from ..backends.operators import storage_key
 from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
+from ..memory.gain import Gain
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
 from ..memory.told import Told, told_by
 from ..modes import CUDAGraphMode, EntryState
@@ -191,6 +192,7 @@ class CaptureAttempt:
             guard=guard if request.options.guard_weights else None,
             bare=request.inputs.positions if guard.missing else (),
             compared=request.inputs.new_compared(request.peers),
+            gain=Gain() if request.judges_gain else None,
             uses_rng=warm_run.uses_rng,
             signature=request.signature,
             call=request.call,
@@ -348,19 +350,19 @@ class CaptureAttempt:
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""
-        request = self.request
-        if not may_be_timed(request, self.eager, entry):
+        request, gain = self.request, entry.gain
+        if gain is None or not may_be_timed(request, self.eager, entry):
             return
         self._start_over("timing replays and eager runs in turns")
         grid = request.grid
         rows, size = (request.rows, request.size) if grid is None else (grid.batch, grid.size)
-        if request.is_padded:
+        if request.is_padded and gain.full_ms is None:
             self._load()
-            check_gain(request, entry, request.static_values(), size)
+            check_gain(request, entry, gain, request.static_values(), size)
         if not entry.depends_on_padding(rows):
-            check_gain(request, entry, request.values, rows)
+            check_gain(request, entry, gain, request.values, rows)
         if grid is not None and entry.may_pad(grid.least):
-            check_gain(request, entry, self._resized(grid.least), grid.least)
+            check_gain(request, entry, gain, self._resized(grid.least), grid.least)
 
     def _replay(self, entry: CUDAGraphEntry) -> None:
         self._reset_generator()  # a pad rule may have drawn random numbers

@@ -7,6 +7,7 @@ from typing import Any
 from ..axes import cells_of
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
+from ..memory.gain import Gain
 from ..modes import CUDAGraphMode
 from ..native.tape import TAPE
 from ..reasons import Reason
@@ -23,10 +24,10 @@ _LEAST_RATIO = 1.05
 
 def may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> bool:
     """Whether calls can be run a few more times for nothing but their time, and the time says what callers wait for:
-    on the host, of a callable that writes nothing of others and draws no numbers. While the CPU tape is being compiled,
-    replays take longer than they will."""
+    on the host, of a callable that writes nothing of others and draws no numbers, beside a call of the caller's. While
+    the CPU tape is being compiled, replays take longer than they will."""
     return (
-        request.judges_gain
+        request.keep_effects
         and request.backend.device_type == "cpu"
         and TAPE.is_settled
         and entry.mode is CUDAGraphMode.FULL
@@ -34,17 +35,17 @@ def may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry
     )
 
 
-def check_gain(request: CaptureRequest, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> None:
-    """Time eager runs and replays of a batch in turns, unless ``entry.gain`` tells how it fares; and note it there.
+def check_gain(request: CaptureRequest, entry: CUDAGraphEntry, gain: Gain, values: Sequence[Any], rows: int) -> None:
+    """Time eager runs and replays of a batch in turns, unless ``gain`` tells how it fares; and note it there.
 
     A replay is slower if each of 5 takes longer than at least 4 of 5 eager runs, by 5 % and 25 us, or by 100 us where
     eager runs are shorter than that. A pair before them warms up. The first pair that tells otherwise is the last, so
-    that a graph that gains costs two runs of each. A graph that seemed not to gain is timed once more, when the second
-    batch is compared.
+    that a graph that gains costs two runs of each. One that seemed not to gain is timed once more with the next full
+    batch that is compared.
 
     Raises ``CaptureError`` (``NO_GAIN``) if replays of a full batch are slower: then all are.
     """
-    gain, cells, is_full = entry.gain, cells_of(rows), rows == entry.size
+    cells, is_full = cells_of(rows), rows == entry.size
     if (gain.full_ms is not None and gain.full_ms >= 0) if is_full else gain.tells(cells):
         return
     eager, graph, is_slower = _times(request, entry, values, rows)

@@ -81,8 +81,8 @@ class CUDAGraphEntry(NotCopied):
     """After how many replays a comparison is due again; None: never."""
     is_stretched: bool = False
     """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
-    gain: Gain = field(default_factory=Gain)
-    """What was measured of its replays beside eager runs."""
+    gain: Gain | None = None
+    """What was measured of its replays beside eager runs; None if it stays whatever it gains."""
     uses_rng: bool = False
     """Whether it draws from the device's default random generator."""
     bare: tuple[int, ...] = ()
@@ -146,7 +146,7 @@ class CUDAGraphEntry(NotCopied):
 
     def loses(self, rows: int) -> bool:
         """Whether a batch of ``rows`` rows would be padded, and eager is expected to be faster than that."""
-        return rows != self.size and cells_of(rows) < self.gain.loses_below
+        return self.gain is not None and rows != self.size and cells_of(rows) < self.gain.loses_below
 
     def is_current(self) -> bool:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they

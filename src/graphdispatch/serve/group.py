@@ -298,7 +298,7 @@ class GraphGroup:
         """Why the entry may not serve this batch now, in a word and in detail; None and nothing if it may."""
         if entry.proof is not None and entry.depends_on_padding(rows):
             return entry.proof.reason, entry.proof.text
-        if entry.loses(rows):
+        if entry.gain is not None and entry.loses(rows):
             return Reason.NO_GAIN, entry.gain.text
         if entry.told is not None and entry.told.is_full and not entry.told.knows(values):
             return Reason.STATE_UNSEEN, entry.told.text
