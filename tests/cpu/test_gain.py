@@ -178,6 +178,17 @@ def test_the_smallest_batch_of_several_dimensions_is_timed() -> None:
     assert 1 < gain_of(step).loses_below < 15
 
 
+@pytest.mark.parametrize(("replay", "runs"), [(0.3, 2), (0.1, 1)])
+def test_long_runs_are_timed_once_or_twice(replay: float, runs: int) -> None:
+    """They cost seconds of a caller's time, and vary less."""
+    step = serve(pairs(0.2, replay))
+    found = reasons(step, 1)
+    clock = step._graphs.clock
+    assert isinstance(clock, Clock)
+    assert clock.timed == 1 + 2 * runs
+    assert found == [Reason.NO_GAIN if replay > 0.2 else Reason.CAPTURED_NOW]
+
+
 def test_nothing_is_judged_while_the_tape_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's loop is slower than the tape will be; a graph that is compared later is judged then."""
     with monkeypatch.context() as patch:

@@ -17,6 +17,8 @@ from .request import CaptureRequest
 __all__ = ["check_gain", "may_be_timed"]
 
 _PAIRS = 5
+_LONG_PAIRS = 2
+_LONG_PAIR_S = 0.2
 _LONG_S = 100e-6
 _LEAST_LOSS_S = 25e-6
 _LEAST_RATIO = 1.05
@@ -39,8 +41,9 @@ def check_gain(request: CaptureRequest, entry: CUDAGraphEntry, gain: Gain, value
     """Time eager runs and replays of a batch in turns, unless ``gain`` tells how it fares; and note it there.
 
     A replay is slower if each of 5 takes longer than at least 4 of 5 eager runs, by 5 % and 25 us, or by 100 us where
-    eager runs are shorter than that. A pair before them warms up. The first pair that tells otherwise is the last, so
-    that a graph that gains costs two runs of each. One that seemed not to gain is timed once more with the next full
+    eager runs are shorter than that. A pair before them warms up. Pairs of more than 0.2 s vary less: two of them
+    decide, the first among them. The first pair that tells otherwise is the last, so that a graph that gains costs two
+    runs of each, or one. One that seemed not to gain is timed once more with the next full
     batch that is compared.
 
     Raises ``CaptureError`` (``NO_GAIN``) if replays of a full batch are slower: then all are.
@@ -55,8 +58,8 @@ def check_gain(request: CaptureRequest, entry: CUDAGraphEntry, gain: Gain, value
     gain.full_ms = (median(eager) - median(graph)) * 1e3
     if is_slower:
         raise CaptureError(
-            f"a replay took {median(graph) * 1e6:.0f} us and an eager run {median(eager) * 1e6:.0f} us, {_PAIRS} times "
-            f"of each; {Reason.NO_GAIN.text}",
+            f"a replay took {median(graph) * 1e6:.0f} us and an eager run {median(eager) * 1e6:.0f} us, {len(eager)} "
+            f"times of each; {Reason.NO_GAIN.text}",
             Reason.NO_GAIN,
         )
 
@@ -68,18 +71,20 @@ def _times(
     plan, replays = entry.plan(rows), entry.replay_count
     eager: list[float] = []
     graph: list[float] = []
-    is_slower = False
+    most, is_slower = 0, True
     try:
-        for number in range(_PAIRS + 1):
+        while is_slower and (not most or len(graph) < most):
             times = [_time(request.clock, run, values) for run in (request.call, plan.run)]
-            if number:
-                eager.append(times[0])
-                graph.append(times[1])
-                usual = sorted(eager)[-2:][0]
-                least = _LEAST_LOSS_S if usual >= _LONG_S else _LONG_S
-                is_slower = min(graph) >= max(usual + least, usual * _LEAST_RATIO)
-                if not is_slower:
-                    break
+            if not most:
+                is_long = sum(times) > _LONG_PAIR_S
+                most = _LONG_PAIRS if is_long else _PAIRS
+                if not is_long:
+                    continue
+            eager.append(times[0])
+            graph.append(times[1])
+            usual = sorted(eager)[-2:][0]
+            least = _LEAST_LOSS_S if usual >= _LONG_S else _LONG_S
+            is_slower = min(graph) >= max(usual + least, usual * _LEAST_RATIO)
     finally:
         entry.replay_count = replays
     return eager, graph, is_slower
