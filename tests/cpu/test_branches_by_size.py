@@ -132,6 +132,50 @@ def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: 
     assert all(drawn)
 
 
+class Small(Model):
+    """A layer, and ``branch`` for batches of few elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.branch(self, y) if x.shape[0] * x.shape[1] <= self.at else y
+
+
+def refuse(model: Model, y: Tensor) -> Tensor:
+    """Raises."""
+    raise ValueError(f"too few: {y.shape}")
+
+
+SHAPES = ((3, 7), (3, 6), (4, 8), (2, 5), (3, 5), (2, 3), (1, 2), (3, 2), (1, 3), (1, 1), (2, 4), (1, 6), (1, 7))
+
+
+@pytest.mark.parametrize("branch", [*BRANCHES, refuse], ids=lambda branch: branch.__name__)
+def test_a_branch_below_some_product(branch: Callable[[Model, Tensor], Tensor]) -> None:
+    """No extent alone tells of it, and the smallest batch of all may be one that cannot be compared beforehand."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Small(branch, 0, 6).eval())
+    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[8])}
+    served = graphed(models[1], dynamic={"x": rules}, sizes=[4], capture_after=1)
+    generator = torch.Generator().manual_seed(1)
+    for number, shape in enumerate(SHAPES * 4):
+        x = torch.randn((*shape, 4), generator=generator)
+        if number == len(SHAPES) * 2:
+            for model in models:
+                model.config.factor = 2.0
+                model.extra.add_(0.5)  # type: ignore[operator]
+        answers: list[Any] = []
+        for step in (models[0], served):
+            torch.manual_seed(number)
+            try:
+                answers.append((step(x), torch.rand(1).item()))
+            except ValueError as error:
+                answers.append((torch.zeros(1), str(error)))
+        assert torch.allclose(answers[0][0], answers[1][0], atol=1e-6), number
+        assert answers[0][1] == answers[1][1], number
+        assert state_of(models[0]) == state_of(models[1]), number
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_guard_grows_by_what_a_branch_reads(dim: int) -> None:
     """A branch that only computes is served, by graphs of its own once the state that it alone reads is another."""

@@ -118,9 +118,10 @@ class GridCapture:
     def compare_lengths(self, entry: CUDAGraphEntry, attempt: "CaptureAttempt") -> None:
         """Compare the graph with eager for some more extents of its size, cut from the batch or filled up by it.
 
-        So few calls must be compared one by one. One that the callable refuses is left to be compared when it comes.
-        One that differs from eager is found here, and no batch that is padded along its axis is served. The smallest
-        batch of the size is among them, so that code which takes another branch below some product of extents is found.
+        So few calls must be compared one by one. The smallest batch of the size is among them, so that code which takes
+        another branch below some product of extents is found. What the callable refuses, or what changes state, is left
+        to be compared when it comes, and so are calls that are smaller than all that it took. One that differs from
+        eager is found here, and no batch that is padded along its axis is served.
         """
         compared, proof = entry.compared, entry.proof
         is_plain = entry.written is None and not entry.mutated
@@ -139,8 +140,8 @@ class GridCapture:
         """The next batches to compare, each with the axes along which it is other than this one: the smallest, then
         some of other extents along one axis, the shortest first; the shortest alone where there are many."""
         least = self.least
-        if proof.independent and not compared.has_smallest:
-            compared.has_smallest = True
+        if proof.independent and not compared.has_tried_least:
+            compared.has_tried_least = True
             yield self.axes, least
         for place, axis in enumerate(self.axes):
             if axis in proof.bound or not (proof.independent or proof.bound):

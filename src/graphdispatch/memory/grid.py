@@ -93,14 +93,20 @@ class GridInputs(StaticInputs):
 
 class GridCompared(Compared):
     """Which extents were compared with eager, in ``extents`` by axis and size. They count for all graphs as long
-    along the axis, as long as the same code runs for each."""
+    along the axis, as long as the same code runs for each.
+
+    A combination of extents counts if none of another batch that was compared is longer: code that takes another branch
+    below some product of extents is found so.
+    """
 
     def __init__(self, axes: Sequence[Axis], extents: dict[tuple[Axis, int], set[int]]) -> None:
         super().__init__()
         self.axes = tuple(axes)
         self.extents = extents
-        self.has_smallest = False
-        """Whether the smallest batch that the graph is for was compared."""
+        self.has_tried_least = False
+        """Whether a comparison of the smallest batch that the graph is for was tried."""
+        self._least: list[Extents] = []
+        """The smallest batches that were compared: none is as long as another along each axis."""
         self._is_trusted = False
 
     def trust(self, size: int) -> None:
@@ -111,6 +117,12 @@ class GridCompared(Compared):
         """Note that a batch was compared with the graph of ``size``."""
         for axis in self.axes:
             self.known(axis, size).add(axis.of(rows))
+        batch = Extents.of(self.axes, rows)
+        if not self._has_smaller(batch):
+            self._least = [*(other for other in self._least if not other.covers(batch)), batch]
+
+    def _has_smaller(self, batch: Extents) -> bool:
+        return any(batch.covers(other) for other in self._least)
 
     def part(self) -> None:
         """Share what is noted from here on with no other graph."""
@@ -121,10 +133,11 @@ class GridCompared(Compared):
         return self.extents.setdefault((axis, axis.of(size)), set())
 
     def covers(self, rows: int, size: int) -> bool:
-        """Whether each extent was compared, or is the one of the graph. Of an axis that is longer than
-        ``MOST_COMPARED`` it is enough that a shorter one was compared."""
-        return self._is_trusted or all(
-            self._has(self.known(axis, size), axis.of(rows), axis.of(size)) for axis in self.axes
+        """Whether each extent was compared, or is the one of the graph, and so was a batch that is no longer along any
+        axis. Of an axis that is longer than ``MOST_COMPARED`` it is enough that a shorter extent was compared."""
+        return self._is_trusted or (
+            self._has_smaller(Extents.of(self.axes, rows))
+            and all(self._has(self.known(axis, size), axis.of(rows), axis.of(size)) for axis in self.axes)
         )
 
     def _has(self, known: set[int], extent: int, size: int) -> bool:
