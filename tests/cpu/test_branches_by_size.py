@@ -132,6 +132,36 @@ def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: 
     assert all(drawn)
 
 
+RELATIONS: dict[str, Callable[[int, int], bool]] = {
+    "shorter than the batch": lambda rows, length: length < rows,
+    "much longer": lambda rows, length: length > 2 * rows,
+    "as long": lambda rows, length: length == rows,
+    "small": lambda rows, length: rows + length < 5,
+    "large": lambda rows, length: rows * length > 25,
+}
+
+
+@pytest.mark.parametrize("prewarms", [False, True])
+@pytest.mark.parametrize("first", [(1, 7), (3, 5), (4, 8)], ids=str)
+@pytest.mark.parametrize("relation", RELATIONS.values(), ids=RELATIONS)
+def test_a_branch_on_rows_and_length(
+    relation: Callable[[int, int], bool], first: tuple[int, int], prewarms: bool
+) -> None:
+    """Whichever calls come first, no answer is that of the other branch."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x * 3 if relation(*x.shape[:2]) else x * 2
+
+    served = graphed(fn, dynamic={"x": {0: "batch", 1: Dim("seq", sizes=[8])}}, sizes=[4], capture_after=1)
+    if prewarms:
+        served.prewarm(torch.randn(*first, 3))
+    chance = random.Random(0)
+    shapes = [first] * 3 + [(chance.randint(1, 4), chance.randint(1, 8)) for _ in range(60)]
+    for shape in shapes:
+        x = torch.randn(*shape, 3)
+        assert torch.allclose(served(x), fn(x)), shape
+
+
 class Small(Model):
     """A layer, and ``branch`` for batches of few elements."""
 

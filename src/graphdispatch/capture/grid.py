@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["GridCapture", "GridProver"]
 
 _MOST_LENGTHS = 8  # that are compared beside one batch
+_MOST_EDGES = 16  # combinations of the same
 
 
 class GridCapture:
@@ -118,10 +120,9 @@ class GridCapture:
     def compare_lengths(self, entry: CUDAGraphEntry, attempt: "CaptureAttempt") -> None:
         """Compare the graph with eager for some more extents of its size, cut from the batch or filled up by it.
 
-        So few calls must be compared one by one. The smallest batch of the size is among them, so that code which takes
-        another branch below some product of extents is found. What the callable refuses, or what changes state, is left
-        to be compared when it comes, and so are calls that are smaller than all that it took. One that differs from
-        eager is found here, and no batch that is padded along its axis is served.
+        So few calls must be compared one by one. What the callable refuses, or what changes state, is left to be
+        compared when it comes. One that differs from eager is found here, and no batch that is padded along its axes is
+        served.
         """
         compared, proof = entry.compared, entry.proof
         is_plain = entry.written is None and not entry.mutated
@@ -137,20 +138,25 @@ class GridCapture:
                 return
 
     def _uncompared(self, compared: GridCompared, proof: RowProof) -> Iterator[tuple[tuple[Axis, ...], Extents]]:
-        """The next batches to compare, each with the axes along which it is other than this one: the smallest, then
-        some of other extents along one axis, the shortest first; the shortest alone where there are many."""
-        least = self.least
-        if proof.independent and not compared.has_tried_least:
-            compared.has_tried_least = True
-            yield self.axes, least
-        for place, axis in enumerate(self.axes):
-            if axis in proof.bound or not (proof.independent or proof.bound):
+        """The next batches to compare, each with the axes along which the graph pads it, or differs from this batch:
+        the shortest and the longest ones for some numbers of rows, then some other extents along one axis; the shortest
+        alone where there are many. What is padded along one axis alone comes first, since it tells of that axis."""
+        least, full = self.least.lengths, self.size.lengths
+        free = [axis not in proof.bound and (proof.independent or bool(proof.bound)) for axis in self.axes]
+        ends = [sorted({a, b} if is_free else {b}) for a, b, is_free in zip(least, full, free, strict=True)]
+        rows = range(least[0], full[0] + 1) if free[0] and full[0] <= MOST_COMPARED else ends[0]
+        edges = [Extents.pack(self.axes, lengths) for lengths in product(rows, *ends[1:])]
+        padded = {number: tuple(a for a in self.axes if a.of(number) != a.of(self.size)) for number in edges}
+        wanted = [number for number in edges if padded[number] and number not in compared.tried]
+        for number in sorted(wanted, key=lambda number: len(padded[number]))[:_MOST_EDGES]:
+            compared.tried.add(number)
+            yield padded[number], number
+        for place, axis in list(enumerate(self.axes))[1:]:
+            known = compared.known(axis, self.size)
+            extents = [extent for extent in range(least[place], full[place]) if extent not in known][:_MOST_LENGTHS]
+            if not free[place] or full[place] > MOST_COMPARED:
                 continue
-            first, full, known = least.lengths[place], self.size.lengths[place], compared.known(axis, self.size)
-            wanted = [extent for extent in range(first, full) if extent not in known][:_MOST_LENGTHS]
-            if full > MOST_COMPARED:
-                wanted = [first] if first < min(known, default=full) else []
-            for extent in wanted:
+            for extent in extents:
                 lengths = [*self.batch.lengths[:place], extent, *self.batch.lengths[place + 1 :]]
                 yield (axis,), Extents.pack(self.axes, lengths)
 
