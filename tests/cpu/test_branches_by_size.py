@@ -89,13 +89,19 @@ def draw(model: Model, y: Tensor) -> Tensor:
     return y + torch.rand_like(y) * 0
 
 
+def check(model: Model, y: Tensor) -> Tensor:
+    """Raises for some data."""
+    torch._assert_async((y.abs() < 100).all())
+    return y
+
+
 def draw_python(model: Model, y: Tensor) -> Tensor:
     """Draws from a generator of Python's."""
     model.random.random()
     return y
 
 
-BRANCHES = [Model.scaled, Model.checked, add_extra, add_data, count, append, write, swap, draw, draw_python]
+BRANCHES = [Model.scaled, Model.checked, add_extra, add_data, count, append, write, swap, draw, draw_python, check]
 
 
 def state_of(model: Model) -> Any:
@@ -204,6 +210,17 @@ def test_a_branch_below_some_product(branch: Callable[[Model, Tensor], Tensor]) 
         assert torch.allclose(answers[0][0], answers[1][0], atol=1e-6), number
         assert answers[0][1] == answers[1][1], number
         assert state_of(models[0]) == state_of(models[1]), number
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_check_of_data_that_some_sizes_alone_make(dim: int) -> None:
+    """It raises as eagerly."""
+    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[4])} if dim else {0: "batch"}
+    served = graphed(Model(check, dim, 3).eval(), dynamic={"x": rules}, sizes=[2 if dim else 4])
+    for factor in (1.0, 1.0, 2.0, 3.0, 1.0, 2.0):
+        served(factor * torch.ones((2, 3, 4) if dim else (3, 2, 4)))
+    with pytest.raises(RuntimeError, match="nonzero value"):
+        served(1e6 * torch.ones((2, 3, 4) if dim else (3, 2, 4)))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -194,6 +194,7 @@ class CaptureAttempt:
             compared=request.inputs.new_compared(request.peers),
             gain=Gain() if request.judges_gain else None,
             uses_rng=warm_run.uses_rng,
+            checks_data=warm_run.checks_data,
             signature=request.signature,
             call=request.call,
             example=request.values_with(repeat(None)),

@@ -1,4 +1,4 @@
-"""Tells whether a run took the branch that a graph holds: by the memory that it uses, and whether it draws numbers.
+"""Tells whether a run took the branch that a graph holds: by the memory that it uses, and by draws and checks of data.
 
 For some numbers of rows code may take another branch whose outputs are alike, by chance or as long as a buffer is zero.
 """
@@ -26,7 +26,7 @@ class Branch:
         reach = {storage_key(tensor): tensor for tensor in within_reach if is_strided(tensor)}
         self._reach = {key: tensor for key, tensor in reach.items() if key not in given}
         self._reads = entry.reads
-        self._uses_rng, self._size = entry.uses_rng, entry.size
+        self._uses_rng, self._checks_data, self._size = entry.uses_rng, entry.checks_data, entry.size
 
     def check(self, effects: EffectRecorder, rows: int) -> None:
         """Raise ``VerificationError`` if the watched run on ``rows`` rows took another branch.
@@ -46,5 +46,7 @@ class Branch:
                 what = f"{verbs[0]} a tensor of shape {tuple(other.shape)}, and {graph} {verbs[1]}"
         if not what and self._uses_rng is not effects.uses_rng:
             what = f"{'draws' if effects.uses_rng else 'does not draw'} random numbers, unlike {graph}"
+        if not what and self._checks_data is not effects.checks_data:
+            what = f"{'checks' if effects.checks_data else 'does not check'} its data, unlike {graph}"
         if what:
             raise VerificationError(f"for {rows} rows the call {what}: it takes another branch")

@@ -156,6 +156,8 @@ class EffectRecorder(OperatorMode):
         self.limits_values = False
         """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities
         of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
+        self.checks_data = False
+        """Whether it ran an operator that does nothing but raise for some data."""
         self.groups_rows = False
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
         self.outside: dict[int, torch.Tensor] = {}
@@ -251,6 +253,7 @@ class EffectRecorder(OperatorMode):
             self.give_up(error)
         if _is_particular(func):
             self.groups_rows |= func._schema.name in _GROUPING
+            self.checks_data |= func._schema.name == "aten::_assert_async"
             self.limits_values = self.limits_values or _limits_values(func, args, result)
         if kind is OperatorKind.EMPTY:
             _mark_unwritten(result)

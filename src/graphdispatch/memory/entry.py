@@ -85,6 +85,8 @@ class CUDAGraphEntry(NotCopied):
     """What was measured of its replays beside eager runs; None if it stays whatever it gains."""
     uses_rng: bool = False
     """Whether it draws from the device's default random generator."""
+    checks_data: bool = False
+    """Whether it holds an operator that does nothing but raise for some data."""
     bare: tuple[int, ...] = ()
     """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code asks for
     some that they may have."""
