@@ -8,6 +8,7 @@ model is left out.
 
 import gc
 import importlib.util
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -153,11 +154,11 @@ def _traced(step: Step, batch: tuple[Tensor, ...]) -> Step | None:
 
 
 def _models() -> Iterator[Model]:
-    decoder = Decoder(PRESETS["tiny"], max(_BATCHES)).eval()
+    decoder, steps = Decoder(PRESETS["tiny"], max(_BATCHES)).eval(), itertools.count()
     yield Model(
         "tiny decoder",
         lambda _: decoder.twin(),
-        lambda count: (torch.arange(count) + 1, torch.arange(count), torch.randint(0, 8, (count,))),
+        lambda count: (torch.arange(count) + 1, torch.arange(count), (torch.arange(count) + next(steps)) % 8),
         dict.fromkeys(("token_ids", "slots", "positions"), 0),
     )
     mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).eval()
@@ -171,7 +172,7 @@ def _llama() -> Model:
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 100}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2 * _CACHE}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    model, steps = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval(), itertools.count()
 
     def make(count: int) -> Step:
         twin = deepcopy(model)
@@ -189,6 +190,6 @@ def _llama() -> Model:
     return Model(
         "Llama step",
         make,
-        lambda count: (torch.randint(0, 100, (count, 1)), torch.zeros(count, 1, dtype=torch.long)),
+        lambda count: ((torch.arange(count)[:, None] + next(steps)) % 100, torch.zeros(count, 1, dtype=torch.long)),
         {},
     )
