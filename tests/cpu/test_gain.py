@@ -147,7 +147,7 @@ def test_padding_that_costs_more_than_it_gains_runs_eagerly() -> None:
     assert reasons(step, 3, rows=2) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.PADDED]
     assert reasons(step, 100, rows=1) == [Reason.NO_GAIN] * 100
     text = step.explain(torch.ones(1, 3))
-    assert "a replay took 2000 us and an eager run of 1 row 1000 us" in text
+    assert "a replay took 2000 us and an eager run of such a batch 1000 us" in text
     assert "have a size nearer to such batches (sizes=)" in text
     assert step.stats.captures == 1
     step.check_integrity()

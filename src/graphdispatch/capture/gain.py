@@ -43,8 +43,7 @@ def check_gain(request: CaptureRequest, entry: CUDAGraphEntry, gain: Gain, value
     A replay is slower if each of 5 takes longer than at least 4 of 5 eager runs, by 5 % and 25 us, or by 100 us where
     eager runs are shorter than that. A pair before them warms up. Pairs of more than 0.2 s vary less: two of them
     decide, the first among them. The first pair that tells otherwise is the last, so that a graph that gains costs two
-    runs of each, or one. One that seemed not to gain is timed once more with the next full
-    batch that is compared.
+    runs of each, or one. One that seemed not to gain is timed once more with the next full batch that is compared.
 
     Raises ``CaptureError`` (``NO_GAIN``) if replays of a full batch are slower: then all are.
     """

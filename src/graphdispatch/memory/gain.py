@@ -56,8 +56,8 @@ class Gain:
     def text(self) -> str:
         """Why a batch that loses runs eagerly, as a sentence."""
         assert self._slower is not None
-        cells, eager, replay = self._slower
+        _, eager, replay = self._slower
         return (
             f"eager is expected to be faster than the padding: a replay took {replay * 1e6:.0f} us and an eager run of "
-            f"{cells} row{'s' * (cells != 1)} {eager * 1e6:.0f} us; have a size nearer to such batches (sizes=)"
+            f"such a batch {eager * 1e6:.0f} us; have a size nearer to such batches (sizes=)"
         )
