@@ -89,8 +89,10 @@ def _compare(model: Model, count: int, dynamic: _Prepared, turns: int) -> list[R
     batch = model.batch(count)
     serve = graphed(model.make(count), dynamic=model.dynamic, sizes=(count,), capture_after=1)
     peers = [_Prepared("graphed()", serve), *_others(model, count), dynamic]
-    others = [model.batch(count), model.batch(count)]
-    ready = [peer for peer in peers if peer.prepare([*others, batch])]
+    batches = [model.batch(count), model.batch(count), batch]
+    ready = [peer for peer in peers if peer.prepare(batches)]
+    for peer, each in itertools.product(ready, batches):  # a peer's imports may have changed what another one reads
+        peer.step(*each)
     eager = model.make(count)
     assert serve.last_decision is not None
     assert serve.last_decision.reason.is_graph, serve.last_decision.explain()

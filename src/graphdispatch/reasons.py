@@ -49,6 +49,11 @@ class Reason(Explained):
     MODE_MISMATCH = "mode_mismatch", "this call asks for a mode that these graphs do not serve"
     POLICY = "policy", "the dispatch policy chose eager"
     INSIDE_CAPTURE = "inside_capture", "another capture is recording this call, and records its operators one by one"
+    MODE_ACTIVE = (
+        "mode_active",
+        "a mode, transform or trace of torch is around the call, which a replay would pass by: TorchFunctionMode, "
+        "TorchDispatchMode, torch.func, torch.jit.trace, or another default device; call outside of it",
+    )
     INSIDE_REPLAY = (
         "inside_replay",
         "a break made this call during the replay of a graph that shares memory with this one",

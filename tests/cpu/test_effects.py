@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from graphdispatch.capture.effects import EffectRecorder, first_uncovered, redo, undo
+from graphdispatch.capture.effects import EffectRecorder, redo, undo
+from graphdispatch.capture.regions import element_offsets, first_uncovered
 from graphdispatch.errors import CaptureError
 from graphdispatch.reasons import Reason
 
@@ -68,7 +69,7 @@ def test_element_offsets_hold_all_that_changed(write: Write) -> None:
     state = torch.zeros(4, 3)
     with EffectRecorder(LIMIT) as effects:
         write(state)
-    offsets = set(torch.cat([region.element_offsets() for region in effects.regions]).tolist())
+    offsets = set(torch.cat([element_offsets(region) for region in effects.regions]).tolist())
     assert set(state.reshape(-1).nonzero().reshape(-1).tolist()) <= offsets <= set(range(12))
 
 
@@ -162,6 +163,35 @@ def test_writes_elsewhere_are_found(padded: Write, real: Write, is_uncovered: bo
     state = torch.zeros(4, 3)
     found = first_uncovered(_regions(padded, state).regions, _regions(real, state).regions)
     assert (found is not None) is is_uncovered
+
+
+FEW, OTHERS = torch.tensor([1, 2]), torch.tensor([0, 3])
+BY_INDEX: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "index_reduce": lambda s, i: s.index_reduce_(0, i, torch.full((2, 3), 9.0), "amax"),
+    "embedding_renorm": lambda s, i: torch.embedding_renorm_(s, i, 0.5, 2.0),
+    "scatter": lambda s, i: s.scatter_(0, i[:, None], 9.0),
+    "scatter_src": lambda s, i: s.t().scatter_(1, i[None], torch.full((1, 2), 9.0)),
+    "scatter_add": lambda s, i: s.scatter_add_(0, i[:, None], torch.full((2, 1), 9.0)),
+    "scatter_reduce": lambda s, i: s.scatter_reduce_(0, i[:, None], torch.full((2, 1), 9.0), "amax"),
+    "put": lambda s, i: s.put_(i * 3 - 12, torch.full((2,), 9.0)),
+    "masked_fill": lambda s, i: s.masked_fill_((torch.arange(4)[:, None] == i).any(1, keepdim=True), 9.0),
+    "masked_scatter": lambda s, i: s.masked_scatter_((torch.arange(4)[:, None] == i).any(1)[:, None], torch.ones(6)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("write", BY_INDEX.values(), ids=BY_INDEX)
+def test_writes_by_index_are_told_apart(write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    """What an operator writes by indices or a mask is saved, put back, and compared by the elements alone."""
+    state, before = torch.full((4, 3), 5.0), torch.full((4, 3), 5.0)
+    effects = _regions(lambda s: write(s, FEW), state)
+    assert not torch.equal(state, before)
+    undo(effects.regions)
+    assert torch.equal(state, before)
+    others = _regions(lambda s: write(s, OTHERS), state).regions
+    assert first_uncovered(others, effects.regions) is not None
+    assert first_uncovered(others, others) is None
+    assert first_uncovered(_regions(lambda s: s.add_(1), state).regions, effects.regions) is not None
 
 
 @pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])

@@ -1,5 +1,7 @@
 """Graphs belong to a state of the callable: one that comes back is served, one that nothing reads ends no graph."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, eager_break
+from graphdispatch import CUDAGraphOptions, EntryState, eager_break
 
 from .python_objects import Box, served
 
@@ -78,3 +80,56 @@ def test_a_failure_survives_a_change_of_state() -> None:
         model.number = index
         step(torch.ones(4, 3))
     assert 1 <= step.stats.capture_failures <= 4
+
+
+def test_graphs_of_another_state_cost_calls_without_a_hit_nothing() -> None:
+    """They are compared again when the present state has changed, and go when their weights have moved by then."""
+    model = nn.Linear(3, 3)
+    owner = Box(factor=1.0)
+    step = served(lambda x: model(x) * owner.factor, capture_after=1)
+    x = torch.randn(4, 3)
+    step(x)
+    (first,) = step.entries
+    compared: list[str] = []
+    holds = first.guard.holds
+    first.guard.holds = lambda: compared.append("") or holds()
+    owner.factor = 2.0
+    step(x)
+    compared.clear()
+    for _ in range(7):  # the batch of the capture, which is no hit yet
+        assert torch.equal(step(x), model(x) * 2.0)
+    assert step.stats.captures == 2
+    assert not compared
+    owner.factor = 1.0
+    assert torch.equal(step(x), model(x))
+    assert step.stats.captures == 2
+    assert compared
+    owner.factor = 2.0
+    step(x)
+    model.weight = nn.Parameter(torch.randn(3, 3))
+    assert torch.equal(step(x), model(x) * 2.0)
+    assert len(step.entries) == 1
+    assert first.state is EntryState.EVICTED
+
+
+def test_a_state_that_is_gone_for_good_frees_its_weights() -> None:
+    """An adapter that nothing reaches any more goes with its graph, although the graph of the next one still fits."""
+    owner = Box(adapter=nn.Linear(3, 3), others=[])
+    kept = nn.Linear(3, 3)
+    step = served(lambda x: owner.adapter(x), capture_after=1)
+    x = torch.randn(4, 3)
+    step(x)
+    first, (entry,) = weakref.ref(owner.adapter.weight), step.entries
+    owner.others.append(owner.adapter)
+    owner.adapter = kept
+    for _ in range(3):
+        assert torch.equal(step(x), kept(x))
+    assert step.stats.captures == 2
+    assert len(step.entries) == 2
+    owner.others.clear()
+    assert torch.equal(step(x), kept(x))
+    assert step.stats.captures == 2
+    assert entry.state is EntryState.EVICTED
+    del entry
+    gc.collect()
+    assert first() is None

@@ -185,3 +185,35 @@ def test_other_objects_stay_eager(kind: str) -> None:
     with pytest.raises(AssertionError, match=told):
         raise AssertionError(decision.detail)
     assert step.stats.hits == 0
+
+
+async def _coroutine(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def _generator(x: torch.Tensor) -> Any:
+    yield x * 2
+
+
+async def _async_generator(x: torch.Tensor) -> Any:
+    yield x * 2
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fn", [_coroutine, _generator, _async_generator])
+def test_code_that_runs_after_the_call_is_refused_at_once(fn: Callable[..., Any]) -> None:
+    """No other run makes a coroutine that nobody awaits; the caller's own gives eager's answer."""
+    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    x = torch.randn(4, 2)
+    for _ in range(3):
+        made = step(x)
+        if fn is _generator:
+            (answer,) = made
+        else:
+            with pytest.raises(StopIteration) as done:
+                (made if fn is _coroutine else made.__anext__()).send(None)
+            answer = done.value.value
+        assert torch.equal(answer, x * 2)
+    assert step.last_decision is not None
+    assert step.last_decision.reason == "output_unsupported"
+    assert "await and yield" in step.last_decision.detail

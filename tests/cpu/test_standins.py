@@ -1,6 +1,9 @@
 """Stand-ins while a thread is recorded: host reads past the dispatcher are refused, and torch says that it captures."""
 
+import copy
+import io
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +46,44 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "split": lambda x: x.tensor_split(torch.tensor([1, 2])),
     "split by keyword": lambda x: torch.tensor_split(x, tensor_indices_or_sections=torch.tensor([1, 2])),
     "equal": lambda x: torch.equal(x, x),
+    "tensor": lambda x: torch.tensor([x[0, 0], 1.0]),
+    "nested list": lambda x: torch.tensor([[1.0], [x[0, 0]]]),
+    "list of a tensor": lambda x: torch.tensor(list(x[0])),
+    "integers": lambda x: torch.tensor([x.long()[0, 0], 1]),
+    "booleans": lambda x: torch.tensor([x.bool()[0, 0], True]),
+    "complex": lambda x: torch.tensor([x.to(torch.complex64)[0, 0], 1]),
+    "as_tensor": lambda x: torch.as_tensor([x[0, 0], 1.0]),
+    "asarray of a list": lambda x: torch.asarray([x[0, 0], 1.0]),
+    "new_tensor": lambda x: x.new_tensor([x[0, 0], 1.0]),
+    "new": lambda x: x.new([x[0, 0], 1.0]),
+    "Tensor": lambda x: torch.Tensor([x[0, 0], 1.0]),
+    "FloatTensor": lambda x: torch.FloatTensor([x[0, 0], 1.0]),
+    "tensor, by name": lambda x: tensor_by_name([x[0, 0], 1.0]),
+    "index": lambda x: x[:, [x.long()[0, 0], 0]],
+    "index that writes": lambda x: x.clone().__setitem__((slice(None), [x.long()[0, 0], 0]), 2.0),
+    "pickle": pickle.dumps,
+    "save": lambda x: torch.save(x, io.BytesIO()),
+    "old save": lambda x: torch.save(x, io.BytesIO(), _use_new_zipfile_serialization=False),
+    "storage's data_ptr": lambda x: x.untyped_storage().data_ptr(),
+    "str": str,
+    "str of one number": lambda x: str(x[0, 0]),
+    "text": lambda x: f"{x}",
+    "parameter": lambda x: repr(nn.Parameter(x[0, 0])),
 }
+NO_READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numbers": lambda x: torch.tensor([[1.0, 2.0], [3, 4]]),
+    "a tensor alone": lambda x: torch.tensor(x.detach()),
+    "stack": lambda x: torch.stack([x[0, 0], x[0, 1]]),
+    "index of numbers": lambda x: x[:, [0, 1]],
+    "copy": copy.copy,
+    "deepcopy": lambda x: copy.deepcopy([x]),
+    "clone of a storage": lambda x: x.untyped_storage().clone(),
+    "text of a shape": lambda x: f"{x.shape}, {x.dtype}, {nn.Linear(2, 2)}",
+    "text of no data": lambda x: str(torch.empty(2, device="meta")),
+    "pickle of numbers": lambda x: pickle.dumps([1.0, torch.float32, x.shape]),
+}
+"""What looks alike and reads nothing on the host."""
+tensor_by_name = torch.tensor
 
 
 def _record(fn: Callable[[], Any]) -> None:
@@ -65,12 +105,39 @@ def test_host_reads_are_refused(read: str) -> None:
     READS[read](x)
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("name", NO_READS)
+def test_what_reads_nothing_is_recorded(name: str) -> None:
+    """Numbers and whole tensors go on being recorded."""
+    _record(lambda: NO_READS[name](torch.ones(4, 3)))
+
+
+@pytest.mark.parametrize("name", ["tensor", "index", "pickle", "str of one number", "new_tensor"])
+def test_state_that_is_read_in_hiding_is_not_frozen(name: str) -> None:
+    """State that such code reads may change in place: the answers follow it."""
+    uses: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+        "tensor": lambda x, b: x * torch.tensor([b[0], b[1], 1.0, 2.0]),
+        "new_tensor": lambda x, b: x * x.new_tensor([b[0], 1.0, 1.0, 1.0]),
+        "index": lambda x, b: x[:, [b.long()[0], 0]],
+        "pickle": lambda x, b: x * pickle.loads(pickle.dumps(b)),
+        "str of one number": lambda x, b: x * float(str(b.max())[7:-1]),
+    }
+    state = torch.ones(4)
+    served = graphed(lambda x: uses[name](x, state), dynamic={"x": 0}, sizes=[4])
+    for step in range(12):
+        state.fill_(1.0 if step < 6 else 3.0)
+        x = torch.randn(3 + step % 2, 4)
+        assert torch.equal(served(x), uses[name](x, state))
+    assert served.stats.reasons[Reason.CAPTURE_UNSAFE]
+
+
 def test_nothing_stays_patched() -> None:
     """Torch has its own functions when nobody records: also after a recording that failed."""
 
     def own() -> list[Any]:
-        names = ("numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "tensor_split")
-        return [vars(torch.Tensor).get(name) for name in names] + [torch.cuda.graphs._cuda_isCurrentStreamCapturing]
+        names = ("numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "tensor_split", "__float__", "__index__")
+        of_modules = [torch.cuda.graphs._cuda_isCurrentStreamCapturing, torch._tensor_str._str]
+        return [vars(torch.Tensor).get(name) for name in names] + of_modules
 
     before = own()
     with pytest.raises(CaptureError):
@@ -101,9 +168,10 @@ def test_only_the_recording_thread_captures() -> None:
 def test_a_forked_child_has_torchs_own() -> None:
     """A child that another thread forks during a recording finds torch as it is when nobody records."""
     entered, leave, codes = threading.Event(), threading.Event(), []
+    own = dict(vars(torch.Tensor))
 
     def listen() -> None:
-        with HostReads(lambda name: None), SaysCapturing():
+        with HostReads(lambda name, of: None), SaysCapturing():
             entered.set()
             leave.wait()
 
@@ -112,7 +180,9 @@ def test_a_forked_child_has_torchs_own() -> None:
     entered.wait()
     child = os.fork()
     if not child:
-        os._exit(int("numpy" in vars(torch.Tensor)) + 2 * int(says_capturing()))
+        os._exit(
+            int(any(vars(torch.Tensor)[name] is not value for name, value in own.items())) + 2 * int(says_capturing())
+        )
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     leave.set()
     thread.join()

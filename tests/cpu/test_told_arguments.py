@@ -155,3 +155,23 @@ def test_most_code_reads_nothing_of_this() -> None:
     """So that hits need not look; the library's own code does not count."""
     assert told_by([plain.__code__, Told.note.__code__]) == []
     assert told_by([READS["getattr"][0].__code__, READS["grad"][0].__code__]) == ["grad", "storage_offset"]
+
+
+def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:
+    """A batch that a compiled callable saw before is served; one that carries what the code asks for runs eagerly."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x * getattr(x, "scale", 2.0)
+
+    served = graphed(fn, dynamic={"x": 0}, sizes=[4], capture_after=1)
+    with torch.no_grad():
+        for _ in range(3):
+            served(torch.randn(4, 3))
+        for name, factor in (("_dynamo_dynamic_indices", 2.0), ("scale", 3.0)):
+            x = torch.randn(4, 3)
+            setattr(x, name, 3.0)
+            hits = served.stats.hits
+            assert torch.equal(served(x), x.as_subclass(Tensor) * factor)
+            assert served.stats.hits - hits == (name != "scale")
+    assert served.last_decision is not None
+    assert served.last_decision.reason is Reason.STATE_UNSEEN

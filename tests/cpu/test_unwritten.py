@@ -1,6 +1,6 @@
 """What is not compared with eager: memory that nothing wrote, and rows that the caller said are padding."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -110,3 +110,54 @@ def test_rows_are_checked(rows: object) -> None:
     wrapper = gd.CUDAGraphWrapper(lambda x: x)
     with pytest.raises(ConfigError, match="rows must be how many of the descriptor's 8 tokens are real"):
         wrapper(torch.randn(8), batch_descriptor=gd.BatchDescriptor(8), cudagraph_runtime_mode=FULL, rows=rows)
+
+
+def _partly(x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(len(x), 6)
+    out[:, :2] = x[:, :2]
+    return out
+
+
+def _reused(x: torch.Tensor) -> torch.Tensor:
+    first = (x.sin() * 3).cos() * 2
+    second = first.exp()
+    del first
+    out = torch.empty_like(x)
+    out[:, :2] = second[:, :2]
+    return out
+
+
+BLANK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "partly written": _partly,
+    "reused": _reused,
+    "grown": lambda x: x.new_zeros(1, 4).resize_(len(x), 4),
+    "permuted": lambda x: torch.empty_permuted(x.shape, (1, 0)),
+    "strided": lambda x: torch.empty_strided((len(x), 3), (5, 1)),
+    "integers": lambda x: torch.empty(x.shape, dtype=torch.int16),
+    "booleans": lambda x: torch.empty(x.shape, dtype=torch.bool),
+    "complex": lambda x: torch.empty(x.shape, dtype=torch.complex64),
+    "bfloat16": lambda x: x.bfloat16().new_empty(len(x), 3),
+}
+
+
+@pytest.mark.parametrize("name", BLANK)
+@pytest.mark.parametrize("toggled", [False, True])
+def test_deterministic_torch_fills_new_memory(name: str, toggled: bool) -> None:
+    """With deterministic algorithms torch fills new memory; so do the watched run and each replay, bit for bit."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return BLANK[name](x), (x * 2).exp()
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    try:
+        for call in range(10):
+            torch.use_deterministic_algorithms(not toggled or call >= 4)
+            torch.utils.deterministic.fill_uninitialized_memory = call < 8
+            x = torch.randn(3 + call % 2, 4)
+            got, want = step(x), fn(x)
+            if torch.are_deterministic_algorithms_enabled() and call < 8:
+                torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert step.stats.hits or (toggled and name in ("grown", "booleans"))  # these are not told apart from values

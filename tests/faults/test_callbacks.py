@@ -73,7 +73,7 @@ def test_rows_of_a_copy_that_failed_are_no_padding() -> None:
     for rows in (3, 8, 3, 8, 2):
         step(torch.randn(rows, 2))
     with pytest.raises(KeyboardInterrupt), StopAfterCopy():
-        step(torch.full((6, 2), 7.0))
+        step.entries[0].serve([torch.full((6, 2), 7.0)], 6)
     assert bool((step.entries[0].inputs.views(8)[0][:6] == 7).all())
     step(torch.randn(2, 2))
     assert step.last_decision.reason is Reason.PADDED

@@ -81,12 +81,14 @@ READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "numpy": lambda x: x + torch.from_numpy(x.numpy()),
     "tolist": lambda x: x + x.tolist()[0][0],
     "data_ptr": lambda x: x + 0.0 * x.data_ptr(),
+    "list of numbers": lambda x: x + torch.tensor([x[0, 0], 1.0, 2.0]),
+    "printing": lambda x: x + len(f"{x}"),
 }
 
 
 @pytest.mark.parametrize("name", READS)
 def test_host_read(tried: Settle, name: str) -> None:
-    """``numpy()``, ``tolist()`` and ``data_ptr()`` hand memory to code that no replay runs."""
+    """``numpy()``, ``tolist()``, ``data_ptr()`` and the like hand memory to code that no replay runs."""
     _refused(tried(READS[name]), READS[name], name)
 
 

@@ -179,6 +179,26 @@ def test_padding_writes_cache(opened: Settle) -> None:
     step.check(Reason.PADDING_WRITES_STATE)
 
 
+@needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_padding_writes_used_slot(opened: Settle, first: int) -> None:
+    """While each batch names slot 0, padding of zeros does no harm; that it will is found at the capture."""
+    seen, wanted = torch.zeros(6), torch.zeros(6)
+
+    def fn(x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        seen[slot] = 1.0
+        return x * 2
+
+    step = opened(fn, dynamic={"x": 0, "slot": 0})
+    step.prepare(torch.randn(first, 3), torch.arange(first))
+    for slots in (range(first), range(first), range(first), [1, 2, 3], [5, 4, 3]):
+        seen.zero_()
+        x, slot = torch.randn(len(slots), 3), torch.tensor(list(slots))
+        assert torch.equal(step(x, slot), x * 2)
+        assert torch.equal(seen, wanted.index_fill(0, slot, 1.0))
+    step.check(Reason.PADDING_WRITES_STATE)
+
+
 @needs("padding", "pad_rules")
 def test_padding_writes_cache_instead(opened: Settle) -> None:
     """With padding sent to a scratch slot, and that allowed, the live slots are as eager leaves them."""
@@ -209,3 +229,58 @@ def test_padding_writes_slice(opened: Settle) -> None:
         step(x)
         assert torch.equal(state, torch.cat([x, kept[rows:]]))
     step.check(Reason.PADDING_WRITES_STATE)
+
+
+def _gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x + gate * x.mean(0)
+
+
+@needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed_later(opened: Settle, first: int) -> None:
+    """A gate of zeros is asked about at the capture, so that rows cannot mix once it opens."""
+    gate = torch.zeros(3)
+    step = opened(lambda x: _gated(x, gate))
+    step.prepare(torch.randn(first, 3))
+    for rows in (first, first, first, 3, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), x)
+    step.check(Reason.VERIFICATION_FAILED)
+    gate.fill_(1)
+    for rows in (3, 4, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), _gated(x, gate))
+
+
+@needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed_by_argument(opened: Settle, first: int) -> None:
+    """So is an argument without rows that is zero in the first calls."""
+    step = opened(_gated)
+    step.prepare(torch.randn(first, 3), torch.tensor(0.0))
+    for rows in (first, first, first, 3, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x, torch.tensor(0.0)), x)
+    step.check(Reason.VERIFICATION_FAILED)
+    for rows in (3, 4, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x, torch.tensor(1.0)), _gated(x, torch.tensor(1.0)))
+
+
+@needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_padding_renormalises(opened: Settle, first: int) -> None:
+    """Rows that are small enough at the capture show nothing; where padding writes is seen."""
+    model, eager = (nn.Embedding(10, 3, max_norm=5.0) for _ in range(2))
+    for one in (model, eager):
+        one.weight.fill_(0.01)
+    step = opened(model, dynamic={"input": 0})
+    step.prepare(torch.tensor([1, 2, 3, 4][:first]))
+    for ids in ([1, 2, 3, 4][:first], [3, 1, 2, 4][:first], [4, 5, 6], [5, 4, 3]):
+        assert torch.equal(step(torch.tensor(ids)), eager(torch.tensor(ids)))
+    for one in (model, eager):
+        one.weight.fill_(9.0)
+    for ids in ([1, 2, 3], [1, 3, 4]):
+        assert torch.equal(step(torch.tensor(ids)), eager(torch.tensor(ids)))
+        assert torch.equal(model.weight, eager.weight)
+        step.check(Reason.PADDING_WRITES_STATE)

@@ -124,11 +124,11 @@ def test_weight_cut_in_place(settled: Settle) -> None:
 
 
 def test_weight_reshaped_in_place(settled: Settle) -> None:
-    """LIMIT: another shape of as many elements, without gaps at the same address, looks like the old one."""
+    """Another shape of as many elements at the same address: the graph of the old one is dropped."""
     weight = torch.tensor([1.0, 2.0, 3.0])
     step = settled(lambda x: x + weight)
     weight.unsqueeze_(1)
-    assert step(torch.zeros(3, 3)).tolist() == [[1.0, 2.0, 3.0]] * 3
+    assert step(torch.zeros(3, 3)).tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
 def test_weights_loaded_by_assignment(settled: Settle) -> None:

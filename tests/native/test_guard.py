@@ -421,7 +421,7 @@ def test_what_is_no_part_of_a_guard_is_refused() -> None:
         "codes": ((1, 2),),
         "homes": ((1, 2),),
         "readers": (("cell", 1, None, 1), ("slot", Settings(), 1, 1), ("other", 1, None, 1)),
-        "tensors": ((1, 0, 0, True),),
+        "tensors": ((1, 0, (2,), (1,)), (torch.zeros(2), 0, (2,), ()), (torch.zeros(2), 0, ("2",), (1,))),
         "arrays": ((1, 2, True),),
         "hooks": (1,),
     }

@@ -61,13 +61,13 @@ class Survey(EffectRecorder):
         """Note what runs within the block."""
         token = ACTIVE.set(self._run_break) if self._piecewise else None
         try:
-            with SaysCapturing(), HostReads(self._on_read), Listening(_COPIES, self._on_copy), self:
+            with SaysCapturing(), HostReads(self._on_read), Listening(self._on_copy, _COPIES), self.guarding():
                 yield
         finally:
             if token is not None:
                 ACTIVE.reset(token)
 
-    def _on_read(self, name: str) -> None:
+    def _on_read(self, name: str, _: Any) -> None:
         why = "gives memory to the host, past torch's dispatcher; keep the value on the device"
         self.add("forbidden", name, why)
 

@@ -71,7 +71,7 @@ _UNMARKED_WRITES = {
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
 }
-_EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_EMPTY = {f"aten::{new}empty{how}" for new in ("", "new_") for how in ("", "_like", "_permuted", "_strided")}
 # Operators that tell the host what it knows without reading any element: how a tensor lies in memory, its type, what
 # follows from shapes (an attention's longest lengths).
 _FROM_SHAPES = """

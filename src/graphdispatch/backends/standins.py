@@ -17,11 +17,11 @@ import torch
 
 from ..forking import make_lock, renew_in_child
 
-__all__ = ["HostReads", "Listening", "SaysCapturing", "StandIns"]
+__all__ = ["EXPOSED", "STOOD_IN", "HostReads", "Listening", "SaysCapturing", "StandIns"]
 
-_METHODS = ("numpy", "__array__", "tolist", "__dlpack__", "data_ptr")
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
 """Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
+_NUMBERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
 _PACKAGE = __name__.partition(".")[0] + "."
 _DEMO = _PACKAGE + "demo."
 
@@ -33,7 +33,10 @@ class StandIns:
     def __init__(
         self, places: Iterable[tuple[Any, str]], make: Callable[[str, Any, Callable[[], list[Any]]], Any]
     ) -> None:
-        self._places = [(owner, name) for owner, name in places if hasattr(owner, name)]
+        self.places = [(owner, name) for owner, name in places if hasattr(owner, name)]
+        # What it inherits becomes the tensor class's own for good, so that the number of its attributes stays the same.
+        for name in (name for owner, name in self.places if owner is torch.Tensor and name not in vars(owner)):
+            setattr(torch.Tensor, name, getattr(torch.Tensor, name))
         self._make = make
         self._here = threading.local()
         self._lock = make_lock()
@@ -70,7 +73,7 @@ class StandIns:
             self._take_out()
 
     def _put_in(self) -> None:
-        for owner, name in self._places:
+        for owner, name in self.places:
             original, is_own = getattr(owner, name), name in vars(owner)
             stand_in = self._make(name, original, self.listeners)
             self._replaced.append((owner, name, vars(owner).get(name), stand_in, is_own))
@@ -87,30 +90,41 @@ class StandIns:
                 delattr(owner, name)
 
 
-def _tell(name: str, listeners: list[Any]) -> None:
-    """Tell of a read that code outside of this library makes, outside of an operator's kernel."""
+def _tell(name: str, listeners: list[Any], of: Any) -> None:
+    """Tell of a read that code outside of this library makes, outside of an operator's kernel, and of what it reads."""
     if listeners and not torch._C._is_torch_function_all_disabled():  # that is so while an operator's kernel runs
         caller = sys._getframe(2).f_globals.get("__name__", "")
         if not caller.startswith(_PACKAGE) or caller.startswith(_DEMO):
             for on_read in reversed(listeners):
-                on_read(name)
+                on_read(name, of)
 
 
 def _tell_of_read(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
-    reads_lengths = name in _LENGTHS
-
     @functools.wraps(original)
     def read(*args: Any, **kwargs: Any) -> Any:
-        if not reads_lengths:
-            _tell(f"Tensor.{name}", listeners())
-        elif any(isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values())) and (
-            # A recurrent layer gets (input, state, weights, ...), or (data, batch_sizes, state, weights, ...).
-            name not in ("gru", "rnn_tanh", "rnn_relu") or isinstance(args[2], torch.Tensor)
-        ):
-            _tell(f"{name.strip('_')} with lengths in a tensor", listeners())
+        if (here := listeners()) and (what := _read_by(name, args, kwargs)):
+            _tell(what, here, next(iter((*args, *kwargs.values())), None))
         return original(*args, **kwargs)
 
     return read
+
+
+def _read_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What a call reads on the host, in words; None if it reads nothing there, or where torch's dispatcher sees it."""
+    if name in _NUMBERS:
+        # torch.tensor([t, 1]) and x[[t, 0]] ask each element for its number, and hide that from all modes.
+        is_hidden = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+        return "a tensor in a list of numbers (torch.stack keeps it on the device)" if is_hidden else None
+    if name == "_str":
+        is_data = type(args[0]).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not args[0].is_meta
+        return "printing a tensor" if is_data else None
+    if name not in _LENGTHS:
+        return f"{'UntypedStorage' if isinstance(next(iter(args), None), torch.UntypedStorage) else 'Tensor'}.{name}"
+    lengths = any(isinstance(value, torch.Tensor) for value in (*args[1:2], *kwargs.values()))
+    if name in ("gru", "rnn_tanh", "rnn_relu"):
+        # A recurrent layer gets (input, state, weights, ...), or (data, batch_sizes, state, weights, ...).
+        lengths = lengths and isinstance(args[2], torch.Tensor)
+    return f"{name.strip('_')} with lengths in a tensor" if lengths else None
 
 
 def _tell_of_capture(_: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
@@ -122,12 +136,15 @@ def _tell_of_capture(_: str, original: Any, listeners: Callable[[], list[Any]]) 
     return is_capturing
 
 
+_SHARING = {torch.Tensor: "numpy __array__ __dlpack__ data_ptr", torch.UntypedStorage: "data_ptr fill_ __setitem__"}
+EXPOSED = StandIns([(owner, name) for owner in _SHARING for name in _SHARING[owner].split()], _tell_of_read)
+"""Methods, of classes alone, that let the host's code write unseen; pickling asks a storage for its ``data_ptr``."""
 _READS = StandIns(
     [
-        *((torch.Tensor, name) for name in _METHODS),
+        *((torch.Tensor, name) for name in ("tolist", *_NUMBERS)),
         *((torch.UntypedStorage, name) for name in ("tolist", "__getitem__")),
-        *((torch, name) for name in ("to_dlpack",)),
-        *((torch.utils.dlpack, name) for name in ("to_dlpack",)),
+        (torch._tensor_str, "_str"),
+        *((owner, "to_dlpack") for owner in (torch, torch.utils.dlpack)),
         *((torch._C, name) for name in ("_to_dlpack", "_to_dlpack_versioned")),
         *((torch._VF, name) for name in _LENGTHS[:-1]),
         *((owner, "tensor_split") for owner in (torch, torch.Tensor)),
@@ -138,31 +155,36 @@ _READS = StandIns(
 _CAPTURES = StandIns([(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")], _tell_of_capture)
 
 
+STOOD_IN = frozenset(name for one in (_READS, EXPOSED) for owner, name in one.places if owner is torch.Tensor)
+"""What of ``torch.Tensor`` is replaced while a thread listens."""
+
+
 class Listening:
     """Within its block, ``stand_ins`` tell ``listener`` of what the calling thread calls. Several may listen."""
 
-    def __init__(self, stand_ins: StandIns, listener: Callable[..., Any]) -> None:
-        self._stand_ins, self._listener = stand_ins, listener
+    def __init__(self, listener: Callable[..., Any], *stand_ins: StandIns) -> None:
+        self._listener, self._stand_ins = listener, stand_ins
 
     def __enter__(self) -> Self:
-        self._stand_ins.add(self._listener)
+        for stand_ins in self._stand_ins:
+            stand_ins.add(self._listener)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stand_ins.remove(self._listener)
+        for stand_ins in self._stand_ins:
+            stand_ins.remove(self._listener)
 
 
 class HostReads(Listening):
     """Within its block, ``on_read`` is called before each host read of the calling thread that torch's dispatcher does
-    not see, with the method's name; it may raise.
+    not see, with the method's name and what it reads; it may raise.
 
-    These are ``numpy``, ``tolist``, ``__array__``, DLPack and ``data_ptr`` of tensors, and elements of storages. Reads
-    by the kernel of an operator do not count, but for those of Python that is shown by ``OperatorMode``. What code kept
-    of ``torch.Tensor``'s own methods before is not seen.
+    These are arrays and addresses of tensors, tensors in a list of numbers, and pickled or printed ones. Reads by the
+    kernel of an operator count only if that is Python. What code kept of ``torch.Tensor``'s methods is not seen.
     """
 
-    def __init__(self, on_read: Callable[[str], None]) -> None:
-        super().__init__(_READS, on_read)
+    def __init__(self, on_read: Callable[[str, Any], None]) -> None:
+        super().__init__(on_read, _READS, EXPOSED)
 
 
 class SaysCapturing(Listening):
@@ -172,4 +194,4 @@ class SaysCapturing(Listening):
     """
 
     def __init__(self, is_on: Callable[[], bool] = lambda: True) -> None:
-        super().__init__(_CAPTURES, is_on)
+        super().__init__(is_on, _CAPTURES)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -21,13 +21,16 @@ from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from .branch import Branch
 from .eager_run import EagerRun, check_draws, check_may_capture, check_python_state, undo_run
-from .effects import EffectRecorder, Region, redo, retry_once, undo
+from .effects import EffectRecorder, redo, retry_once, undo
 from .gain import check_gain, may_be_timed
 from .padding import Padding
 from .proof import RowProver
 from .recording import Recording, record, uncached_casts
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay
+
+if TYPE_CHECKING:
+    from .regions import Region
 
 __all__ = ["CaptureAttempt"]
 
@@ -45,7 +48,7 @@ class CaptureAttempt:
     eager: EagerRun
     stage: str = ""
     """What the attempt is doing, in words; empty before it runs anything."""
-    _warm_run: EffectRecorder = field(default_factory=lambda: EffectRecorder(0))
+    warm_run: EffectRecorder = field(default_factory=lambda: EffectRecorder(0))
     """The latest run on the static inputs: what it reads from outside and what it writes, padding rows included."""
     _existing: set[int] = field(default_factory=set)
     """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
@@ -66,7 +69,7 @@ class CaptureAttempt:
         started = request.clock()
         for _ in range(request.options.warmup_iterations):
             self._warm_up()
-        recording = record(request, self.eager, self._existing, self._start_over)
+        recording = record(request, self.eager, self._existing, self.start_over)
         try:
             entry = self._make_entry(recording)
             entry.capture_time_ms = (request.clock() - started) * 1e3
@@ -84,7 +87,8 @@ class CaptureAttempt:
     def verify(self, entry: CUDAGraphEntry) -> None:
         """Compare the entry's replay on this batch with the eager run. Raises as ``capture`` does."""
         check_may_capture(self.request, self.eager)
-        if entry.written is not None or entry.mode is not CUDAGraphMode.FULL:  # else it writes its inputs at most
+        writes = entry.written is not None or any(not entry.inputs.specs[i].spans for i in entry.mutated)
+        if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
             self._warm_up()
         check_values(self.eager.opened, entry.output)
         self._compare_replay(entry)
@@ -107,7 +111,7 @@ class CaptureAttempt:
             ) from error
 
     def _put_back(self) -> None:
-        self._start_over("putting back what was written")
+        self.start_over("putting back what was written")
         if self.eager.changed is None and self.eager.unseen is None:  # else no run followed that could have done more
             walk = self.eager.trace.walk
             walk.restore(names=self.eager.trace.touched, generators=walk.drew() is not None)
@@ -117,10 +121,10 @@ class CaptureAttempt:
                 self.request.backend.set_rng_state(self.eager.rng_after)
         self.request.inputs.mark_dirty()
 
-    def _start_over(self, stage: str) -> None:
+    def start_over(self, stage: str) -> None:
         """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
         self._ran_again = True
-        undo(self._warm_run.regions)
+        undo(self.warm_run.regions)
         undo(self.eager.effects.regions)
         self._reset_generator()
         self.stage = stage
@@ -130,7 +134,7 @@ class CaptureAttempt:
         if self.eager.draws:
             self.request.backend.set_rng_state(self.eager.rng_before)
 
-    def _load(self, rows: int = 0, padding: Padding | None = None) -> None:
+    def load(self, rows: int = 0, padding: Padding | None = None) -> None:
         """Load the first ``rows`` rows (0: all). Where ``padding`` has no rows, padding is that of the pad rules."""
         request, values = self.request, self.request.values
         if rows not in (0, request.rows) or (padding and padding.real):
@@ -141,8 +145,8 @@ class CaptureAttempt:
             request.inputs.put(padding.rows, rows, request.size, padding.axes)
 
     def _warm_up(self) -> None:
-        self._start_over(f"warming up with {self.request.size} rows")
-        self._load()
+        self.start_over(f"warming up with {self.request.size} rows")
+        self.load()
         self._run_watched()
         check_python_state(self.eager.trace.walk.change())  # else the next run may write other memory
 
@@ -150,15 +154,15 @@ class CaptureAttempt:
         """Run the call on what the static inputs hold, and note what it writes."""
         request = self.request
         in_break = self.eager.trace.is_in_break if request.is_piecewise else None
-        self._warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, in_break=in_break)
-        with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self._warm_run:
+        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, in_break=in_break)
+        with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
-        self.eager.draws |= self._warm_run.uses_rng
-        self._existing = set(self._warm_run.outside) | self._warm_run.made_storages()
+        self.eager.draws |= self.warm_run.uses_rng
+        self._existing = set(self.warm_run.outside) | self.warm_run.made_storages()
         del output
 
     def _make_entry(self, recording: Recording) -> CUDAGraphEntry:
-        request, warm_run, output = self.request, self._warm_run, recording.outputs
+        request, warm_run, output = self.request, self.warm_run, recording.outputs
         check_values(self.eager.opened, output)
         rule = self._find_output_rule(output)
         views = request.inputs.views(request.size)
@@ -263,12 +267,12 @@ class CaptureAttempt:
         """
         request, is_quiet, walk = self.request, self.eager.effects.is_quiet, self.eager.trace.walk
         may_have_changed = True
-        self._start_over(f"probing the outputs with {rows} rows")
+        self.start_over(f"probing the outputs with {rows} rows")
         values = self._resized(rows)
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True, skims=is_quiet)
         within = copy_context().run
         try:
-            with request.backend.rehearsing(), self.eager.trace, effects:
+            with request.backend.rehearsing(), self.eager.trace, effects.guarding():
                 output = within(request.call, values)
             if effects.is_quiet or not is_quiet:
                 if self._branch is not None:
@@ -294,7 +298,7 @@ class CaptureAttempt:
 
     def replay_other(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Replay what ``run_with`` was given, from where the eager run began."""
-        self._start_over(f"comparing the replay of {rows} rows with eager")
+        self.start_over(f"comparing the replay of {rows} rows with eager")
         self.request.inputs.load(self._resized(rows), rows, self.request.size)
         self._replay(entry)
 
@@ -303,24 +307,24 @@ class CaptureAttempt:
         specs, values = self.request.inputs.specs, self.request.arguments()
         return self.request.values_with(spec.repeated(value, rows) for spec, value in zip(specs, values, strict=True))
 
-    def _writes_outside_inputs(self) -> list[Region]:
+    def _writes_outside_inputs(self) -> "list[Region]":
         """What the run on the static inputs writes, apart from the static inputs themselves."""
         buffers = self.request.buffer_storages()
-        return [region for region in self._warm_run.regions if storage_key(region.target) not in buffers]
+        return [region for region in self.warm_run.regions if storage_key(region.target) not in buffers]
 
     def _compare_replay(self, entry: CUDAGraphEntry) -> None:
         """Replay this batch from where the eager run began, compare, and note in the entry what the batch tested."""
         request = self.request
-        self._start_over(f"comparing the replay of {request.rows} rows with eager")
-        self._load()
-        prover = (request.grid.prover if request.grid else RowProver)(request, self.eager, entry, self._replay_with)
+        self.start_over(f"comparing the replay of {request.rows} rows with eager")
+        self.load()
+        prover = (request.grid.prover if request.grid else RowProver)(request, self.eager, entry, self)
         alike = request.inputs.alike(request.size) if prover.is_wanted else {}
         self._replay(entry)
         check_replay(request, self.eager, entry)
         self._branch = Branch(entry, self.eager.trace.walk.tensors, request.arguments())
         self._branch.check(self.eager.effects, request.rows)
         if request.is_padded:
-            check_padding_writes(request, self.eager, self._writes_outside_inputs())
+            check_padding_writes(request, self.eager, self.warm_run.regions)
         if prover.is_wanted:
             entry.proof = prover.prove(alike).after(entry.proof)
         if request.tells_numbers():
@@ -354,11 +358,11 @@ class CaptureAttempt:
         request, gain = self.request, entry.gain
         if gain is None or not may_be_timed(request, self.eager, entry):
             return
-        self._start_over("timing replays and eager runs in turns")
+        self.start_over("timing replays and eager runs in turns")
         grid = request.grid
         rows, size = (request.rows, request.size) if grid is None else (grid.batch, grid.size)
         if request.is_padded and gain.full_ms is None:
-            self._load()
+            self.load()
             check_gain(request, entry, gain, request.static_values(), size)
         if not entry.depends_on_padding(rows):
             check_gain(request, entry, gain, request.values, rows)
@@ -374,7 +378,7 @@ class CaptureAttempt:
                 raise
             raise ReplayError(f"{type(error).__name__}: {error}") from error
 
-    def _replay_with(self, entry: CUDAGraphEntry, rows: int, padding: Padding) -> None:
+    def replay_with(self, entry: CUDAGraphEntry, rows: int, padding: Padding) -> None:
         """Replay the first ``rows`` rows from where the eager run began, with this padding.
 
         What the graph writes is undone by what a run of the callable wrote. Where a write goes may depend on values, in
@@ -383,11 +387,11 @@ class CaptureAttempt:
         """
         request = self.request
         stage = f"replaying {rows} rows with other padding"
-        self._start_over(stage)
-        if entry.mode is CUDAGraphMode.PIECEWISE or any(region.indices for region in self._warm_run.regions):
-            self._load(rows, padding)
+        self.start_over(stage)
+        if entry.mode is CUDAGraphMode.PIECEWISE or any(region.indices for region in self.warm_run.regions):
+            self.load(rows, padding)
             self._run_watched()
-            check_padding_writes(request, self.eager, self._writes_outside_inputs())
-            self._start_over(stage)
-        self._load(rows, padding)
+            check_padding_writes(request, self.eager, self.warm_run.regions)
+            self.start_over(stage)
+        self.load(rows, padding)
         self._replay(entry)

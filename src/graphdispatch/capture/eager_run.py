@@ -77,7 +77,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     answer, has_run = None, False
     open_outputs = _opener(walk)
     try:
-        with trace, effects:
+        with trace, effects.guarding():
             answer = within(request.call, request.values)
         has_run = True
         after = request.backend.rng_state()

@@ -8,10 +8,10 @@ Note [exactly once]
     written part is saved (for an indexed write, the indexed rows), so a large cache costs what a step writes to it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch._ops import OpOverload
@@ -31,58 +31,25 @@ from ..backends.operators import (
     view_key,
     written_tensors,
 )
-from ..backends.standins import HostReads
+from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
 from ..reasons import Reason
 
 if TYPE_CHECKING:
     from ..backends.compiled import CompiledRegion
+    from .regions import Region
 
-__all__ = ["EffectRecorder", "Region", "first_uncovered", "redo", "retry_once", "undo"]
-
-
-@dataclass(eq=False)
-class Region:
-    """A written part of memory: how to read it, how to write it, and what it held before."""
-
-    target: torch.Tensor
-    read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], Any]
-    before: torch.Tensor
-    indices: Sequence[torch.Tensor | None] = ()
-    """For each dimension of ``target``, in order, the indices that it takes; None, or none left, takes all."""
-    after: torch.Tensor | None = None
-    """What it held after the run; None until a caller that may ``redo`` the run sets it."""
-    is_generator: bool = False
-    """Whether it is the state of a random generator that the call was given, rather than memory of a tensor."""
-
-    def element_offsets(self) -> torch.Tensor:
-        """Where its elements lie in the storage: offsets in elements, in no particular order."""
-        wanted: list[torch.Tensor | None] = []
-        for index in self.indices:
-            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            wanted += index.nonzero().unbind(1) if index is not None and is_mask else [index]
-        target = self.target
-        whole = torch.zeros(1, dtype=torch.int64, device=target.device)
-        picked = torch.full_like(whole, int(target.storage_offset()))
-        for dim, (extent, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-            index = wanted[dim] if dim < len(wanted) else None
-            if index is None:
-                steps = torch.arange(extent, device=target.device) * stride
-                whole = (whole[:, None] + steps).reshape(-1)
-            else:
-                picked = torch.add(picked, index % extent, alpha=stride)
-        return (whole[:, None] + picked.reshape(-1)).reshape(-1)
+__all__ = ["EffectRecorder", "redo", "retry_once", "undo"]
 
 
-def undo(regions: list[Region]) -> None:
+def undo(regions: "list[Region]") -> None:
     """Put back what all regions held before the run that made them."""
     with torch.no_grad():
         for region in reversed(regions):
             region.write(region.before)
 
 
-def redo(regions: list[Region]) -> None:
+def redo(regions: "list[Region]") -> None:
     """Write again what all regions held after the run that made them."""
     with torch.no_grad():
         for region in regions:
@@ -106,22 +73,6 @@ def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
             raise
         if not isinstance(first, Exception):
             raise
-
-
-def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | None:
-    """The first region with an element that no region of ``allowed`` covers, or None.
-
-    Compares where the regions lie, not what they hold. Reads a result back to the host.
-    """
-    for region in (region for region in regions if not region.is_generator):
-        target = region.target
-        near = [r for r in allowed if storage_key(r.target) == storage_key(target) and r.target.dtype is target.dtype]
-        if any(not r.indices and view_key(r.target) == view_key(target) for r in near):
-            continue
-        covered = [other.element_offsets() for other in near]
-        if not covered or not bool(torch.isin(region.element_offsets(), torch.cat(covered)).all()):
-            return region
-    return None
 
 
 class EffectRecorder(OperatorMode):
@@ -172,6 +123,16 @@ class EffectRecorder(OperatorMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._saved_views: set[tuple[Any, ...]] = set()
         self._generators: dict[int, torch.Generator] = {}
+        self.exposed: list[Region] = []
+
+    @contextmanager
+    def guarding(self) -> Iterator[Self]:
+        """Enter it, and save what the host's code gets hold of (``regions.save_exposed``)."""
+        try:
+            with Listening(self._save_exposed, EXPOSED), self:
+                yield self
+        finally:
+            self._save_exposed("", None)
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator's Python kernel and save what the operators inside it overwrite.
@@ -186,7 +147,7 @@ class EffectRecorder(OperatorMode):
         marked, self.regions[start:] = self.regions[start:], []
         self._saved_views = views
         try:
-            with HostReads(hidden.append), self:
+            with HostReads(lambda name, _: hidden.append(name)), self:
                 result = run_kernel(func, key, args, kwargs)
         except BaseException:
             hidden.append("")
@@ -255,7 +216,8 @@ class EffectRecorder(OperatorMode):
             self.groups_rows |= func._schema.name in _GROUPING
             self.checks_data |= func._schema.name == "aten::_assert_async"
             self.limits_values = self.limits_values or _limits_values(func, args, result)
-        if kind is OperatorKind.EMPTY:
+        fills = torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()
+        if kind is OperatorKind.EMPTY and not fills:  # else torch writes new memory, and eager's answer may hold that
             _mark_unwritten(result)
             self.reserves_memory = True
         if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
@@ -316,7 +278,9 @@ class EffectRecorder(OperatorMode):
         view = (storage_key(tensor), *view_key(tensor))
         if storage_key(tensor) in self._made or tensor.numel() == 0 or view in self._saved_views:
             return
-        region = _indexed_region(func, args) if tensor is args[0] else None
+        from .regions import Region, indexed_region  # here, since few calls write
+
+        region = indexed_region(func, args) if tensor is args[0] else None
         size = tensor.nbytes if region is None else region.before.nbytes
         if self._saved + size > self._limit:
             raise CaptureError(
@@ -330,10 +294,18 @@ class EffectRecorder(OperatorMode):
         if region is None:
             self._saved_views.add(view)
 
+    def _save_exposed(self, name: str, value: Any) -> None:
+        if name or self.exposed:
+            from .regions import save_exposed  # here, since few calls do so
+
+            self._saved += save_exposed(self, name, value, self._saved_views, self._made, self._limit - self._saved)
+
     def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A generator of the model's own is state, and saved here. Whoever runs the call puts the default one back."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
+                from .regions import Region
+
                 self._generators[id(value)] = value
                 state = value.get_state()
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
@@ -367,21 +339,3 @@ def _mark_unwritten(made: Any) -> None:
     """Fill new memory with one byte, so that it can be told later what was never written."""
     if isinstance(made, torch.Tensor) and is_strided(made) and made.dtype.itemsize > 1:
         torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage()).fill_(_UNWRITTEN)
-
-
-def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
-    """The rows that an indexed write touches, or None if the operator writes the whole tensor.
-
-    The indices are copied: their memory may hold other values by the time the region is put back.
-    """
-    name = func._schema.name
-    if name in ("aten::index_put_", "aten::_index_put_impl_"):
-        given = args[1]
-    elif name in ("aten::index_copy_", "aten::index_add_", "aten::index_fill_") and args[0].dim():
-        given = [*[None] * (args[1] % args[0].dim()), args[2]]
-    else:
-        return None
-    target = args[0].detach()
-    indices = [None if i is None else i.clone() for i in given]
-    read = partial(torch.ops.aten.index.Tensor, target, indices)
-    return Region(target, read, partial(torch.ops.aten.index_put_.default, target, indices), read(), indices)

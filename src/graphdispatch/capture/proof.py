@@ -6,19 +6,19 @@ the padding rows hold. The proof replays a graph on the same real rows with othe
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..axes import Axis
 from ..backends.operators import bits_equal, storage_key
+from ..call.signature import PLAIN_TENSORS
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
 from ..reasons import Reason
 from .eager_run import EagerRun
-from .effects import Region
 from .padding import (
     BY_RULE,
     Make,
@@ -40,6 +40,10 @@ from .padding import (
 )
 from .request import CaptureRequest
 from .verify import difference, tolerance_for
+
+if TYPE_CHECKING:
+    from .attempt import CaptureAttempt
+    from .regions import Region
 
 __all__ = ["RowProver", "differing"]
 
@@ -63,7 +67,7 @@ class _DependentRowsError(Exception):
 class RowProver:
     """Replays a graph, just compared with eager, with other padding. A full batch is cut in half for it.
 
-    ``replay_with`` puts everything back to where the eager run began, loads the first so many rows and a padding, and
+    The ``attempt`` puts everything back to where the eager run began, loads the first so many rows and a padding, and
     replays.
     """
 
@@ -74,15 +78,16 @@ class RowProver:
         request: CaptureRequest,
         eager: EagerRun,
         entry: CUDAGraphEntry,
-        replay_with: Callable[[CUDAGraphEntry, int, Padding], None],
+        attempt: "CaptureAttempt",
     ) -> None:
         self.rows = self._real_rows(request)
         self._request = request
         self._eager = eager
         self._entry = entry
-        self._replay_with = replay_with
+        self._attempt = attempt
         self._is_deterministic: bool | None = False if eager.effects.groups_rows else None
         self._is_limited = eager.effects.limits_values
+        self._needs_more_rows = False
         written = list(self._written_state())
         # Nothing tells which state the first half of a full batch writes. If padding must write none, it is all of it.
         may_write = self.rows != request.rows and request.options.padding_writes == "allow"
@@ -109,6 +114,13 @@ class RowProver:
         """Padding of numbers that no batch held."""
         yield from (Padding("large numbers", numbers, axes=self._along) for numbers in self._signed(large))
         yield Padding("random numbers of all magnitudes", self._random(), axes=self._along)
+
+    def _far_apart(self) -> list[Padding]:
+        """The padding of the rules, and such as few means or extremes take for the same."""
+        others = self._others(backwards=True).rows
+        made = [others] if self._is_limited else self._signed(large)
+        mixed = ([b if a is None else a for a, b in zip(rows, others, strict=True)] for rows in made)
+        return [BY_RULE, *(Padding("large numbers", rows, axes=self._along) for rows in mixed)]
 
     def _random(self) -> list[torch.Tensor | None]:
         request, generator = self._request, torch.Generator().manual_seed(0)
@@ -141,6 +153,7 @@ class RowProver:
                     self._compare(others.name, base, self._read())
                 self._is_limited = self._is_limited or not self._takes_all(base)
                 self._prove_for_other_rows()
+                self._prove_for_other_batches()
             except _DependentRowsError as found:
                 return found.proof
         untested, assumed = self._untested(alike)
@@ -172,7 +185,7 @@ class RowProver:
 
     def _replay(self, padding: Padding) -> None:
         try:
-            self._replay_with(self._entry, self.rows, padding)
+            self._attempt.replay_with(self._entry, self.rows, padding)
         except Exception as error:
             if self._request.backend.is_out_of_memory(error):
                 raise
@@ -206,6 +219,27 @@ class RowProver:
                 self._replay(self._base._replace(rows=rows))
                 self._compare(name, base, self._read())
         self._base = batch_base
+
+    def _prove_for_other_batches(self) -> None:
+        """Once more with other values of tensors of zeros, and with fewer rows; ``capture/dormant.py`` says why."""
+        run, earlier, reason = self._attempt.warm_run, self._entry.proof, Reason.VERIFICATION_FAILED
+        views, specs = self._request.inputs.views(self._request.size), self._request.inputs.specs
+        rows = {storage_key(view) for spec, view in zip(specs, views, strict=True) if spec.spans}
+        tensors = [] if earlier else [tensor for key, tensor in run.outside.items() if key not in rows]
+        hiding, name, what = list(filter(_may_hide, tensors)), BY_RULE.name, None
+        is_indexed = any(region.indices and storage_key(region.target) not in rows for region in run.regions)
+        if hiding:
+            from .dormant import difference_apart  # here, since most tensors hold something else than zeros
+
+            name, paddings = "large numbers", self._far_apart()
+            what = difference_apart(self._attempt, self._entry, hiding, self._state, self.rows, paddings)
+        if what is None and is_indexed and (earlier is None or "state" in earlier.untested):
+            from .dormant import writes_more_with_fewer_rows  # here, since few calls write by indices
+
+            name, reason = BY_RULE.name, Reason.PADDING_WRITES_STATE
+            self._needs_more_rows, what = writes_more_with_fewer_rows(self._attempt, self.rows)
+        if what is not None:
+            raise _DependentRowsError(RowProof(False, True, name, what, reason))
 
     def _kinds_of_rows(self) -> Iterator[tuple[str, Make, Iterable[Sequence[torch.Tensor | None]]]]:
         """What padding and real rows hold, in words; how real rows are made so; and the padding that is tried."""
@@ -270,7 +304,7 @@ class RowProver:
                 return False
         return True
 
-    def _written_state(self) -> Iterator[Region]:
+    def _written_state(self) -> "Iterator[Region]":
         """The state that the eager run wrote."""
         arguments = set(map(storage_key, self._request.arguments()))
         for region in self._eager.effects.regions:
@@ -306,7 +340,15 @@ class RowProver:
             lasting = request.inputs.constants({i: alike[i] for i in fixed if i in alike})
         names = (specs[i].name for i in sorted(fixed - lasting))
         assumed = tuple((specs[i].position, alike[i]) for i in sorted(lasting & fixed))
-        return (*names, *(["state"] if self._unseen else [])), assumed
+        return (*names, *(["state"] if self._unseen or self._needs_more_rows else [])), assumed
+
+
+def _may_hide(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins with a zero, or holds truth values. Reads the zero back to the host."""
+    if not tensor.numel() or tensor.is_quantized or tensor.is_meta or type(tensor) not in PLAIN_TENSORS:
+        return False
+    is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+    return tensor.dtype is torch.bool or (not is_narrow and not bool(tensor[(0,) * tensor.dim()]))
 
 
 def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tensor:

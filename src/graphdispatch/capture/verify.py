@@ -6,7 +6,7 @@ element, also of one that is small because its terms cancel. What is typical mus
 constants such as the value of masked logits, or they would hide errors in all other elements.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,10 +15,20 @@ from ..errors import CaptureError, VerificationError
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 from .eager_run import EagerRun
-from .effects import Region, first_uncovered
 from .request import CaptureRequest
 
-__all__ = ["Tolerance", "check_aliases", "check_padding_writes", "check_replay", "difference", "tolerance_for"]
+if TYPE_CHECKING:
+    from .regions import Region
+
+__all__ = [
+    "Tolerance",
+    "check_aliases",
+    "check_padding_writes",
+    "check_replay",
+    "difference",
+    "find_padding_writes",
+    "tolerance_for",
+]
 
 
 def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> None:
@@ -63,25 +73,40 @@ def _compare(
         )
 
 
-def check_padding_writes(request: CaptureRequest, eager: EagerRun, padded: list[Region]) -> None:
-    """Raise ``CaptureError`` if the padded run writes memory that the eager run leaves alone.
-
-    ``padded`` are the padded run's writes, those to static inputs left out. What lies there may be in use later, even
-    if today's padding happens to write the value that is there already. Where padding may write, it must write to a
-    tensor that the real rows write to as well.
-    """
-    if request.options.padding_writes == "refuse":
-        uncovered = first_uncovered(padded, eager.effects.regions)
-    else:
-        written = {storage_key(region.target) for region in eager.effects.regions}
-        others = (one for one in padded if not one.is_generator and storage_key(one.target) not in written)
-        uncovered = next(others, None)
+def check_padding_writes(request: CaptureRequest, eager: EagerRun, padded: "list[Region]") -> None:
+    """Raise ``CaptureError`` if the padded run, which writes ``padded``, writes what the eager run leaves alone."""
+    uncovered = find_padding_writes(request, eager.effects.regions, padded)
     if uncovered is not None:
         raise CaptureError(
             f"padding rows write to a tensor of shape {tuple(uncovered.target.shape)} where the real rows leave it "
             "alone; give a pad rule that points at scratch rows of what real rows write, and padding_writes='allow'",
             Reason.PADDING_WRITES_STATE,
         )
+
+
+def find_padding_writes(request: CaptureRequest, real: "list[Region]", padded: "list[Region]") -> "Region | None":
+    """What a padded run writes, of ``padded``, and a run on the ``real`` rows alone leaves as it is; None for nothing.
+
+    Writes to arguments with rows do not count. What lies there may be in use later, even if today's padding happens to
+    write the value that is there already. Where padding may write, it must write to a tensor that the real rows write
+    to as well.
+    """
+    if not padded:
+        return None
+    buffers = request.buffer_storages()
+    outside = [region for region in padded if storage_key(region.target) not in buffers]
+    if request.options.padding_writes == "allow":
+        written = {storage_key(region.target) for region in real}
+        return next((one for one in outside if not one.is_generator and storage_key(one.target) not in written), None)
+    from .regions import first_uncovered, first_uncovered_within  # here, since few calls write
+
+    uncovered = first_uncovered(outside, real)
+    for spec, view, argument in zip(
+        request.inputs.specs, request.inputs.views(request.size), request.arguments(), strict=True
+    ):
+        if uncovered is None and not spec.spans:
+            uncovered = first_uncovered_within(view, padded, argument, real)
+    return uncovered
 
 
 def check_aliases(request: CaptureRequest, eager: EagerRun, mutated: tuple[int, ...]) -> None:

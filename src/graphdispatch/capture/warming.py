@@ -44,7 +44,7 @@ def _run_once(request: CaptureRequest) -> StateWalk | None:
         # Other views each time: state that keeps one of them is not the same after a second run.
         values = request.values_with(view.detach() for view in request.inputs.views(request.size))
         request.inputs.load(request.values, request.rows, request.size)
-        with request.backend.rehearsing(), trace, effects:
+        with request.backend.rehearsing(), trace, effects.guarding():
             request.call(values)
     except Exception as error:
         request.backend.raise_if_lost(error)

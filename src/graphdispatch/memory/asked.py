@@ -73,7 +73,7 @@ def check_inputs(entry: "CUDAGraphEntry", inputs: Mapping[str, Any]) -> tuple[Se
     clash = entry.plan(rows).clash(values)
     if clash is not None:
         raise GuardError(f"{clash}; pass copies")
-    if any(values[place].__dict__ for place in entry.bare):
+    if entry.carries(values):
         raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
     if entry.told is not None and not entry.told.knows(values):
         raise GuardError(f"{entry.told.text}, and capture with a call like this one")

@@ -10,6 +10,7 @@ import torch
 
 from ..axes import cells_of
 from ..backends.base import Backend, Graph, Pool, Timer
+from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
 from ..backends.tracing import untraced
 from ..call.signature import ForeignSignature, Signature
 from ..call.spec import FlatCall
@@ -87,9 +88,11 @@ class CUDAGraphEntry(NotCopied):
     """Whether it draws from the device's default random generator."""
     checks_data: bool = False
     """Whether it holds an operator that does nothing but raise for some data."""
+    default_device: Any = field(default_factory=default_device)
+    """The default device at the capture, if one was set."""
     bare: tuple[int, ...] = ()
     """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code asks for
-    some that they may have."""
+    some that they may have. See ``carries``."""
     knows_effects: bool = True
     """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
     writes_outside: bool = field(init=False)
@@ -149,6 +152,17 @@ class CUDAGraphEntry(NotCopied):
     def loses(self, rows: int) -> bool:
         """Whether a batch of ``rows`` rows would be padded, and eager is expected to be faster than that."""
         return self.gain is not None and rows != self.size and cells_of(rows) < self.gain.loses_below
+
+    def carries(self, values: Sequence[Any]) -> bool:
+        """Whether one of a call's tensors carries an attribute that the code may ask for. What torch's compiler notes
+        on the tensors that it is given is none."""
+        return any(not f"{name}".startswith("_dynamo_") for place in self.bare for name in values[place].__dict__)
+
+    def fits_modes(self) -> bool:
+        """Whether the modes of torch around the running call are such that a replay is what eager would do."""
+        if self.default_device is None and not (function_modes() or dispatch_modes() or trace() is not None):
+            return True
+        return default_device() == self.default_device and not (dispatch_modes() or is_transformed())
 
     def is_current(self) -> bool:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they

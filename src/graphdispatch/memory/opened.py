@@ -7,7 +7,7 @@ before the call is handed out itself.
 
 from collections.abc import Callable
 from operator import is_
-from types import MappingProxyType, SimpleNamespace
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +90,9 @@ def is_opened(node: Any) -> bool:
     return type(node) is Opened
 
 
+_LATER = (CoroutineType, GeneratorType, AsyncGeneratorType)
+
+
 class Opener:
     """Opens the outputs of the runs of one call. ``knows`` tells whether a value was there before the first of them."""
 
@@ -100,7 +103,8 @@ class Opener:
     def open(self, output: Any) -> Any:
         """An output with its new objects opened; the output itself if there are none.
 
-        Raises ``CaptureError`` for an object that an earlier run has returned, too, and that nobody knew before.
+        Raises ``CaptureError`` for an object that an earlier run has returned, too, and that nobody knew before; and
+        for a coroutine or generator.
         """
         made: dict[int, Any] = {}
         result = self._open(output, made)
@@ -123,6 +127,12 @@ class Opener:
         kind = type(value)
         if kind is torch.Size:
             return Opened(kind, (), [list(value)])
+        if issubclass(kind, _LATER):
+            raise CaptureError(
+                f"an output ({kind.__name__}) runs code after the call, outside of any graph; graph a function without "
+                "await and yield, and call it from there",
+                Reason.OUTPUT_UNSUPPORTED,
+            )
         if not _can_open(kind) or id(value) in made or len(made) >= _MOST_OBJECTS or self._knows(value):
             return value
         made[id(value)] = value

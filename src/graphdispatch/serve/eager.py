@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends.base import CAPTURE_LOCK
+from ..backends.modes import function_modes, is_transformed, trace, transform
 from ..call.rules import callable_name
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, leaves_of
@@ -63,8 +64,9 @@ class EagerPath(HitPath):
     def closed(self, route: Route) -> Reason | None:
         """Why no graph may replay on the calling thread now, whatever the call; or None.
 
-        The thread is in a capture, in a break of a replay in this pool, or in forward-mode differentiation, or the
-        graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs with its pool's lock held.
+        The thread is in a capture, in a break of a replay in this pool, in somebody's mode, or in forward-mode
+        differentiation, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs
+        with its pool's lock held.
         """
         graphs, entry = self.graphs, route.entry
         backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
@@ -72,6 +74,8 @@ class EagerPath(HitPath):
             return Reason.INSIDE_CAPTURE
         if pool is not None and pool.replaying_on is not None and pool.is_inside_replay():
             return Reason.INSIDE_REPLAY
+        if (function_modes() or trace() is not None or transform() is not None) and is_transformed():
+            return Reason.MODE_ACTIVE
         if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
             return Reason.NEEDS_GRADIENTS
         return Reason.ASLEEP if graphs.is_asleep else None

@@ -263,11 +263,15 @@ class GraphSet:
     def refresh(self) -> None:
         """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.
 
-        Other graphs that do not fit the present state stay for when it comes back.
+        Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
         guards = {entry.guard for entry in self._entries() if entry.guard is not None}
-        gone = {guard for guard in guards if not guard.holds()}
-        gone = {guard for guard in gone if guard.has_moved() or not guard.within(self.guard)}
+        present = [guard for guard in guards if not guard.is_apart]
+        if present and all(guard.holds() for guard in (*present, *([self._guard] if self._guard is not None else ()))):
+            return
+        for guard in guards:
+            guard.is_apart = not guard.holds()
+        gone = {guard for guard in guards if guard.is_apart and (guard.has_moved() or not guard.within(self.guard))}
         for entry in self._entries() if gone else ():
             if entry.guard in gone:
                 self.release(self.cache.retire(entry, EvictionReason.STALE))

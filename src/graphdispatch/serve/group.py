@@ -239,6 +239,8 @@ class GraphGroup:
                 self.drop(entry)
             elif self.route.entry is not None or entry.guard is None or entry.guard.holds():
                 self._put_first(entry)
+                if entry.guard is not None:
+                    entry.guard.is_apart = False
                 return entry
         return None
 
@@ -308,7 +310,7 @@ class GraphGroup:
 
     def freeze(self, is_frozen: bool) -> None:
         """Let comparisons that ``verify_every`` wants rest, or come again."""
-        for entry in self.entries.values():
+        for entry in self.all_entries:
             entry.verify_at = math.inf
             if not is_frozen:
                 entry.schedule_check()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ..backends.modes import dispatch_modes, function_modes, trace
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..native.bound import CORE
@@ -41,7 +42,7 @@ class HitPath(ABC):
     def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         gradients = torch.is_grad_enabled()
-        spelling = route.spellings.get((len(args), *kwargs))
+        spelling = route.spellings.get((len(args), *kwargs)) if trace() is None else None
         if spelling is not None:
             group, is_flat, order = spelling.latest
             values = [*args, *kwargs.values()]
@@ -58,10 +59,11 @@ class HitPath(ABC):
                     entry.replay_count < entry.verify_at
                     and forward_ad._current_level < 0
                     and not (backend.watch.depth or backend.is_capturing())
+                    and not ((entry.default_device or function_modes() or dispatch_modes()) and not entry.fits_modes())
                     and (guard is None or guard.holds())
                     and (entry.workspaces is None or entry.workspaces.holds())
                     and (not entry.writes_outside or plan.clash(leaves) is None)
-                    and not (entry.bare and any(leaves[place].__dict__ for place in entry.bare))
+                    and not (entry.bare and entry.carries(leaves))
                     and (entry.told is None or entry.told.knows(leaves))
                     and not (gradients and self.may_need_gradients(leaves, guard))
                 ):

@@ -150,12 +150,12 @@ class Server(EagerPath):
             return self.admit(group, size)
         if group.route.entry is not None and not entry.is_current():
             return Reason.ADDRESS_CHANGED, ""
-        if any(leaves[place].__dict__ for place in entry.bare):
+        if entry.carries(leaves):
             return Reason.STATE_UNSEEN, "an argument carries attributes that the code may read; pass them as arguments"
-        clash = entry.plan(rows).clash(leaves)
-        if clash is not None:
+        if (clash := entry.plan(rows).clash(leaves)) is not None:
             return Reason.ALIASED_ARGUMENTS, clash
-        return group.objection(entry, leaves, rows, is_frozen=self.graphs.is_frozen)
+        objection = group.objection(entry, leaves, rows, is_frozen=self.graphs.is_frozen)
+        return objection if objection[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")
 
     def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
         """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""

@@ -27,6 +27,9 @@ _WHOLE = ("vars", "dir", "__dict__", "__getattribute__", "__getstate__", "__redu
 """Names by which code gets at all attributes of an object."""
 
 
+_LOOKS_UP = ("get", "setdefault", "pop", "update", "__getitem__", "__setitem__", "__contains__")
+
+
 class CodeReads(NamedTuple):
     """What one code object reads, without the code that it calls or contains."""
 
@@ -42,6 +45,8 @@ class CodeReads(NamedTuple):
     """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
     whole_self: bool
     """Whether it does so with its first parameter alone."""
+    whole_globals: bool
+    """Whether it goes through the variables of its module: ``for name in globals()``."""
 
 
 @lru_cache(maxsize=8192)
@@ -50,7 +55,7 @@ def code_reads(code: CodeType) -> CodeReads:
     attributes, variables, imports = set[str](), set[str](), set[str]()
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
     owner = code.co_varnames[0] if code.co_argcount else None
-    of_self = of_others = False
+    of_self = of_others = of_globals = False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
         if kind in _ATTRIBUTES:
@@ -59,6 +64,7 @@ def code_reads(code: CodeType) -> CodeReads:
         elif kind in _VARIABLES:
             variables.add(name)
             is_own = _is_just(instructions[index + 1 : index + 3], owner)
+            of_globals = of_globals or (name == "globals" and not _takes_one(instructions[index + 1 : index + 6]))
             if name in _BY_NAME and _names_a_constant(instructions[index + 1 :]):
                 continue
         elif kind == "IMPORT_NAME":
@@ -75,11 +81,21 @@ def code_reads(code: CodeType) -> CodeReads:
     if matches:
         attributes.update(text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
         of_others = of_others or any(matches)  # the class says which attributes stand in which place
-    return CodeReads(frozenset(attributes), frozenset(variables), frozenset(imports), texts, of_others, of_self)
+    return CodeReads(
+        frozenset(attributes), frozenset(variables), frozenset(imports), texts, of_others, of_self, of_globals
+    )
 
 
 def _are_names(parts: Sequence[str]) -> bool:
     return all(map(str.isidentifier, parts))
+
+
+def _takes_one(following: Sequence[dis.Instruction]) -> bool:
+    """Whether the first thing that code does with the result of a call without arguments is to look one entry up."""
+    steps = [i for i in following if i.opname not in ("PRECALL", "PUSH_NULL", "CALL") or i.arg]
+    is_get = steps[:1] and steps[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and steps[0].argval in _LOOKS_UP
+    is_entry = len(steps) > 1 and steps[0].opname.startswith("LOAD_") and "SUBSCR" in steps[1].opname
+    return bool(is_get or is_entry or (steps[:1] and steps[0].opname == "CONTAINS_OP"))
 
 
 def _is_just(pair: Sequence[dis.Instruction], variable: str | None) -> bool:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
-from itertools import takewhile
+from itertools import chain, repeat, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,7 @@ def compile_guard(guard: "StateGuard") -> Any:
     if GUARD is None or any(number >= latest for table in guard._hooks for number in table):
         return None
     held = iter(guard._held)
+    addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
     contents, sequences = _contents(guard, held)
     try:
         return GUARD(
@@ -51,7 +52,7 @@ def compile_guard(guard: "StateGuard") -> Any:
             types=tuple((value, next(held)) for value in guard._objects),
             codes=tuple((value, next(held)) for value in guard._functions),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
-            tensors=tuple(zip(guard._tensors, guard._addresses, guard._numels, guard._contiguous, strict=True)),
+            tensors=tuple(zip(guard._sized, addresses, guard._shapes, guard._strides, strict=False)),
             arrays=tuple((value, data, type(value) in (array, np.ndarray)) for value, data in guard._arrays),
             hooks=tuple(guard._hooks),
         )

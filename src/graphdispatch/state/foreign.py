@@ -1,19 +1,33 @@
 """Objects whose state Python cannot read: what compiled code made, locks, machinery. Loaded only where one is used."""
 
 import logging
+import opcode
 import sys
 import threading
 import types
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import Context
+from functools import lru_cache, partial
 from typing import Any
 
 from . import objects
 from .holders import IN_MEMORY
 from .iterators import read_memory
+from .notes import CodeNotes
+from .objects import Reader
+from .particulars import unchanged
 
-__all__ = ["MethodCalls", "changed_machines", "is_read", "snapshot", "values_here"]
+__all__ = [
+    "MethodCalls",
+    "changed_machines",
+    "given_names",
+    "read_given",
+    "read_machine",
+    "snapshot",
+    "values_here",
+    "write_given",
+]
 
 _SEEN_THROUGH = frozenset(
     (
@@ -29,6 +43,7 @@ _SILENT = ("multiprocessing", "decimal")
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _TAKEN = ("acquire", "release")
+_ASSIGNS = (opcode.opmap["STORE_ATTR"], opcode.opmap["DELETE_ATTR"])
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
 
 
@@ -68,6 +83,42 @@ def snapshot(value: Any) -> dict[str, Any]:
     return {"": repr(value)} if table is None else {name: _plain(held) for name, held in list(table.items())}
 
 
+@lru_cache(maxsize=256)
+def _assigned(kind: type) -> frozenset[str]:
+    """The attributes that the methods of a class of the library assign."""
+    found = set[str]()
+    for code in (fn.__code__ for member in vars(kind).values() for fn in objects.functions_in(member)):
+        steps, extended = code.co_code, 0
+        for step, number in zip(steps[::2], steps[1::2], strict=True):
+            if step in _ASSIGNS:
+                found.add(code.co_names[extended | number])
+            extended = (extended | number) << 8 if step == opcode.EXTENDED_ARG else 0
+    return frozenset(found)
+
+
+def given_names(value: Any) -> list[str]:
+    """The attributes of an object of machinery that no class of the library assigns: the user gave them to it."""
+    kind = type(value)
+    users = objects.user_classes(kind)
+    own = set[str]().union(*(_assigned(base) for base in objects.written_classes(kind) if base not in users))
+    return [name for name in list(objects.attribute_table(value) or ()) if name not in own]
+
+
+def read_given(value: Any) -> dict[str, Any]:
+    """Those attributes by name."""
+    table = objects.attribute_table(value) or {}
+    return {name: table[name] for name in given_names(value)}
+
+
+def write_given(value: Any, before: dict[str, Any]) -> None:
+    """Put them back, and leave the others as they are."""
+    table = objects.attribute_table(value)
+    assert table is not None
+    for name in given_names(value):
+        del table[name]
+    table.update(before)
+
+
 def values_here(names: Collection[str], local: threading.local) -> dict[str, Any]:
     """What a ``threading.local`` holds in this thread under ``names``: constants by value, objects by identity."""
     held = list((objects.attribute_table(local) or {}).items())
@@ -82,7 +133,22 @@ def changed_machines(
     return (path for path, value, was in met if _is_used(type(value), codes) and snapshot(value) != was)
 
 
-def is_read(kind: type, codes: Collection[types.CodeType], names: frozenset[str]) -> bool:
+def read_machine(
+    value: Any, notes: CodeNotes, names: frozenset[str]
+) -> tuple[list[tuple[Any, list[str]]], list[tuple[Any, frozenset[str]]], list[Reader]]:
+    """What to compare of an object of machinery: the attributes that code reads under ``names``, those for which it
+    asks in vain, each with their table, and its plain values."""
+    kind, table = type(value), objects.attribute_table(value)
+    readers: list[Reader] = []
+    if not issubclass(kind, threading.Thread) and _is_read(kind, notes.codes, names):
+        readers.append(partial(unchanged, value, snapshot(value), snapshot))
+    if table is None:
+        return [], [], readers
+    known = [name for name in names if name in table]
+    return [(table, known)] if known else [], [(table, frozenset(notes.asked - table.keys()))], readers
+
+
+def _is_read(kind: type, codes: Collection[types.CodeType], names: frozenset[str]) -> bool:
     """Whether ``codes``, which spell ``names``, may read objects of a class of machinery. They take locks, and write to
     logs; a log's level they read by name."""
     if issubclass(kind, logging.Filterer):

@@ -41,7 +41,7 @@ _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
 """Classes of which torch's pytrees make no nest."""
 _training = attrgetter("training")
 _code, _table = attrgetter("__code__"), attrgetter("__dict__")
-_address, _numel, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous
+_address, _shape, _strides = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -51,10 +51,10 @@ class StateGuard:
     With a ``trace`` of the runs behind a graph, it compares what that code reads: the variables, and of every object
     that it can reach from there the attributes under the names that the code spells, all of them where the code does
     not spell them. Without one, it compares the variables, modules and containers that tell which tensors the callable
-    reaches. ``used`` are the keys of the storages that the runs used: only these are compared by address.
+    reaches. It compares tensors by shape and strides, and those whose storage's key is in ``used`` by address.
 
-    Members, numbers and variables must be the same objects or equal constants; tensors must lie where they lay, with
-    the same extent. The guard holds the objects, so that no other tensor can get the address of one of them.
+    Members, numbers and variables must be the same objects or equal constants. The guard holds the objects, so that no
+    other tensor can get the address of one of them.
 
     The comparison runs in loops of C speed: tens of nanoseconds for each parameter and variable. Once it has held,
     ``native`` compares the same in one pass of C++, where the native core is in use. What ``native`` finds as it was is
@@ -95,10 +95,9 @@ class StateGuard:
         tensors = [t for t in reads.tensors if type(t) in plain and t.layout is torch.strided]
         self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
         self._addresses = list(map(_address, self._tensors))
-        # These tell whether a tensor was cut or transposed in place. Shape and strides would tell more, but take three
-        # times as long.
-        self._numels = list(map(_numel, self._tensors))
-        self._contiguous = list(map(_is_contiguous, self._tensors))
+        self._sized = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
+        self._shapes = list(map(_shape, self._sized))
+        self._strides = list(map(_strides, self._sized))
         self._objects = tuple(reads.objects)
         self._functions = tuple(reads.functions)
         self._held = self._read()
@@ -110,6 +109,8 @@ class StateGuard:
         self.native: Any = None
         """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
         Racing threads may make two; either serves."""
+        self.is_apart = False
+        """Whether it was found to be of another state than the present one; for whoever keeps graphs of several."""
         self._wait = 1
         self._due = 0 if GUARD is None else 1  # checks that hold until the next native guard is made; 0: never
 
@@ -134,10 +135,10 @@ class StateGuard:
                 if not same_objects(read, self._held):
                     return False
                 self._held = read  # equal constants, which are found faster the next time
-            if self._tensors and (
+            if self._sized and (
                 list(map(_address, self._tensors)) != self._addresses
-                or list(map(_numel, self._tensors)) != self._numels
-                or list(map(_is_contiguous, self._tensors)) != self._contiguous
+                or list(map(_shape, self._sized)) != self._shapes
+                or list(map(_strides, self._sized)) != self._strides
             ):
                 return False
             if list(map(tuple, self._tables)) != self._keys and not self._has_same_keys():
@@ -175,7 +176,7 @@ class StateGuard:
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
         figures, others = (
-            (g._addresses, g._numels, g._contiguous, g._keys, [held for _, held in g._arrays]) for g in (self, other)
+            (g._addresses, g._shapes, g._strides, g._keys, [held for _, held in g._arrays]) for g in (self, other)
         )
         absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
         plain = (
@@ -184,7 +185,7 @@ class StateGuard:
         if next(absent) != next(absent) or next(plain) != next(plain):
             return False
         parts = (
-            (*g._tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
+            (*g._sized, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
             for g in (self, other)
         )
         return figures == others and same_objects(*parts) and same_objects(self._held, other._held)

@@ -23,11 +23,13 @@ from .objects import ABSENT
 
 __all__ = [
     "IN_MEMORY",
+    "LABELS_OF_FUNCTIONS",
     "MEMBER",
     "OF_FUNCTIONS",
     "Holder",
     "frozen",
     "labelled",
+    "parts_of_function",
     "read_attributes",
     "read_cell",
     "read_class",
@@ -78,7 +80,8 @@ class Holder(NamedTuple):
     @property
     def is_by_name(self) -> bool:
         """Whether what it holds are attributes."""
-        return getattr(self.read, "func", self.read) in (read_attributes, read_slots, read_class)
+        read = getattr(self.read, "func", self.read)
+        return read in (read_attributes, read_slots, read_class) or getattr(read, "__name__", "") == "read_given"
 
     def restore(self, names: Collection[str] | None = None) -> None:
         """Put back what it held; with ``names``, of attributes those of these names alone."""
@@ -126,15 +129,11 @@ def read_attributes(value: Any) -> dict[str, Any]:
 
 
 def read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
-    """The slots of an object by name; ``ABSENT`` for an empty one."""
-    return {f".{name}": _slot(member, value) for name, member in slots.items()}
-
-
-def _slot(member: Any, value: Any) -> Any:
+    """The slots of an object by label; ``ABSENT`` for an empty one. ``slots`` are their descriptors."""
     try:
-        return member.__get__(value)
+        return dict(zip(slots, [member.__get__(value) for member in slots.values()], strict=True))
     except AttributeError:
-        return ABSENT
+        return {label: objects.slot_value(member, value) for label, member in slots.items()}
 
 
 def labelled(container: Any, entries: list[Any]) -> dict[Any, Any]:
@@ -187,12 +186,12 @@ def read_context(variable: ContextVar[Any]) -> dict[str, Any]:
 
 def read_function(fn: types.FunctionType) -> dict[str, Any]:
     """The code, the defaults, the name and the text of a function."""
-    return dict(zip(_LABELS_OF_FUNCTIONS, _of_function(fn), strict=True))
+    return dict(zip(LABELS_OF_FUNCTIONS, parts_of_function(fn), strict=True))
 
 
 OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
-_LABELS_OF_FUNCTIONS = [f".{name}" for name in OF_FUNCTIONS]
-_of_function = attrgetter(*OF_FUNCTIONS)
+LABELS_OF_FUNCTIONS = [f".{name}" for name in OF_FUNCTIONS]
+parts_of_function = attrgetter(*OF_FUNCTIONS)
 
 
 def read_class(kind: type) -> dict[str, Any]:

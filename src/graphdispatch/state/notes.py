@@ -35,6 +35,8 @@ class CodeNotes:
         """The global variables that code of the user uses."""
         self.absent: Names = {}
         """Names under which that code finds nothing there: a builtin serves, or a default."""
+        self.whole_tables: Names = {}
+        """The namespaces whose names that code goes through."""
         self.functions: list[types.FunctionType] = []
         """Functions that ran and that nothing within reach holds, but for the interpreter."""
         self.reads_environment = False
@@ -47,6 +49,8 @@ class CodeNotes:
         if any(getattr(other, kind) - getattr(self, kind) for kind in _SETS):
             return True
         if any(getattr(other, flag) and not getattr(self, flag) for flag in _FLAGS):
+            return True
+        if not other.whole_tables.keys() <= self.whole_tables.keys():
             return True
         tables = ((self.variables, other.variables), (self.absent, other.absent))
         if any(names - own.get(key, (table, set()))[1] for own, new in tables for key, (table, names) in new.items()):
@@ -61,7 +65,8 @@ class CodeNotes:
         self.codes |= other.codes
         for kind in _SETS:
             getattr(self, kind).update(getattr(other, kind))
-        for own, new in ((self.variables, other.variables), (self.absent, other.absent)):
+        tables = ((self.variables, other.variables), (self.absent, other.absent))
+        for own, new in (*tables, (self.whole_tables, other.whole_tables)):
             for table, names in new.values():
                 keep(own, table, names)
         known = set(map(id, self.functions))

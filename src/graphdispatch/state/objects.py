@@ -5,6 +5,7 @@ Nothing here calls code of the user: no comparison, no attribute hook, no ``__le
 
 import gc
 import io
+import logging
 import os
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from enum import Enum
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
@@ -39,10 +41,12 @@ __all__ = [
     "functions_in",
     "is_code",
     "is_followed",
+    "is_kind_of_array",
     "is_library_code",
     "is_machine",
     "is_opaque",
     "is_settings",
+    "is_torch_code",
     "name_of",
     "referent",
     "referents",
@@ -97,8 +101,11 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _PACKAGE_PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _DEMO = os.path.join(_PACKAGE_PATH, "demo", "")
 _PACKAGE = str(__package__).partition(".")[0]
-_TORCH_STATE = ("torch.nn", "torch.distributions", "torch.optim", "torch.jit")
-"""Where torch keeps classes of objects that belong to a model. Its other objects are machinery."""
+_TORCH_STATE = (
+    *("torch.nn", "torch.distributions", "torch.optim", "torch.jit", "torch.utils.data", "torch.return_types"),
+    *("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.ao"),
+)
+"""Where torch keeps classes of objects that belong to a model, besides modules. Its other objects are machinery."""
 _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess", "logging", "decimal")
@@ -106,28 +113,33 @@ _MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect")
 
 
 _NOTHING_IN = (*CONSTANTS, *_OPAQUE)
+_MAY_HOLD = (*CONSTANTS, Enum, torch.Size, torch.Generator)
 
 
 def is_opaque(kind: type) -> bool:
     """Whether nothing is looked for in objects of a class: constants, parts of the interpreter or of torch. A class of
-    the user that inherits from a constant's, or an enumeration of the user, may hold more."""
-    return issubclass(kind, _NOTHING_IN) and not (issubclass(kind, (*CONSTANTS, Enum)) and user_classes(kind))
+    the user that inherits from a constant's or from one of torch's, or an enumeration of the user, may hold more."""
+    return issubclass(kind, _NOTHING_IN) and not (issubclass(kind, _MAY_HOLD) and user_classes(kind))
 
 
 def is_followed(kind: type) -> bool:
     """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
-    and no machinery of torch or of the standard library."""
+    and no machinery of torch or of the standard library. Modules are, and threads of a class of the user."""
     module = kind.__module__ if isinstance(kind.__module__, str) else ""
     root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
-    if issubclass(kind, threading.Thread) or root in (_PACKAGE, *_MACHINERY):
+    if root == _PACKAGE:
+        return False
+    if issubclass(kind, (nn.Module, logging.LoggerAdapter)):
+        return True
+    if root in _MACHINERY:
         return False
     return root != "torch" or module.startswith(_TORCH_STATE)
 
 
 def is_machine(kind: type) -> bool:
     """Whether a class is one of the standard library's whose objects other threads use: their plain values are compared
-    where code uses them, and nobody puts them back."""
-    return kind.__module__.partition(".")[0] in _MACHINES and not issubclass(kind, threading.Thread)
+    where code uses them, and nobody puts them back. Attributes that the user gave them are state like any other's."""
+    return kind.__module__.partition(".")[0] in _MACHINES
 
 
 @lru_cache(maxsize=8192)
@@ -136,6 +148,11 @@ def is_library_code(path: str) -> bool:
     is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
     is_stdlib = is_stdlib or any(f"{os.sep}{name}{os.sep}" in path for name in _TORCH_NEEDS)
     return is_stdlib or path.startswith(_TORCH) or (path.startswith(_PACKAGE_PATH) and not path.startswith(_DEMO))
+
+
+def is_torch_code(path: str) -> bool:
+    """Whether a file of code belongs to torch."""
+    return path.startswith(_TORCH)
 
 
 def user_classes(kind: type) -> list[type]:
@@ -245,6 +262,11 @@ def functions_in(value: Any) -> list[types.FunctionType]:
         value = value.func
     parts = (value.fget, value.fset) if issubclass(type(value), property) else (value,)
     return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
+def is_kind_of_array(kind: type) -> bool:
+    """Whether it is a class of NumPy arrays with attributes. Those of a mapped file lead to all of the file."""
+    return kind is not np.ndarray and not issubclass(kind, np.memmap)
 
 
 def is_code(value: Any) -> bool:

@@ -4,7 +4,9 @@ The code tells names, and not whose attributes they are. So every object within 
 too much now and then, and never too little.
 """
 
+import copyreg
 import os
+import random
 import threading
 import types
 import weakref
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..backends.standins import STOOD_IN
 from ..call.marks import is_break
 from . import objects
 from .notes import CodeNotes
@@ -36,6 +39,7 @@ _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code spells, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
+_GENERATORS = (random.Random, np.random.RandomState, np.random.BitGenerator)
 _MOST_COMPARED = 1_000_000
 
 
@@ -73,17 +77,21 @@ class StateReads:
         self._names = frozenset(trace.names) if trace is not None else frozenset()
         self._library_names = frozenset(trace.library_names) | self._names if trace is not None else frozenset()
         self._all = trace is not None and (trace.is_blind or bool(trace.reads_whole))
+        self._goes_through = "__dict__" in self._names or (
+            trace is not None and any("vars" in names for _, names in trace.variables.values())
+        )
+        self._ordered: list[Mapping[str, Any]] = []
+        """Tables whose order counts, since code goes through them."""
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._compared = 0
-        self._pending: list[Any] = [fn, *extra]
-        self._pending += [hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values()]
+        self._pending = [fn, *extra, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())]
         self._follow()
         if trace is not None:
             self._compare_namespaces(trace)
             self._follow()
-        asked = trace.asked if trace is not None else set()
-        self.missing = asked - _TENSOR_ATTRIBUTES
+        self._compare_order()
+        self.missing = (trace.asked if trace is not None else set()) - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
         while self._pending:
@@ -118,18 +126,18 @@ class StateReads:
             if self._trace is not None and id(vars(value)) not in self._trace.variables:
                 self._compare_variables(vars(value), self._names)
         elif issubclass(type(value), np.ndarray) or kind is array:
-            self.arrays.append(value)
-            self._count(len(value.tobytes()) // 8, value)
-            if kind is not array and value.dtype.hasobject:
-                self._pending += value.flat
+            self._visit_array(value)
         elif self._kinds[kind].is_followed:
             self._visit_object(value)
         elif objects.is_machine(kind):
             if self._trace is not None:
-                from .foreign import is_read, snapshot
+                from .foreign import read_machine
 
-                if is_read(kind, self._trace.codes, self._names):
-                    self.readers.append(partial(unchanged, value, snapshot(value), snapshot))
+                named, absent, readers = read_machine(value, self._trace, self._names)
+                self.readers += readers
+                self.absent += absent
+                self.attributes += named
+                self._pending += (table[n] for table, known in named for n in known if not n.startswith("_"))
         elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
 
@@ -185,20 +193,37 @@ class StateReads:
             self.homes.append(value)
             self._compare(table, names)
         for name in (name for name in slots if self._trace is None or self._all or name in names):
-            reader = partial(objects.slot_value, slots[name], value)
-            self.readers.append(reader)
-            self._pending.append(reader())
+            self.readers.append(partial(objects.slot_value, slots[name], value))
+            self._pending.append(self.readers[-1]())
         if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
             if issubclass(type(value), attrgetter):
-                self._names = self._library_names = self._names | _attributes_of(value)
+                parts = {part for name in value.__reduce__()[1] for part in str(name).split(".")}
+                self._names = self._library_names = self._names | parts
             for inner in objects.referents(value):
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
         if self._trace is not None or kind is partial:
             particulars = readers_of(value)
-            self.readers += particulars
+            self.readers += particulars + self._more_readers(value)
             self._pending += (read() for read in particulars)
         self._pending.append(kind)
+
+    def _visit_array(self, value: Any) -> None:
+        """An array of numbers, of NumPy or of Python, or one of objects; it may be of a subclass with attributes."""
+        kind = type(value)
+        if kind in (array, np.ndarray):
+            self.arrays.append(value)
+        self._count((len(value) if kind is array else value.nbytes // 8), value)
+        if kind is array:
+            return
+        self._pending += value.flat if value.dtype.hasobject else ()
+        from .rare import array_readers
+
+        self.readers += array_readers(value)
+        if objects.is_kind_of_array(kind):
+            self.homes.append(value)
+            self._compare(objects.attribute_table(value), self._named(kind, self._library_names))
+            self._pending.append(kind)
 
     def _visit_class(self, kind: type) -> None:
         """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
@@ -213,9 +238,34 @@ class StateReads:
             self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
             self.readers += class_readers(kind, self._names)
         elif issubclass(kind, nn.Module):
-            ran = [name for name, held in table.items() if getattr(held, "__code__", None) in self._trace.codes]
-            if ran:
-                self.attributes.append((table, ran))
+            self._compare_torch(kind)
+
+    def _more_readers(self, value: Any) -> list[Reader]:
+        if not issubclass(type(value), _GENERATORS):
+            return []
+        from .rare import generator_readers
+
+        return generator_readers(value, self._names)
+
+    def _compare_order(self) -> None:
+        if self._ordered:
+            from .rare import order_readers
+
+            self.readers += order_readers(self._ordered)
+
+    def _compare_torch(self, kind: type) -> None:
+        """A class of torch that others patch: what it has at all, and there the names of the code and what ran."""
+        assert self._trace is not None
+        table, codes, names = vars(kind), self._trace.codes, self._names
+        copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
+        if kind is torch.Tensor:  # whose operators no code spells
+            known = [name for name in table if name not in STOOD_IN]
+            self.readers.append(partial(len, table))
+        else:
+            self.tables.append(table)
+            known = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
+        if known:
+            self.attributes.append((table, known))
 
     def _is_read(self, name: str, member: Any) -> bool:
         """Whether code reads a class attribute: a method that ran, or data under a name of the code.
@@ -260,12 +310,15 @@ class StateReads:
 
     def _compare_namespaces(self, trace: CodeNotes) -> None:
         self._pending += trace.functions
+        for kind in (torch.Tensor, nn.Parameter):
+            self._compare_torch(kind)
         spelled = self._names.union(*(names for _, names in trace.variables.values()))
         self.readers += setting_readers(spelled)
         if trace.reads_environment:
             self.contents.append(vars(os.environ)["_data"])
         for table, names in trace.variables.values():
             self._compare_variables(table, names)
+        self._ordered += (table for table, _ in trace.whole_tables.values())
         for table, names in trace.absent.values():
             self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names - table.keys())))
@@ -293,6 +346,8 @@ class StateReads:
             named = names if isinstance(names, frozenset) else frozenset(names)
             chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen if name not in _TABLES)
+        if names is _ALL and self._goes_through and len(table) > 1:
+            self._ordered.append(table)
         self.tables.append(table)
         self._count(len(chosen), table)
         if chosen:
@@ -301,9 +356,7 @@ class StateReads:
     def _count(self, number: int, value: Any) -> None:
         self._compared += number
         if self._compared > _MOST_COMPARED:
-            self._refuse(
-                f"a {type(value).__name__} with {number} entries, which makes too many to compare at each call"
-            )
+            self._refuse(f"a {type(value).__name__} with {number} entries, which are too many to compare at each call")
 
     def _refuse(self, what: str) -> None:
         if self._trace is not None:
@@ -325,8 +378,7 @@ _ALL = _All()
 
 def _has_own_access(kind: type) -> bool:
     """Whether a class of the user finds attributes by code of its own."""
-    hooks = ("__getattr__", "__getattribute__")
-    return any(name in vars(base) for base in objects.user_classes(kind) for name in hooks)
+    return any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in objects.user_classes(kind))
 
 
 def _direct(value: Any) -> Reader:
@@ -345,7 +397,3 @@ def _matters(value: Any, depth: int = 3) -> bool:
     return issubclass(type(value), nn.Module) or (
         is_container and any(_matters(inner, depth - 1) for inner in objects.content(value))
     )
-
-
-def _attributes_of(getter: Any) -> set[str]:
-    return {part for name in getter.__reduce__()[1] for part in str(name).split(".")}

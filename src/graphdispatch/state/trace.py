@@ -34,6 +34,9 @@ _READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.p
 _SETS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
+_ARGPARSE = "argparse.py"
+"""Where namespaces are compared and printed whole."""
+_IMPORT_MODULE = importlib.import_module.__code__
 
 
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
@@ -81,8 +84,9 @@ class CodeTrace(CodeNotes):
         self._methods: MethodCalls | None = None
         self._plain: dict[int, types.CodeType] = {}
         """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
-        self._nested, self._in_breaks, self._whole_self = (set[types.CodeType]() for _ in range(3))
-        """The last is code that reads its first parameter whole, which may be of another class each time."""
+        self._nested, self._in_breaks, self._each_time = (set[types.CodeType]() for _ in range(3))
+        """The last is code that is read at each call: of what it is given, or by whom it is called, depends what it
+        reads."""
 
     @property
     def touched(self) -> set[str] | None:
@@ -151,7 +155,7 @@ class CodeTrace(CodeNotes):
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
         """A method of compiled code is about to run; in a break, too, which a capture runs more than once."""
-        if type(owner) is torch.Generator:
+        if issubclass(type(owner), torch.Generator):
             if not self._depth and method in _SETS and not _is_library(frame):
                 self.seeds = f"{method}() of a torch.Generator"
         elif self.walk.knows(owner):
@@ -177,14 +181,14 @@ class CodeTrace(CodeNotes):
             self._depth += 1
         elif self._inside and not self._depth:
             is_new = code not in self.codes
-            if is_new or code in self._whole_self:
+            if is_new or code in self._each_time:
                 self.codes.add(code)
                 try:
                     self._read(code, frame)
                 except Exception as error:  # which would end the user's call
                     self.is_blind = True
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
-            if code not in self._whole_self:
+            if code not in self._each_time:
                 self._plain[id(code)] = code
             if is_new:
                 self._check_iterators(frame)
@@ -210,6 +214,14 @@ class CodeTrace(CodeNotes):
             self.sets_generator |= path == torch.random.__file__
             caller = frame.f_back
             is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
+            if _names_environment(reads) and not objects.is_torch_code(path):
+                self._each_time.add(code)
+                if _is_called_by_user(frame):
+                    self.reads_environment = True
+                    self.walk.visit_environment()
+            if code is _IMPORT_MODULE or path.endswith(_ARGPARSE):
+                self._each_time.add(code)
+                self._note_library(code, frame)
             if is_users and path.endswith(_READ_WHOLE) and not self.reads_whole:
                 self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
             return
@@ -224,7 +236,7 @@ class CodeTrace(CodeNotes):
         if reads.whole and not self.reads_whole and code.co_name not in ("__getattr__", "__getattribute__"):
             self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
         if reads.whole_self:
-            self._whole_self.add(code)
+            self._each_time.add(code)
             self.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
         self._note_variables(code, frame.f_globals, reads)
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
@@ -235,6 +247,15 @@ class CodeTrace(CodeNotes):
                     self.functions.append(fn)
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+    def _note_library(self, code: types.CodeType, frame: types.FrameType) -> None:
+        """Code of the standard library reads for its caller: a module of any name, or all attributes of an object."""
+        if code is not _IMPORT_MODULE:
+            self.whole_types.update(type(frame.f_locals.get(name)) for name in code.co_varnames[: code.co_argcount])
+        elif _is_called_by_user(frame):
+            from .rare import note_import
+
+            note_import(self, self.walk, frame)
 
     def _note_asked(self, reads: CodeReads) -> None:
         if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
@@ -249,9 +270,15 @@ class CodeTrace(CodeNotes):
         keep(self.absent, table, named - used)
         if "globals" in reads.variables:  # globals()["scale"], or under any other name
             used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
+        if reads.whole_globals:
+            keep(self.whole_tables, table, ())
         self._use(table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
         keep(self.variables, sys.modules, [name for name in reads.imports if name in sys.modules])
+        if "__import__" in reads.variables or ("modules" in reads.attributes and "sys" in reads.variables):
+            from .rare import note_any_module
+
+            note_any_module(self, self.walk, reads)
         imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
         if "modules" in reads.attributes:  # sys.modules[__name__]
             imported.append(table.get("__name__", ""))
@@ -277,6 +304,15 @@ _FIELDS = re.compile(r"\.([^\W\d]\w*)")
 
 def _names_environment(reads: CodeReads) -> bool:
     return not (reads.attributes | reads.variables).isdisjoint(("environ", "getenv"))
+
+
+def _is_called_by_user(frame: types.FrameType) -> bool:
+    """Whether code of the user called a function of the standard library, by whatever others there. Torch reads the
+    environment for itself."""
+    caller = frame.f_back
+    while caller is not None and _is_library(caller) and not objects.is_torch_code(caller.f_code.co_filename):
+        caller = caller.f_back
+    return caller is not None and not _is_library(caller)
 
 
 def _is_library(frame: types.FrameType) -> bool:

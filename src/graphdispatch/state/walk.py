@@ -7,6 +7,7 @@ that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 
 import os
 import random
+import threading
 import types
 import weakref
 from array import array
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import nn
 
 from ..call.marks import is_break
 from . import holders, objects
+from .bulk import Bulk
 from .holders import MEMBER, Holder, told, writer
 from .objects import ABSENT, CONTAINERS
 from .particulars import SETTINGS, read_compiled, write_compiled
@@ -36,7 +38,6 @@ _MEMBERS = ("_parameters", "_buffers", "_modules")
 _PLAIN_CONTAINERS = frozenset({*CONTAINERS, OrderedDict})
 _SHARED = (*CONTAINERS, bytearray, array, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
-_attributes_of = attrgetter("__dict__")
 _bytes_of = methodcaller("tobytes")
 Edges = Iterator[tuple[str, Any]]
 
@@ -67,11 +68,8 @@ class StateWalk:
         self._parts: dict[int, Any] = {}
         """What they hold, which is not followed from there."""
         self._iterators: list[tuple[Any, Callable[[], Any], Any]] = []
-        self._empty: list[Any] = []
-        """Containers that it met empty, as most of those for hooks are; they are looked at in a loop of C."""
-        self._empty_paths: list[Any] = []
-        self._ordered: list[Any] = []
-        """Those of them that may have attributes."""
+        self._bulk = Bulk()
+        self._slots: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None] = {}
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
         for root in roots:
@@ -87,14 +85,14 @@ class StateWalk:
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
-        pending, seen = [(value, path)], self._seen
+        pending, seen, kinds = [(value, path)], self._seen, self._kinds
         while pending:
             value, path = pending.pop()
             if id(value) in seen:
                 if issubclass(type(value), _SHARED):
                     self._again.append((value, path))
                 continue
-            if self._kinds[type(value)].is_opaque:
+            if kinds[type(value)].is_opaque:
                 continue
             if len(seen) >= self._most:
                 self.overflow = self.overflow or told(path)
@@ -102,12 +100,9 @@ class StateWalk:
             seen[id(value)] = value
             kind = type(value)
             if kind in _PLAIN_CONTAINERS and not value and (kind is not OrderedDict or not value.__dict__):
-                self._empty.append(value)
-                self._empty_paths.append(path)
-                if kind is OrderedDict:
-                    self._ordered.append(value)
+                self._bulk.add_empty(value, path)
                 continue
-            pending += [(inner, (path, label)) for label, inner in self._edges(value, path)]
+            pending += [(i, (path, label)) for label, i in self._edges(value, path) if not kinds[type(i)].is_opaque]
 
     def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
@@ -147,19 +142,10 @@ class StateWalk:
 
         Random generators are not asked (see ``drew``).
         """
-        for holder in (*self._holders, *self._filled()):
+        for holder in (*self._holders, *self._bulk.suspects()):
             how = holder.change()
             if how is not None:
                 yield told((holder.path, how))
-
-    def _filled(self) -> Iterator[Holder]:
-        """Of the containers that it met empty, those that hold something now."""
-        if any(self._empty) or any(map(_attributes_of, self._ordered)):
-            for value, path in zip(self._empty, self._empty_paths, strict=True):
-                if value:
-                    yield Holder(path, value, objects.content, writer("write_container"), [])
-                if type(value) is OrderedDict and value.__dict__:
-                    yield Holder(path, value, holders.read_attributes, writer("write_attributes"), {})
 
     def drew(self) -> str | None:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
@@ -185,7 +171,7 @@ class StateWalk:
         cannot be put back, once all else is.
         """
         failed: Exception | None = None
-        for holder in (*self._holders, *self._filled(), *(self._generators if generators else ())):
+        for holder in (*self._holders, *self._bulk.suspects(), *(self._generators if generators else ())):
             try:
                 is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.is_by_name
                 if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
@@ -222,6 +208,8 @@ class StateWalk:
         kind = type(value)
         if kind in _PLAIN_CONTAINERS:
             return self._container_edges(value, path)
+        if kind is tuple:
+            return ((f"[{index}]", inner) for index, inner in enumerate(value))
         if issubclass(kind, torch.Tensor):
             return self._tensor_edges(value, path)
         if issubclass(kind, types.FunctionType):
@@ -244,8 +232,7 @@ class StateWalk:
         if self._kinds[kind].is_followed:
             return self._object_edges(value, path)
         if objects.is_machine(kind):
-            self._note_machine(value, path)
-            return iter(())
+            return self._machine_edges(value, path)
         is_ours = kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
         return iter([("", value.unwrap())] if is_ours else ())
 
@@ -257,10 +244,18 @@ class StateWalk:
             yield ".get()", self._hold(path, value, holders.read_context, writer("write_context"))[""]
         elif type(value) is array:
             self._hold(path, value, _bytes_of, writer("write_numbers"))
-        elif not value.dtype.hasobject:
-            self._hold(path, value, _bytes_of, writer("write_array"))
         else:
-            yield from (("[...]", inner) for inner in self._hold(path, value, _objects_of, writer("write_objects")))
+            from .rare import read_form
+
+            self._hold(path, value, read_form, writer("write_form"))
+            if objects.is_kind_of_array(type(value)):
+                held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
+                yield from ((f".{name}", inner) for name, inner in held.items())
+                yield "", type(value)
+            if not value.dtype.hasobject:
+                self._hold(path, value, np.ndarray.tobytes, writer("write_array"))
+            else:
+                yield from (("[...]", inner) for inner in self._hold(path, value, _objects_of, writer("write_objects")))
 
     def _container_edges(self, value: Any, path: Any) -> Edges:
         """The entries of a container of Python's own, most of which are empty."""
@@ -284,15 +279,15 @@ class StateWalk:
         kind, kinds = type(value), self._kinds
         if issubclass(kind, nn.Module):
             self.modules.append(value)
-        table, slots = objects.attribute_table(value), kinds[kind].slots
+        table, slots = objects.attribute_table(value), self._slots_of(kind)
         if table is not None:
-            held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
-            for name, inner in held.items():
-                if not kinds[type(inner)].is_opaque:
-                    yield f".{name}" if name not in _MEMBERS else MEMBER, inner
+            if issubclass(kind, threading.Thread):  # of which other threads write the rest
+                yield from self._machine_edges(value, path)
+            else:
+                held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
+                yield from ((f".{name}" if name not in _MEMBERS else MEMBER, inner) for name, inner in held.items())
         if slots:
-            read, write = partial(holders.read_slots, slots), partial(writer("write_slots"), slots)
-            yield from self._hold(path, value, read, write).items()
+            yield from self._hold(path, value, *slots).items()
         if issubclass(kind, CONTAINERS):
             yield from self._entries(value, path)
         elif issubclass(kind, (tuple, frozenset)):
@@ -320,6 +315,15 @@ class StateWalk:
             self._iterators.append((path, partial(progress, value), progress(value)))
         yield "", kind
 
+    def _slots_of(self, kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+        """What reads and writes the slots of a class's objects, if they have any."""
+        if kind not in self._slots:
+            slots = self._kinds[kind].slots
+            by_label = {f".{name}": member for name, member in slots.items()}
+            read, write = partial(holders.read_slots, by_label), partial(writer("write_slots"), by_label)
+            self._slots[kind] = (read, write) if slots else None
+        return self._slots[kind]
+
     def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
@@ -343,7 +347,7 @@ class StateWalk:
             yield from ((f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, cells, strict=True))
             if with_globals:
                 self.visit_variables(fn.__globals__, objects.variables_of(fn), fn.__module__ or "")
-        self._hold(path, fn, holders.read_function, writer("write_function"))
+        self._bulk.add_function(fn, path)
         yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
 
     def _class_edges(self, kind: type, path: Any) -> Edges:
@@ -363,11 +367,15 @@ class StateWalk:
                     if not functions and not issubclass(type(inner), type) and name not in ("__dict__", "__weakref__"):
                         yield f".{name}", inner
 
-    def _note_machine(self, value: Any, path: Any) -> None:
-        from .foreign import snapshot
+    def _machine_edges(self, value: Any, path: Any) -> Edges:
+        """The attributes that the user gave to an object of machinery, or to a thread; notes its plain values."""
+        from .foreign import read_given, snapshot, write_given
 
-        self._machines.append((path, value, snapshot(value)))
-        self._parts.update((id(held), held) for held in list((objects.attribute_table(value) or {}).values()))
+        if not issubclass(type(value), threading.Thread):
+            self._machines.append((path, value, snapshot(value)))
+            self._parts.update((id(held), held) for held in list((objects.attribute_table(value) or {}).values()))
+        given = self._hold(path, value, read_given, write_given) if objects.attribute_table(value) is not None else {}
+        return ((f".{name}", inner) for name, inner in given.items())
 
     def _note_random(self, path: Any, generator: Any) -> None:
         read: Callable[[], Any]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from . import objects
-from .holders import OF_FUNCTIONS, read_slots
+from .holders import OF_FUNCTIONS
 from .objects import ABSENT
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "write_container",
     "write_context",
     "write_environment",
+    "write_form",
     "write_function",
     "write_names",
     "write_numbers",
@@ -39,11 +40,11 @@ def write_attributes(value: Any, before: dict[str, Any]) -> None:
 
 def write_slots(slots: dict[str, Any], value: Any, before: dict[str, Any]) -> None:
     """Fill and empty the slots of an object."""
-    for name, member in slots.items():
-        held = before[f".{name}"]
+    for label, member in slots.items():
+        held = before[label]
         if held is not ABSENT:
             member.__set__(value, held)
-        elif read_slots({name: member}, value)[f".{name}"] is not ABSENT:
+        elif objects.slot_value(member, value) is not ABSENT:
             member.__delete__(value)
 
 
@@ -95,9 +96,18 @@ def write_environment(_: Any, before: dict[str, str]) -> None:
     os.environ.update(before)
 
 
+def write_form(array: Any, before: tuple[Any, ...]) -> None:
+    """Give a NumPy array its type, shape and strides back, and whether code may write to it."""
+    array.shape = -1  # so that a type of any size fits
+    array.dtype, array.shape, strides, is_writeable = before
+    if array.strides != strides:
+        array.strides = strides
+    array.flags.writeable = is_writeable
+
+
 def write_array(array: Any, before: bytes) -> None:
     """Copy bytes into a NumPy array."""
-    array[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
+    np.ndarray.view(array, np.ndarray)[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
 
 
 def write_objects(array: np.ndarray[Any, Any], before: list[Any]) -> None:

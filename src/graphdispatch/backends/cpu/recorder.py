@@ -7,6 +7,7 @@ ends belongs to the caller: an output, or anything that the callable kept. All o
 its own address.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -123,7 +124,7 @@ class Recorder(OperatorMode):
     def host_reads(self, inside: OpOverload | None = None) -> HostReads:
         """What refuses host reads with a ``CaptureError``; ``inside`` is the operator whose Python runs."""
 
-        def refuse(name: str) -> None:
+        def refuse(name: str, _: Any) -> None:
             if not self.is_paused:
                 remedy = "keep the value on the device, or move the read out of the call"
                 raise CaptureError(
@@ -222,11 +223,13 @@ class Recorder(OperatorMode):
         for tensor in results:
             self._make_slot(tensor)
         if kind is OperatorKind.EMPTY:
+            for tensor in results:
+                self._fill(tensor)
             self._unwritten.update(map(storage_key, results))
             return result
         kernel = self._kernels.choose(func, args, kwargs, results) if kind is OperatorKind.PURE else None
         for tensor in written:
-            self._slot_grows(tensor)
+            self._slot_grows(tensor, is_blank=changes_view(func))
         if changes_view(func):  # only the tensor looks at memory in another way, as after a view
             return result
         self._written.extend(map(storage_key, written))
@@ -267,10 +270,20 @@ class Recorder(OperatorMode):
         # The weak reference keeps the address of a dead storage reserved, so the key stays unique.
         self._slots[storage_key(tensor)] = Slot(storage.nbytes(), StorageWeakRef(storage))
 
-    def _slot_grows(self, tensor: torch.Tensor) -> None:
-        slot = self._slot_of(tensor)
-        if slot is not None:
-            slot.nbytes = max(slot.nbytes, tensor.untyped_storage().nbytes())
+    def _slot_grows(self, tensor: torch.Tensor, *, is_blank: bool) -> None:
+        slot, storage = self._slot_of(tensor), tensor.untyped_storage()
+        if slot is not None and storage.nbytes() > slot.nbytes:
+            start, slot.nbytes = slot.nbytes, storage.nbytes()
+            if is_blank:
+                first, end = start // tensor.dtype.itemsize, slot.nbytes // tensor.dtype.itemsize
+                self._fill(tensor.new_empty(0).set_(storage, first, (end - first,), (1,)))
+
+    def _fill(self, blank: torch.Tensor) -> None:
+        """Have each replay fill new memory as torch does where only deterministic operators are allowed."""
+        if torch._C._get_deterministic_algorithms():
+            is_float = blank.is_floating_point() or blank.is_complex()
+            value = math.nan if is_float else blank.dtype is torch.bool or torch.iinfo(blank.dtype).max
+            self.watch(torch.ops.aten.fill_.Scalar, (blank, value), {})
 
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         return self._slots.get(storage_key(tensor))

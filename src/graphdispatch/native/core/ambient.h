@@ -15,6 +15,7 @@ struct Ambient {
   bool (*requires_grad)(const void*) = nullptr; // c10::TensorImpl::requires_grad
   bool (*dispatch_mode)() = nullptr;            // c10::impl::dispatch_mode_enabled
   bool (*function_mode)() = nullptr;            // at::impl::torch_function_mode_enabled
+  const void* const* (*tracing)() = nullptr;    // torch::jit::tracer::getTracingState
   PyObject* (*wrap)(const void*) = nullptr;     // THPVariable_Wrap
   int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**) = nullptr;
   size_t (*element_size)(int32_t) = nullptr;    // aoti_torch_dtype_element_size
@@ -24,6 +25,12 @@ struct Ambient {
 };
 
 extern Ambient ambient;
+
+// Whether the thread may be in a mode or trace of somebody's; Python knows.
+inline bool may_be_in_mode() {
+  return !ambient.dispatch_mode || !ambient.function_mode || !ambient.tracing || ambient.dispatch_mode() ||
+         ambient.function_mode() || *ambient.tracing();
+}
 
 // Whether the thread is in inference mode, or in autocast for a kind of device (its number, -1 if unknown, and its
 // name); -1 with an error of Python.

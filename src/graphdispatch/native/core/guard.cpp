@@ -1,6 +1,7 @@
 // The comparisons of a Guard.
 #include "guard.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "ambient.h"
@@ -188,11 +189,12 @@ bool tensors_match(const Guard* self) {
     const TensorPlace& place = self->parts.tensors[i];
     void* handle = handle_of(place.tensor);
     void* data = nullptr;
-    int64_t numel = -1;
-    bool is_contiguous = false;
-    if (shim.data_ptr(handle, &data) || data != place.data) return false;
-    if (shim.numel(handle, &numel) || numel != place.numel) return false;
-    if (shim.is_contiguous(handle, &is_contiguous) || is_contiguous != place.is_contiguous) return false;
+    int64_t dim = -1, *shape = nullptr, *strides = nullptr;
+    if (place.is_used && (shim.data_ptr(handle, &data) || data != place.data)) return false;
+    if (shim.dim(handle, &dim) || dim != place.dim) return false;
+    if (shim.sizes(handle, &shape) || shim.strides(handle, &strides)) return false;
+    const int64_t* expected = self->parts.extents.data() + place.extents;
+    if (!std::equal(shape, shape + dim, expected) || !std::equal(strides, strides + dim, expected + dim)) return false;
   }
   return true;
 }
@@ -267,6 +269,7 @@ int guard_trainable(PyObject* guard) {
   const Guard* self = reinterpret_cast<Guard*>(guard);
   if (self->is_dead || self->trains < 0) return -1;
   for (size_t i = 0; self->trains && i < self->parts.tensors.size(); ++i) {
+    if (!self->parts.tensors[i].is_used) continue;
     const int answer = needs_gradient(self->parts.tensors[i].tensor);
     if (answer < 0) PyErr_Clear();
     if (answer) return answer;

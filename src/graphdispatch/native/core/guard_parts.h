@@ -55,9 +55,10 @@ struct Array {
 struct TensorPlace {
   PyObject* tensor;
   void* impl;  // where its TensorImpl was: a hint for the cache, and no more
+  bool is_used;  // else its address does not count
   void* data;
-  int64_t numel;
-  bool is_contiguous;
+  int64_t dim;
+  size_t extents;  // where its shape, and behind it its strides, begin in ``Parts::extents``
 };
 
 struct Parts {
@@ -69,6 +70,7 @@ struct Parts {
   std::vector<Array> arrays;
   std::vector<Reader> readers;
   std::vector<TensorPlace> tensors;
+  std::vector<int64_t> extents;
   Slots hooks;  // tables of hooks by the ids of their handles
 };
 

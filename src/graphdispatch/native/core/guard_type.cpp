@@ -166,18 +166,33 @@ bool add_reader(Guard* self, PyObject* item) {
   return true;
 }
 
+bool add_extents(Guard* self, PyObject* numbers) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(numbers); ++i) {
+    self->parts.extents.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, i)));
+  }
+  return !PyErr_Occurred();
+}
+
 bool add_tensor(Guard* self, PyObject* item) {
-  PyObject *tensor, *address;
+  PyObject *tensor, *address, *shape, *strides;
   TensorPlace place{};
-  int is_contiguous;
-  if (!PyArg_ParseTuple(item, "OO!Lp", &tensor, &PyLong_Type, &address, &place.numel, &is_contiguous)) return false;
+  if (!PyArg_ParseTuple(item, "OOO!O!", &tensor, &address, &PyTuple_Type, &shape, &PyTuple_Type, &strides)) {
+    return false;
+  }
   if (!PyObject_TypeCheck(tensor, tensor_type)) {
     PyErr_SetString(PyExc_TypeError, "a guard compares torch.Tensor by address, and nothing else");
     return false;
   }
-  place.data = PyLong_AsVoidPtr(address);
+  place.is_used = address != Py_None;
+  place.data = place.is_used ? PyLong_AsVoidPtr(address) : nullptr;
   if (PyErr_Occurred()) return false;
-  place.is_contiguous = is_contiguous;
+  place.dim = PyTuple_GET_SIZE(shape);
+  place.extents = self->parts.extents.size();
+  if (!add_extents(self, shape) || !add_extents(self, strides)) return false;
+  if (PyTuple_GET_SIZE(strides) != place.dim) {
+    PyErr_SetString(PyExc_TypeError, "a tensor has a stride for each dimension");
+    return false;
+  }
   place.impl = impl_of(tensor);
   place.tensor = Py_NewRef(tensor);
   self->parts.tensors.push_back(place);

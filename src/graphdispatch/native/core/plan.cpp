@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include "ambient.h"
+
 #include <cmath>
 #include <cstring>
 
@@ -302,6 +304,14 @@ PyObject* run_method_of(PyObject* plan, PyObject* const* args, Py_ssize_t count)
   return run(reinterpret_cast<PlanObject*>(native.get()), values, args[1]);
 }
 
+// Whether torch's compiler notes something under this name on tensors that it is given: see CUDAGraphEntry.carries.
+bool is_compilers(PyObject* name) {
+  constexpr const char* mark = "_dynamo_";
+  const char* text = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : nullptr;
+  if (!text) PyErr_Clear();
+  return text && std::strncmp(text, mark, std::strlen(mark)) == 0;
+}
+
 PyMethodDef run_definition = {
     "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_method_of)), METH_FASTCALL,
     "run($self, values, stats=None, /)\n--\n\nThe outputs for a call whose arguments were compared."};
@@ -331,6 +341,11 @@ int may_run(PlanObject* self, Values& values) {
   }
   const int watched = is_watched(self);
   if (watched) return watched < 0 ? -1 : 0;
+  if (item(dict, names.default_device) != Py_None || may_be_in_mode()) {
+    const Ref fits(PyObject_CallMethodNoArgs(self->entry, names.fits_modes));
+    const int truth = fits ? PyObject_IsTrue(fits.get()) : -1;
+    if (truth != 1) return truth;
+  }
   PyObject* workspaces = item(dict, names.workspaces);
   if (workspaces && workspaces != Py_None) {
     const Ref holds(call(Ref::of(workspaces).get(), names.holds));
@@ -352,8 +367,12 @@ int may_run(PlanObject* self, Values& values) {
   const Ref bare = Ref::of(item(dict, names.bare));
   for (Py_ssize_t i = 0; bare && PyTuple_CheckExact(bare.get()) && i < PyTuple_GET_SIZE(bare.get()); ++i) {
     const Ref own = attribute(values[PyLong_AsSsize_t(PyTuple_GET_ITEM(bare.get(), i))], names.__dict__);
-    const int truth = own ? PyObject_IsTrue(own.get()) : -1;
-    if (truth) return truth < 0 ? -1 : 0;
+    if (!own) return -1;
+    if (!PyDict_Check(own.get())) return 0;
+    PyObject *name, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(own.get(), &at, &name, &value);) {
+      if (!is_compilers(name)) return 0;
+    }
   }
   return PyErr_Occurred() ? -1 : 1;
 }

@@ -1,0 +1,221 @@
+"""Runs a callable with other values, or fewer rows, where the first batches may hide what padding does.
+
+Note [tensors of zeros]
+    A proof replays one state of the callable, and one value of each argument that has no rows. A gate of zeros hides
+    that rows mix (``x + gate * x.mean(0)``), and so does a flag. A later write to the gate would let them mix, and no
+    guard sees writes to values. So where a tensor holds nothing but zeros, or one truth value, the first proof of a
+    size asks once more: the callable runs eagerly on other paddings, and its operators get copies that hold other
+    numbers. Real rows that then follow the padding will follow it later. An error of such a run tells nothing.
+    Not asked: tensors that hold something else already; integers that may be indices which nobody checks; all of
+    it, where several processes work together, of which another may hold other values and would run once less.
+
+Note [slots from zero on]
+    Padding of zeros writes to slot 0. Nobody sees that while some real row writes there, too, as in early batches. So
+    where a call writes by indices, the batch without its first row is run, alone and padded: padding must not write
+    more. A rule that repeats a real row follows the batch. A batch of one row cannot tell, and a later one is asked.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..backends.operators import is_expanded, is_strided, map_leaves, storage_key, tensors_in
+from ..call.spec import is_tensor
+from ..extents import Extents
+from ..memory.entry import CUDAGraphEntry
+from ..memory.outputs import first_rows
+from .eager_run import check_draws, check_python_state, undo_run
+from .effects import EffectRecorder
+from .padding import Padding
+from .recording import uncached_casts
+from .request import CaptureRequest
+from .verify import difference, find_padding_writes, tolerance_for
+
+if TYPE_CHECKING:
+    from .attempt import CaptureAttempt
+    from .regions import Region
+
+__all__ = ["difference_apart", "writes_more_with_fewer_rows"]
+
+_MOST_BYTES = 64 << 20
+_MOST_TOLD = 3  # tensors that a message names
+
+
+def difference_apart(
+    attempt: "CaptureAttempt",
+    entry: CUDAGraphEntry,
+    tensors: Iterable[torch.Tensor],
+    state: "Sequence[Region]",
+    rows: int,
+    paddings: Sequence[Padding],
+) -> str | None:
+    """How real rows, or the parts ``state`` of memory, differ between paddings when those of ``tensors`` that hold
+    nothing but zeros, or one truth value, hold other values; None if they do not, or nothing can be told.
+
+    Costs an eager run for each padding, and another one where integers cannot change. Reads values back to the host.
+    Raises what ends a capture: no memory left, or an error of the device itself.
+    """
+    request = attempt.request
+    found = _hiding(attempt, tensors, takes_integers=request.grid is None)
+    names = [f"output {index}" for index in range(len(attempt.eager.outputs))]
+    names += [f"state of shape {tuple(region.target.shape)}" for region in state]
+    for chosen in (found, [tensor for tensor in found if not _is_integer(tensor)]):
+        base = _run(attempt, entry, chosen, state, rows, paddings[0]) if chosen else None
+        if base is None:
+            continue
+        for padding in paddings[1:]:
+            got = _run(attempt, entry, chosen, state, rows, padding)
+            for name, a, b in zip(names, base, got or (), strict=False):
+                gap = difference(a, b, tolerance_for(a.dtype, exact=False))
+                if gap is not None:
+                    told = ", ".join(_name(request, tensor) for tensor in chosen[:_MOST_TOLD])
+                    return f"{name} changes as soon as {told} holds other values: {gap}"
+        return None
+    return None
+
+
+def _name(request: CaptureRequest, tensor: torch.Tensor) -> str:
+    for spec, view in zip(request.inputs.specs, request.inputs.views(request.size), strict=True):
+        if storage_key(view) == storage_key(tensor):
+            return f"argument {spec.name!r}"
+    return f"a tensor of shape {tuple(tensor.shape)}"
+
+
+def _hiding(attempt: "CaptureAttempt", tensors: Iterable[torch.Tensor], *, takes_integers: bool) -> list[torch.Tensor]:
+    """Those that hold nothing but zeros, or one truth value; 64 MiB of them at most.
+
+    An index out of range ends a process's use of a GPU: integers, and numbers of which the call makes any, change on
+    the host alone, and integers never for operators of somebody else's.
+    """
+    found, room, effects = [], _MOST_BYTES, attempt.eager.effects
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return []
+    for tensor in tensors:
+        size, is_flag = tensor.untyped_storage().nbytes(), tensor.dtype is torch.bool
+        is_safe = is_flag or tensor.is_cpu or not effects.limits_values
+        if _is_integer(tensor):
+            is_safe = tensor.is_cpu and takes_integers and not effects.runs_custom
+        if size > room or not is_safe or is_expanded(tensor) or tensor.is_conj() or tensor.is_neg():
+            continue
+        if not bool(tensor.any()) or (is_flag and bool(tensor.all())):
+            found.append(tensor)
+            room -= size
+    return found
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+class _StandIns(EffectRecorder):
+    """Gives operators copies of some tensors' memory, in which these hold other values; saves all other writes."""
+
+    def __init__(self, limit_bytes: int, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__(limit_bytes, strict=True)
+        generator = torch.Generator().manual_seed(0)
+        self._copies = {storage_key(tensor): tensor.untyped_storage().clone() for tensor in tensors}
+        for tensor in tensors:
+            stand_in = self.swap(tensor)
+            if tensor.dtype is torch.bool:
+                stand_in.logical_not_()
+            elif _is_integer(tensor):
+                stand_in.fill_(1)
+            else:
+                stand_in.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+
+    def swap(self, leaf: Any) -> Any:
+        """The same view of the copy, if there is one; else what came."""
+        if not is_tensor(leaf) or not is_strided(leaf) or storage_key(leaf) not in self._copies:
+            return leaf
+        place = (leaf.storage_offset(), leaf.size(), leaf.stride())
+        return torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(self._copies[storage_key(leaf)], *place)
+
+    def read(self, region: "Region") -> torch.Tensor:
+        """What a written part of memory, or its copy, holds."""
+        target: torch.Tensor = self.swap(region.target)
+        return torch.ops.aten.index.Tensor(target, list(region.indices)) if region.indices else target
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator on the copies."""
+        return super().watch(func, map_leaves(self.swap, args), map_leaves(self.swap, kwargs))
+
+
+def _run(
+    attempt: "CaptureAttempt",
+    entry: CUDAGraphEntry,
+    tensors: Sequence[torch.Tensor],
+    state: "Sequence[Region]",
+    rows: int,
+    padding: Padding,
+) -> list[torch.Tensor] | None:
+    """The real rows of the outputs, and ``state``, after an eager run on the static inputs in which ``tensors`` hold
+    other values; None if it failed. All is put back."""
+    attempt.start_over("asking whether padding matters for other values of what holds zeros")
+    attempt.load(rows, padding)
+    effects = _StandIns(attempt.request.options.state_limit_bytes, tensors)
+
+    def read(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        pairs = zip(outputs, entry.outputs.rule.follows, strict=True)
+        found = [first_rows(effects.swap(one.detach()), dims, rows).clone() for one, dims in pairs]
+        return found + [effects.read(region).clone() for region in state]
+
+    return _run_apart(attempt, effects, attempt.request.static_values(), read)
+
+
+def writes_more_with_fewer_rows(attempt: "CaptureAttempt", rows: int) -> tuple[bool, str | None]:
+    """Whether more than these ``rows`` rows are needed to tell; and, in words, that padding writes what real rows leave
+    alone if the first row is missing: see Note [slots from zero on].
+
+    Costs two eager runs. Raises as ``difference_apart`` does.
+    """
+    request = attempt.request
+    pads = [pad for spec in request.inputs.specs if spec.spans for pad in spec.pads or [spec.pad]]
+    if request.options.padding_writes == "allow" or all(pad.follows_data for pad in pads):
+        return False, None
+    if request.grid is None:
+        fewer = rows - 1
+    else:
+        fewer = Extents.pack(request.grid.axes, [max(axis.of(rows) - 1, 1) for axis in request.grid.axes])
+    if fewer in (0, rows):
+        return True, None
+    specs, limit = request.inputs.specs, request.options.state_limit_bytes
+    cut = [spec.repeated(value, fewer, 1) for spec, value in zip(specs, request.arguments(), strict=True)]
+    values = request.values_with(cut)
+    attempt.start_over("asking where fewer rows write")
+    alone, padded = EffectRecorder(limit, strict=True), EffectRecorder(limit, strict=True)
+    if _run_apart(attempt, alone, values, list) is None:
+        return False, None
+    attempt.start_over("asking where fewer rows write with padding")
+    request.inputs.load(values, fewer, request.size)
+    if _run_apart(attempt, padded, request.static_values(), list) is None:
+        return False, None
+    writes = find_padding_writes(request, alone.regions, padded.regions) is not None
+    return False, "padding writes where the rows behind the first one leave memory alone" if writes else None
+
+
+def _run_apart(
+    attempt: "CaptureAttempt",
+    effects: EffectRecorder,
+    values: Sequence[Any],
+    read: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> list[torch.Tensor] | None:
+    """What ``read`` gives of the output tensors of a run on ``values``; None if that failed. All is put back."""
+    request, walk, may_have_changed = attempt.request, attempt.eager.trace.walk, True
+    within = copy_context().run
+    try:
+        with uncached_casts(), request.backend.rehearsing(), attempt.eager.trace, effects.guarding():
+            output = within(request.call, values)
+        check_python_state(within(walk.change))
+        check_draws(walk.drew())
+        may_have_changed = False
+        return read(tensors_in(attempt.eager.open_outputs(output)))
+    except Exception as error:
+        if request.backend.is_out_of_memory(error):
+            raise
+        request.backend.raise_if_lost(error)
+        return None
+    finally:
+        undo_run(request, effects, attempt.eager.rng_before, walk if may_have_changed else None)
