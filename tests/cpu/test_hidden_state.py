@@ -21,6 +21,7 @@ from torch import nn
 
 import graphdispatch as gd
 from graphdispatch.reasons import Reason
+from graphdispatch.state.walk import StateWalk
 
 Reading = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
 """Makes state: what reads a number from it, which is 2 at first, and what makes it 5."""
@@ -542,3 +543,15 @@ def test_order_counts_only_where_code_goes_through_attributes() -> None:
             captures = step.stats.captures
             _put_last(vars(held))
     assert step.stats.captures == captures == 1
+
+
+def test_a_thread_writes_its_own_attributes() -> None:
+    """What the code does not spell, the thread has changed, and no capture fails for it."""
+    worker: Any = Worker()
+    worker.given = 1
+    walk = StateWalk([worker])
+    worker.calls += 1
+    assert walk.change({"scale"}) is None
+    assert walk.change({"scale", "calls"}) == walk.change() == "list[0].calls was rebound"
+    worker.calls, worker.given = 0, 2
+    assert walk.change({"scale"}) == "list[0].given was rebound"  # by somebody, perhaps by the call

@@ -131,7 +131,7 @@ def watch_runs(call: AuditedCall, *, piecewise: bool) -> WatchedRuns:
         frozen=(*_constants(call), *survey.findings("frozen"), *frozen),
         reads=_reads(survey, names),
         writes=_writes(survey, names),
-        rebinds=tuple(trace.walk.changes()),
+        rebinds=tuple(trace.walk.changes(trace.spelled)),
         guarded=_guarded(StateReads(call.fn, trace)),
         repeats=not frozen,
     )

@@ -148,7 +148,9 @@ class CaptureAttempt:
         self.start_over(f"warming up with {self.request.size} rows")
         self.load()
         self._run_watched()
-        check_python_state(self.eager.trace.walk.change())  # else the next run may write other memory
+        check_python_state(
+            self.eager.trace.walk.change(self.eager.trace.spelled)
+        )  # else the next run may write other memory
 
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
@@ -217,7 +219,7 @@ class CaptureAttempt:
             raise CaptureError(
                 f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN
             )
-        check_python_state(self.eager.trace.walk.change())
+        check_python_state(self.eager.trace.walk.change(self.eager.trace.spelled))
         check_draws(self.eager.trace.walk.drew())
         return guard
 

@@ -81,7 +81,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
             answer = within(request.call, request.values)
         has_run = True
         after = request.backend.rng_state()
-        changed, drew = within(walk.change), walk.drew()
+        changed, drew = within(walk.change, trace.spelled), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
         opened = open_outputs(answer)

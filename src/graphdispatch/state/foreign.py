@@ -22,6 +22,7 @@ __all__ = [
     "MethodCalls",
     "changed_machines",
     "given_names",
+    "own_names",
     "read_given",
     "read_machine",
     "snapshot",
@@ -85,7 +86,7 @@ def snapshot(value: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _assigned(kind: type) -> frozenset[str]:
-    """The attributes that the methods of a class of the library assign."""
+    """The attributes that the methods of one class assign."""
     found = set[str]()
     for code in (fn.__code__ for member in vars(kind).values() for fn in objects.functions_in(member)):
         steps, extended = code.co_code, 0
@@ -102,6 +103,11 @@ def given_names(value: Any) -> list[str]:
     users = objects.user_classes(kind)
     own = set[str]().union(*(_assigned(base) for base in objects.written_classes(kind) if base not in users))
     return [name for name in list(objects.attribute_table(value) or ()) if name not in own]
+
+
+def own_names(value: Any) -> frozenset[str]:
+    """The attributes that the methods of an object's classes assign."""
+    return frozenset().union(*map(_assigned, objects.written_classes(type(value))))
 
 
 def read_given(value: Any) -> dict[str, Any]:

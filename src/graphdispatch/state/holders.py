@@ -7,11 +7,12 @@ Each ``read_`` function gives a dict by label, a list of entries, or bytes; its 
 import ctypes
 import io
 import mmap
+import random
 import re
 import types
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ __all__ = [
     "frozen",
     "labelled",
     "parts_of_function",
+    "random_holder",
     "read_attributes",
     "read_cell",
     "read_class",
@@ -56,9 +58,11 @@ class Holder(NamedTuple):
     write: Callable[[Any, Any], Any]
     before: Any
 
-    def change(self) -> str | None:
-        """How it differs from before, in words, or None."""
+    def change(self, besides: Collection[str] = ()) -> str | None:
+        """How it differs from before, in words, or None; attributes named in ``besides`` do not count."""
         now, before = self.read(self.value), self.before
+        if besides:
+            now, before = ({label: held[label] for label in held if label not in besides} for held in (now, before))
         kind = type(before)
         if kind is list:
             if len(now) == len(before) and all(map(is_, now, before)):
@@ -113,6 +117,24 @@ def frozen(state: Any) -> Any:
     if issubclass(type(state), (tuple, list)):
         return tuple(map(frozen, state))
     return state.tobytes() if issubclass(type(state), np.ndarray) else state
+
+
+def random_holder(path: Any, generator: Any) -> Holder:
+    """The holder of a random generator of Python or NumPy, or of one of these modules."""
+    read: Callable[[], Any]
+    write: Any
+    freeze: Callable[[Any], Any] = frozen
+    if issubclass(type(generator), (np.random.Generator, np.random.BitGenerator)):
+        bits = getattr(generator, "bit_generator", generator)
+        read, write = lambda: bits.state, partial(setattr, bits, "state")
+    elif type(generator) is random.Random or generator is random:
+        read, write, freeze = generator.getstate, generator.setstate, tuple  # nested tuples of numbers
+    elif issubclass(type(generator), random.Random):
+        read, write = generator.getstate, generator.setstate
+    else:
+        read, write = generator.get_state, generator.set_state
+    saved = read()
+    return Holder(path, generator, lambda _: freeze(read()), lambda *_: write(saved), freeze(saved))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -89,14 +89,18 @@ class CodeTrace(CodeNotes):
         reads."""
 
     @property
+    def spelled(self) -> set[str] | None:
+        """The names of all attributes that the code spells; None if nobody saw the code."""
+        return None if self.is_blind else self.names | self.library_names | self.break_names
+
+    @property
     def touched(self) -> set[str] | None:
         """The names of all attributes that the code can have changed; None if it spells them not all."""
-        names = self.names | self.library_names | self.break_names
+        names = self.spelled
         breaks = [code_reads(code) for code in self._in_breaks]
-        spells_all = names.isdisjoint(("__setattr__", "__delattr__")) and not any(
-            r.whole or r.whole_self for r in breaks
-        )
-        return names if spells_all and not self.is_blind and not self.reads_whole else None
+        if names is None or self.reads_whole or any(r.whole or r.whole_self for r in breaks):
+            return None
+        return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
 
     def __enter__(self) -> "CodeTrace":
         self._outer = sys.getprofile()

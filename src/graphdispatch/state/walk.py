@@ -81,7 +81,7 @@ class StateWalk:
                 read, write = lambda _, get=get: {"": get()}, lambda _, before, put=put: put(before[""])
                 self._hold(((), f"{name}()"), None, read, write)
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
-            self._note_random(path, generator)
+            self._generators.append(holders.random_holder(path, generator))
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
@@ -127,9 +127,9 @@ class StateWalk:
         """Whether it met this very object."""
         return id(value) in self._seen or id(value) in self._parts
 
-    def change(self) -> str | None:
+    def change(self, names: Collection[str] | None = None) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
-        change = next(self.changes(), None)
+        change = next(self.changes(names), None)
         if change is None:
             return None
         from ..call.caches import advice_for  # here, since few runs change anything
@@ -137,13 +137,19 @@ class StateWalk:
         advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
-    def changes(self) -> Iterator[str]:
+    def changes(self, names: Collection[str] | None = None) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``).
 
-        Random generators are not asked (see ``drew``).
+        Random generators are not asked (see ``drew``). With ``names``, all that the code spells: what else a thread's
+        class assigns, the thread has changed itself.
         """
         for holder in (*self._holders, *self._bulk.suspects()):
-            how = holder.change()
+            besides: Collection[str] = ()
+            if names is not None and issubclass(type(holder.value), threading.Thread):
+                from .foreign import own_names
+
+                besides = own_names(holder.value).difference(names)
+            how = holder.change(besides)
             if how is not None:
                 yield told((holder.path, how))
 
@@ -227,7 +233,7 @@ class StateWalk:
         if issubclass(kind, types.ModuleType):
             return iter(())
         if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
-            self._note_random(path, value)
+            self._generators.append(holders.random_holder(path, value))
             return iter(())
         if self._kinds[kind].is_followed:
             return self._object_edges(value, path)
@@ -376,24 +382,6 @@ class StateWalk:
             self._parts.update((id(held), held) for held in list((objects.attribute_table(value) or {}).values()))
         given = self._hold(path, value, read_given, write_given) if objects.attribute_table(value) is not None else {}
         return ((f".{name}", inner) for name, inner in given.items())
-
-    def _note_random(self, path: Any, generator: Any) -> None:
-        read: Callable[[], Any]
-        write: Any
-        freeze: Callable[[Any], Any] = holders.frozen
-        if issubclass(type(generator), (np.random.Generator, np.random.BitGenerator)):
-            bits = getattr(generator, "bit_generator", generator)
-            read, write = lambda: bits.state, partial(setattr, bits, "state")
-        elif type(generator) is random.Random or generator is random:
-            read, write, freeze = generator.getstate, generator.setstate, tuple  # nested tuples of numbers
-        elif issubclass(type(generator), random.Random):
-            read, write = generator.getstate, generator.setstate
-        else:
-            read, write = generator.get_state, generator.set_state
-        saved = read()
-        self._generators.append(
-            Holder(path, generator, lambda _: freeze(read()), lambda *_: write(saved), freeze(saved))
-        )
 
 
 def _objects_of(array: Any) -> list[Any]:
