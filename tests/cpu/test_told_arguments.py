@@ -56,6 +56,12 @@ def shared(rows: int) -> Tensor:
     return torch.randn(rows, 4).share_memory_()
 
 
+def of_inference(rows: int) -> Tensor:
+    """A tensor made in inference mode."""
+    with torch.inference_mode():
+        return torch.randn(rows, 4)
+
+
 def parameter(rows: int) -> Tensor:
     """A parameter."""
     return nn.Parameter(torch.randn(rows, 4), requires_grad=False)
@@ -72,6 +78,7 @@ READS: dict[str, tuple[Callable[[Tensor], object], Callable[[int], Tensor]]] = {
     "requires_grad": (lambda x: x.requires_grad, trained),
     "is_leaf": (lambda x: not x.is_leaf, computed),
     "grad_fn": (lambda x: x.grad_fn is not None, computed),
+    "is_inference": (lambda x: x.is_inference(), of_inference),
     "is_shared": (lambda x: x.is_shared(), shared),
     "isinstance": (lambda x: isinstance(x, nn.Parameter), parameter),
     "type": (lambda x: type(x) is not Tensor, parameter),
@@ -93,6 +100,63 @@ def test_calls_that_differ_beside_their_values(name: str, is_first: bool) -> Non
             is_other = number % 3 == 0 and number >= 12
             x = (other if is_other is is_first else plain)(1 + number % 8)
             assert torch.equal(served(x), fn(x)), number
+
+
+class Compares(nn.Module):
+    """It tells by identity which tensors it is given."""
+
+    def __init__(self, is_same: Callable[["Compares", Tensor, Tensor], bool]) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.randn(4, 4))
+        self.is_same = is_same
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Another result where they are one."""
+        return x * 2 if self.is_same(self, x, y) else x * 3 + y + self.own.sum()
+
+
+def _is(a: Tensor, b: Tensor) -> bool:
+    return a is b
+
+
+COMPARED: dict[str, tuple[Callable[[Compares, Tensor, Tensor], bool], bool]] = {
+    "another argument": (lambda _, x, y: x is y, False),
+    "not another argument": (lambda _, x, y: not x is not y, False),
+    "by a function": (lambda _, x, y: _is(y, x), False),
+    "id": (lambda _, x, y: id(x) == id(y), False),
+    "a buffer": (lambda net, _, y: y is net.own, True),
+    "an argument of a buffer": (lambda net, _, y: net.own is y, True),
+    "id of a buffer": (lambda net, _, y: id(net.own) == id(y), True),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", COMPARED)
+def test_which_tensor_it_is(name: str, is_first: bool) -> None:
+    """An argument may be another argument, or a tensor of the model."""
+    is_same, is_of_model = COMPARED[name]
+    net = Compares(is_same).eval()
+    served = graphed(net, dynamic={"x": 0, "y": 0}, sizes=[4])
+    hits = 0
+    with torch.no_grad():
+        for number in range(48):
+            x = torch.randn(4, 4)
+            is_other = number % 3 == 0 and number >= 12
+            y = (net.own if is_of_model else x) if is_other is is_first else torch.randn(4, 4)
+            assert torch.equal(served(x, y), net(x, y)), number
+            hits = max(hits, served.stats.hits)
+    assert hits or not is_first
+
+
+def test_attention_of_torch_compares_the_query_with_the_key() -> None:
+    """It computes all three in one product then, whose last bits differ."""
+    net = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    served = graphed(net, dynamic={"query": 0, "key": 0, "value": 0}, sizes=[4])
+    with torch.no_grad():
+        for number in range(24):
+            x = torch.randn(4, 3, 16)
+            key = x if number % 3 == 2 and number > 6 else torch.randn(4, 3, 16)
+            assert torch.equal(served(x, key, key)[0], net(x, key, key)[0])
 
 
 def test_alike_calls_are_served() -> None:
@@ -121,7 +185,7 @@ def test_tensors_of_inference_mode_are_asked_only_what_they_know() -> None:
     """Each kind of question about one; code may ask it of another tensor."""
     with torch.inference_mode():
         x = torch.randn(4, 3)
-        told = Told(sorted(told_by([_asks_all.__code__])), [x])
+        told = Told(sorted(told_by([_asks_all.__code__])), [x], [])
         assert len(told.names) > 10
         told.note([x])
         assert told.knows([torch.randn(4, 3)])
@@ -130,7 +194,7 @@ def test_tensors_of_inference_mode_are_asked_only_what_they_know() -> None:
 def _asks_all(x: Tensor) -> tuple[object, ...]:
     return (
         x._version, x._base, x._is_view(), x.grad, x.grad_fn, x.is_leaf, x.output_nr, x.requires_grad, x.retains_grad,
-        x.is_conj(), x.is_neg(), x.is_shared(), x.storage_offset(), x.untyped_storage(), x._backward_hooks,
+        x.is_conj(), x.is_neg(), x.is_inference(), x.is_shared(), x.storage_offset(), x.untyped_storage(), x._backward_hooks,
     )  # fmt: skip
 
 

@@ -192,7 +192,7 @@ class CaptureAttempt:
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
-            told=self._find_told(None),
+            told=self._find_told(None, guard),
             reads=None if request.auto_breaks else frozenset(warm_run.used & held.keys()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
@@ -345,15 +345,15 @@ class CaptureAttempt:
             trace.absorb(entry.guard.notes)
             held = {*map(storage_key, entry.held), *entry.guard.storages, *self.eager.effects.outside}
             entry.guard = self._make_guard(held)
-            entry.told = self._find_told(entry.told)
+            entry.told = self._find_told(entry.told, entry.guard)
             entry.compared.part()
         entry.compared.note(rows, self.request.size)
 
-    def _find_told(self, known: Told | None) -> Told | None:
+    def _find_told(self, known: Told | None, guard: StateGuard) -> Told | None:
         names = told_by(self.eager.trace.codes)
         if not names or (known is not None and known.names == names):
             return known
-        return Told(names, self.request.values)
+        return Told(names, self.request.values, guard.tensors)
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""

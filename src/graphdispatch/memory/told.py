@@ -1,4 +1,5 @@
-"""What code can tell of an argument besides its values: where it lies in its storage, whether it needs a gradient."""
+"""What code can tell of an argument besides its values: where it lies in its storage, whether it needs a gradient,
+whether it is another argument or a tensor of the callable's state."""
 
 import os
 import types
@@ -30,23 +31,31 @@ def _version(tensor: torch.Tensor) -> int | None:
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: attrgetter(name) for name in ("_backward_hooks", "grad_fn", "is_leaf", "output_nr")},
     **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
-    **{name: methodcaller(name) for name in ("_is_view", "is_conj", "is_neg", "is_shared", "storage_offset")},
+    **{
+        name: methodcaller(name)
+        for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_shared", "storage_offset")
+    },
     **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
     **dict.fromkeys(("grad", "_grad"), _grad),
     "_base": methodcaller("_is_view"),
     "_version": _version,
 }
+_IDENTITY = "is"
 _MOST_KNOWN = 8
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEMO = os.path.join(_OURS, "demo") + os.sep
 
 
 def told_by(codes: Iterable[types.CodeType]) -> list[str]:
-    """What of all this code of the user reads, of arguments or of other tensors."""
+    """What of all this code of the user reads, of arguments or of other tensors; ``is`` where any compares objects."""
     paths = ((code, code.co_filename) for code in codes)
-    theirs = (code for code, path in paths if not path.startswith(_OURS) or path.startswith(_DEMO))
-    spelled = (_spelled(code) for code in theirs if not is_library_code(code.co_filename))
-    return sorted(_READERS.keys() & set().union(*spelled))
+    others = [code for code, path in paths if not path.startswith(_OURS) or path.startswith(_DEMO)]
+    theirs = [code for code in others if not is_library_code(code.co_filename)]
+    # Torch's attention compares the query with the key.
+    compares = any(code_reads(code).compared for code in theirs) or any(
+        not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
+    )
+    return sorted(_READERS.keys() & set().union(*map(_spelled, theirs))) + [_IDENTITY] * compares
 
 
 def _spelled(code: types.CodeType) -> frozenset[str]:
@@ -59,12 +68,14 @@ class Told:
     """What the code of a graph reads of its arguments so, in the calls that were compared with eager.
 
     A graph reads its own buffers, so a call that differs here may take another branch. Calls are noted under the lock
-    of whoever compares; any thread may ask.
+    of whoever compares; any thread may ask. ``state`` are the tensors that an argument may be; it holds them.
     """
 
-    def __init__(self, names: Sequence[str], values: Sequence[Any]) -> None:
+    def __init__(self, names: Sequence[str], values: Sequence[Any], state: Sequence[torch.Tensor]) -> None:
         self.names = names
+        self._readers = [_READERS[name] for name in names if name != _IDENTITY]
         self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
+        self._state = {id(tensor): (tensor, -1 - place) for place, tensor in enumerate(state)}
         self._known: list[list[Any]] = []
 
     @property
@@ -75,7 +86,7 @@ class Told:
     @property
     def text(self) -> str:
         """Why a call that differs runs eagerly."""
-        spelled = ", ".join(f".{name}" for name in self.names)
+        spelled = ", ".join(name if name == _IDENTITY else f".{name}" for name in self.names)
         return f"the code may read {spelled} of an argument, and each call differs there; pass that as an argument"
 
     def note(self, values: Sequence[Any]) -> None:
@@ -89,7 +100,16 @@ class Told:
         return any(all(map(_same, now, known)) for known in self._known)
 
     def _read(self, values: Sequence[Any]) -> list[Any]:
-        return [_READERS[name](values[place]) for place in self._positions for name in self.names]
+        read = [reader(values[place]) for place in self._positions for reader in self._readers]
+        return read + self._identities(values) if _IDENTITY in self.names else read
+
+    def _identities(self, values: Sequence[Any]) -> list[int]:
+        """For each tensor the place of the first that is the same, or a number of its own for one of the state."""
+        firsts: dict[int, int] = {}
+        for place in self._positions:
+            key = id(values[place])
+            firsts.setdefault(key, self._state[key][1] if key in self._state else place)
+        return [firsts[id(values[place])] for place in self._positions]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -4,6 +4,7 @@ What is assigned counts as read: a replay does not assign it again once somebody
 is not asked: the guard compares every object that has an attribute of that name.
 """
 
+import builtins
 import dis
 from collections.abc import Sequence
 from functools import lru_cache
@@ -41,6 +42,9 @@ class CodeReads(NamedTuple):
     """Names of the modules that it imports when it runs."""
     texts: frozenset[str]
     """Constants that could be names of modules (``importlib.import_module("settings")``)."""
+    compared: frozenset[str]
+    """What it compares objects with by identity, as it spells that: ``a is b``, ``a is self.b``, ``id(a)``. Constants
+    and builtins are left out."""
     whole: bool
     """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
     whole_self: bool
@@ -52,7 +56,7 @@ class CodeReads(NamedTuple):
 @lru_cache(maxsize=8192)
 def code_reads(code: CodeType) -> CodeReads:
     """What ``code`` reads, from its instructions and constants alone."""
-    attributes, variables, imports = set[str](), set[str](), set[str]()
+    attributes, variables, imports, compared = (set[str]() for _ in range(4))
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
     owner = code.co_varnames[0] if code.co_argcount else None
     of_self = of_others = of_globals = False
@@ -70,6 +74,9 @@ def code_reads(code: CodeType) -> CodeReads:
         elif kind == "IMPORT_NAME":
             imports.add(name)
             continue
+        elif kind == "IS_OP":
+            compared.update(_compared_with(instructions[index - 1]))
+            continue
         else:
             continue
         if name in _WHOLE or (kind in _VARIABLES and name in _BY_NAME):
@@ -82,8 +89,22 @@ def code_reads(code: CodeType) -> CodeReads:
         attributes.update(text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
         of_others = of_others or any(matches)  # the class says which attributes stand in which place
     return CodeReads(
-        frozenset(attributes), frozenset(variables), frozenset(imports), texts, of_others, of_self, of_globals
+        frozenset(attributes),
+        frozenset(variables),
+        frozenset(imports),
+        texts,
+        frozenset(compared | (variables & {"id"})),
+        of_others,
+        of_self,
+        of_globals,
     )
+
+
+def _compared_with(second: dis.Instruction) -> tuple[str, ...]:
+    """How code spells the second operand of ``is``; nothing for a constant or a builtin."""
+    spelled = second.argval if type(second.argval) is tuple else (second.argval,)  # two variables, from 3.13 on
+    is_constant = second.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or second.opname.startswith("CALL")
+    return () if is_constant or hasattr(builtins, str(spelled[-1])) else (str(spelled[-1]),)
 
 
 def _are_names(parts: Sequence[str]) -> bool:

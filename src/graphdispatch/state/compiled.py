@@ -52,7 +52,7 @@ def compile_guard(guard: "StateGuard") -> Any:
             types=tuple((value, next(held)) for value in guard._objects),
             codes=tuple((value, next(held)) for value in guard._functions),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
-            tensors=tuple(zip(guard._sized, addresses, guard._shapes, guard._strides, strict=False)),
+            tensors=tuple(zip(guard.tensors, addresses, guard._shapes, guard._strides, strict=False)),
             arrays=tuple((value, data, type(value) in (array, np.ndarray)) for value, data in guard._arrays),
             hooks=tuple(guard._hooks),
         )

@@ -51,7 +51,7 @@ class StateGuard:
     With a ``trace`` of the runs behind a graph, it compares what that code reads: the variables, and of every object
     that it can reach from there the attributes under the names that the code spells, all of them where the code does
     not spell them. Without one, it compares the variables, modules and containers that tell which tensors the callable
-    reaches. It compares tensors by shape and strides, and those whose storage's key is in ``used`` by address.
+    reaches. It compares ``tensors`` by shape and strides, and those whose storage's key is in ``used`` by address.
 
     Members, numbers and variables must be the same objects or equal constants. The guard holds the objects, so that no
     other tensor can get the address of one of them.
@@ -95,9 +95,9 @@ class StateGuard:
         tensors = [t for t in reads.tensors if type(t) in plain and t.layout is torch.strided]
         self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
         self._addresses = list(map(_address, self._tensors))
-        self._sized = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
-        self._shapes = list(map(_shape, self._sized))
-        self._strides = list(map(_strides, self._sized))
+        self.tensors = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
+        self._shapes = list(map(_shape, self.tensors))
+        self._strides = list(map(_strides, self.tensors))
         self._objects = tuple(reads.objects)
         self._functions = tuple(reads.functions)
         self._held = self._read()
@@ -135,10 +135,10 @@ class StateGuard:
                 if not same_objects(read, self._held):
                     return False
                 self._held = read  # equal constants, which are found faster the next time
-            if self._sized and (
+            if self.tensors and (
                 list(map(_address, self._tensors)) != self._addresses
-                or list(map(_shape, self._sized)) != self._shapes
-                or list(map(_strides, self._sized)) != self._strides
+                or list(map(_shape, self.tensors)) != self._shapes
+                or list(map(_strides, self.tensors)) != self._strides
             ):
                 return False
             if list(map(tuple, self._tables)) != self._keys and not self._has_same_keys():
@@ -185,7 +185,7 @@ class StateGuard:
         if next(absent) != next(absent) or next(plain) != next(plain):
             return False
         parts = (
-            (*g._sized, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
+            (*g.tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
             for g in (self, other)
         )
         return figures == others and same_objects(*parts) and same_objects(self._held, other._held)
