@@ -177,7 +177,8 @@ class CUDAGraphOptions(_Options):
     padding_writes: Literal["refuse", "allow"] = "refuse"
     """Whether padding rows may change state that the real rows leave alone (scratch rows)."""
     guard_weights: bool = True
-    """Capture again when a parameter or buffer has moved, instead of replaying on its old memory."""
+    """Compare at each hit what a graph read of the callable's state: where its weights and buffers lie, attributes,
+    variables, hooks, settings. False compares none of it; whoever changes anything of it clears the graphs."""
     breaks: Literal["marked", "auto"] = "marked"
     """Where PIECEWISE graphs break: where the code is marked, or also wherever a capture fails."""
     max_breaks: _Count = 16

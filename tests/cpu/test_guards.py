@@ -334,6 +334,29 @@ def with_default(scale: Any) -> Callable[..., Any]:
     return lambda x, *, by=scale: x * by
 
 
+def counting(scale: Any) -> Callable[[Any], Any]:
+    """A function that assigns a variable of this one."""
+
+    def count(x: Any) -> Any:
+        nonlocal scale
+        scale = scale + 1
+        return x * scale
+
+    return count
+
+
+def of_module(name: str) -> Callable[[Any], Any]:
+    """The same code over the variables of another module."""
+    return types.FunctionType(add.__code__, {"name": name})
+
+
+def named(scale: float) -> Callable[[Any], Any]:
+    """A function with an attribute."""
+    fn: Any = of_scale(_weight)
+    fn.scale = scale
+    return fn  # type: ignore[no-any-return]
+
+
 def add(a: Any, b: Any) -> Any:
     """Two arguments for partials."""
     return a + b
@@ -348,6 +371,10 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
     "one default": (with_default(_weight), with_default(_weight), True),
     "another default": (with_default(_weight), with_default(_other), False),
     "other code": (lambda x: x, lambda x: x, False),
+    "other variables of the same value, which it assigns": (counting(_weight), counting(_weight), False),
+    "other globals": (of_module("one"), of_module("other"), False),
+    "another attribute": (named(2), named(3), False),
+    "one attribute": (named(2), named(2), True),
     "bound methods": (_runner.step, _runner.step, True),
     "methods of two objects": (_runner.step, Runner().step, False),
     "two methods of one object": (_runner.step, _runner.__call__, False),

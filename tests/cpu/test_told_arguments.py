@@ -194,7 +194,8 @@ def test_tensors_of_inference_mode_are_asked_only_what_they_know() -> None:
 def _asks_all(x: Tensor) -> tuple[object, ...]:
     return (
         x._version, x._base, x._is_view(), x.grad, x.grad_fn, x.is_leaf, x.output_nr, x.requires_grad, x.retains_grad,
-        x.is_conj(), x.is_neg(), x.is_inference(), x.is_shared(), x.storage_offset(), x.untyped_storage(), x._backward_hooks,
+        x.is_conj(), x.is_neg(), x.is_inference(), x.is_shared(), x.storage_offset(), x.untyped_storage(),
+        x._backward_hooks,
     )  # fmt: skip
 
 

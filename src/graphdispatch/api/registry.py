@@ -1,6 +1,7 @@
 """``CUDAGraphRegistry``: graphs by (batch size, sequence length), captured from functions of named tensors."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
 
@@ -237,7 +238,9 @@ class CUDAGraphRegistry(MadeAnew):
         if latest is not None and latest.server.fn is fn:
             return latest
         with self._lock:
-            known = next((one for one in self._callables if same_callable(one.server.fn, fn)), None) or self._make(fn)
+            same = (one for one in self._callables if one.server.fn is fn)
+            alike = (one for one in self._callables if same_callable(one.server.fn, fn))
+            known = next(chain(same, alike), None) or self._make(fn)
             self._callables = [*(one for one in self._callables if one is not known), known]
             return known
 

@@ -3,8 +3,7 @@ whether it is another argument or a tensor of the callable's state."""
 
 import os
 import types
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter, methodcaller
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,34 +11,11 @@ import torch
 from ..call.spec import is_tensor
 from ..state.bytecode import code_reads
 from ..state.objects import is_library_code
+from ..state.particulars import TENSOR_READERS
 
 __all__ = ["Told", "told_by"]
 
 
-def _bytes_beside(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes() - tensor.nbytes
-
-
-def _grad(tensor: torch.Tensor) -> Any:
-    return tensor.grad if tensor.is_leaf else None  # of others torch warns
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version  # those of inference mode have none
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {
-    **{name: attrgetter(name) for name in ("_backward_hooks", "grad_fn", "is_leaf", "output_nr")},
-    **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
-    **{
-        name: methodcaller(name)
-        for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_shared", "storage_offset")
-    },
-    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
-    **dict.fromkeys(("grad", "_grad"), _grad),
-    "_base": methodcaller("_is_view"),
-    "_version": _version,
-}
 _IDENTITY = "is"
 _MOST_KNOWN = 8
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -55,7 +31,7 @@ def told_by(codes: Iterable[types.CodeType]) -> list[str]:
     compares = any(code_reads(code).compared for code in theirs) or any(
         not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
     )
-    return sorted(_READERS.keys() & set().union(*map(_spelled, theirs))) + [_IDENTITY] * compares
+    return sorted(TENSOR_READERS.keys() & set().union(*map(_spelled, theirs))) + [_IDENTITY] * compares
 
 
 def _spelled(code: types.CodeType) -> frozenset[str]:
@@ -73,7 +49,7 @@ class Told:
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], state: Sequence[torch.Tensor]) -> None:
         self.names = names
-        self._readers = [_READERS[name] for name in names if name != _IDENTITY]
+        self._readers = [TENSOR_READERS[name] for name in names if name != _IDENTITY]
         self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
         self._state = {id(tensor): (tensor, -1 - place) for place, tensor in enumerate(state)}
         self._known: list[list[Any]] = []

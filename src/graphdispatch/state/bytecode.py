@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["CodeReads", "code_reads"]
+__all__ = ["CodeReads", "assigns_outer", "code_reads"]
 
 _ATTRIBUTES = (
     "STORE_ATTR",
@@ -98,6 +98,14 @@ def code_reads(code: CodeType) -> CodeReads:
         of_self,
         of_globals,
     )
+
+
+@lru_cache(maxsize=1024)
+def assigns_outer(code: CodeType) -> bool:
+    """Whether code assigns variables of the functions around it."""
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    stores = (i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF"))
+    return not frozenset(code.co_freevars).isdisjoint(stores) or any(map(assigns_outer, inner))
 
 
 def _compared_with(second: dis.Instruction) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ def compile_guard(guard: "StateGuard") -> Any:
     """A native guard that expects what ``guard`` does; None if there is no core, or the guard compares something that
     only Python can.
 
-    It takes what is expected from ``guard``, and reads nothing anew: another thread may be changing it.
+    It takes what is expected from ``guard``, and reads nothing anew but what it then compares with that: another thread
+    may be changing it.
     """
     latest = guard._latest_hook
     if GUARD is None or any(number >= latest for table in guard._hooks for number in table):
@@ -40,7 +41,7 @@ def compile_guard(guard: "StateGuard") -> Any:
     addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
     contents, sequences = _contents(guard, held)
     try:
-        return GUARD(
+        native = GUARD(
             absent=ABSENT,
             handles=_raw(vars(RemovableHandle)),
             latest=latest,
@@ -52,10 +53,11 @@ def compile_guard(guard: "StateGuard") -> Any:
             types=tuple((value, next(held)) for value in guard._objects),
             codes=tuple((value, next(held)) for value in guard._functions),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
-            tensors=tuple(zip(guard.tensors, addresses, guard._shapes, guard._strides, strict=False)),
+            tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),
             arrays=tuple((value, data, type(value) in (array, np.ndarray)) for value, data in guard._arrays),
             hooks=tuple(guard._hooks),
         )
+        return native if guard.has_forms() else None  # the core reads dtypes, which have no names there
     except TypeError:
         return None
 

@@ -23,10 +23,11 @@ from ..backends.operators import storage_key
 from ..call.spec import VALUES
 from ..native.guards import GUARD
 from . import objects
+from .bytecode import assigns_outer
 from .compiled import END, compile_guard
 from .notes import CodeNotes
 from .objects import same_objects
-from .particulars import PLAIN_READERS
+from .particulars import PLAIN_READERS, has_memory
 from .reads import StateReads
 
 __all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "wants_gradient"]
@@ -41,7 +42,8 @@ _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
 """Classes of which torch's pytrees make no nest."""
 _training = attrgetter("training")
 _code, _table = attrgetter("__code__"), attrgetter("__dict__")
-_address, _shape, _strides = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+_address = torch.Tensor.data_ptr
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -90,14 +92,11 @@ class StateGuard:
         self._homes = tuple(filter(_has_own_table, reads.homes))
         others = [partial(objects.attribute_table, home) for home in reads.homes if not _has_own_table(home)]
         self._readers: list[Callable[[], Any]] = [*_SETTINGS, *others, *reads.readers]
-        # Lazy parameters and subclasses have no address to compare; ``_held`` compares their identity.
-        plain = (torch.Tensor, nn.Parameter, nn.Buffer)
-        tensors = [t for t in reads.tensors if type(t) in plain and t.layout is torch.strided]
-        self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
-        self._addresses = list(map(_address, self._tensors))
-        self.tensors = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
-        self._shapes = list(map(_shape, self.tensors))
-        self._strides = list(map(_strides, self.tensors))
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = list(filter(has_memory, reads.tensors))
+            self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
+            self.tensors = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
+        self._addresses, self._forms = self._places()
         self._objects = tuple(reads.objects)
         self._functions = tuple(reads.functions)
         self._held = self._read()
@@ -135,11 +134,7 @@ class StateGuard:
                 if not same_objects(read, self._held):
                     return False
                 self._held = read  # equal constants, which are found faster the next time
-            if self.tensors and (
-                list(map(_address, self._tensors)) != self._addresses
-                or list(map(_shape, self.tensors)) != self._shapes
-                or list(map(_strides, self.tensors)) != self._strides
-            ):
+            if self.tensors and self._places() != (self._addresses, self._forms):
                 return False
             if list(map(tuple, self._tables)) != self._keys and not self._has_same_keys():
                 return False
@@ -173,11 +168,18 @@ class StateGuard:
         readers = map(call, self._readers)
         return tuple(chain(chain.from_iterable(self._contents), attributes, readers, kinds, codes, homes))
 
+    def _places(self) -> tuple[list[int], list[list[Any]]]:
+        """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(map(_address, self._tensors)), [list(map(form, self.tensors)) for form in _FORMS]
+
+    def has_forms(self) -> bool:
+        """Whether the tensors have the forms that they had."""
+        return self._places()[1] == self._forms
+
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
-        figures, others = (
-            (g._addresses, g._shapes, g._strides, g._keys, [held for _, held in g._arrays]) for g in (self, other)
-        )
+        figures, others = ((g._addresses, g._forms, g._keys, [held for _, held in g._arrays]) for g in (self, other))
         absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
         plain = (
             [r.args[1] for r in g._readers if type(r) is partial and r.func in PLAIN_READERS] for g in (self, other)
@@ -209,7 +211,7 @@ class StateGuard:
 
     def has_moved(self) -> bool:
         """Whether one of the tensors no longer lies where it lay: this state does not come back."""
-        return list(map(_address, self._tensors)) != self._addresses
+        return self._places()[0] != self._addresses
 
     def within(self, other: "StateGuard") -> bool:
         """Whether ``other`` covers all tensors that this guard compares."""
@@ -323,8 +325,15 @@ def same_callable(a: Any, b: Any) -> bool:
     if issubclass(type(a), types.MethodType) and issubclass(type(b), types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
     if issubclass(type(a), types.FunctionType) and issubclass(type(b), types.FunctionType):
-        cells_a, cells_b = ([objects.cell_value(cell) for cell in f.__closure__ or ()] for f in (a, b))
-        defaults_a, defaults_b = ((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()) for f in (a, b))
-        held = [(*cells_a, *defaults_a), (*cells_b, *defaults_b)]
-        return a.__code__ is b.__code__ and len(held[0]) == len(held[1]) and all(map(is_, *held))
+        if a.__code__ is not b.__code__ or a.__globals__ is not b.__globals__:
+            return False
+        # A variable that the code assigns must be the same one, else a run would assign that of the other function.
+        read = None if assigns_outer(a.__code__) else objects.cell_value
+        held = [(*(map(read, f.__closure__ or ()) if read else f.__closure__ or ()), *_held_by(f)) for f in (a, b)]
+        return len(held[0]) == len(held[1]) and all(map(is_, *held))
     return False
+
+
+def _held_by(fn: types.FunctionType) -> tuple[Any, ...]:
+    """The defaults and attributes of a function."""
+    return (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *fn.__dict__, *fn.__dict__.values())

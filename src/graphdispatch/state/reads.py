@@ -26,7 +26,7 @@ from ..call.marks import is_break
 from . import objects
 from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .particulars import class_readers, readers_of, setting_readers, unchanged
+from .particulars import class_readers, readers_of, setting_readers, tensor_readers, unchanged
 
 __all__ = ["StateReads"]
 
@@ -112,8 +112,7 @@ class StateReads:
             if table or (self._trace is not None and self._trace.asked):
                 self.homes.append(value)
                 self._compare(table, self._names)
-            if "requires_grad" in self._names:
-                self.readers.append(partial(getattr, value, "requires_grad"))
+            self.readers += tensor_readers(value, self._names)
         elif issubclass(type(value), nn.Module):
             self._visit_module(value)
         elif issubclass(type(value), types.FunctionType):

@@ -190,8 +190,10 @@ bool tensors_match(const Guard* self) {
     void* handle = handle_of(place.tensor);
     void* data = nullptr;
     int64_t dim = -1, *shape = nullptr, *strides = nullptr;
+    int32_t dtype = -1;
     if (place.is_used && (shim.data_ptr(handle, &data) || data != place.data)) return false;
     if (shim.dim(handle, &dim) || dim != place.dim) return false;
+    if (shim.dtype(handle, &dtype) || dtype != place.dtype) return false;
     if (shim.sizes(handle, &shape) || shim.strides(handle, &strides)) return false;
     const int64_t* expected = self->parts.extents.data() + place.extents;
     if (!std::equal(shape, shape + dim, expected) || !std::equal(strides, strides + dim, expected + dim)) return false;

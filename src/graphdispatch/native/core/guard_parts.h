@@ -58,6 +58,7 @@ struct TensorPlace {
   bool is_used;  // else its address does not count
   void* data;
   int64_t dim;
+  int32_t dtype;
   size_t extents;  // where its shape, and behind it its strides, begin in ``Parts::extents``
 };
 

@@ -194,6 +194,7 @@ bool add_tensor(Guard* self, PyObject* item) {
     return false;
   }
   place.impl = impl_of(tensor);
+  shim.dtype(handle_of(tensor), &place.dtype);
   place.tensor = Py_NewRef(tensor);
   self->parts.tensors.push_back(place);
   return true;
