@@ -12,7 +12,8 @@ from torch import nn
 
 from graphdispatch.api.graphed import graphed
 from graphdispatch.call.breaks import eager_break
-from graphdispatch.state.guards import StateGuard, same_callable, wants_gradient
+from graphdispatch.state.callables import same_callable
+from graphdispatch.state.guards import StateGuard, wants_gradient
 from graphdispatch.state.objects import same_objects
 from graphdispatch.state.reads import StateReads
 

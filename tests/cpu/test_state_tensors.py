@@ -1,4 +1,4 @@
-"""What a tensor of the callable's state can become besides another tensor: each call afterwards answers as eager does."""
+"""What a tensor of the callable's state can become besides another one: each call afterwards answers as eager does."""
 
 from collections.abc import Callable
 from typing import Any

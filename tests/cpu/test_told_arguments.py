@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphEntry, CUDAGraphManager, GuardError, Reason, graphed
-from graphdispatch.memory.told import Told, told_by
+from graphdispatch.memory.told import Told
+from graphdispatch.state.notes import TENSOR_NAMES, told_by
+from graphdispatch.state.tensors import TENSOR_READERS
 
 
 def plain(rows: int) -> Tensor:
@@ -214,6 +216,11 @@ def test_an_entry_refuses_what_was_not_compared() -> None:
         assert torch.equal(entry.replay({"x": x}), x + 1)
         with pytest.raises(GuardError, match=r"\.storage_offset of an argument"):
             entry.replay({"x": torch.randn(6, 3)[2:]})
+
+
+def test_all_that_can_be_asked_has_a_reader() -> None:
+    """The names are known where the readers are not loaded."""
+    assert set(TENSOR_READERS) == TENSOR_NAMES
 
 
 def test_most_code_reads_nothing_of_this() -> None:

@@ -30,7 +30,7 @@ from ..serve.group import GraphGroup, Route
 from ..serve.prewarm import compare_numbers
 from ..serve.routes import Routes
 from ..serve.server import Server
-from ..state.guards import same_callable
+from ..state.callables import same_callable
 from ..stats import CUDAGraphStats
 
 __all__ = ["CUDAGraphRegistry", "Shapes", "batch_dims", "check_input_shapes", "check_output_shapes"]

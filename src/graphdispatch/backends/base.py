@@ -175,6 +175,9 @@ class Pool(Shared, ABC):
 class Graph(NotCopied, ABC):
     """Recorded work. A replay runs it again, on the same memory, as one launch."""
 
+    is_unchanged: Callable[[], bool] | None = None
+    """Whether what Python read at the capture is as it was; set where a break of the graph may change that."""
+
     @abstractmethod
     def replay(self) -> None:
         """Run the work on the caller's current stream. Raises ``ReplayError`` after ``reset``."""

@@ -15,7 +15,6 @@ from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationErr
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.gain import Gain
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
-from ..memory.told import Told, told_by
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -179,7 +178,7 @@ class CaptureAttempt:
         guard = self._make_guard(held.keys() | self.eager.effects.outside.keys())
         workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
         written = [region.target for region in self._writes_outside_inputs()]
-        return CUDAGraphEntry(
+        entry = CUDAGraphEntry(
             descriptor=request.descriptor,
             mode=recording.mode,
             key=request.key,
@@ -192,7 +191,7 @@ class CaptureAttempt:
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
-            told=self._find_told(None, guard),
+            told=self.eager.find_told(request.values, guard),
             reads=None if request.auto_breaks else frozenset(warm_run.used & held.keys()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
@@ -209,6 +208,12 @@ class CaptureAttempt:
                 for value in request.values
             ),
         )
+        self._watch_breaks(entry)
+        return entry
+
+    def _watch_breaks(self, entry: CUDAGraphEntry) -> None:
+        if entry.mode is CUDAGraphMode.PIECEWISE and self.eager.trace.shares_with_breaks():
+            entry.graph.is_unchanged = entry.is_current
 
     def _make_guard(self, used: Collection[int]) -> StateGuard:
         """What of the callable's state the runs have read. Raises ``CaptureError`` if somebody cannot compare it, or if
@@ -343,17 +348,12 @@ class CaptureAttempt:
         if entry.guard is not None and entry.guard.notes.lacks(trace):
             check_may_capture(self.request, self.eager)
             trace.absorb(entry.guard.notes)
-            held = {*map(storage_key, entry.held), *entry.guard.storages, *self.eager.effects.outside}
-            entry.guard = self._make_guard(held)
-            entry.told = self._find_told(entry.told, entry.guard)
+            used = {*map(storage_key, entry.held), *entry.guard.storages, *self.eager.effects.outside}
+            entry.guard = guard = self._make_guard(used)
+            entry.told = self.eager.find_told(self.request.values, guard, entry.told)
+            self._watch_breaks(entry)
             entry.compared.part()
         entry.compared.note(rows, self.request.size)
-
-    def _find_told(self, known: Told | None, guard: StateGuard) -> Told | None:
-        names = told_by(self.eager.trace.codes)
-        if not names or (known is not None and known.names == names):
-            return known
-        return Told(names, self.request.values, guard.tensors)
 
     def _judge(self, entry: CUDAGraphEntry) -> None:
         """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""

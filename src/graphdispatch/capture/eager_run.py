@@ -1,9 +1,9 @@
 """The watched eager run that every capture and verification begins with; it also shows what no graph can hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import parametrize
@@ -15,12 +15,17 @@ from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
 from ..errors import CaptureError
 from ..reasons import Reason
+from ..state.guards import StateGuard
+from ..state.notes import told_by
 from ..state.objects import attribute_table
 from ..state.reads import StateReads
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
 from .request import CaptureRequest, CaptureResult, failed_result
+
+if TYPE_CHECKING:
+    from ..memory.told import Told
 
 __all__ = ["EagerRun", "check_draws", "check_may_capture", "check_python_state", "run_eagerly", "undo_run"]
 
@@ -49,6 +54,15 @@ class EagerRun:
     """What Python state the run changed, in words, or None."""
     unseen: str | None
     """What state it advanced that cannot be put back, in words, or None."""
+
+    def find_told(self, values: Sequence[Any], guard: StateGuard, known: "Told | None" = None) -> "Told | None":
+        """What its code tells of the arguments besides their values; ``known`` if that is the same, None if nothing."""
+        names = told_by(self.trace.codes)
+        if not names or (known is not None and known.names == names):
+            return known
+        from ..memory.told import Told
+
+        return Told(names, values, guard.tensors)
 
 
 def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:

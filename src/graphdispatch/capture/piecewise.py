@@ -198,12 +198,18 @@ class PiecewiseGraph(Graph):
                 call()
         finally:
             self._pool.replaying_on = None
+        if self.is_unchanged is not None and not self.is_unchanged():
+            raise ReplayError(
+                "a break changed an attribute, a variable or an entry that code outside of it reads, and the graphs "
+                "behind it were captured for the old value; return what they need from the break"
+            )
         self.runs += 1
         self.time_s += self._clock() - start
 
     def reset(self) -> None:
         """Release all graphs, and the tensors held for them."""
         self._released = True
+        self.is_unchanged = None
         for graph in self.graphs:
             graph.reset()
         self._parts = []

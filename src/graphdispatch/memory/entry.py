@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,8 +25,10 @@ from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
 from .proof import Compared, RowProof
 from .replay import ReplayPlan, ReplayStage, next_use
-from .told import Told
 from .windows import WINDOWS
+
+if TYPE_CHECKING:
+    from .told import Told
 
 __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 
@@ -58,7 +60,7 @@ class CUDAGraphEntry(NotCopied):
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
     reads: frozenset[int] | None = None
     """The keys of the storages in ``held`` that the graph itself reads, and not a break alone; None: not known."""
-    told: Told | None = None
+    told: "Told | None" = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     workspaces: WorkspaceGuard | None = None
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""

@@ -11,7 +11,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["CodeReads", "assigns_outer", "code_reads"]
+__all__ = ["CodeReads", "changed_by", "code_reads", "stored_by"]
 
 _ATTRIBUTES = (
     "STORE_ATTR",
@@ -28,6 +28,12 @@ _WHOLE = ("vars", "dir", "__dict__", "__getattribute__", "__getstate__", "__redu
 """Names by which code gets at all attributes of an object."""
 
 
+_STORED = ("ATTR", "GLOBAL", "NAME", "DEREF", "SUBSCR", "SLICE")
+_CHANGES = (
+    *("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "append", "appendleft", "add", "clear", "discard", "extend"),
+    *("insert", "pop", "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update"),
+)
+"""Instructions and methods that change containers."""
 _LOOKS_UP = ("get", "setdefault", "pop", "update", "__getitem__", "__setitem__", "__contains__")
 
 
@@ -101,11 +107,19 @@ def code_reads(code: CodeType) -> CodeReads:
 
 
 @lru_cache(maxsize=1024)
-def assigns_outer(code: CodeType) -> bool:
-    """Whether code assigns variables of the functions around it."""
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    stores = (i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF"))
-    return not frozenset(code.co_freevars).isdisjoint(stores) or any(map(assigns_outer, inner))
+def changed_by(code: CodeType) -> frozenset[str]:
+    """The names of attributes and variables that code may change: those that it assigns, and all that it spells where
+    it changes containers."""
+    reads, stored = code_reads(code), stored_by(code)
+    changes = not (stored | reads.attributes).isdisjoint(_CHANGES)
+    return stored | reads.attributes | reads.variables | {*code.co_freevars} if changes else stored
+
+
+def stored_by(code: CodeType) -> frozenset[str]:
+    """What code assigns or deletes besides its own variables, by name; what it does with entries by the instruction."""
+    stores = (i for i in dis.get_instructions(code) if i.opname.startswith(("STORE_", "DELETE_")))
+    by_kind = ((i.opname.partition("_")[2], i) for i in stores)
+    return frozenset(i.opname if kind in ("SUBSCR", "SLICE") else i.argval for kind, i in by_kind if kind in _STORED)
 
 
 def _compared_with(second: dis.Instruction) -> tuple[str, ...]:

@@ -23,14 +23,13 @@ from ..backends.operators import storage_key
 from ..call.spec import VALUES
 from ..native.guards import GUARD
 from . import objects
-from .bytecode import assigns_outer
 from .compiled import END, compile_guard
 from .notes import CodeNotes
 from .objects import same_objects
 from .particulars import PLAIN_READERS, has_memory
 from .reads import StateReads
 
-__all__ = ["StateGuard", "WorkspaceGuard", "same_callable", "wants_gradient"]
+__all__ = ["StateGuard", "WorkspaceGuard", "wants_gradient"]
 
 _END = (END,)
 _SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
@@ -308,32 +307,3 @@ def wants_gradient(value: Any) -> bool:
     held = objects.content(value) or list((objects.attribute_table(value) or {}).values())
     leaves = held if all(type(inner) in _LEAVES for inner in held) else tree_leaves(held)
     return any(issubclass(type(inner), torch.Tensor) and inner.requires_grad for inner in leaves)
-
-
-def same_callable(a: Any, b: Any) -> bool:
-    """Whether two callables do the same: they are one object, or the same code over the same objects.
-
-    So a lambda that is made again in a loop counts as the same callable, unless it captured something else.
-    """
-    if a is b:
-        return True
-    if issubclass(type(a), partial) and issubclass(type(b), partial):
-        same_args = (
-            len(a.args) == len(b.args) and all(map(is_, a.args, b.args)) and a.keywords.keys() == b.keywords.keys()
-        )
-        return same_args and same_callable(a.func, b.func) and all(a.keywords[k] is b.keywords[k] for k in a.keywords)
-    if issubclass(type(a), types.MethodType) and issubclass(type(b), types.MethodType):
-        return a.__self__ is b.__self__ and a.__func__ is b.__func__
-    if issubclass(type(a), types.FunctionType) and issubclass(type(b), types.FunctionType):
-        if a.__code__ is not b.__code__ or a.__globals__ is not b.__globals__:
-            return False
-        # A variable that the code assigns must be the same one, else a run would assign that of the other function.
-        read = None if assigns_outer(a.__code__) else objects.cell_value
-        held = [(*(map(read, f.__closure__ or ()) if read else f.__closure__ or ()), *_held_by(f)) for f in (a, b)]
-        return len(held[0]) == len(held[1]) and all(map(is_, *held))
-    return False
-
-
-def _held_by(fn: types.FunctionType) -> tuple[Any, ...]:
-    """The defaults and attributes of a function."""
-    return (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *fn.__dict__, *fn.__dict__.values())

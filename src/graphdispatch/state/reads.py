@@ -24,9 +24,9 @@ from torch import nn
 from ..backends.standins import STOOD_IN
 from ..call.marks import is_break
 from . import objects
-from .notes import CodeNotes
+from .notes import TENSOR_NAMES, CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .particulars import class_readers, readers_of, setting_readers, tensor_readers, unchanged
+from .particulars import class_readers, readers_of, setting_readers, unchanged
 
 __all__ = ["StateReads"]
 
@@ -112,7 +112,10 @@ class StateReads:
             if table or (self._trace is not None and self._trace.asked):
                 self.homes.append(value)
                 self._compare(table, self._names)
-            self.readers += tensor_readers(value, self._names)
+            if value.dtype.is_complex or not TENSOR_NAMES.isdisjoint(self._names):
+                from .tensors import tensor_readers
+
+                self.readers += tensor_readers(value, self._names)
         elif issubclass(type(value), nn.Module):
             self._visit_module(value)
         elif issubclass(type(value), types.FunctionType):
@@ -298,10 +301,9 @@ class StateReads:
                 partial(objects.cell_value, cell) if is_empty else partial(getattr, cell, "cell_contents")
             )
             self._pending.append(held)
-        for name in ("__defaults__", "__kwdefaults__"):
-            if getattr(fn, name):
-                self.readers.append(partial(getattr, fn, name))
-                self._pending.append(getattr(fn, name))
+        defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
+        self.readers += (partial(getattr, fn, name) for name in defaults)
+        self._pending += (getattr(fn, name) for name in defaults)
         if "__wrapped__" in fn.__dict__:
             self._pending.append(fn.__dict__["__wrapped__"])
         if self._trace is None:

@@ -19,7 +19,7 @@ from ..backends.tracing import untraced
 from ..call.marks import BREAK_CODE
 from ..errors import CaptureError
 from . import objects
-from .bytecode import CodeReads, code_reads
+from .bytecode import CodeReads, changed_by, code_reads
 from .notes import CodeNotes, keep
 from .walk import StateWalk
 
@@ -101,6 +101,12 @@ class CodeTrace(CodeNotes):
         if names is None or self.reads_whole or any(r.whole or r.whole_self for r in breaks):
             return None
         return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
+
+    def shares_with_breaks(self) -> bool:
+        """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
+        read = self.names.union(*(names for _, names in self.variables.values()), *(c.co_freevars for c in self.codes))
+        users = (code for code in self._in_breaks if not objects.is_library_code(code.co_filename))
+        return any(not changed_by(code).isdisjoint(read) for code in users)
 
     def __enter__(self) -> "CodeTrace":
         self._outer = sys.getprofile()
