@@ -1,12 +1,14 @@
 """Modes of the calling thread: gradients, autocast, inference mode, the random generator."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from graphdispatch import Reason
 
@@ -56,6 +58,27 @@ def test_autocast_weight_written(tried: Settle) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(step(x), model(x))
             step.check(Reason.EXACT)
+
+
+class Doubled(TorchFunctionMode):
+    """Doubles each sine."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.Tensor.sin else result
+
+
+def test_mode_around(settled: Settle) -> None:
+    """A mode sees each operator of a call within it, and a replay has none to show; afterwards graphs serve again."""
+    step = settled(lambda x: x.sin())
+    x = torch.randn(4, 3)
+    for _ in range(3):
+        with Doubled():
+            expected = x.sin()
+            assert torch.equal(step(x), expected)
+            step.check(Reason.MODE_ACTIVE)
+        assert torch.equal(step(x), x.sin())
+        step.check(Reason.EXACT)
 
 
 def test_parametrization_cached(tried: Settle) -> None:

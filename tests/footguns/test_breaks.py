@@ -56,3 +56,24 @@ def test_break_on_side_stream(opened: Settle) -> None:
         assert torch.equal(cache, torch.full((3,), float(count)))
     side.close()
     assert step.hits >= 2 if step.captures_ahead else step.hits == 2
+
+
+@needs("pieces")
+def test_break_changes_state(opened: Settle) -> None:
+    """What a break sets is seen behind it in the same call, which runs eagerly once more."""
+
+    class Chosen:
+        scale = 2
+
+    @eager_break
+    def choose(x: Tensor) -> Tensor:
+        Chosen.scale = 3 if x.sum() > 100 else 2
+        return x + 1
+
+    step = opened(lambda x: choose(x * 2) * Chosen.scale, mode="PIECEWISE")
+    for number in range(12):
+        x = torch.rand(4, 3) + 100 * (number % 4 == 3)
+        step.prepare(x)
+        assert torch.equal(step(x), (x * 2 + 1) * (3 if number % 4 == 3 else 2))
+        Chosen.scale = 2
+    assert step.hits

@@ -39,6 +39,8 @@ def _refuse_unserved(entry: "CUDAGraphEntry") -> None:
     """Raise ``ReplayError`` if no batch may be replayed now, whatever it holds."""
     if entry.backend.is_watched():
         raise ReplayError(Reason.INSIDE_CAPTURE.text)
+    if not entry.fits_modes():
+        raise ReplayError(Reason.MODE_ACTIVE.text)
     if forward_ad._current_level >= 0:
         raise ReplayError(f"forward-mode differentiation is under way: {Reason.NEEDS_GRADIENTS.text}")
     if not entry.is_current():
