@@ -85,3 +85,28 @@ def test_weights_that_move_leave_eager() -> None:
     assert torch.equal(step(x), model(x))
     assert step.last_decision is not None
     assert step.last_decision.reason is Reason.FROZEN
+
+
+def test_graphs_of_another_state_are_checked_again_too() -> None:
+    """``unfreeze`` lets the comparisons of ``verify_every`` come again, whatever state was present meanwhile."""
+    held = {"scale": 2.0}
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * held["scale"]
+
+    options = gd.CUDAGraphOptions(verify_every=4)
+    step = gd.graphed(scaled, dynamic={"x": 0}, sizes=(4,), capture_after=1, options=options)
+    for scale in (2.0, 3.0):
+        held["scale"] = scale
+        for _ in range(3):
+            step(torch.randn(4, 3))
+    step.freeze()
+    step.unfreeze()
+    for scale in (3.0, 2.0):
+        held["scale"] = scale
+        before = step.stats.verifications
+        for _ in range(12):
+            x = torch.randn(4, 3)
+            assert torch.equal(step(x), x * scale)
+        assert step.stats.verifications > before, scale
+    assert step.stats.captures == 2
