@@ -101,8 +101,10 @@ def test_graphs_of_another_state_are_checked_again_too() -> None:
         for _ in range(3):
             step(torch.randn(4, 3))
     step.freeze()
+    held["scale"] = 2.0
+    step(torch.randn(4, 3))
     step.unfreeze()
-    for scale in (3.0, 2.0):
+    for scale in (2.0, 3.0):
         held["scale"] = scale
         before = step.stats.verifications
         for _ in range(12):
