@@ -216,3 +216,13 @@ def test_a_dataclass_is_named_by_its_type() -> None:
     assert re.search(rf"an output that is no tensor is {opened} in eager and another one in the graph", said)
     assert "tensor(" not in said
     assert "\n" not in said
+
+
+def test_an_argument_may_have_any_name() -> None:
+    """Also that of the first parameter of a method."""
+    step = make(lambda self, fn: self + fn, dynamic={"self": 0, "fn": 0})
+    for _ in range(4):
+        x = batch(4)
+        assert torch.equal(step(self=x, fn=x), x + x)
+    assert step.stats.hits
+    assert "graph" in step.explain(self=x, fn=x)

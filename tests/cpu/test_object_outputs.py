@@ -217,3 +217,25 @@ def test_code_that_runs_after_the_call_is_refused_at_once(fn: Callable[..., Any]
     assert step.last_decision is not None
     assert step.last_decision.reason == "output_unsupported"
     assert "await and yield" in step.last_decision.detail
+
+
+def test_attributes_of_an_output_are_no_result() -> None:
+    """A replay would not set them. What the compiler notes on a tensor counts for nothing, as do those of a buffer."""
+
+    def fn(x: torch.Tensor, name: str) -> torch.Tensor:
+        y: Any = x * 2
+        setattr(y, name, 3)
+        return y  # type: ignore[no-any-return]
+
+    for name, hits in (("scale", 0), ("_dynamo_note", 3)):
+        step = graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+        for _ in range(5):
+            y: Any = step(torch.randn(4, 2), name)
+            assert hits or y.scale == 3
+        assert step.stats.hits == hits
+    buffer: Any = torch.zeros(4, 2)
+    buffer.scale = 3
+    kept: Any = graphed(lambda x: buffer.copy_(x), dynamic={}, capture_after=1)
+    for _ in range(5):
+        assert kept(torch.randn(4, 2)).scale == 3
+    assert kept.stats.hits == 3

@@ -232,7 +232,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         return _made, (self._server.fn, self._config, *shared, self._rules, self._uniform_decode), {}, {}
 
     @untraced
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         route = self._decode if self._uniform_decode is None else self._route(args, kwargs)
         answer: R = self._server.serve(route, args, kwargs)
@@ -249,7 +249,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         return self._server.decision
 
     @untraced
-    def explain(self, *args: P.args, **kwargs: P.kwargs) -> str:
+    def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
         """How such a call would be served now, in one line; nothing is run or counted."""
         return self._server.explain(self._route(args, kwargs), args, kwargs)
 
@@ -281,7 +281,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             return batch.run(self._routes, args, kwargs, sizes)
 
     @untraced
-    def estimate_memory(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> "MemoryEstimate":
+    def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> "MemoryEstimate":
         """What graphs of ``sizes`` (default: all) will hold, from an example call, before they are captured.
 
         The two largest are captured on trial and thrown away; the call leaves no effect. Raises ``ConfigError`` for an

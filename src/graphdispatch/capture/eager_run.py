@@ -195,6 +195,12 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
                 Reason.OUTPUT_UNSUPPORTED,
             )
+        given = [name for name in attribute_table(output) or () if not f"{name}".startswith("_dynamo_")]
+        if given and not eager.trace.walk.knows(output):
+            raise CaptureError(
+                f"an output carries the attributes {given}, which no replay would set; return them beside it",
+                Reason.OUTPUT_UNSUPPORTED,
+            )
 
 
 def check_draws(drew: str | None) -> None:
