@@ -121,11 +121,18 @@ def _is(a: Tensor, b: Tensor) -> bool:
     return a is b
 
 
+def _itself(a: Tensor) -> Tensor:
+    return a
+
+
 COMPARED: dict[str, tuple[Callable[[Compares, Tensor, Tensor], bool], bool]] = {
     "another argument": (lambda _, x, y: x is y, False),
     "not another argument": (lambda _, x, y: not x is not y, False),
     "by a function": (lambda _, x, y: _is(y, x), False),
     "id": (lambda _, x, y: id(x) == id(y), False),
+    "hash": (lambda _, x, y: hash(x) == hash(y), False),
+    "an entry": (lambda _, x, y: x is [y][0], False),
+    "a result": (lambda _, x, y: y is _itself(x), False),
     "a buffer": (lambda net, _, y: y is net.own, True),
     "an argument of a buffer": (lambda net, _, y: net.own is y, True),
     "id of a buffer": (lambda net, _, y: id(net.own) == id(y), True),
@@ -225,8 +232,13 @@ def test_all_that_can_be_asked_has_a_reader() -> None:
 
 def test_most_code_reads_nothing_of_this() -> None:
     """So that hits need not look; the library's own code does not count."""
-    assert told_by([plain.__code__, Told.note.__code__]) == []
+    assert told_by([plain.__code__, Told.note.__code__, _compares_types.__code__]) == []
     assert told_by([READS["getattr"][0].__code__, READS["grad"][0].__code__]) == ["grad", "storage_offset"]
+
+
+def _compares_types(x: Tensor) -> bool:
+    is_type = type(x) is Tensor or type(x) is nn.Parameter or type(x) is type(x.dtype) or type(x) is str
+    return is_type or x is None or x is True or x.dtype is torch.float16 or x.__class__ is not Tensor
 
 
 def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:

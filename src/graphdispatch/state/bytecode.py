@@ -34,6 +34,8 @@ _CHANGES = (
     *("insert", "pop", "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update"),
 )
 """Instructions and methods that change containers."""
+_LONGEST_CALL = 6  # instructions of ``type(model.config)``
+_TYPES = ("dtype", "device", "layout", "__class__")
 _LOOKS_UP = ("get", "setdefault", "pop", "update", "__getitem__", "__setitem__", "__contains__")
 
 
@@ -81,7 +83,7 @@ def code_reads(code: CodeType) -> CodeReads:
             imports.add(name)
             continue
         elif kind == "IS_OP":
-            compared.update(_compared_with(instructions[index - 1]))
+            compared.update(_compared_with(instructions[:index]))
             continue
         else:
             continue
@@ -99,7 +101,7 @@ def code_reads(code: CodeType) -> CodeReads:
         frozenset(variables),
         frozenset(imports),
         texts,
-        frozenset(compared | (variables & {"id"})),
+        frozenset(compared | (variables & {"id", "hash"})),
         of_others,
         of_self,
         of_globals,
@@ -122,11 +124,26 @@ def stored_by(code: CodeType) -> frozenset[str]:
     return frozenset(i.opname if kind in ("SUBSCR", "SLICE") else i.argval for kind, i in by_kind if kind in _STORED)
 
 
-def _compared_with(second: dis.Instruction) -> tuple[str, ...]:
-    """How code spells the second operand of ``is``; nothing for a constant or a builtin."""
-    spelled = second.argval if type(second.argval) is tuple else (second.argval,)  # two variables, from 3.13 on
-    is_constant = second.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or second.opname.startswith("CALL")
-    return () if is_constant or hasattr(builtins, str(spelled[-1])) else (str(spelled[-1]),)
+def _compared_with(before: Sequence[dis.Instruction]) -> tuple[str, ...]:
+    """How code spells the second operand of ``is``, which ends ``before``; nothing if one of them cannot be a tensor: a
+    constant, a builtin, a type."""
+    second = before[-1]
+    parts = next(n for n, i in enumerate(reversed(before)) if i.opname != "LOAD_ATTR")
+    is_builtin = second.opname in _VARIABLES and hasattr(builtins, str(second.argval))
+    is_constant = second.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or is_builtin
+    if type(second.argval) is tuple:  # both operands are variables, from 3.13 on
+        return second.argval[-1:]
+    if is_constant or _gives_type(before) or _gives_type(before[: -parts - 1]):
+        return ()
+    return (second.argval if type(second.argval) is str else second.opname,)
+
+
+def _gives_type(before: Sequence[dis.Instruction]) -> bool:
+    """Whether code that just ran ``before`` has a type at hand, or something else that no tensor is."""
+    last = before[-1] if before else None
+    if last is None or not last.opname.startswith("CALL"):
+        return last is not None and last.opname == "LOAD_ATTR" and last.argval in _TYPES
+    return any(i.argval == "type" for i in before[-_LONGEST_CALL:])
 
 
 def _are_names(parts: Sequence[str]) -> bool:

@@ -74,7 +74,8 @@ class StateGuard:
         """What the code that the guard was made for reads; empty without a trace."""
         if trace is not None:
             self.notes.absorb(trace)
-        reads = StateReads(fn, trace, extra)
+        with torch._C.DisableTorchFunction():  # nothing of the user's is called
+            reads = StateReads(fn, trace, extra)
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing
@@ -91,7 +92,7 @@ class StateGuard:
         self._homes = tuple(filter(_has_own_table, reads.homes))
         others = [partial(objects.attribute_table, home) for home in reads.homes if not _has_own_table(home)]
         self._readers: list[Callable[[], Any]] = [*_SETTINGS, *others, *reads.readers]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             tensors = list(filter(has_memory, reads.tensors))
             self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
             self.tensors = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
@@ -169,7 +170,7 @@ class StateGuard:
 
     def _places(self) -> tuple[list[int], list[list[Any]]]:
         """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             return list(map(_address, self._tensors)), [list(map(form, self.tensors)) for form in _FORMS]
 
     def has_forms(self) -> bool:
