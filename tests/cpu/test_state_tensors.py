@@ -67,6 +67,16 @@ CASES: dict[str, tuple[Callable[[], Any], Reads, Change]] = {
         lambda w, x: x * w.shape[0],
         lambda w: _assign(w, w.data[:2]),
     ),
+    "form in five dimensions": (
+        lambda: torch.rand(1, 1, 1, 2, 4),
+        lambda w, x: x * w.shape[3],
+        lambda w: w.transpose_(3, 4),
+    ),
+    "form in seven dimensions": (
+        lambda: torch.rand(1, 1, 1, 1, 1, 2, 4),
+        lambda w, x: x * w.shape[5],
+        lambda w: w.transpose_(5, 6),
+    ),
     "_version": (lambda: torch.ones(4), lambda w, x: x * 2 if w._version else x, lambda w: w.mul_(1)),
     "grad": (
         lambda: nn.Parameter(torch.ones(4)),

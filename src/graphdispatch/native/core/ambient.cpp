@@ -114,12 +114,23 @@ PyObject* try_clone(PyObject*, PyObject* tensor) {
 
 PyObject* forget_ambient(PyObject*, PyObject* place) {
   switch (PyLong_AsLong(place)) {
-    case 0: ambient.inference_mode = nullptr; break;
-    case 1: ambient.autocast = nullptr; break;
-    case 2: ambient.requires_grad = nullptr; break;
-    case 3: ambient.keys = 0; break;
-    case 4: ambient.wrap = nullptr; break;
-    default: return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "there is no such fact");
+    case 0:
+      ambient.inference_mode = nullptr;
+      break;
+    case 1:
+      ambient.autocast = nullptr;
+      break;
+    case 2:
+      ambient.requires_grad = nullptr;
+      break;
+    case 3:
+      ambient.keys = 0;
+      break;
+    case 4:
+      ambient.wrap = nullptr;
+      break;
+    default:
+      return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "there is no such fact");
   }
   Py_RETURN_NONE;
 }
@@ -171,7 +182,8 @@ int needs_gradient(PyObject* tensor) {
 
 PyMethodDef ambient_methods[] = {
     {"find_ambient", find_ambient, METH_VARARGS,
-     "find_ambient(library, bindings, asked, plain, negative, conjugate, inference)\n--\n\nLook up what tells the thread's modes "
+     "find_ambient(library, bindings, asked, plain, negative, conjugate, inference)\n--\n\nLook up what tells the "
+     "thread's modes "
      "and a tensor's flags; `asked` are the functions of Python that are asked instead."},
     {"read_ambient", read_ambient, METH_VARARGS,
      "read_ambient(tensor, device)\n--\n\nWhat the core itself tells: inference mode, autocast of a device's number, "

@@ -10,18 +10,18 @@
 namespace gd {
 
 struct Ambient {
-  bool (*inference_mode)() = nullptr;           // c10::InferenceMode::is_enabled
-  bool (*autocast)(int8_t) = nullptr;           // at::autocast::is_autocast_enabled
-  bool (*requires_grad)(const void*) = nullptr; // c10::TensorImpl::requires_grad
-  bool (*dispatch_mode)() = nullptr;            // c10::impl::dispatch_mode_enabled
-  bool (*function_mode)() = nullptr;            // at::impl::torch_function_mode_enabled
-  const void* const* (*tracing)() = nullptr;    // torch::jit::tracer::getTracingState
-  PyObject* (*wrap)(const void*) = nullptr;     // THPVariable_Wrap
+  bool (*inference_mode)() = nullptr;            // c10::InferenceMode::is_enabled
+  bool (*autocast)(int8_t) = nullptr;            // at::autocast::is_autocast_enabled
+  bool (*requires_grad)(const void*) = nullptr;  // c10::TensorImpl::requires_grad
+  bool (*dispatch_mode)() = nullptr;             // c10::impl::dispatch_mode_enabled
+  bool (*function_mode)() = nullptr;             // at::impl::torch_function_mode_enabled
+  const void* const* (*tracing)() = nullptr;     // torch::jit::tracer::getTracingState
+  PyObject* (*wrap)(const void*) = nullptr;      // THPVariable_Wrap
   int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**) = nullptr;
-  size_t (*element_size)(int32_t) = nullptr;    // aoti_torch_dtype_element_size
-  int32_t (*drop)(void*) = nullptr;             // aoti_torch_delete_tensor_object
-  Py_ssize_t keys = 0;                          // where a TensorImpl has its set of dispatch keys; 0: unknown
-  uint64_t plain = 0, plain_inference = 0;      // that of a CPU tensor, and of one made in inference mode
+  size_t (*element_size)(int32_t) = nullptr;  // aoti_torch_dtype_element_size
+  int32_t (*drop)(void*) = nullptr;           // aoti_torch_delete_tensor_object
+  Py_ssize_t keys = 0;                        // where a TensorImpl has its set of dispatch keys; 0: unknown
+  uint64_t plain = 0, plain_inference = 0;    // that of a CPU tensor, and of one made in inference mode
 };
 
 extern Ambient ambient;

@@ -1,8 +1,8 @@
 // Decisions by one lookup: what CudagraphKeyDispatcher.decide answers for batches that were decided before.
 //
 // Decide is a callable with the signature of that method. It knows answers by the plain arguments of a call, and asks a
-// Python callable, the decisions of the table that is in use, for all others. Whatever is unusual (other types, modes that
-// are none of the three) goes to Python as it came. Needs the GIL, and no torch.
+// Python callable, the decisions of the table that is in use, for all others. Whatever is unusual (other types, modes
+// that are none of the three) goes to Python as it came. Needs the GIL, and no torch.
 #include "decide.h"
 
 #include <structmember.h>
@@ -44,8 +44,7 @@ struct Slot {
 };
 
 struct Decide {
-  PyObject_HEAD
-  vectorcallfunc call;
+  PyObject_HEAD vectorcallfunc call;
   PyObject* ask;            // owned
   PyObject* modes[kModes];  // owned
   std::vector<Slot>* slots;
@@ -100,7 +99,8 @@ bool number_of(PyObject* value, int64_t& number) {
 
 // One bit for each mode in a collection; false where it holds anything else.
 bool modes_of(const Decide* self, PyObject* collection, int64_t& bits) {
-  if (!PyAnySet_CheckExact(collection) && !PyTuple_CheckExact(collection) && !PyList_CheckExact(collection)) return false;
+  if (!PyAnySet_CheckExact(collection) && !PyTuple_CheckExact(collection) && !PyList_CheckExact(collection))
+    return false;
   PyObject* entries = PyObject_GetIter(collection);
   bits = 0;
   bool known = entries != nullptr;
@@ -176,7 +176,8 @@ PyObject* Decide_use(PyObject* object, PyObject* args) {
   Decide* self = self_of(object);
   PyObject *ask, *attributes, *table;
   if (!PyArg_ParseTuple(args, "OO!O", &ask, &PyDict_Type, &attributes, &table)) return nullptr;
-  // What goes is released at the end, since that may run Python: until then no thread can see the one without the other.
+  // What goes is released at the end, since that may run Python: until then no thread can see the one without the
+  // other.
   PyObject* old_table = PyDict_GetItemString(attributes, "table");
   Py_XINCREF(old_table);
   PyObject* old_ask = self->ask;
@@ -247,7 +248,8 @@ void Decide_dealloc(PyObject* object) {
 
 PyMethodDef Decide_methods[] = {
     {"use", Decide_use, METH_VARARGS,
-     "use(ask, attributes, table)\n--\n\nForget all answers, ask another callable from now on, and put its table into a "
+     "use(ask, attributes, table)\n--\n\nForget all answers, ask another callable from now on, and put its table into "
+     "a "
      "dictionary of attributes at the same moment."},
     {nullptr, nullptr, 0, nullptr},
 };

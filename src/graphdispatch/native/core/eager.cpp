@@ -6,8 +6,21 @@ namespace {
 
 // The fields of a Standing of serve/hits.py, of its parts (Server.parts_of), and those of a Decision that count.
 enum { kGroup, kRows, kSize, kDecision, kUntil, kParts };
-enum { kFn, kLocal, kReach, kIsCaptured, kAcquire, kRelease, kMisses, kEntries, kPool, kStats, kAcquireStats,
-       kReleaseStats, kNumParts };
+enum {
+  kFn,
+  kLocal,
+  kReach,
+  kIsCaptured,
+  kAcquire,
+  kRelease,
+  kMisses,
+  kEntries,
+  kPool,
+  kStats,
+  kAcquireStats,
+  kReleaseStats,
+  kNumParts
+};
 enum { kReason = 3, kRowsOfDecision = 4 };
 
 PyObject* part(PyObject* parts, Py_ssize_t place) { return PyTuple_GET_ITEM(parts, place); }

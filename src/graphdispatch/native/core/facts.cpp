@@ -6,8 +6,8 @@ Names names;
 Facts facts;
 
 bool make_names() {
-#define GD_MAKE(name)                                    \
-  names.name = PyUnicode_InternFromString(#name);        \
+#define GD_MAKE(name)                             \
+  names.name = PyUnicode_InternFromString(#name); \
   if (!names.name) return false;
   GD_NAMES(GD_MAKE)
 #undef GD_MAKE
@@ -16,10 +16,10 @@ bool make_names() {
 
 bool read_facts(PyObject* dict) {
   Py_ssize_t found = 0;
-#define GD_READ(name)                                             \
-  if (PyObject* value = PyDict_GetItemString(dict, #name)) {      \
-    Py_XSETREF(facts.name, Py_NewRef(value));                     \
-    ++found;                                                      \
+#define GD_READ(name)                                        \
+  if (PyObject* value = PyDict_GetItemString(dict, #name)) { \
+    Py_XSETREF(facts.name, Py_NewRef(value));                \
+    ++found;                                                 \
   }
   GD_FACTS(GD_READ)
 #undef GD_READ

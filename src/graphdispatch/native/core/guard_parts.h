@@ -21,9 +21,9 @@ struct Dict {
 
 // What is compared of a dict whose version is another.
 struct Bindings {
-  Range names;            // names, each followed by its value
-  Range absent;           // names that are not there
-  Range keys, values;     // all keys and all values, in order
+  Range names;         // names, each followed by its value
+  Range absent;        // names that are not there
+  Range keys, values;  // all keys and all values, in order
   bool has_keys = false, has_values = false;
 };
 
@@ -54,12 +54,14 @@ struct Array {
 
 struct TensorPlace {
   PyObject* tensor;
-  void* impl;  // where its TensorImpl was: a hint for the cache, and no more
+  void* impl;    // where its TensorImpl was: a hint for the cache, and no more
   bool is_used;  // else its address does not count
   void* data;
   int64_t dim;
   int32_t dtype;
   size_t extents;  // where its shape, and behind it its strides, begin in ``Parts::extents``
+  // Its shape and strides where they lie inside of the TensorImpl, as they do while it has few dimensions; else null.
+  const int64_t *shape, *strides;
 };
 
 struct Parts {
@@ -76,17 +78,16 @@ struct Parts {
 };
 
 struct Guard {
-  PyObject_HEAD
-  bool is_dead;   // its references were cleared
-  bool has_held;  // since it was made
-  int trains;     // whether one of the modules is in training mode; -1: not known
+  PyObject_HEAD bool is_dead;  // its references were cleared
+  bool has_held;               // since it was made
+  int trains;                  // whether one of the modules is in training mode; -1: not known
   PyObject* absent;
   PyObject* handles;  // the variables of torch's class of hook handles
   PyObject* latest;   // the id of the next handle when no watched table had new hooks
   Parts parts;
 };
 
-extern bool uses_versions;    // whether dicts whose version is as it was are skipped
-extern PyObject* next_id;     // the name of the number in ``handles``
+extern bool uses_versions;  // whether dicts whose version is as it was are skipped
+extern PyObject* next_id;   // the name of the number in ``handles``
 
 }  // namespace gd

@@ -1,12 +1,13 @@
 // The class Guard: how one is made, and what Python's collector sees of it.
-#include "guard_parts.h"
-
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 #include <structmember.h>
 
 #include <cstring>
 #include <new>
 #include <utility>
 
+#include "guard_parts.h"
 #include "versions.h"
 
 namespace gd {
@@ -142,9 +143,14 @@ bool add_reader(Guard* self, PyObject* item) {
   PyObject *subject, *descriptor, *expected;
   if (!PyArg_ParseTuple(item, "sOOO", &name, &subject, &descriptor, &expected)) return false;
   const std::pair<const char*, Kind> kinds[] = {
-      {"call", Kind::kCall},       {"cell", Kind::kCell}, {"reference", Kind::kReference},
-      {"context", Kind::kContext}, {"slot", Kind::kSlot}, {"__defaults__", Kind::kDefaults},
-      {"__kwdefaults__", Kind::kKeywordDefaults}, {"__mro__", Kind::kBases},
+      {"call", Kind::kCall},
+      {"cell", Kind::kCell},
+      {"reference", Kind::kReference},
+      {"context", Kind::kContext},
+      {"slot", Kind::kSlot},
+      {"__defaults__", Kind::kDefaults},
+      {"__kwdefaults__", Kind::kKeywordDefaults},
+      {"__mro__", Kind::kBases},
   };
   Reader reader{Kind::kCall, subject, 0, expected};
   bool known = false;
@@ -173,6 +179,18 @@ bool add_extents(Guard* self, PyObject* numbers) {
   return !PyErr_Occurred();
 }
 
+// Where a tensor's extents lie, if that is inside of its TensorImpl. They stay there while it has as many dimensions.
+void find_extents(TensorPlace& place, void* handle) {
+  constexpr uintptr_t kMostBytes = 512;  // of a TensorImpl that are looked at
+  int64_t dim = -1, *shape = nullptr, *strides = nullptr;
+  if (shim.dim(handle, &dim) || dim != place.dim) return;
+  if (shim.sizes(handle, &shape) || shim.strides(handle, &strides)) return;
+  const auto is_inside = [&](int64_t* extents) {
+    return reinterpret_cast<uintptr_t>(extents) - reinterpret_cast<uintptr_t>(place.impl) < kMostBytes;
+  };
+  if (is_inside(shape) && is_inside(strides)) place.shape = shape, place.strides = strides;
+}
+
 bool add_tensor(Guard* self, PyObject* item) {
   PyObject *tensor, *address, *shape, *strides;
   TensorPlace place{};
@@ -195,6 +213,7 @@ bool add_tensor(Guard* self, PyObject* item) {
   }
   place.impl = impl_of(tensor);
   shim.dtype(handle_of(tensor), &place.dtype);
+  find_extents(place, handle_of(tensor));
   place.tensor = Py_NewRef(tensor);
   self->parts.tensors.push_back(place);
   return true;
@@ -230,16 +249,15 @@ bool add_each(Guard* self, PyObject* items, bool (*add)(Guard*, PyObject*)) {
 }
 
 PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
-  static const char* names[] = {"absent", "handles", "latest", "trains", "tables", "contents", "sequences", "types",
-                                "codes", "homes", "readers", "tensors", "arrays", "hooks", nullptr};
+  static const char* names[] = {"absent", "handles", "latest",  "trains",  "tables", "contents", "sequences", "types",
+                                "codes",  "homes",   "readers", "tensors", "arrays", "hooks",    nullptr};
   PyObject *absent, *handles, *latest, *parts[10];
   int trains;
-  if (!PyArg_ParseTupleAndKeywords(
-          args, named, "$OO!O!iO!O!O!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent, &PyDict_Type, &handles,
-          &PyLong_Type, &latest, &trains, &PyTuple_Type, &parts[0], &PyTuple_Type, &parts[1], &PyTuple_Type, &parts[2],
-          &PyTuple_Type, &parts[3], &PyTuple_Type, &parts[4], &PyTuple_Type, &parts[5], &PyTuple_Type, &parts[6],
-          &PyTuple_Type, &parts[7], &PyTuple_Type, &parts[8],
-          &PyTuple_Type, &parts[9])) {
+  if (!PyArg_ParseTupleAndKeywords(args, named, "$OO!O!iO!O!O!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent,
+                                   &PyDict_Type, &handles, &PyLong_Type, &latest, &trains, &PyTuple_Type, &parts[0],
+                                   &PyTuple_Type, &parts[1], &PyTuple_Type, &parts[2], &PyTuple_Type, &parts[3],
+                                   &PyTuple_Type, &parts[4], &PyTuple_Type, &parts[5], &PyTuple_Type, &parts[6],
+                                   &PyTuple_Type, &parts[7], &PyTuple_Type, &parts[8], &PyTuple_Type, &parts[9])) {
     return nullptr;
   }
   Guard* self = reinterpret_cast<Guard*>(type->tp_alloc(type, 0));
@@ -249,8 +267,8 @@ PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
   self->handles = Py_NewRef(handles);
   self->latest = Py_NewRef(latest);
   self->trains = trains;
-  bool (*const adders[])(Guard*, PyObject*) = {add_table,  add_content, add_sequence, add_type, add_code, add_home,
-                                               add_reader, add_tensor,  add_array,    add_hooks};
+  bool (*const adders[])(Guard*, PyObject*) = {add_table, add_content, add_sequence, add_type,  add_code,
+                                               add_home,  add_reader,  add_tensor,   add_array, add_hooks};
   for (int i = 0; i < 10; ++i) {
     if (!add_each(self, parts[i], adders[i])) {
       Py_DECREF(self);
@@ -311,8 +329,11 @@ PyType_Slot guard_slots[] = {
 };
 
 PyType_Spec guard_spec = {
-    "graphdispatch.native._core.Guard", sizeof(Guard), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE, guard_slots,
+    "graphdispatch.native._core.Guard",
+    sizeof(Guard),
+    0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    guard_slots,
 };
 
 PyMethodDef functions[] = {

@@ -22,9 +22,7 @@ struct Call {
   PyObject* result = nullptr;
 };
 
-Outcome outcome(int truth) {
-  return truth == 1 ? Outcome::kServed : truth == 0 ? Outcome::kMissed : Outcome::kRaised;
-}
+Outcome outcome(int truth) { return truth == 1 ? Outcome::kServed : truth == 0 ? Outcome::kMissed : Outcome::kRaised; }
 
 // Whether a key is the spelling of a call, by the identity of the names; another one may be equal still.
 bool is_spelling(const Call& call, PyObject* key) {
@@ -81,8 +79,8 @@ bool spelled(const Call& call, PyObject* order, std::vector<PyObject*>& more, Py
 
 // Whether a value is no tensor and holds none.
 bool is_constant(PyObject* value) {
-  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) || PyUnicode_CheckExact(value) ||
-         PyComplex_CheckExact(value) || PyBytes_CheckExact(value);
+  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
+         PyUnicode_CheckExact(value) || PyComplex_CheckExact(value) || PyBytes_CheckExact(value);
 }
 
 // StateGuard.trainable of a guard that has just been found to hold; -1 with an error.
@@ -108,8 +106,8 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   }
   if (is_plain) return is_trainable(guard);
   PyObject* list = values.list();
-  const Ref answer(
-      list ? PyObject_CallMethodObjArgs(call.server, names.may_need_gradients, list, guard, nullptr) : nullptr);
+  const Ref answer(list ? PyObject_CallMethodObjArgs(call.server, names.may_need_gradients, list, guard, nullptr)
+                        : nullptr);
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 

@@ -1,9 +1,9 @@
 #include "plan.h"
 
-#include "ambient.h"
-
 #include <cmath>
 #include <cstring>
+
+#include "ambient.h"
 
 namespace gd {
 
@@ -286,8 +286,8 @@ int is_watched(PlanObject* self) {
   if (!depth) return -1;
   const int is_deep = PyObject_IsTrue(depth.get());
   if (is_deep) return is_deep;
-  const Ref answer = self->here ? attribute(self->here, names.is_capturing)
-                                : Ref(call(self->backend, names.is_capturing));
+  const Ref answer =
+      self->here ? attribute(self->here, names.is_capturing) : Ref(call(self->backend, names.is_capturing));
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 

@@ -34,8 +34,7 @@ struct Copy {
 };
 
 struct PlanObject {
-  PyObject_HEAD
-  PyObject *plan, *entry, *pool, *inputs, *take, *rows_object;
+  PyObject_HEAD PyObject *plan, *entry, *pool, *inputs, *take, *rows_object;
   PyObject *entry_dict, *pool_dict, *inputs_dict;  // live: each is the object's own
   PyObject *acquire, *release, *backend, *watch;
   PyObject* here;     // the thread-local that says whether the thread is recorded; null: the backend is asked

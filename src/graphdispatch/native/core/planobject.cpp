@@ -73,10 +73,12 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   return read_backend(self) && read_pool(self) ? made.release() : nullptr;
 }
 
-#define GD_REFERENCES(VISIT)                                                                                    \
-  VISIT(plan) VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(entry_dict)           \
-  VISIT(pool_dict) VISIT(inputs_dict) VISIT(acquire) VISIT(release) VISIT(backend) VISIT(watch) VISIT(here)     \
-  VISIT(streams) VISIT(stream) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
+#define GD_REFERENCES(VISIT)                                                                                     \
+  VISIT(plan)                                                                                                    \
+  VISIT(entry)                                                                                                   \
+  VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(entry_dict) VISIT(pool_dict) VISIT(inputs_dict) \
+      VISIT(acquire) VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(streams) VISIT(stream)         \
+          VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<PlanObject*>(object);

@@ -8,7 +8,7 @@
 namespace gd {
 
 constexpr int64_t kNoMatch = -1;
-constexpr int kMostDims = 64;   // torch allows no more
+constexpr int kMostDims = 64;  // torch allows no more
 
 // A dimension that follows the batch, and which bits of a call's number hold its extent: those of ``mask``, shifted.
 struct Span {
@@ -29,8 +29,7 @@ struct TensorForm {
 };
 
 struct SignatureObject {
-  PyObject_HEAD
-  Py_ssize_t count;  // of the values of a call
+  PyObject_HEAD Py_ssize_t count;  // of the values of a call
   bool is_inference;
   int device;
   PyObject* device_type;
@@ -44,8 +43,9 @@ struct SignatureObject {
 
 extern PyTypeObject* signature_type;
 
-// The rows of a call that fits (1 without a batch dimension; of several, one number), else kNoMatch. Where it is in doubt it says kNoMatch, so
-// that the call takes the slow path. kNoMatch with an error of Python if the interpreter fails.
+// The rows of a call that fits (1 without a batch dimension; of several, one number), else kNoMatch. Where it is in
+// doubt it says kNoMatch, so that the call takes the slow path. kNoMatch with an error of Python if the interpreter
+// fails.
 int64_t match(SignatureObject* signature, PyObject* const* values, Py_ssize_t count);
 
 bool add_signature(PyObject* module);

@@ -27,9 +27,9 @@ struct Shim {
 };
 
 extern Shim shim;
-extern Py_ssize_t tensor_offset;       // of the at::Tensor inside the PyObject
-extern PyTypeObject* tensor_type;      // torch.Tensor
-extern PyTypeObject* parameter_type;   // torch.nn.Parameter
+extern Py_ssize_t tensor_offset;      // of the at::Tensor inside the PyObject
+extern PyTypeObject* tensor_type;     // torch.Tensor
+extern PyTypeObject* parameter_type;  // torch.nn.Parameter
 
 // Whether an object's class is exactly torch.Tensor or torch.nn.Parameter.
 inline bool is_plain_tensor(PyObject* object) {

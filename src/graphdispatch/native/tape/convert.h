@@ -1,10 +1,9 @@
 // Python's arguments of an operator as the dispatcher takes them.
 #pragma once
 #define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <Python.h>
 
 namespace graphdispatch {
 

@@ -79,9 +79,7 @@ struct Kept<at::OptionalIntArrayRef> {
     return type->kind() == TypeKind::ListType &&
            type->expectRef<c10::ListType>().getElementType()->kind() == TypeKind::IntType;
   }
-  static type take(const IValue& value) {
-    return value.isNone() ? type() : type(value.toIntVector());
-  }
+  static type take(const IValue& value) { return value.isNone() ? type() : type(value.toIntVector()); }
 };
 template <>
 struct Kept<std::optional<at::ScalarType>> {
@@ -171,22 +169,22 @@ std::unique_ptr<DirectCall> make_direct_call(const c10::OperatorHandle& op, cons
   const auto& schema = op.schema();
   const bool is_one = schema.returns().size() == 1 && is_written(schema.returns()[0]);
   if (!is_one || schema.name().rfind("aten::", 0) != 0) return nullptr;
-  return first<Tensor&(const Tensor&, Tensor&),                                     // exp, rsqrt, silu
-               Tensor&(const Tensor&, const Tensor&, Tensor&),                      // mul, mm, bmm, eq
-               Tensor&(const Tensor&, const Tensor&, const Scalar&, Tensor&),       // add, sub
-               Tensor&(const Tensor&, const Scalar&, Tensor&),                      // pow, gt
-               Tensor&(const Tensor&, const Tensor&, const Tensor&, Tensor&),       // where
+  return first<Tensor&(const Tensor&, Tensor&),                                // exp, rsqrt, silu
+               Tensor&(const Tensor&, const Tensor&, Tensor&),                 // mul, mm, bmm, eq
+               Tensor&(const Tensor&, const Tensor&, const Scalar&, Tensor&),  // add, sub
+               Tensor&(const Tensor&, const Scalar&, Tensor&),                 // pow, gt
+               Tensor&(const Tensor&, const Tensor&, const Tensor&, Tensor&),  // where
                Tensor&(const Tensor&, const Tensor&, const Tensor&, const Scalar&, const Scalar&, Tensor&),  // addmm
-               Tensor&(const Tensor&, int64_t, bool, Tensor&),                      // softmax
-               Tensor&(const Tensor&, int64_t, const Tensor&, Tensor&),             // index_select
-               Tensor&(const Tensor&, const Indices&, Tensor&),                     // index
+               Tensor&(const Tensor&, int64_t, bool, Tensor&),                                               // softmax
+               Tensor&(const Tensor&, int64_t, const Tensor&, Tensor&),  // index_select
+               Tensor&(const Tensor&, const Indices&, Tensor&),          // index
                Tensor&(const Tensor&, at::OptionalIntArrayRef, bool, std::optional<at::ScalarType>, Tensor&),  // mean
-               Tensor&(const at::ITensorListRef&, int64_t, Tensor&),                // cat
-               Tensor&(Tensor&, const Tensor&, bool),                               // copy_
-               Tensor&(Tensor&, const Tensor&),                                     // mul_
-               Tensor&(Tensor&, const Tensor&, const Scalar&),                      // add_
-               Tensor&(Tensor&, int64_t, const Tensor&, const Tensor&),             // index_copy_
-               Tensor&(Tensor&, const Indices&, const Tensor&, bool)                // index_put_
+               Tensor&(const at::ITensorListRef&, int64_t, Tensor&),                                           // cat
+               Tensor&(Tensor&, const Tensor&, bool),                                                          // copy_
+               Tensor&(Tensor&, const Tensor&),                                                                // mul_
+               Tensor&(Tensor&, const Tensor&, const Scalar&),                                                 // add_
+               Tensor&(Tensor&, int64_t, const Tensor&, const Tensor&),  // index_copy_
+               Tensor&(Tensor&, const Indices&, const Tensor&, bool)     // index_put_
                >(op, arguments, is_hidden ? short_keys(arguments) : c10::DispatchKeySet());
 }
 

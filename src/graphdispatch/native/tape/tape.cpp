@@ -3,9 +3,6 @@
 // Each is called through torch's dispatcher, below autograd, as the Python loop of backends/cpu calls it: the same
 // kernels for the same reasons, the profiler and the generators included. What cannot be prepared stays a call of
 // Python, for which alone the GIL is taken.
-#include "convert.h"
-#include "direct.h"
-
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
@@ -13,6 +10,9 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
+
+#include "convert.h"
+#include "direct.h"
 
 namespace {
 
@@ -23,14 +23,13 @@ struct Step {
   std::optional<c10::OperatorHandle> op;  // none: Python's call
   torch::jit::Stack arguments;
   std::unique_ptr<graphdispatch::DirectCall> direct;  // what is called instead of `op`, where it can be
-  bool copies = false;  // whether new results are copied to `outs`
+  bool copies = false;                                // whether new results are copied to `outs`
   std::vector<at::Tensor> outs;
   PyObject* call = nullptr;  // owned, where there is no operator
 };
 
 struct Tape {
-  PyObject_HEAD
-  std::vector<Step>* steps;
+  PyObject_HEAD std::vector<Step>* steps;
   Py_ssize_t position;  // the step that runs, or the last that ran
   PyObject* loop;       // owned; Python's way through all steps
   PyObject* tell;       // owned; gets a position, and an error to note it in, or shapes to refuse
@@ -70,7 +69,8 @@ class Warnings : public c10::WarningHandler {
   std::vector<c10::Warning> kept_;
 };
 
-// Whether nothing but the library's own guard changes what operators do on this thread: no mode, no transform, no trace.
+// Whether nothing but the library's own guard changes what operators do on this thread: no mode, no transform, no
+// trace.
 bool is_plain_thread() {
   const auto added = c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set;
   return added.empty() && !at::impl::torch_function_mode_enabled();
@@ -293,9 +293,12 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(make)},           {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},  {Py_tp_clear, reinterpret_cast<void*>(clear)},
-    {Py_tp_methods, reinterpret_cast<void*>(methods)},    {Py_sq_length, reinterpret_cast<void*>(length)},
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_methods, reinterpret_cast<void*>(methods)},
+    {Py_sq_length, reinterpret_cast<void*>(length)},
     {0, nullptr},
 };
 PyType_Spec tape_type = {
