@@ -19,7 +19,7 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from .branch import Branch
-from .eager_run import EagerRun, check_draws, check_may_capture, check_python_state, undo_run
+from .eager_run import EagerRun, check_draws, check_may_capture, undo_run
 from .effects import EffectRecorder, redo, retry_once, undo
 from .gain import check_gain, may_be_timed
 from .padding import Padding
@@ -147,9 +147,7 @@ class CaptureAttempt:
         self.start_over(f"warming up with {self.request.size} rows")
         self.load()
         self._run_watched()
-        check_python_state(
-            self.eager.trace.walk.change(self.eager.trace.spelled)
-        )  # else the next run may write other memory
+        self.eager.check_state()  # else the next run may write other memory
 
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
@@ -224,7 +222,7 @@ class CaptureAttempt:
             raise CaptureError(
                 f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN
             )
-        check_python_state(self.eager.trace.walk.change(self.eager.trace.spelled))
+        self.eager.check_state()
         check_draws(self.eager.trace.walk.drew())
         return guard
 
@@ -284,7 +282,7 @@ class CaptureAttempt:
             if effects.is_quiet or not is_quiet:
                 if self._branch is not None:
                     self._branch.check(effects, rows)
-                check_python_state(within(walk.change))
+                within(self.eager.check_state)
                 check_draws(walk.drew())
                 may_have_changed = False
                 return self.eager.open_outputs(output)

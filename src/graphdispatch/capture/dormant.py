@@ -26,7 +26,7 @@ from ..call.spec import is_tensor
 from ..extents import Extents
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
-from .eager_run import check_draws, check_python_state, undo_run
+from .eager_run import check_draws, undo_run
 from .effects import EffectRecorder
 from .padding import Padding
 from .recording import uncached_casts
@@ -208,7 +208,7 @@ def _run_apart(
     try:
         with uncached_casts(), request.backend.rehearsing(), attempt.eager.trace, effects.guarding():
             output = within(request.call, values)
-        check_python_state(within(walk.change))
+        within(attempt.eager.check_state)
         check_draws(walk.drew())
         may_have_changed = False
         return read(tensors_in(attempt.eager.open_outputs(output)))

@@ -27,7 +27,7 @@ from .request import CaptureRequest, CaptureResult, failed_result
 if TYPE_CHECKING:
     from ..memory.told import Told
 
-__all__ = ["EagerRun", "check_draws", "check_may_capture", "check_python_state", "run_eagerly", "undo_run"]
+__all__ = ["EagerRun", "check_draws", "check_may_capture", "run_eagerly", "undo_run"]
 
 
 @dataclass
@@ -54,6 +54,10 @@ class EagerRun:
     """What Python state the run changed, in words, or None."""
     unseen: str | None
     """What state it advanced that cannot be put back, in words, or None."""
+
+    def check_state(self) -> None:
+        """Raise ``CaptureError`` if a run since then changed Python state."""
+        _check_python_state(self.trace.walk.change(self.trace.spelled))
 
     def find_told(self, values: Sequence[Any], guard: StateGuard, known: "Told | None" = None) -> "Told | None":
         """What its code tells of the arguments besides their values; ``known`` if that is the same, None if nothing."""
@@ -166,7 +170,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
         raise CaptureError(
             f"saving what the call overwrites failed: {unsaved}", request.backend.classify_error(unsaved)
         )
-    check_python_state(eager.changed)
+    _check_python_state(eager.changed)
     check_draws(eager.unseen)
     if eager.trace.walk.overflow is not None:
         raise CaptureError(
@@ -243,7 +247,7 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             )
 
 
-def check_python_state(changed: str | None) -> None:
+def _check_python_state(changed: str | None) -> None:
     """Raise ``CaptureError`` if a run changed Python state; ``changed`` says what, in words."""
     if changed is not None:
         raise CaptureError(
