@@ -237,6 +237,8 @@ def test_most_code_reads_nothing_of_this() -> None:
 
 
 def _compares_types(x: Tensor) -> bool:
+    if x.T is _compares_types:
+        return True
     is_type = type(x) is Tensor or type(x) is nn.Parameter or type(x) is type(x.dtype) or type(x) is str
     return is_type or x is None or x is True or x.dtype is torch.float16 or x.__class__ is not Tensor
 

@@ -101,7 +101,7 @@ def code_reads(code: CodeType) -> CodeReads:
         frozenset(variables),
         frozenset(imports),
         texts,
-        frozenset(compared | (variables & {"id", "hash"})),
+        frozenset((compared - {code.co_name}) | (variables & {"id", "hash"})),  # itself is a function
         of_others,
         of_self,
         of_globals,
