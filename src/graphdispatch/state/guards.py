@@ -41,8 +41,9 @@ _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
 """Classes of which torch's pytrees make no nest."""
 _training = attrgetter("training")
 _code, _table = attrgetter("__code__"), attrgetter("__dict__")
-_address = torch.Tensor.data_ptr
-_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
+_address, _shape, _strides = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+_dtype = attrgetter("dtype")
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (_shape, _strides, _dtype)
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -134,8 +135,11 @@ class StateGuard:
                 if not same_objects(read, self._held):
                     return False
                 self._held = read  # equal constants, which are found faster the next time
-            if self.tensors and self._places() != (self._addresses, self._forms):
-                return False
+            tensors = self.tensors
+            with torch._C.DisableTorchFunction():
+                forms = [list(map(_shape, tensors)), list(map(_strides, tensors)), list(map(_dtype, tensors))]
+                if forms != self._forms or list(map(_address, self._tensors)) != self._addresses:
+                    return False
             if list(map(tuple, self._tables)) != self._keys and not self._has_same_keys():
                 return False
             if not all(table.keys().isdisjoint(names) for table, names in self._absent):
