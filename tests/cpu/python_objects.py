@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from graphdispatch import graphed
 
-__all__ = ["Box", "Slotted", "served"]
+__all__ = ["Box", "Slotted", "check_reading", "served"]
 
 
 class Box:
@@ -29,3 +31,15 @@ class Slotted:
 def served(fn: Callable[..., Any], **options: Any) -> Any:
     """``fn`` behind ``graphed``, with graphs of four rows."""
     return graphed(fn, dynamic={"x": 0}, sizes=(4,), **options)
+
+
+def check_reading(number: Callable[[], Any], change: Callable[[], Any]) -> None:
+    """A callable that reads ``number``, which is 2, and 5 after ``change``: each call answers as eager does."""
+    step = served(lambda x: x * number())
+    for expected in (2, 5):
+        for rows in (3, 4, 3, 3, 2):
+            x = torch.rand(rows, 2)
+            assert torch.equal(step(x), x * expected)
+        if expected == 2:
+            assert step.stats.hits, step.explain(x)
+            change()

@@ -23,6 +23,8 @@ import graphdispatch as gd
 from graphdispatch.reasons import Reason
 from graphdispatch.state.walk import StateWalk
 
+from .python_objects import check_reading
+
 Reading = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
 """Makes state: what reads a number from it, which is 2 at first, and what makes it 5."""
 READ: dict[str, Reading] = {}
@@ -405,19 +407,7 @@ def home() -> Any:
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_is_compared(name: str) -> None:
     """A call after a change answers as eager does."""
-    number, change = READ[name]()
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * number()
-
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,))
-    for expected in (2, 5):
-        for rows in (3, 4, 3, 3, 2):
-            x = torch.rand(rows, 2)
-            assert torch.equal(step(x), x * expected)
-        if expected == 2:
-            assert step.stats.hits, step.explain(x)
-            change()
+    check_reading(*READ[name]())
 
 
 def _counting_thread() -> Any:

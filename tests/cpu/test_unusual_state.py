@@ -25,6 +25,8 @@ from torch import nn
 import graphdispatch as gd
 from graphdispatch.reasons import Reason
 
+from .python_objects import check_reading
+
 Reading = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
 """Makes state: what reads a number from it, which is 2 at first, and what makes it 5."""
 Writing = Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
@@ -550,19 +552,7 @@ def context_written() -> Any:
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_is_compared(name: str) -> None:
     """A call after a change answers as eager does."""
-    number, change = READ[name]()
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * number()
-
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,))
-    for expected in (2, 5):
-        for rows in (3, 4, 3, 3, 2):
-            x = torch.rand(rows, 2)
-            assert torch.equal(step(x), x * expected)
-        if expected == 2:
-            assert step.stats.hits, step.explain(x)
-            change()
+    check_reading(*READ[name]())
 
 
 @pytest.mark.parametrize("name", WRITTEN)

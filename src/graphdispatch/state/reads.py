@@ -296,10 +296,8 @@ class StateReads:
         self.functions.append(fn)
         for cell in cells:
             held = objects.cell_value(cell)
-            is_empty = held is ABSENT
-            self.readers.append(
-                partial(objects.cell_value, cell) if is_empty else partial(getattr, cell, "cell_contents")
-            )
+            read = partial(objects.cell_value, cell) if held is ABSENT else partial(getattr, cell, "cell_contents")
+            self.readers.append(read)
             self._pending.append(held)
         defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
         self.readers += (partial(getattr, fn, name) for name in defaults)
