@@ -59,12 +59,18 @@ class Unlocked:
     _left_out: ClassVar[frozenset[str]] = frozenset(("_lock",))
     """The attributes that a copy makes for itself."""
 
+    def _attributes(self) -> dict[str, Any]:
+        """All attributes by name, those that lie in slots first."""
+        slots = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ()) if name != "__dict__"]
+        return {name: getattr(self, name) for name in slots} | vars(self)
+
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            return {name: copy(value) for name, value in vars(self).items() if name not in self._left_out}
+            return {name: copy(value) for name, value in self._attributes().items() if name not in self._left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
         self._lock = make_lock()
 
 

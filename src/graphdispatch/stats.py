@@ -65,6 +65,8 @@ class CUDAGraphStats(Unlocked, Shown):
     that count in it belong to one pool.
     """
 
+    __slots__ = ("_rows_of_hits", "hits", "padded_rows", "real_rows", "replays")
+
     def __init__(self, *, knows_rows: bool = True) -> None:
         self._lock = make_lock()
         self._knows_rows = knows_rows
@@ -170,7 +172,7 @@ class CUDAGraphStats(Unlocked, Shown):
     def to_dict(self) -> dict[str, Any]:
         """The counters as plain data, for JSON."""
         with self._lock:
-            plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+            plain = {k: v for k, v in self._attributes().items() if not k.startswith("_")}
             for name in ("reasons", "eviction_reasons"):
                 plain[name] = {reason.value: n for reason, n in plain[name].items()}
         return plain | {name: getattr(self, name) for name in ("hit_rate", "graph_ratio", "padding_ratio")}

@@ -395,3 +395,103 @@ def test_inputs_that_lie_apart_by_size_are_loaded_by_python(way: str) -> None:
         assert is_hit
         assert torch.equal(answer, x + 1)
     assert isinstance(step.entries[0].inputs, StaticInputs)
+
+
+def test_each_thread_has_its_own_decision(way: str) -> None:
+    """Threads that take turns on one server read their own latest decision, and one that captures does not hit."""
+    step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
+    told: dict[int, list[int]] = {0: [], 1: []}
+    turn = threading.Barrier(2)
+    backend = step.entries[0].backend
+
+    def work(me: int) -> None:
+        with torch.no_grad():
+            for number in range(6):
+                turn.wait()
+                if number % 2 == me:
+                    step(torch.ones(ROWS - me, 2))
+                turn.wait()
+                decision = step.last_decision
+                told[me].append(0 if decision is None else decision.rows)
+
+    step(torch.ones(ROWS - 1, 2))  # compares the padded batch
+    threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == {0: [ROWS] * 6, 1: [0] + [ROWS - 1] * 5}
+    hits = step.stats.hits
+    with backend.watched():
+        step(torch.ones(ROWS, 2))
+        other = threading.Thread(target=torch.no_grad()(lambda: step(torch.ones(ROWS, 2))))
+        other.start()
+        other.join()
+    assert step.stats.hits == hits + 1
+
+
+def test_a_local_of_another_kind_is_asked_each_time(way: str) -> None:
+    """A library may put its own class in the place of ``threading.local``, and tell more than threads apart."""
+
+    class Elsewhere:
+        here: dict[str, Any]
+
+        @property
+        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+            raise AssertionError("the dict was read")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            told.append(name)
+
+    told: list[str] = []
+    step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
+    step._server.local = Elsewhere()
+    for _ in range(2):
+        assert served(step, torch.ones(ROWS, 2))[1]
+    assert told == ["decision"] * 2
+
+
+def test_a_changed_class_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields are read where they lie only as long as nobody changes their class, or an object's class."""
+    step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
+    entry, batch = step.entries[0], torch.ones(ROWS, 2)
+    assert served(step, batch)[1]
+
+    class Watched(type(entry)):  # type: ignore[misc]
+        __slots__ = ()
+
+        @property
+        def default_device(self) -> Any:
+            asked.append("subclass")
+            return None
+
+    asked: list[str] = []
+    entry.__class__ = Watched
+    assert served(step, batch)[1]
+    assert "subclass" in asked
+    entry.__class__ = Watched.__base__
+    asked.clear()
+    slot = Watched.__base__.told
+    read = property(lambda self: (asked.append("class"), slot.__get__(self))[1])
+    monkeypatch.setattr(Watched.__base__, "told", read)
+    assert served(step, batch)[1]
+    assert "class" in asked
+    monkeypatch.undo()
+    asked.clear()
+    assert served(step, batch)[1]
+    assert not asked
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda stats: pickle.loads(pickle.dumps(stats))])
+def test_a_copy_of_statistics_has_all_of_them(way: str, copied: Callable[[Any], Any]) -> None:
+    """Those that the core counts in slots, too; and it goes on by itself."""
+    step, batch = settled(lambda x: x * 2, torch.ones(ROWS, 2)), torch.ones(ROWS, 2)
+    assert served(step, batch)[1]
+    before, rows, made = step.stats.to_dict(), step.stats.rows, copied(step.stats)
+    assert served(step, batch)[1]
+    assert (made.to_dict(), made.rows) == (before, rows)
+    assert step.stats.hits == made.hits + 1
+    step.stats.reset()
+    assert (step.stats.hits, step.stats.rows) == (0, {})
+    assert served(step, batch)[1]
+    assert step.stats.rows == {ROWS: 1}

@@ -80,8 +80,7 @@ class Signature:
     Make it only from a call for which ``refusal`` finds nothing.
     """
 
-    native: Any = None
-    """What matches a call in the core; None where Python does."""
+    __slots__ = ("__dict__", "native")
 
     def __init__(
         self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
@@ -96,6 +95,8 @@ class Signature:
         self._constants: list[tuple[int, type[Any], Any, Any]] = []
         self._objects: list[tuple[int, Any]] = []
         self.rows = NO_MATCH
+        self.native: Any = None
+        """What matches a call in the core; None where Python does."""
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
             if is_tensor(value):
                 self._add_tensor(position, leaf, value, rules)
@@ -227,6 +228,7 @@ class ForeignSignature(Signature):
         """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
         self.inputs = []
         self.rows = NO_MATCH
+        self.native = None
         self._inference = False
 
     def match(self, values: Sequence[Any]) -> int:

@@ -35,7 +35,7 @@ __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 _MOST_PLANS = 8192
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class CUDAGraphEntry(NotCopied):
     """One captured graph: what it serves, its buffers, outputs, pool, state and statistics.
 

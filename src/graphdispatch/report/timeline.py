@@ -114,7 +114,8 @@ class _Watch:
         self.server, self.trace = server, trace
         self.capturer, self.observes = server.graphs._capturer, server.observes
         methods = {"step": self._call(server.step), "refuse": self._call(server.refuse)}
-        vars(server).update(methods, observed=self._observed(server.observed), observes=True)
+        vars(server).update(methods, observed=self._observed(server.observed))
+        server.observes = True
         vars(server)["parts_of"] = lambda _: ()  # the core would serve refused calls without asking
         self._forget_hits()
         server.graphs._capturer = Capturer(

@@ -38,6 +38,7 @@ class EagerPath(HitPath):
         self.stats = graphs.stats
         self.lock = graphs.lock
         self.local = threading.local()
+        self.observes = False
         self.strict = strict
 
     @property

@@ -45,6 +45,8 @@ class Route:
     with each call. Changed only with the server's lock held; ``spellings`` is read without it.
     """
 
+    __slots__ = ("__dict__", "spellings")
+
     def __init__(
         self,
         key: Hashable,
@@ -106,6 +108,8 @@ class Route:
 class Spelling:
     """One way of spelling a call, with the groups that such calls have made; the latest used is tried first."""
 
+    __slots__ = ("changes", "groups", "latest", "spec")
+
     def __init__(self, spec: CallSpec, first: "GraphGroup") -> None:
         self.spec = spec
         self.groups = [first]
@@ -129,7 +133,7 @@ class Spelling:
         return None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class GraphGroup:
     """The graphs of one signature, by size. Changed only with the server's lock held; ``hits`` is read without it."""
 

@@ -30,14 +30,16 @@ _log = logging.getLogger("graphdispatch")
 class HitPath(ABC):
     """Serves calls that are hits, and hands all others to ``step``."""
 
+    __slots__ = ("__dict__", "__weakref__", "local", "observes", "stats")
+
     stats: CUDAGraphStats
     local: threading.local
+    observes: bool
+    """Whether a replay is timed or logged."""
     times_replays = False
     """Whether entries collect the device time of their replays (``avg_replay_time_ms``)."""
     logs_replays = False
     """Whether each replay is logged at DEBUG level."""
-    observes = False
-    """Whether a replay is timed or logged."""
 
     def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""

@@ -79,6 +79,7 @@ class TokenCount(Signature):
     def __init__(self) -> None:
         self.inputs = []
         self.rows = 1
+        self.native = None
 
     def match(self, values: Sequence[Any]) -> int:
         """The number of tokens; every call fits."""

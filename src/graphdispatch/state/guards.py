@@ -63,6 +63,8 @@ class StateGuard:
     so; anything else Python compares again. Thread-safe.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "native")
+
     def __init__(
         self,
         fn: Callable[..., Any],

@@ -6,23 +6,21 @@
 namespace gd {
 
 // Names of attributes and methods that the core reads or calls.
-#define GD_NAMES(NAME)                                                                                                \
-  NAME(acquire)                                                                                                       \
-  NAME(release) NAME(state) NAME(graph) NAME(replay) NAME(mutated) NAME(written) NAME(uses_rng) NAME(replay_count)    \
-      NAME(verify_at) NAME(last_used) NAME(workspaces) NAME(writes_outside) NAME(bare) NAME(told) NAME(knows)         \
-          NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) NAME(failed)              \
-              NAME(copy_back) NAME(replaying_on) NAME(order_after_last_use) NAME(is_capturing) NAME(depth)            \
-                  NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits)          \
-                      NAME(replays) NAME(real_rows) NAME(padded_rows) NAME(_rows_of_hits) NAME(record_hit) NAME(open) \
-                          NAME(spellings) NAME(latest) NAME(call) NAME(flatten) NAME(signature) NAME(native)          \
-                              NAME(match) NAME(step) NAME(stats) NAME(local) NAME(decision) NAME(observes)            \
-                                  NAME(observed) NAME(may_need_gradients) NAME(had_effects) NAME(refuse) NAME(pop)    \
-                                      NAME(trainable) NAME(__dict__) NAME(_current_level) NAME(lock) NAME(pool)       \
-                                          NAME(backend) NAME(inputs) NAME(watch) NAME(here) NAME(stream) NAME(low)    \
-                                              NAME(high) NAME(_here) NAME(_default) NAME(_last_stream)                \
-                                                  NAME(_is_known_to_core) NAME(misses) NAME(reasons)                  \
-                                                      NAME(_rows_of_eager) NAME(fallbacks) NAME(_runs) NAME(begin)    \
-                                                          NAME(end)
+// clang-format off
+#define GD_NAMES(NAME) \
+  NAME(acquire) NAME(release) NAME(state) NAME(graph) NAME(replay) NAME(mutated) NAME(written) NAME(uses_rng) \
+  NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(workspaces) NAME(writes_outside) NAME(bare) \
+  NAME(told) NAME(knows) NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
+  NAME(failed) NAME(copy_back) NAME(replaying_on) NAME(order_after_last_use) NAME(is_capturing) NAME(depth) \
+  NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) NAME(replays) \
+  NAME(real_rows) NAME(padded_rows) NAME(_rows_of_hits) NAME(record_hit) NAME(open) NAME(spellings) \
+  NAME(latest) NAME(call) NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step) NAME(stats) \
+  NAME(local) NAME(decision) NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects) \
+  NAME(refuse) NAME(pop) NAME(trainable) NAME(__dict__) NAME(_current_level) NAME(lock) NAME(pool) \
+  NAME(backend) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high) NAME(_here) \
+  NAME(_default) NAME(_last_stream) NAME(_is_known_to_core) NAME(misses) NAME(reasons) NAME(_rows_of_eager) \
+  NAME(fallbacks) NAME(_runs) NAME(begin) NAME(end)
+// clang-format on
 
 struct Names {
 #define GD_DECLARE(name) PyObject* name;
@@ -31,10 +29,11 @@ struct Names {
 };
 
 // The keys of the dicts that memory/replay.py and serve/hit.py give.
-#define GD_FACTS(FACT)                                                                                 \
-  FACT(evicted)                                                                                        \
-  FACT(failed_state) FACT(windows) FACT(next_use) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \
-      FACT(replay_error)
+// clang-format off
+#define GD_FACTS(FACT) \
+  FACT(evicted) FACT(failed_state) FACT(windows) FACT(next_use) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \
+  FACT(replay_error)
+// clang-format on
 
 struct Facts {
 #define GD_DECLARE(name) PyObject* name;

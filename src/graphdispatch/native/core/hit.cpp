@@ -15,6 +15,11 @@ constexpr Py_ssize_t kOfHit = 4, kOfStanding = 6;  // fields of what GraphGroup.
 
 enum class Outcome { kServed, kMissed, kRaised, kRefused };
 
+// What the core reads of a server and what belongs to it.
+Slot spellings_of{names.spellings}, latest_of{names.latest}, signature_of{names.signature}, hits_of{names.hits};
+Slot native_of_signature{names.native}, native_of_plan{names.native}, native_of_guard{names.native};
+Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
+
 // A call under way: what HitPath.serve was given, and what it finds.
 struct Call {
   PyObject *server, *route, *args, *kwargs;
@@ -38,7 +43,7 @@ bool is_spelling(const Call& call, PyObject* key) {
 
 // The spelling of a call: (number of positional arguments, *keywords).
 Ref spelling_of(const Call& call) {
-  const Ref spellings = attribute(call.route, names.spellings);
+  const Ref spellings = spellings_of.of(call.route);
   if (!spellings || !PyDict_Check(spellings.get())) return Ref();
   PyObject *first, *found;
   Py_ssize_t begin = 0;
@@ -85,7 +90,7 @@ bool is_constant(PyObject* value) {
 
 // StateGuard.trainable of a guard that has just been found to hold; -1 with an error.
 int is_trainable(PyObject* guard) {
-  const Ref native = attribute(guard, names.native);
+  const Ref native = native_of_guard.of(guard);
   const int known = native && is_guard(native.get()) ? guard_trainable(native.get()) : -1;
   if (!native || known >= 0) return known;
   const Ref answer = attribute(guard, names.trainable);
@@ -113,7 +118,7 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
 
 // Find the prepared hit of a call that fits, or why none can be: 1, 0 if there is neither, -1 with an error.
 int find(Call& call, PyObject* signature, Values& values) {
-  const Ref core = attribute(signature, names.native);
+  const Ref core = native_of_signature.of(signature);
   if (!core) return -1;
   int64_t rows = kNoMatch;
   if (Py_IS_TYPE(core.get(), signature_type)) {
@@ -127,7 +132,7 @@ int find(Call& call, PyObject* signature, Values& values) {
     PyObject* list = values.list();
     if (list) number = Ref(PyObject_CallMethodOneArg(signature, names.match, list));
   }
-  const Ref hits = number ? attribute(call.group.get(), names.hits) : Ref();
+  const Ref hits = number ? hits_of.of(call.group.get()) : Ref();
   if (!hits) return -1;
   call.hit = Ref::of(PyDict_Check(hits.get()) ? PyDict_GetItemWithError(hits.get(), number.get()) : nullptr);
   if (!call.hit && !PyErr_Occurred()) call.hit = Ref(PyObject_GetItem(hits.get(), number.get()));
@@ -140,7 +145,7 @@ int find(Call& call, PyObject* signature, Values& values) {
 // Whether the guard holds: 1, 0, or -1 with an error.
 int holds(PyObject* guard) {
   if (guard == Py_None) return 1;
-  const Ref native = attribute(guard, names.native);
+  const Ref native = native_of_guard.of(guard);
   if (!native) return -1;
   if (is_guard(native.get()) && guard_holds(native.get())) return 1;
   const Ref answer(PyObject_CallMethodNoArgs(guard, names.holds));
@@ -170,7 +175,7 @@ Outcome refused(const Call& call) {
 }
 
 Outcome replay(Call& call, PlanObject* plan, Values& values) {
-  const Ref observes = attribute(call.server, names.observes), stats = attribute(call.server, names.stats);
+  const Ref observes = observes_of.of(call.server), stats = stats_of.of(call.server);
   if (!observes || !stats) return Outcome::kRaised;
   if (observes.get() == Py_False) {
     call.result = run(plan, values, stats.get());
@@ -180,8 +185,10 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
     call.result = list ? PyObject_VectorcallMethod(names.observed, args, 4, nullptr) : nullptr;
   }
   if (!call.result) return PyErr_ExceptionMatches(facts.replay_error) ? refused(call) : Outcome::kRaised;
-  const Ref local = attribute(call.server, names.local);
-  if (!local || PyObject_SetAttr(local.get(), names.decision, PyTuple_GET_ITEM(call.hit.get(), 2))) {
+  Ref local = local_of.of(call.server);
+  const bool is_local = static_cast<bool>(local);
+  if (is_local && local.get() != plan->latest.object()) plan->latest.use(std::move(local));
+  if (!is_local || !plan->latest.put(names.decision, PyTuple_GET_ITEM(call.hit.get(), 2))) {
     Py_CLEAR(call.result);
     return Outcome::kRaised;
   }
@@ -189,12 +196,12 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
 }
 
 Outcome serve_values(Call& call, Values& values) {
-  const Ref signature = attribute(call.group.get(), names.signature);
+  const Ref signature = signature_of.of(call.group.get());
   const int found = signature ? find(call, signature.get(), values) : -1;
   if (found != 1) return outcome(found);
   if (PyTuple_GET_SIZE(call.hit.get()) == kOfStanding) return Outcome::kRefused;
   PyObject* guard = PyTuple_GET_ITEM(call.hit.get(), 3);
-  const Ref native = attribute(PyTuple_GET_ITEM(call.hit.get(), 1), names.native);
+  const Ref native = native_of_plan.of(PyTuple_GET_ITEM(call.hit.get(), 1));
   if (!native || !Py_IS_TYPE(native.get(), plan_type)) return native ? Outcome::kMissed : Outcome::kRaised;
   auto* plan = reinterpret_cast<PlanObject*>(native.get());
   PyObject* level = item(PyModule_GetDict(facts.forward_ad), names._current_level);
@@ -213,7 +220,7 @@ Outcome serve_values(Call& call, Values& values) {
 
 Outcome serve_call(Call& call) {
   const Ref spelling = spelling_of(call);
-  const Ref latest = spelling ? attribute(spelling.get(), names.latest) : Ref();
+  const Ref latest = spelling ? latest_of.of(spelling.get()) : Ref();
   if (!latest) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
   if (!PyTuple_CheckExact(latest.get()) || PyTuple_GET_SIZE(latest.get()) != 3) return Outcome::kMissed;
   call.group = Ref::of(PyTuple_GET_ITEM(latest.get(), 0));

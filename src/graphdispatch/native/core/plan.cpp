@@ -20,6 +20,19 @@ PyObject* Values::list() {
 
 namespace {
 
+// What the core reads of an entry, of plans and of statistics.
+struct {
+  Slot state{names.state}, graph{names.graph}, mutated{names.mutated}, written{names.written};
+  Slot uses_rng{names.uses_rng}, replay_count{names.replay_count}, last_used{names.last_used};
+  Slot verify_at{names.verify_at}, default_device{names.default_device}, workspaces{names.workspaces};
+  Slot writes_outside{names.writes_outside}, told{names.told}, bare{names.bare};
+} of_entry;
+struct {
+  Slot hits{names.hits}, replays{names.replays}, real_rows{names.real_rows}, padded_rows{names.padded_rows};
+  Slot by_rows{names._rows_of_hits};
+} of_stats;
+Slot native_of_plan{names.native};
+
 constexpr size_t kMostBytes = 256 * 1024;  // of one call that are copied here; torch copies more on several threads
 
 PyObject* call(PyObject* object, PyObject* method) { return PyObject_CallMethodNoArgs(object, method); }
@@ -32,17 +45,15 @@ bool add(PyObject* dict, PyObject* name, int64_t more) {
   return sum && PyDict_SetItem(dict, name, sum.get()) == 0;
 }
 
-// Whether an item of a dict is true; a missing one is not.
-bool is_true(PyObject* dict, PyObject* name) {
-  PyObject* value = item(dict, name);
-  return value && value != Py_None && value != Py_False && PyObject_IsTrue(value) != 0;
-}
+// Whether a value is true: 1, 0, or -1 with an error.
+int truth(const Ref& value) { return value ? PyObject_IsTrue(value.get()) : -1; }
 
 // CUDAGraphStats.record_hit, and the figures of the entry.
 bool count_hit(PlanObject* self, PyObject* stats) {
   const Ref used(PyObject_CallNoArgs(facts.next_use));
-  if (!used || !add(self->entry_dict, names.replay_count, 1)) return false;
-  if (PyDict_SetItem(self->entry_dict, names.last_used, used.get())) return false;
+  if (!used || !of_entry.replay_count.add(self->entry, 1) || !of_entry.last_used.put(self->entry, used.get())) {
+    return false;
+  }
   const Ref rows(self->cells == self->rows ? Py_NewRef(self->rows_object) : PyLong_FromLongLong(self->cells));
   if (!rows) return false;
   if (reinterpret_cast<PyObject*>(Py_TYPE(stats)) != facts.stats_type) {
@@ -51,16 +62,15 @@ bool count_hit(PlanObject* self, PyObject* stats) {
                         : nullptr);
     return static_cast<bool>(done);
   }
-  const Ref dict(PyObject_GenericGetDict(stats, nullptr));
-  if (!dict || !add(dict.get(), names.hits, 1) || !add(dict.get(), names.replays, 1) ||
-      !add(dict.get(), names.real_rows, self->cells) || !add(dict.get(), names.padded_rows, self->all_cells)) {
+  if (!of_stats.hits.add(stats, 1) || !of_stats.replays.add(stats, 1) || !of_stats.real_rows.add(stats, self->cells) ||
+      !of_stats.padded_rows.add(stats, self->all_cells)) {
     return false;
   }
-  PyObject* by_rows = item(dict.get(), names._rows_of_hits);
-  if (!by_rows || !PyDict_Check(by_rows)) return !PyErr_Occurred();
+  const Ref by_rows = of_stats.by_rows.of(stats);
+  if (!by_rows || !PyDict_Check(by_rows.get())) return !PyErr_Occurred();
   constexpr Py_ssize_t kMostRows = 4096;  // _MOST_ROWS of stats.py
-  if (PyDict_GET_SIZE(by_rows) >= kMostRows && !item(by_rows, rows.get())) return !PyErr_Occurred();
-  return add(by_rows, rows.get(), 1);
+  if (PyDict_GET_SIZE(by_rows.get()) >= kMostRows && !item(by_rows.get(), rows.get())) return !PyErr_Occurred();
+  return add(by_rows.get(), rows.get(), 1);
 }
 
 // Find out, with the pool's lock held, where the rows of a batch go.
@@ -195,8 +205,8 @@ PyObject* take(PlanObject* self) {
 
 // Pool.order_after_last_use.
 bool order(PlanObject* self) {
-  if (self->streams && item(self->pool_dict, names._last_stream) == self->stream) {
-    const Ref current = attribute(self->streams, names.stream);
+  if (self->streams.object() && item(self->pool_dict, names._last_stream) == self->stream) {
+    const Ref current = self->streams.of(names.stream);
     if (!current) return false;
     if (current.get() == self->stream) return true;
   }
@@ -220,12 +230,11 @@ void fail(PlanObject* self, Values& values, const char* stage) {
 
 // Whether Python has to run this replay: to refuse it, or to keep the state of the generator.
 bool is_unusual(PlanObject* self) {
-  PyObject* state = item(self->entry_dict, names.state);
-  if (!state || state == facts.evicted || state == facts.failed_state) return true;
-  if (item(self->pool_dict, names.replaying_on) != Py_None || is_true(self->entry_dict, names.uses_rng)) return true;
-  if (item(self->entry_dict, names.written) == Py_None) return false;
-  const Ref open = attribute(facts.windows, names.open);
-  return !open || PyObject_IsTrue(open.get()) != 0;
+  const Ref state = of_entry.state.of(self->entry);
+  if (!state || state.get() == facts.evicted || state.get() == facts.failed_state) return true;
+  if (item(self->pool_dict, names.replaying_on) != Py_None || truth(of_entry.uses_rng.of(self->entry))) return true;
+  if (of_entry.written.of(self->entry).get() == Py_None) return false;
+  return truth(attribute(facts.windows, names.open)) != 0;
 }
 
 PyObject* run_by_python(PlanObject* self, Values& values, PyObject* stats) {
@@ -238,16 +247,16 @@ PyObject* run_by_python(PlanObject* self, Values& values, PyObject* stats) {
 PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
   if (is_unusual(self)) return run_by_python(self, values, stats);
   if (!order(self)) return nullptr;
-  PyObject* graph = item(self->entry_dict, names.graph);
+  const Ref graph = of_entry.graph.of(self->entry);
   if (!graph) return run_by_python(self, values, stats);
   const bool is_loaded = load(self, values);
-  const bool is_replayed = is_loaded && Ref(call(Ref::of(graph).get(), names.replay));
+  const bool is_replayed = is_loaded && Ref(call(graph.get(), names.replay));
   Ref result(is_replayed ? take(self) : nullptr);
   if (!result) {
     fail(self, values, is_replayed ? "take" : is_loaded ? "run" : "load");
     return nullptr;
   }
-  if (is_true(self->entry_dict, names.mutated)) {
+  if (truth(of_entry.mutated.of(self->entry))) {
     PyObject* list = values.list();
     PyObject* args[] = {self->entry, list, self->rows_object};
     if (!count_hit(self, stats) || !list || !Ref(PyObject_VectorcallMethod(names.copy_back, args, 3, nullptr))) {
@@ -260,10 +269,10 @@ PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
 
 // Whether the arguments share no memory with what the graph writes, as far as a look at addresses tells.
 bool are_apart(PlanObject* self, const Values& values) {
-  if (is_true(self->entry_dict, names.mutated)) return false;
-  PyObject* written = item(self->entry_dict, names.written);
-  if (!written || written == Py_None) return written != nullptr;
-  const Ref low = attribute(written, names.low), high = attribute(written, names.high);
+  if (truth(of_entry.mutated.of(self->entry))) return false;
+  const Ref written = of_entry.written.of(self->entry);
+  if (!written || written.get() == Py_None) return static_cast<bool>(written);
+  const Ref low = attribute(written.get(), names.low), high = attribute(written.get(), names.high);
   if (!low || !high) {
     PyErr_Clear();
     return false;
@@ -282,18 +291,14 @@ bool are_apart(PlanObject* self, const Values& values) {
 
 // Whether the thread is being captured or compared.
 int is_watched(PlanObject* self) {
-  const Ref depth = attribute(self->watch, names.depth);
-  if (!depth) return -1;
-  const int is_deep = PyObject_IsTrue(depth.get());
+  const int is_deep = truth(self->watch.of(names.depth));
   if (is_deep) return is_deep;
-  const Ref answer =
-      self->here ? attribute(self->here, names.is_capturing) : Ref(call(self->backend, names.is_capturing));
-  return answer ? PyObject_IsTrue(answer.get()) : -1;
+  return truth(self->here.object() ? self->here.of(names.is_capturing) : Ref(call(self->backend, names.is_capturing)));
 }
 
 // ReplayPlan.run(values, stats).
 PyObject* run_method_of(PyObject* plan, PyObject* const* args, Py_ssize_t count) {
-  const Ref native = attribute(plan, names.native);
+  const Ref native = native_of_plan.of(plan);
   if (!native) return nullptr;
   if (count != 2 || !PyList_Check(args[0]) || args[1] == Py_None || !Py_IS_TYPE(native.get(), plan_type)) {
     PyObject* all[3] = {plan, count > 0 ? args[0] : nullptr, count > 1 ? args[1] : nullptr};
@@ -332,39 +337,36 @@ PyMethodDef plan_methods[] = {
 };
 
 int may_run(PlanObject* self, Values& values) {
-  PyObject* dict = self->entry_dict;
-  PyObject *count = item(dict, names.replay_count), *verify_at = item(dict, names.verify_at);
-  if (!count || !verify_at) return PyErr_Occurred() ? -1 : 0;
-  if (!(PyFloat_CheckExact(verify_at) && std::isinf(PyFloat_AS_DOUBLE(verify_at)))) {
-    const int is_before = PyObject_RichCompareBool(Ref::of(count).get(), Ref::of(verify_at).get(), Py_LT);
+  PyObject* entry = self->entry;
+  const Ref count = of_entry.replay_count.of(entry), verify_at = of_entry.verify_at.of(entry);
+  if (!count || !verify_at) return -1;
+  if (!(PyFloat_CheckExact(verify_at.get()) && std::isinf(PyFloat_AS_DOUBLE(verify_at.get())))) {
+    const int is_before = PyObject_RichCompareBool(count.get(), verify_at.get(), Py_LT);
     if (is_before != 1) return is_before;
   }
   const int watched = is_watched(self);
   if (watched) return watched < 0 ? -1 : 0;
-  if (item(dict, names.default_device) != Py_None || may_be_in_mode()) {
-    const Ref fits(PyObject_CallMethodNoArgs(self->entry, names.fits_modes));
-    const int truth = fits ? PyObject_IsTrue(fits.get()) : -1;
-    if (truth != 1) return truth;
+  if (of_entry.default_device.of(entry).get() != Py_None || may_be_in_mode()) {
+    const int fits = truth(Ref(call(entry, names.fits_modes)));
+    if (fits != 1) return fits;
   }
-  PyObject* workspaces = item(dict, names.workspaces);
-  if (workspaces && workspaces != Py_None) {
-    const Ref holds(call(Ref::of(workspaces).get(), names.holds));
-    const int truth = holds ? PyObject_IsTrue(holds.get()) : -1;
-    if (truth != 1) return truth;
+  const Ref workspaces = of_entry.workspaces.of(entry);
+  if (workspaces && workspaces.get() != Py_None) {
+    const int holds = truth(Ref(call(workspaces.get(), names.holds)));
+    if (holds != 1) return holds;
   }
-  if (is_true(dict, names.writes_outside) && !are_apart(self, values)) {
+  if (truth(of_entry.writes_outside.of(entry)) && !are_apart(self, values)) {
     PyObject* list = values.list();
     const Ref clash(list ? PyObject_CallMethodOneArg(self->plan, names.clash, list) : nullptr);
     if (!clash || clash.get() != Py_None) return clash ? 0 : -1;
   }
-  PyObject* told = item(dict, names.told);
-  if (told && told != Py_None) {
+  const Ref told = of_entry.told.of(entry);
+  if (told && told.get() != Py_None) {
     PyObject* list = values.list();
-    const Ref knows(list ? PyObject_CallMethodOneArg(Ref::of(told).get(), names.knows, list) : nullptr);
-    const int truth = knows ? PyObject_IsTrue(knows.get()) : -1;
-    if (truth != 1) return truth;
+    const int knows = list ? truth(Ref(PyObject_CallMethodOneArg(told.get(), names.knows, list))) : -1;
+    if (knows != 1) return knows;
   }
-  const Ref bare = Ref::of(item(dict, names.bare));
+  const Ref bare = of_entry.bare.of(entry);
   for (Py_ssize_t i = 0; bare && PyTuple_CheckExact(bare.get()) && i < PyTuple_GET_SIZE(bare.get()); ++i) {
     const Ref own = attribute(values[PyLong_AsSsize_t(PyTuple_GET_ITEM(bare.get(), i))], names.__dict__);
     if (!own) return -1;

@@ -19,10 +19,10 @@ int is_known(PyObject* object, PyObject* method) {
 
 bool read_backend(PlanObject* self) {
   self->backend = PyObject_GetAttr(self->entry, names.backend);
-  self->watch = self->backend ? PyObject_GetAttr(self->backend, names.watch) : nullptr;
-  const int known = self->watch ? is_known(self->backend, names.is_capturing) : -1;
-  if (known == 1) self->here = PyObject_GetAttr(self->backend, names.here);
-  return known == 0 || self->here;
+  if (self->backend) self->watch.use(attribute(self->backend, names.watch));
+  const int known = self->watch.object() ? is_known(self->backend, names.is_capturing) : -1;
+  if (known == 1) self->here.use(attribute(self->backend, names.here));
+  return known == 0 || self->here.object();
 }
 
 bool read_pool(PlanObject* self) {
@@ -33,8 +33,8 @@ bool read_pool(PlanObject* self) {
   self->release = self->acquire ? PyObject_GetAttr(lock.get(), names.release) : nullptr;
   const int known = self->release ? is_known(self->pool, names.order_after_last_use) : -1;
   if (known == 1) {
-    self->streams = PyObject_GetAttr(self->pool, names._here);
-    self->stream = self->streams ? PyObject_GetAttr(self->pool, names._default) : nullptr;
+    self->streams.use(attribute(self->pool, names._here));
+    self->stream = self->streams.object() ? PyObject_GetAttr(self->pool, names._default) : nullptr;
   }
   return known == 0 || self->stream;
 }
@@ -67,24 +67,29 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->cells = cells;
   self->all_cells = all_cells;
   self->rows_object = PyLong_FromLongLong(rows);
-  self->entry_dict = PyObject_GenericGetDict(entry, nullptr);
   self->inputs_dict = inputs == Py_None ? Py_NewRef(Py_None) : PyObject_GenericGetDict(inputs, nullptr);
-  if (!self->rows_object || !self->entry_dict || !self->inputs_dict) return nullptr;
+  if (!self->rows_object || !self->inputs_dict) return nullptr;
   return read_backend(self) && read_pool(self) ? made.release() : nullptr;
 }
 
-#define GD_REFERENCES(VISIT)                                                                                     \
-  VISIT(plan)                                                                                                    \
-  VISIT(entry)                                                                                                   \
-  VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(entry_dict) VISIT(pool_dict) VISIT(inputs_dict) \
-      VISIT(acquire) VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(streams) VISIT(stream)         \
-          VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
+// clang-format off
+#define GD_REFERENCES(VISIT) \
+  VISIT(plan) VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(pool_dict) \
+  VISIT(inputs_dict) VISIT(acquire) VISIT(release) VISIT(backend) VISIT(stream) VISIT(targets) VISIT(watched) \
+  VISIT(parts) VISIT(is_own)
+// clang-format on
+
+#define GD_LOCALS(VISIT) VISIT(watch) VISIT(here) VISIT(streams) VISIT(latest)
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<PlanObject*>(object);
   Py_VISIT(Py_TYPE(object));
 #define GD_VISIT(field) Py_VISIT(self->field);
   GD_REFERENCES(GD_VISIT)
+#undef GD_VISIT
+#define GD_VISIT(field) \
+  if (const int stop = self->field.traverse(visit, arg)) return stop;
+  GD_LOCALS(GD_VISIT)
 #undef GD_VISIT
   return 0;
 }
@@ -93,6 +98,9 @@ int clear(PyObject* object) {
   auto* self = reinterpret_cast<PlanObject*>(object);
 #define GD_CLEAR(field) Py_CLEAR(self->field);
   GD_REFERENCES(GD_CLEAR)
+#undef GD_CLEAR
+#define GD_CLEAR(field) self->field.clear();
+  GD_LOCALS(GD_CLEAR)
 #undef GD_CLEAR
   return 0;
 }

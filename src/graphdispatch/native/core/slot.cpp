@@ -1,0 +1,63 @@
+#include "slot.h"
+
+#include <structmember.h>
+
+#include <cstring>
+
+namespace gd {
+
+namespace {
+
+// What a class has under a name, by Python's order of lookup, borrowed; null if it has nothing.
+PyObject* in_class(PyTypeObject* type, PyObject* name) {
+  PyObject* order = type->tp_mro;
+  for (Py_ssize_t i = 0; order && i < PyTuple_GET_SIZE(order); ++i) {
+    const Ref dict(PyObject_GetAttr(PyTuple_GET_ITEM(order, i), names.__dict__));
+    const Ref found(dict ? PyObject_GetItem(dict.get(), name) : nullptr);
+    if (found) return found.get();  // the class holds it
+    PyErr_Clear();
+  }
+  return nullptr;
+}
+
+// Whether a class makes its objects differ by thread, as CPython's own does and its subclasses do. Others of that name,
+// which libraries put in its place, may tell more than threads apart.
+bool is_by_thread(PyTypeObject* type) {
+  for (; type; type = type->tp_base) {
+    if (std::strcmp(type->tp_name, "_thread._local") == 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void Slot::learn(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  if (type->tp_getattro != PyObject_GenericGetAttr || !(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)) return;
+  PyObject* known = in_class(type, name_);
+  if (!known || Py_TYPE(known) != &PyMemberDescr_Type) return;
+  const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(known)->d_member;
+  if (member->type != T_OBJECT_EX || (member->flags & READONLY)) return;
+  offset_ = member->offset;
+  version_ = type->tp_version_tag;
+}
+
+bool Slot::add(PyObject* object, int64_t more) {
+  const Ref old = of(object);
+  const long long value = old ? PyLong_AsLongLong(old.get()) : -1;
+  if (value == -1 && PyErr_Occurred()) return false;
+  const Ref sum(PyLong_FromLongLong(value + more));
+  return sum && put(object, sum.get());
+}
+
+PyObject* Local::here() {
+  const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
+  if (dict_ && thread == thread_) return dict_.get();
+  if (!is_by_thread(Py_TYPE(object()))) return nullptr;
+  dict_ = attribute(object(), names.__dict__);
+  thread_ = thread;
+  if (dict_ && !PyDict_CheckExact(dict_.get())) dict_ = Ref();
+  return dict_.get();
+}
+
+}  // namespace gd

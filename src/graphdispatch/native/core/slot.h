@@ -1,0 +1,86 @@
+// Attributes that a hit reads where they lie: slots of a class, and what a threading.local holds for the thread.
+#pragma once
+
+#include "facts.h"
+
+namespace gd {
+
+// An attribute that a class keeps in a slot. It is read and set in place in objects of the class that was met last, as
+// long as nobody changes that class, and in all others as Python does it.
+class Slot {
+ public:
+  explicit Slot(PyObject* const& name) : name_(name) {}
+
+  // A new reference; null with an error.
+  Ref of(PyObject* object) {
+    if (knows(object)) {
+      if (PyObject* value = at(object)) return Ref::of(value);
+    }
+    learn(object);
+    return attribute(object, name_);
+  }
+
+  // Set the attribute; false with an error.
+  bool put(PyObject* object, PyObject* value) {
+    if (!knows(object)) {
+      learn(object);
+      return PyObject_SetAttr(object, name_, value) == 0;
+    }
+    Py_INCREF(value);
+    Py_XSETREF(at(object), value);
+    return true;
+  }
+
+  // Add to a number; false with an error.
+  bool add(PyObject* object, int64_t more);
+
+ private:
+  bool knows(PyObject* object) const {
+    const PyTypeObject* type = Py_TYPE(object);
+    return version_ && type->tp_version_tag == version_ && (type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG);
+  }
+  PyObject*& at(PyObject* object) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_);
+  }
+  void learn(PyObject* object);
+
+  PyObject* const& name_;
+  Py_ssize_t offset_ = 0;
+  unsigned version_ = 0;  // of the class: no other class has it, and a change takes it away; 0: no class yet
+};
+
+// The attributes of a threading.local in the calling thread; of an object of another kind, its attributes.
+class Local {
+ public:
+  PyObject* object() const { return object_.get(); }
+  void use(Ref object) { object_ = std::move(object), dict_ = Ref(); }
+
+  // A new reference; null with an error.
+  Ref of(PyObject* name) {
+    PyObject* dict = here();
+    PyObject* value = dict ? item(dict, name) : nullptr;
+    return value ? Ref::of(value) : PyErr_Occurred() ? Ref() : attribute(object(), name);
+  }
+
+  // Set an attribute; false with an error.
+  bool put(PyObject* name, PyObject* value) {
+    PyObject* dict = here();
+    if (dict) return PyDict_SetItem(dict, name, value) == 0;
+    return !PyErr_Occurred() && PyObject_SetAttr(object(), name, value) == 0;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(object_.get());
+    Py_VISIT(dict_.get());
+    return 0;
+  }
+  void clear() { use(Ref()); }
+
+ private:
+  PyObject* here();  // the dict of the calling thread, borrowed; null for another kind of object, or with an error
+
+  Ref object_, dict_;
+  uint64_t thread_;  // whose dict it is
+};
+
+}  // namespace gd
