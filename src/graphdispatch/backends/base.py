@@ -126,6 +126,8 @@ class Pool(Shared, ABC):
     lifetime = 1
     """The memory of an output is used again after this many replays."""
 
+    __slots__ = ("__dict__", "__weakref__", "generation")
+
     def __init__(self) -> None:
         self.lock = make_rlock()
         self.generation = 0

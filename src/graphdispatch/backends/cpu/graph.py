@@ -84,6 +84,8 @@ class CPUPool(Pool):
 class CPUGraph(Graph):
     """A program bound to memory. A replay runs it on the calling thread's current stream."""
 
+    __slots__ = ("_pool", "program")
+
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._pool = pool
         self._here = pool.streams.here
@@ -99,6 +101,7 @@ class CPUGraph(Graph):
         """The shared outputs. They lie in the arena and hold the pool's latest replay."""
         self.num_recorded = len(recording.program)
 
+    @known_to_core
     def replay(self) -> None:
         """Run the calls on the calling thread's current stream, and wait for them."""
         program = self.program

@@ -43,6 +43,8 @@ class Step(NamedTuple):
 class Program:
     """Steps, ready to run. One thread at a time runs them: the one that holds the pool's lock."""
 
+    __slots__ = ("calls", "steps", "tape")
+
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
         self.calls = [step.run for step in steps]

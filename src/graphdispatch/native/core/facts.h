@@ -19,7 +19,8 @@ namespace gd {
   NAME(refuse) NAME(pop) NAME(trainable) NAME(__dict__) NAME(_current_level) NAME(lock) NAME(pool) \
   NAME(backend) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high) NAME(_here) \
   NAME(_default) NAME(_last_stream) NAME(_is_known_to_core) NAME(misses) NAME(reasons) NAME(_rows_of_eager) \
-  NAME(fallbacks) NAME(_runs) NAME(begin) NAME(end)
+  NAME(fallbacks) NAME(_runs) NAME(begin) NAME(end) NAME(program) \
+  NAME(tape) NAME(_pool) NAME(generation)
 // clang-format on
 
 struct Names {

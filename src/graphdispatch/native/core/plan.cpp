@@ -32,6 +32,7 @@ struct {
   Slot by_rows{names._rows_of_hits};
 } of_stats;
 Slot native_of_plan{names.native};
+Slot program_of{names.program}, tape_of{names.tape}, pool_of{names._pool}, generation_of{names.generation};
 
 constexpr size_t kMostBytes = 256 * 1024;  // of one call that are copied here; torch copies more on several threads
 
@@ -203,14 +204,41 @@ PyObject* take(PlanObject* self) {
   return result.release();
 }
 
-// Pool.order_after_last_use.
-bool order(PlanObject* self) {
+// Pool.order_after_last_use, and whether the thread's work runs at once; false with an error.
+bool order(PlanObject* self, bool* is_inline) {
+  *is_inline = false;
   if (self->streams.object() && item(self->pool_dict, names._last_stream) == self->stream) {
     const Ref current = self->streams.of(names.stream);
     if (!current) return false;
-    if (current.get() == self->stream) return true;
+    if (current.get() == self->stream) return *is_inline = true;
   }
   return static_cast<bool>(Ref(call(self->pool, names.order_after_last_use)));
+}
+
+// Whether a graph is one of the backend for the CPU, with that class's own replay().
+bool has_program(PlanObject* self, PyObject* graph) {
+  const PyTypeObject* type = Py_TYPE(graph);
+  if (type->tp_version_tag != self->graph_version || !(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)) {
+    self->knows_graph = is_known(graph, names.replay) == 1;
+    self->graph_version = type->tp_version_tag;
+    PyErr_Clear();
+  }
+  const Ref own(self->knows_graph ? PyObject_GenericGetDict(graph, nullptr) : nullptr);
+  return own && !item(own.get(), names.replay);
+}
+
+// Graph.replay; of CPUGraph, on a stream that runs at once.
+bool replay(PlanObject* self, PyObject* graph, bool is_inline) {
+  if (is_inline && has_program(self, graph)) {
+    const Ref program = program_of.of(graph);
+    const Ref tape = program && program.get() != Py_None ? tape_of.of(program.get()) : Ref();
+    if (tape && tape.get() != Py_None) {
+      const Ref pool = pool_of.of(graph);
+      return pool && generation_of.add(pool.get(), 1) && Ref(call(tape.get(), names.replay));
+    }
+  }
+  PyErr_Clear();
+  return static_cast<bool>(Ref(call(graph, names.replay)));
 }
 
 // Raise what ReplayPlan.failed makes of the error that is set.
@@ -246,11 +274,12 @@ PyObject* run_by_python(PlanObject* self, Values& values, PyObject* stats) {
 
 PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
   if (is_unusual(self)) return run_by_python(self, values, stats);
-  if (!order(self)) return nullptr;
+  bool is_inline;
+  if (!order(self, &is_inline)) return nullptr;
   const Ref graph = of_entry.graph.of(self->entry);
   if (!graph) return run_by_python(self, values, stats);
   const bool is_loaded = load(self, values);
-  const bool is_replayed = is_loaded && Ref(call(graph.get(), names.replay));
+  const bool is_replayed = is_loaded && replay(self, graph.get(), is_inline);
   Ref result(is_replayed ? take(self) : nullptr);
   if (!result) {
     fail(self, values, is_replayed ? "take" : is_loaded ? "run" : "load");

@@ -37,15 +37,17 @@ struct PlanObject {
   PyObject_HEAD PyObject *plan, *entry, *pool, *inputs, *take, *rows_object;
   PyObject *pool_dict, *inputs_dict;  // live: each is the object's own
   PyObject *acquire, *release, *backend;
-  Local watch;        // says how many blocks the thread is in where nothing may replay
-  Local here;         // says whether the thread is recorded; none: the backend is asked
-  Local streams;      // has the thread's stream; none: the pool is asked
-  Local latest;       // of the server that was met last: has the thread's latest decision
-  PyObject* stream;   // which stream needs no ordering, if it used the pool last
-  PyObject* targets;  // a list of tensors; null until the first run, and where Python loads
-  PyObject* parts;    // the outputs as they lie in the graph's memory, where clones are handed out; else null
-  PyObject* is_own;   // of each, whether it is the graph's memory; another one is handed out as it is
-  PyObject* watched;  // the places of arguments that may share memory with what the graph writes
+  Local watch;             // says how many blocks the thread is in where nothing may replay
+  Local here;              // says whether the thread is recorded; none: the backend is asked
+  Local streams;           // has the thread's stream; none: the pool is asked
+  Local latest;            // of the server that was met last: has the thread's latest decision
+  PyObject* stream;        // which stream needs no ordering, if it used the pool last
+  PyObject* targets;       // a list of tensors; null until the first run, and where Python loads
+  PyObject* parts;         // the outputs as they lie in the graph's memory, where clones are handed out; else null
+  PyObject* is_own;        // of each, whether it is the graph's memory; another one is handed out as it is
+  PyObject* watched;       // the places of arguments that may share memory with what the graph writes
+  bool knows_graph;        // whether the core can tell what replay() does of a graph of the class met last
+  unsigned graph_version;  // of that class, as in Slot
   int64_t rows, size;
   int64_t cells, all_cells;  // what statistics count of the batch, and of the graph
   bool is_prepared, is_tuple, follows_data, copies_bytes;
@@ -59,6 +61,10 @@ int may_run(PlanObject* plan, Values& values);
 
 // The outputs; null with an error.
 PyObject* run(PlanObject* plan, Values& values, PyObject* stats);
+
+// Whether the class of an object has the method that the core knows, and no override: then its usual case is told
+// there. -1 with an error.
+int is_known(PyObject* object, PyObject* method);
 
 // The function ``run_method(cls, facts)`` of the module.
 extern PyMethodDef plan_methods[];

@@ -5,18 +5,6 @@ namespace gd {
 
 namespace {
 
-// Whether the class of an object has the method that the core knows, and no override: then its usual case is told
-// here. -1 with an error.
-int is_known(PyObject* object, PyObject* method) {
-  const Ref function(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), method));
-  if (!function) return -1;
-  const Ref mark(PyObject_GetAttr(function.get(), names._is_known_to_core));
-  if (mark) return PyObject_IsTrue(mark.get());
-  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
-  PyErr_Clear();
-  return 0;
-}
-
 bool read_backend(PlanObject* self) {
   self->backend = PyObject_GetAttr(self->entry, names.backend);
   if (self->backend) self->watch.use(attribute(self->backend, names.watch));
@@ -127,6 +115,16 @@ PyType_Spec spec = {"graphdispatch.native._core.Plan", sizeof(PlanObject), 0, Py
                     slots};
 
 }  // namespace
+
+int is_known(PyObject* object, PyObject* method) {
+  const Ref function(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), method));
+  if (!function) return -1;
+  const Ref mark(PyObject_GetAttr(function.get(), names._is_known_to_core));
+  if (mark) return PyObject_IsTrue(mark.get());
+  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+  PyErr_Clear();
+  return 0;
+}
 
 bool add_plan(PyObject* module) {
   plan_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
