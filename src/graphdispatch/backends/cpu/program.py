@@ -43,7 +43,7 @@ class Step(NamedTuple):
 class Program:
     """Steps, ready to run. One thread at a time runs them: the one that holds the pool's lock."""
 
-    __slots__ = ("calls", "steps", "tape")
+    __slots__ = ("__weakref__", "calls", "steps", "tape")
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
