@@ -29,12 +29,13 @@ from .tracing import UntracedMode
 if TYPE_CHECKING:
     from .compiled import CompiledRegion
 
-__all__ = ["OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
+__all__ = ["COMPILER", "OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
 """The namespaces whose composite operators are made of other operators."""
 _COMPILED = (".cpp", ".cc", ".cxx", ".c", ".cu", ".cuh", ".h", ".hpp", ".hip", ".mm", ".sycl")
-_COMPILER = "torch._inductor.output_code"
+COMPILER = "torch._inductor.output_code"
+"""The module of torch whose compiled code runs kernels that no mode sees, unless it is revealed."""
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
@@ -126,7 +127,7 @@ class OperatorMode(UntracedMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        compiler = sys.modules.get(_COMPILER)
+        compiler = sys.modules.get(COMPILER)
         if compiler is not None:
             from .compiled import reveal_compiled
 

@@ -24,6 +24,7 @@ from .effects import EffectRecorder, redo, retry_once, undo
 from .gain import check_gain, may_be_timed
 from .padding import Padding
 from .proof import RowProver
+from .quiet import StoppedError
 from .recording import Recording, record, uncached_casts
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay
@@ -286,7 +287,7 @@ class CaptureAttempt:
                 check_draws(walk.drew())
                 may_have_changed = False
                 return self.eager.open_outputs(output)
-        except (CaptureError, VerificationError):
+        except (CaptureError, VerificationError, StoppedError):
             if effects.is_quiet or not is_quiet:
                 raise
         except Exception as error:

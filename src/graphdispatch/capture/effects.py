@@ -34,6 +34,7 @@ from ..backends.operators import (
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
 from ..reasons import Reason
+from .quiet import StoppedError, can_watch, is_quiet, watching
 
 if TYPE_CHECKING:
     from ..backends.compiled import CompiledRegion
@@ -81,7 +82,8 @@ class EffectRecorder(OperatorMode):
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
     before the write happens. ``skims`` is for runs of a callable that was quiet: what only computes is hardly looked
-    at, which takes less time, so all memory counts as not made by the run. ``in_break`` tells whether a break runs.
+    at, so all memory counts as not made by the run; see Note [a run that is hardly looked at] in ``quiet.py``.
+    ``in_break`` tells whether a break runs.
     """
 
     def __init__(
@@ -127,10 +129,17 @@ class EffectRecorder(OperatorMode):
 
     @contextmanager
     def guarding(self) -> Iterator[Self]:
-        """Enter it, and save what the host's code gets hold of (``regions.save_exposed``)."""
+        """Enter it, and save what the host's code gets hold of (``regions.save_exposed``).
+
+        Raises ``StoppedError`` where a run that skims is no longer quiet, so that it has to be made again.
+        """
+        watched = watching(self.used) if self._skims and can_watch() else self
         try:
-            with Listening(self._save_exposed, EXPOSED), self:
+            with Listening(self._save_exposed, EXPOSED), watched:
                 yield self
+        except StoppedError:
+            self.is_quiet = False
+            raise
         finally:
             self._save_exposed("", None)
 
@@ -191,7 +200,7 @@ class EffectRecorder(OperatorMode):
         keys = {storage_key(tensor): tensor for tensor in tensors_in(args, kwargs) if is_strided(tensor)}
         if self._in_break is None or not self._in_break():
             self.used.update(keys)
-        if kind not in _QUIET:
+        if not is_quiet(func):
             self.is_quiet = False
             self.runs_custom = self.runs_custom or func.namespace not in ("aten", "prims")
         elif self._skims:
@@ -311,7 +320,6 @@ class EffectRecorder(OperatorMode):
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
 
 
-_QUIET = frozenset((OperatorKind.PURE, OperatorKind.VIEW))
 _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
 _CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
 _GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))

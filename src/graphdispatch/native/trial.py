@@ -1,4 +1,4 @@
-"""The self-test of the CPU tape: operators of all kinds by the tape and by Python, with equal bits."""
+"""The self-test of the CPU tape's extension: operators by the tape and by Python with equal bits, and watched ones."""
 
 from functools import partial
 from types import ModuleType
@@ -30,7 +30,35 @@ def find_fault(module: ModuleType) -> str:
         for index, (a, b) in enumerate(zip(got, want, strict=True)):
             if not torch.equal(a, b):
                 return f"tensor {index} differs"
-        return "" if called == ["called"] * 2 else "a Python call did not run"
+        return _fault_of_watch(module) if called == ["called"] * 2 else "a Python call did not run"
+
+
+class _SeenError(Exception):
+    """Ends what the watch must stop."""
+
+
+def _fault_of_watch(module: ModuleType) -> str:
+    """What the extension's watch does wrong; empty if nothing. It takes an operator that is composite for its parts."""
+    x, row, met = torch.ones(2, 3), torch.ones(3), list[str]()
+
+    def judge(name: str, overload: str) -> int:
+        met.append(name)
+        return 2 if name == "aten::linear" else int(name != "aten::add_")
+
+    watch = module.Watch(judge, _SeenError)
+    watch.enter()
+    try:
+        torch.nn.functional.linear(torch.cat([x, x]), row)
+        x.add_(1)
+    except _SeenError:
+        pass
+    finally:
+        watch.leave()
+    if not torch.equal(x, torch.ones(2, 3)) or not watch.was_stopped():
+        return "a write was not stopped"
+    if not {"aten::cat", "aten::linear", "aten::add_"} < set(met):
+        return f"only {met} were seen"
+    return "" if {x.untyped_storage()._cdata, row.untyped_storage()._cdata} <= watch.used() else "memory was not seen"
 
 
 def _program() -> tuple[list[_Step], list[torch.Tensor]]:
