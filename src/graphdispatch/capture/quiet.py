@@ -41,7 +41,7 @@ class StoppedError(BaseException):
 def can_watch() -> bool:
     """Whether a run of the calling thread can be watched natively, as far as can be told before it."""
     return (
-        TAPE.module is not None
+        hasattr(TAPE.module, "Watch")
         and not torch._C._is_any_autocast_enabled()
         and COMPILER not in sys.modules
         and torch.library._impls.isdisjoint(_watched)

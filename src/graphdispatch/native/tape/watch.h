@@ -5,7 +5,7 @@
 
 namespace graphdispatch {
 
-// Add the type Watch to a module; -1 with an error.
+// Add the type Watch to a module, unless torch refuses its key; -1 with an error.
 int add_watch(PyObject* module);
 
 }  // namespace graphdispatch
