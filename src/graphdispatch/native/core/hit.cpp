@@ -185,10 +185,8 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
     call.result = list ? PyObject_VectorcallMethod(names.observed, args, 4, nullptr) : nullptr;
   }
   if (!call.result) return PyErr_ExceptionMatches(facts.replay_error) ? refused(call) : Outcome::kRaised;
-  Ref local = local_of.of(call.server);
-  const bool is_local = static_cast<bool>(local);
-  if (is_local && local.get() != plan->latest.object()) plan->latest.use(std::move(local));
-  if (!is_local || !plan->latest.put(names.decision, PyTuple_GET_ITEM(call.hit.get(), 2))) {
+  const Ref local = local_of.of(call.server);
+  if (!local || !plan->of_server.put(local.get(), names.decision, PyTuple_GET_ITEM(call.hit.get(), 2))) {
     Py_CLEAR(call.result);
     return Outcome::kRaised;
   }

@@ -207,8 +207,8 @@ PyObject* take(PlanObject* self) {
 // Pool.order_after_last_use, and whether the thread's work runs at once; false with an error.
 bool order(PlanObject* self, bool* is_inline) {
   *is_inline = false;
-  if (self->streams.object() && item(self->pool_dict, names._last_stream) == self->stream) {
-    const Ref current = self->streams.of(names.stream);
+  if (self->streams && item(self->pool_dict, names._last_stream) == self->stream) {
+    const Ref current = self->of_streams.of(self->streams, names.stream);
     if (!current) return false;
     if (current.get() == self->stream) return *is_inline = true;
   }
@@ -320,9 +320,10 @@ bool are_apart(PlanObject* self, const Values& values) {
 
 // Whether the thread is being captured or compared.
 int is_watched(PlanObject* self) {
-  const int is_deep = truth(self->watch.of(names.depth));
+  const int is_deep = truth(self->of_watch.of(self->watch, names.depth));
   if (is_deep) return is_deep;
-  return truth(self->here.object() ? self->here.of(names.is_capturing) : Ref(call(self->backend, names.is_capturing)));
+  return truth(self->here ? self->of_here.of(self->here, names.is_capturing)
+                          : Ref(call(self->backend, names.is_capturing)));
 }
 
 // ReplayPlan.run(values, stats).

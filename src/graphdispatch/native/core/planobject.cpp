@@ -7,10 +7,10 @@ namespace {
 
 bool read_backend(PlanObject* self) {
   self->backend = PyObject_GetAttr(self->entry, names.backend);
-  if (self->backend) self->watch.use(attribute(self->backend, names.watch));
-  const int known = self->watch.object() ? is_known(self->backend, names.is_capturing) : -1;
-  if (known == 1) self->here.use(attribute(self->backend, names.here));
-  return known == 0 || self->here.object();
+  self->watch = self->backend ? PyObject_GetAttr(self->backend, names.watch) : nullptr;
+  const int known = self->watch ? is_known(self->backend, names.is_capturing) : -1;
+  if (known == 1) self->here = PyObject_GetAttr(self->backend, names.here);
+  return known == 0 || self->here;
 }
 
 bool read_pool(PlanObject* self) {
@@ -21,8 +21,8 @@ bool read_pool(PlanObject* self) {
   self->release = self->acquire ? PyObject_GetAttr(lock.get(), names.release) : nullptr;
   const int known = self->release ? is_known(self->pool, names.order_after_last_use) : -1;
   if (known == 1) {
-    self->streams.use(attribute(self->pool, names._here));
-    self->stream = self->streams.object() ? PyObject_GetAttr(self->pool, names._default) : nullptr;
+    self->streams = PyObject_GetAttr(self->pool, names._here);
+    self->stream = self->streams ? PyObject_GetAttr(self->pool, names._default) : nullptr;
   }
   return known == 0 || self->stream;
 }
@@ -63,11 +63,11 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 // clang-format off
 #define GD_REFERENCES(VISIT) \
   VISIT(plan) VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(pool_dict) \
-  VISIT(inputs_dict) VISIT(acquire) VISIT(release) VISIT(backend) VISIT(stream) VISIT(targets) VISIT(watched) \
-  VISIT(parts) VISIT(is_own)
+  VISIT(inputs_dict) VISIT(acquire) VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(streams) VISIT(stream) \
+  VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 // clang-format on
 
-#define GD_LOCALS(VISIT) VISIT(watch) VISIT(here) VISIT(streams) VISIT(latest)
+#define GD_LOCALS(VISIT) VISIT(of_watch) VISIT(of_here) VISIT(of_streams) VISIT(of_server)
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<PlanObject*>(object);

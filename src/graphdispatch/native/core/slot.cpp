@@ -50,14 +50,17 @@ bool Slot::add(PyObject* object, int64_t more) {
   return sum && put(object, sum.get());
 }
 
-PyObject* Local::here() {
+Ref Local::here(PyObject* object) {
   const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
-  if (dict_ && thread == thread_) return dict_.get();
-  if (!is_by_thread(Py_TYPE(object()))) return nullptr;
-  dict_ = attribute(object(), names.__dict__);
+  if (dict_ && thread == thread_ && object == object_.get()) return Ref::of(dict_.get());
+  if (!is_by_thread(Py_TYPE(object))) return Ref();
+  Ref found = attribute(object, names.__dict__), held = Ref::of(object);
+  if (!found || !PyDict_CheckExact(found.get())) return Ref();
+  Ref dict = Ref::of(found.get());
+  std::swap(object_, held);  // what they held is dropped at the end, when all three fit each other
+  std::swap(dict_, dict);
   thread_ = thread;
-  if (dict_ && !PyDict_CheckExact(dict_.get())) dict_ = Ref();
-  return dict_.get();
+  return found;
 }
 
 }  // namespace gd

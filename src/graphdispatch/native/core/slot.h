@@ -49,24 +49,23 @@ class Slot {
   unsigned version_ = 0;  // of the class: no other class has it, and a change takes it away; 0: no class yet
 };
 
-// The attributes of a threading.local in the calling thread; of an object of another kind, its attributes.
+// The attributes of an object that a threading.local may be: of that, what it holds in the calling thread, whose dict
+// is kept until another object or thread is met. Values are read and set by whoever holds the GIL; none is borrowed,
+// since to drop an old dict may run Python.
 class Local {
  public:
-  PyObject* object() const { return object_.get(); }
-  void use(Ref object) { object_ = std::move(object), dict_ = Ref(); }
-
   // A new reference; null with an error.
-  Ref of(PyObject* name) {
-    PyObject* dict = here();
-    PyObject* value = dict ? item(dict, name) : nullptr;
-    return value ? Ref::of(value) : PyErr_Occurred() ? Ref() : attribute(object(), name);
+  Ref of(PyObject* object, PyObject* name) {
+    const Ref dict = here(object);
+    PyObject* value = dict ? item(dict.get(), name) : nullptr;
+    return value ? Ref::of(value) : PyErr_Occurred() ? Ref() : attribute(object, name);
   }
 
   // Set an attribute; false with an error.
-  bool put(PyObject* name, PyObject* value) {
-    PyObject* dict = here();
-    if (dict) return PyDict_SetItem(dict, name, value) == 0;
-    return !PyErr_Occurred() && PyObject_SetAttr(object(), name, value) == 0;
+  bool put(PyObject* object, PyObject* name, PyObject* value) {
+    const Ref dict = here(object);
+    if (dict) return PyDict_SetItem(dict.get(), name, value) == 0;
+    return !PyErr_Occurred() && PyObject_SetAttr(object, name, value) == 0;
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -74,10 +73,10 @@ class Local {
     Py_VISIT(dict_.get());
     return 0;
   }
-  void clear() { use(Ref()); }
+  void clear() { object_ = Ref(), dict_ = Ref(); }
 
  private:
-  PyObject* here();  // the dict of the calling thread, borrowed; null for another kind of object, or with an error
+  Ref here(PyObject* object);  // the dict of the calling thread; null for another kind of object, or with an error
 
   Ref object_, dict_;
   uint64_t thread_;  // whose dict it is
