@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -495,3 +496,52 @@ def test_a_copy_of_statistics_has_all_of_them(way: str, copied: Callable[[Any], 
     assert (step.stats.hits, step.stats.rows) == (0, {})
     assert served(step, batch)[1]
     assert step.stats.rows == {ROWS: 1}
+
+
+def frames_of(call: Callable[[], Any]) -> list[str]:
+    """The functions of Python that a call enters, itself left out."""
+    names: list[str] = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [name for name in names if name != call.__name__]
+
+
+def test_a_hit_enters_no_frame() -> None:
+    """From the call of a served function to its answer there is no Python, but for a replaced ``__call__``."""
+
+    class Own(Graphed[..., Any]):
+        """A subclass with nothing of its own."""
+
+        __slots__ = ()
+
+    x = torch.randn(ROWS, 3)
+    step = settled(lambda x: x * 2, x)
+    assert frames_of(lambda: step(x)) == []
+    step.__class__ = Own
+    assert frames_of(lambda: step(x)) == ["__call__"]
+    assert torch.equal(step(x), x * 2)
+
+
+def test_a_replaced_call_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sets ``Graphed.__call__`` is heard."""
+    x = torch.randn(ROWS, 3)
+    step = settled(lambda x: x * 2, x)
+    inside = Graphed.__call__
+    with monkeypatch.context() as patch:
+        patch.setattr(Graphed, "__call__", lambda self, *args: inside(self, *args) + 1)
+        assert torch.equal(step(x), x * 2 + 1)
+    assert torch.equal(step(x), x * 2)
+    assert CORE is not None
+    CORE.take_calls(Graphed)  # as it was
+
+
+def test_keywords_are_text() -> None:
+    """A keyword that is no text is refused as a function refuses it."""
+    x = torch.randn(ROWS, 3)
+    step = settled(lambda x: x * 2, x)
+    keywords: Any = {1: x}
+    with pytest.raises(TypeError, match="keywords must be strings"):
+        step(**keywords)

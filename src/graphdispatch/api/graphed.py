@@ -20,6 +20,7 @@ from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
+from ..native.bound import CORE
 from ..reasons import Reason
 from ..serve.graphs import GraphSet
 from ..serve.group import Route
@@ -395,3 +396,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             f"{self._decode.table.largest} rows, "
             f"{100 * self.stats.graph_ratio:.1f} % of {self.stats.calls} calls served>"
         )
+
+
+if CORE is not None:
+    CORE.take_calls(Graphed)  # __call__ above stays what it does, and serves where the compiler is at work

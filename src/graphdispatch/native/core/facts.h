@@ -20,7 +20,8 @@ namespace gd {
   NAME(backend) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high) NAME(_here) \
   NAME(_default) NAME(_last_stream) NAME(_is_known_to_core) NAME(misses) NAME(reasons) NAME(_rows_of_eager) \
   NAME(fallbacks) NAME(_runs) NAME(begin) NAME(end) NAME(program) \
-  NAME(tape) NAME(_pool) NAME(generation)
+  NAME(tape) NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_decode) \
+  NAME(_uniform_decode) NAME(__call__)
 // clang-format on
 
 struct Names {

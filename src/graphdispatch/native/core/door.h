@@ -1,0 +1,11 @@
+// Graphed.__call__ of api/graphed.py.
+#pragma once
+
+#include "facts.h"
+
+namespace gd {
+
+// The function ``take_calls(cls)`` of the module.
+extern PyMethodDef door_methods[];
+
+}  // namespace gd
