@@ -84,13 +84,14 @@ def same_log_level() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No real clock decides whether a graph pays: a tiny callable's may not. Clocks that tests give are asked."""
+    """No real clock decides whether graphs pay: a tiny callable's may not. Clocks that tests give are asked."""
     measure = gain._time
 
     def time(clock: Any, *call: Any) -> float:
         return 0.0 if clock is perf_counter else measure(clock, *call)
 
     monkeypatch.setattr(gain, "_time", time)
+    monkeypatch.setattr("graphdispatch.memory.ledger.perf_counter", float)
 
 
 def pytest_make_parametrize_id(val: Any, argname: str) -> str | None:

@@ -40,6 +40,11 @@ class Reason(Explained):
         "earlier graphs for this key were lost before they paid for their capture; the key must come more "
         "often before it is captured again",
     )
+    PAYS_LATER = (
+        "pays_later",
+        "captures took more time than their graphs have gained, so the size is captured when its calls have come often "
+        "enough to pay for one; name what varies in dynamic=, have fewer sizes, or prewarm()",
+    )
     CACHE_FULL = (
         "cache_full",
         "the cache is full of graphs that are used more often; raise max_cached_graphs or memory_budget_bytes",
@@ -136,6 +141,7 @@ class Reason(Explained):
 _ON_THE_WAY = (
     Reason.FIRST_SIGHTING,
     Reason.BACKING_OFF,
+    Reason.PAYS_LATER,
     Reason.CAPTURED_NOW,
     Reason.VERIFIED_NOW,
     Reason.INSIDE_CAPTURE,

@@ -235,14 +235,12 @@ class Graphed(Lifecycle, Generic[P, R]):
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
-        route = self._decode if self._uniform_decode is None else self._route(args, kwargs)
-        answer: R = self._server.serve(route, args, kwargs)
+        answer: R = self._server.serve(self._route(args, kwargs), args, kwargs)
         return answer
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:
-        if self._uniform_decode is None or self._uniform_decode(*args, **kwargs):
-            return self._decode
-        return self._mixed
+        tells = self._uniform_decode
+        return self._decode if tells is None or tells(*args, **kwargs) else self._mixed
 
     @property
     def last_decision(self) -> Decision | None:

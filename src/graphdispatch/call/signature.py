@@ -214,9 +214,9 @@ class Signature:
         return rows if rows != FIXED else 1
 
     def _learn(self, position: int, shape: torch.Size, shapes: dict[torch.Size, int]) -> int:
-        count = self._forms[position].rows(shape)
-        if count != NO_MATCH and len(shapes) < _MOST_SHAPES:
-            shapes[shape] = count
+        if len(shapes) >= _MOST_SHAPES:
+            shapes.clear()
+        count = shapes[shape] = self._forms[position].rows(shape)
         return count
 
 

@@ -23,6 +23,7 @@ from ..memory.cache import GraphCache, StateKey
 from ..memory.entry import CUDAGraphEntry
 from ..memory.handout import Handout
 from ..memory.inputs import StaticInputs, inputs_for
+from ..memory.ledger import Ledger
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
@@ -78,6 +79,7 @@ class GraphSet:
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
         """Of captures, in seconds."""
+        self.ledger = Ledger(self.entries, has_to_pay=cache.admission.capture_after > 1)
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._states = itertools.count(1)
@@ -200,7 +202,7 @@ class GraphSet:
         is_further = group.current(entry.size) is None  # else it takes the place of the one of the same state
         if is_further and entry.place in (other.place for other in group.of_size(entry.size)):
             entry.place = StateKey(entry.place, next(self._states))
-        for other in self._entries():
+        for other in self.entries():
             if entry.guard is not None and other.guard is not None and other.guard.reads_like(entry.guard):
                 entry.guard = other.guard
         entry.verify_every = self.options.verify_every
@@ -249,6 +251,7 @@ class GraphSet:
             for victim in victims:
                 for group in self.groups.values():
                     group.drop(victim.entry)
+                self.ledger.retire(victim.entry, self.stats)
                 victim.release()
             if victims:
                 # The static inputs of a graph that somebody else captured are not ours to free.
@@ -265,18 +268,18 @@ class GraphSet:
 
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
-        guards = {entry.guard for entry in self._entries() if entry.guard is not None}
+        guards = {entry.guard for entry in self.entries() if entry.guard is not None}
         present = [guard for guard in guards if not guard.is_apart]
         if present and all(guard.holds() for guard in (*present, *([self._guard] if self._guard is not None else ()))):
             return
         for guard in guards:
             guard.is_apart = not guard.holds()
         gone = {guard for guard in guards if guard.is_apart and (guard.has_moved() or not guard.within(self.guard))}
-        for entry in self._entries() if gone else ():
+        for entry in self.entries() if gone else ():
             if entry.guard in gone:
                 self.release(self.cache.retire(entry, EvictionReason.STALE))
 
-    def _entries(self) -> list[CUDAGraphEntry]:
+    def entries(self) -> list[CUDAGraphEntry]:
         """The entries that the set has captured, of all states."""
         owned = [group for group in self.groups.values() if group.route.entry is None]
         return [entry for group in owned for entry in group.all_entries]
@@ -286,7 +289,7 @@ class GraphSet:
         they are asked for."""
         for group in self.groups.values():
             group.forgive()
-        self.release([victim for entry in self._entries() for victim in self.cache.retire(entry, reason, tag)])
+        self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
         self._guard = None
 
     def invalidate(self, tag: str = "") -> None:
@@ -319,9 +322,9 @@ class GraphSet:
 
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
-        victims = [entry for entry in self._entries() if self.cache.remove(entry.place)]
-        self.cache.admission.clear()
-        self.groups.clear()
+        victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
+        for forgets in (self.cache.admission, self.ledger, self.groups):
+            forgets.clear()
         for entry in victims:
             entry.release()
         self._renew_pool()
@@ -353,8 +356,7 @@ class GraphSet:
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
         """Release a graph and try once more, without effects: the caller has eager's answer."""
-        victims = self.cache.evict_one(EvictionReason.OUT_OF_MEMORY)
-        if not victims:
+        if not (victims := self.cache.evict_one(EvictionReason.OUT_OF_MEMORY)):
             return failed
         self.release(victims)
         request.keep_effects = False

@@ -33,7 +33,6 @@ __all__ = ["RETRY", "GraphGroup", "Route", "Spelling"]
 _log = logging.getLogger("graphdispatch")
 _MOST_STATES = 8
 _MOST_ROWS = 4096
-_LOSING_CALLS = 64
 RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
@@ -93,6 +92,14 @@ class Route:
         if not self.table.sizes:
             return Decision.eager(self.without_sizes)
         return self.refused.get(args, kwargs) if self.refused is not None else None
+
+    def refuse(self, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember that no graph can serve such calls."""
+        if self.refused is None:
+            from .refused import RefusedCalls  # here, since most callables need none
+
+            self.refused = RefusedCalls()
+        self.refused.add(decision, args, kwargs)
 
     def forget_calls(self) -> None:
         """Forget the spellings, with their groups, and what was refused."""
@@ -212,18 +219,17 @@ class GraphGroup:
         decision: Decision,
         last_misses: int,
         parts: tuple[Any, ...],
-        *,
-        loses: bool = False,
+        calls: int = 0,
     ) -> None:
         """Let calls like this one, which no graph serves, run eagerly at once until one may be captured for them.
 
         The ``last_misses`` before a size may be tried again take the slow path, where admission counts them. A size
-        with graphs of another state of the callable is not remembered, since that state may come back. Where the
-        graph's padding ``loses`` against eager, it is looked at again after a while.
+        with graphs of another state of the callable is not remembered, since that state may come back. A refusal that
+        is no failure is remembered for so many ``calls``.
         """
         until = math.inf
-        if loses:
-            until = self.misses[size] + _LOSING_CALLS
+        if calls:
+            until = self.misses[size] + calls
         elif size:
             failure = self.failures.get(size)
             if failure is None or failure.reason is not decision.reason or self.of_size(size) or self.wants_example:

@@ -1,7 +1,7 @@
 """Kinds of calls: which one gives way to a new one, and whether they change too much to be worth graphs."""
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..call.signature import Refusal, Signature
@@ -10,6 +10,7 @@ from ..reasons import Reason
 
 if TYPE_CHECKING:
     from .group import GraphGroup, Spelling
+    from .server import Server
 
 __all__ = ["Changes", "Kinds"]
 
@@ -31,6 +32,7 @@ class Kinds:
     def __init__(self) -> None:
         self._random = random.Random(0)
         self._calls: dict[GraphGroup, int] = {}
+        self._gone = 0  # groups that gave way before they had a graph
         self._refused = 0
         self._replaced = 0
 
@@ -44,6 +46,7 @@ class Kinds:
         """
         idle = [group for group in groups if not (group.has_graphs or len(group.failures))]
         if idle:
+            self._gone += 1
             return self._random.choice(idle)
         if not self._refused:
             self._calls = {group: group.num_calls for group in groups}
@@ -57,17 +60,20 @@ class Kinds:
         self._replaced += 1
         return min(unused, key=lambda group: max((entry.last_used for entry in group.all_entries), default=0))
 
-    def refusal(self, spelling: "Spelling", forget: Callable[["GraphGroup"], None]) -> Refusal | None:
+    def refusal(self, spelling: "Spelling", server: "Server") -> Refusal | None:
         """Why a call of a new kind, spelled like this, gets no group since such calls always change; or None.
 
-        As soon as that is found, the groups that serve nothing are forgotten, but for the latest.
+        Where graphs do not pay, it is enough that kinds make others give way before they have a graph. As soon as that
+        is found, the groups that serve nothing are forgotten, but for the latest.
         """
         if spelling.changes is None:
             spelling.changes = Changes()
-        refusal = spelling.changes.refusal(spelling.groups)
+        refusal = spelling.changes.refusal(
+            spelling.groups, self._gone, do_pay=not server.graphs.ledger.misses_that_pay()
+        )
         if refusal is not None and spelling.changes.is_new:
             for group in [one for one in spelling.groups[:-1] if not (one.has_graphs or len(one.failures))]:
-                forget(group)
+                server.forget(group)
         return refusal
 
 
@@ -76,6 +82,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._new = 0
+        self._gone = 0
         self._resting = 0
         self._refusal = Refusal(Reason.SIGNATURE_CHANGES, "")
 
@@ -84,14 +91,19 @@ class Changes:
         """Whether the latest refusal was the first of its row."""
         return self._resting == _REST - 1
 
-    def refusal(self, groups: Sequence["GraphGroup"]) -> Refusal | None:
+    def refusal(self, groups: Sequence["GraphGroup"], gone: int, *, do_pay: bool) -> Refusal | None:
         """Why a call of a new kind gets no group: of the ``groups`` that 64 new kinds left, at least 4 and three in
-        four were called once. After 1,024 such calls the next 64 are looked at."""
+        four were called once; or graphs do not pay, and as many of the 64 made a group give way (``gone`` in all).
+        After 1,024 such calls the next 64 are looked at."""
         if self._resting:
             self._resting -= 1
             return self._refusal
         self._new = (self._new + 1) % _SAMPLE
-        if self._new or sum(group.num_calls < 2 for group in groups) < max(0.75 * len(groups), _FEWEST):
+        if self._new:
+            return None
+        gone, self._gone = gone - self._gone, gone
+        are_in_vain = not do_pay and gone >= 0.75 * _SAMPLE
+        if not are_in_vain and sum(group.num_calls < 2 for group in groups) < max(0.75 * len(groups), _FEWEST):
             return None
         self._resting = _REST - 1
         self._refusal = Refusal(Reason.SIGNATURE_CHANGES, f"{Reason.SIGNATURE_CHANGES.text}{_what_changes(groups)}")

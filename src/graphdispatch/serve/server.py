@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "Server"]
 
+_CALLS_THAT_LOSE = 64  # that run eagerly at once before it is asked again whether a graph pays
 _ALIKE = 8  # calls with the first batch that a graph serves before it is compared on one made of it
 
 
@@ -170,6 +171,8 @@ class Server(EagerPath):
         reason = cache.admit(key)
         if reason is Reason.FIRST_SIGHTING and self._eager_captures and not cache.is_full:
             return Reason.CAPTURED_NOW, ""
+        if reason is Reason.CAPTURED_NOW and self.graphs.ledger.misses_that_pay() > group.misses[size]:
+            return Reason.PAYS_LATER, self.graphs.ledger.detail
         return reason, cache.admission.detail(reason, key)
 
     def count(self, choice: Choice) -> None:
@@ -189,10 +192,11 @@ class Server(EagerPath):
         loses = choice.entry is not None and choice.decision.reason is Reason.NO_GAIN
         if group is None or (choice.entry is not None and not loses) or self.graphs.handout.out is not None:
             return  # where outputs go to the caller's tensors, each call is checked for room
-        if loses or not (size and admission.still_to_wait((group.key, size))):
-            group.remember(
-                choice.leaves, size, choice.decision, admission.capture_after, self.parts_of(group), loses=loses
-            )
+        calls = _CALLS_THAT_LOSE if loses else 0
+        if choice.decision.reason is Reason.PAYS_LATER:
+            calls = min(_CALLS_THAT_LOSE, self.graphs.ledger.misses_that_pay() - group.misses[size])
+        if calls or not (size and admission.still_to_wait((group.key, size))):
+            group.remember(choice.leaves, size, choice.decision, admission.capture_after, self.parts_of(group), calls)
 
     def perform(self, choice: Choice) -> tuple[bool, Any]:
         """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
@@ -203,10 +207,10 @@ class Server(EagerPath):
         assert group is not None
         if reason is Reason.CAPTURED_NOW:
             self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
-            return True, self.after_eager(choice, self.graphs.capture(group, choice.leaves, choice.rows, choice.size))
+            return True, self.after_eager(choice, self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
         if entry is not None and reason is Reason.VERIFIED_NOW:
             self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)
-            return True, self.after_eager(choice, compare(self, group, choice.leaves, choice.rows, entry))
+            return True, self.after_eager(choice, compare, self, group, choice.leaves, choice.rows, entry)
         if entry is None or not reason.is_graph:
             return False, choice
         try:
@@ -248,7 +252,7 @@ class Server(EagerPath):
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
         if spec is None or (route.is_single and route.spellings):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
-        refusal = self._all_kinds().refusal(spelling, self.forget) if spelling is not None else None
+        refusal = self._all_kinds().refusal(spelling, self) if spelling is not None else None
         if refusal is not None:
             return refusal
         made = self._make_group(route, spec, args, kwargs)
@@ -271,11 +275,7 @@ class Server(EagerPath):
         else:
             is_lasting = self.graphs.backend is not None  # else one may be registered
         if is_lasting:
-            if route.refused is None:
-                from .refused import RefusedCalls  # here, since most callables need none
-
-                route.refused = RefusedCalls()
-            route.refused.add(Decision.eager(refusal.reason, detail=refusal.detail), args, kwargs)
+            route.refuse(Decision.eager(refusal.reason, detail=refusal.detail), args, kwargs)
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
         """The spelling of a call; None if the only graph of the route is of a call with other arguments."""
@@ -385,9 +385,10 @@ class Server(EagerPath):
             self.graphs.refresh()
             return self.choose(route, args, kwargs)
 
-    def after_eager(self, choice: Choice, result: CaptureResult) -> Any:
-        """Count and hand out the eager answer of a call that captured or compared a graph."""
+    def after_eager(self, choice: Choice, run: Callable[..., CaptureResult], *args: Any) -> Any:
+        """Capture or compare a graph by ``run(*args)``, then count and hand out the call's eager answer."""
         decision = choice.decision
+        result = self.graphs.ledger.pay(run, *args, is_capture=decision.reason is Reason.CAPTURED_NOW)
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.count_eager(decision)
