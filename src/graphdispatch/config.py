@@ -249,7 +249,7 @@ class CUDAGraphConfig(_Options):
     eviction: str = "frecency"
     """Which graph goes when there is no room: ``frecency``, ``gdsf``, ``lfu``, ``lru``, or an installed policy."""
     capture_after: _Count = 2
-    """Sightings of a size before it is captured; 1 captures at once."""
+    """Sightings of a size before it is captured, if it pays; 1 captures at once, whatever it costs."""
     capture_window: _Count = 4096
     """Those sightings count only if they come within so many uses (replays in the process, and sightings)."""
     max_signatures: _Count = 32

@@ -9,6 +9,7 @@ from ..memory.backoff import Backoff
 from ..reasons import Reason
 
 if TYPE_CHECKING:
+    from ..memory.ledger import Ledger
     from .group import GraphGroup, Spelling
     from .server import Server
 
@@ -68,9 +69,7 @@ class Kinds:
         """
         if spelling.changes is None:
             spelling.changes = Changes()
-        refusal = spelling.changes.refusal(
-            spelling.groups, self._gone, do_pay=not server.graphs.ledger.misses_that_pay()
-        )
+        refusal = spelling.changes.refusal(spelling.groups, self._gone, server.graphs.ledger)
         if refusal is not None and spelling.changes.is_new:
             for group in [one for one in spelling.groups[:-1] if not (one.has_graphs or len(one.failures))]:
                 server.forget(group)
@@ -91,7 +90,7 @@ class Changes:
         """Whether the latest refusal was the first of its row."""
         return self._resting == _REST - 1
 
-    def refusal(self, groups: Sequence["GraphGroup"], gone: int, *, do_pay: bool) -> Refusal | None:
+    def refusal(self, groups: Sequence["GraphGroup"], gone: int, ledger: "Ledger") -> Refusal | None:
         """Why a call of a new kind gets no group: of the ``groups`` that 64 new kinds left, at least 4 and three in
         four were called once; or graphs do not pay, and as many of the 64 made a group give way (``gone`` in all).
         After 1,024 such calls the next 64 are looked at."""
@@ -102,7 +101,7 @@ class Changes:
         if self._new:
             return None
         gone, self._gone = gone - self._gone, gone
-        are_in_vain = not do_pay and gone >= 0.75 * _SAMPLE
+        are_in_vain = gone >= 0.75 * _SAMPLE and ledger.misses_that_pay() > 0
         if not are_in_vain and sum(group.num_calls < 2 for group in groups) < max(0.75 * len(groups), _FEWEST):
             return None
         self._resting = _REST - 1
