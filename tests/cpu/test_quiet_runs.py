@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from graphdispatch import graphed
 from graphdispatch.backends.insight import COMPILER, reveal_operators
-from graphdispatch.capture import effects, quiet
+from graphdispatch.capture import eager_run, effects, quiet
 from graphdispatch.capture.effects import EffectRecorder
+from graphdispatch.modes import EntryState
 from graphdispatch.native.tape import TAPE
 from graphdispatch.state.trace import CodeTrace
 from graphdispatch.state.walk import StateWalk
@@ -59,6 +60,13 @@ def _catches() -> None:
         BUFFER.mul_(0)
 
 
+LIMITING = {
+    "to integers": lambda: (X.abs() * 3).long(),
+    "seen as integers": lambda: X.view(torch.int32) + 1,
+    "cross entropy": lambda: functional.binary_cross_entropy(X.sigmoid(), torch.ones_like(X)),
+}
+QUIET |= LIMITING
+
 STOPPED: dict[str, Callable[[], Any]] = {
     "in place": lambda: BUFFER.add_(1),
     "one's own": lambda: torch.ones(3).add_(1),
@@ -87,13 +95,12 @@ def _mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield
 
 
-def watched(run: Callable[[], Any]) -> set[int]:
-    """The keys of the storages that a run uses."""
-    used: set[int] = set()
+def watched(run: Callable[[], Any]) -> Any:
+    """The watch of a run, which tells what it saw."""
     assert quiet.can_watch()
-    with quiet.watching(used):
+    with quiet.watching() as watch:
         run()
-    return used
+    return watch
 
 
 @pytest.mark.parametrize("name", QUIET)
@@ -104,7 +111,10 @@ def test_quiet_runs_use_what_python_sees(name: str) -> None:
     assert seen.is_quiet
     there = {value.untyped_storage()._cdata for value in (X, INDEX, MASK, HEADS, ROW, WEIGHT, BUFFER)}
     there |= {p.untyped_storage()._cdata for layer in LAYERS for p in layer.parameters()}
-    assert watched(QUIET[name]) & there == seen.used & there
+    watch = watched(QUIET[name])
+    assert watch.used() & there == seen.used & there
+    assert (watch.limits_values(), watch.groups_rows()) == (seen.limits_values, seen.groups_rows)
+    assert watch.limits_values() is (name in LIMITING)
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -120,7 +130,7 @@ def test_all_else_is_stopped_before_it_happens(name: str) -> None:
 
 def test_what_torch_hides_from_modes_is_no_concern() -> None:
     """The memory of a tensor that is made of numbers."""
-    assert watched(lambda: torch.tensor([1.0, 2.0]) * X[:, :2]) >= {X.untyped_storage()._cdata}
+    assert watched(lambda: torch.tensor([1.0, 2.0]) * X[:, :2]).used() >= {X.untyped_storage()._cdata}
 
 
 def test_operators_of_others_are_stopped() -> None:
@@ -190,7 +200,7 @@ def test_one_watch_at_a_time() -> None:
     """A run within a run is an error, and ends only itself."""
     assert TAPE.module is not None
     watch = TAPE.module.Watch(print, quiet.StoppedError)
-    with pytest.raises(quiet.StoppedError), quiet.watching(set()):
+    with pytest.raises(quiet.StoppedError), quiet.watching():
         watch.enter()
     with pytest.raises(RuntimeError, match="not watched"):
         watch.leave()
@@ -204,9 +214,9 @@ def test_lengths_are_compared_by_quiet_runs(monkeypatch: pytest.MonkeyPatch) -> 
     """A callable that only computes, but for one length: that is found, and every answer is eager's."""
     runs: list[bool] = []
 
-    def counted(used: set[int]) -> Any:
+    def counted() -> Any:
         runs.append(True)
-        return quiet.watching(used)
+        return quiet.watching()
 
     monkeypatch.setattr(effects, "watching", counted)
     for at in (0, 5):
@@ -225,6 +235,32 @@ def test_lengths_are_compared_by_quiet_runs(monkeypatch: pytest.MonkeyPatch) -> 
                 assert torch.equal(table, own)
         assert served.stats.hits > (0 if at else 5)
     assert runs
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_comparisons_for_the_graphs_sake_are_quiet(monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """Those of ``prewarm``; one that is stopped is made again, watched in Python. A call of the caller's is never."""
+    skimmed: list[bool] = []
+    run = eager_run._run_watched
+
+    def noted(request: Any, *, skims: bool) -> Any:
+        skimmed.append(skims)
+        if skims and stops:
+            raise quiet.StoppedError
+        return run(request, skims=skims)
+
+    monkeypatch.setattr(eager_run, "_run_watched", noted)
+    with torch.inference_mode(False), torch.no_grad():
+        served = graphed(lambda x: x.float() * 2, dynamic={"x": 0}, sizes=(4, 8), capture_after=1)
+        served.prewarm(torch.arange(8.0).reshape(2, 4), sizes=[4])
+        assert len(skimmed) > 1
+        assert skimmed == [False, *([True, False] if stops else [True]) * (len(skimmed) // (1 + stops))][: len(skimmed)]
+        assert served.entries[0].state is EntryState.VERIFIED
+        skimmed.clear()
+        for number in range(3):
+            x = torch.full((8, 4), float(number))
+            assert torch.equal(served(x), x * 2)
+        assert skimmed == [False, False]
 
 
 def _step(ids: Tensor, table: Tensor, at: int) -> Tensor:

@@ -199,6 +199,7 @@ class CaptureAttempt:
             gain=Gain() if request.judges_gain else None,
             uses_rng=warm_run.uses_rng,
             checks_data=warm_run.checks_data,
+            was_quiet=self.eager.effects.is_quiet,
             signature=request.signature,
             call=request.call,
             example=request.values_with(repeat(None)),
@@ -347,7 +348,8 @@ class CaptureAttempt:
         if entry.guard is not None and entry.guard.notes.lacks(trace):
             check_may_capture(self.request, self.eager)
             trace.absorb(entry.guard.notes)
-            used = {*map(storage_key, entry.held), *entry.guard.storages, *self.eager.effects.outside}
+            effects = self.eager.effects
+            used = {*map(storage_key, entry.held), *entry.guard.storages, *effects.outside, *effects.used}
             entry.guard = guard = self._make_guard(used)
             entry.told = self.eager.find_told(self.request.values, guard, entry.told)
             self._watch_breaks(entry)

@@ -68,7 +68,7 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
     pause = paused_collector(request.options.gc_disable)
     with pause, request.pool.lock, request.backend.watched(), _RecordFunctionFast(name):
         request.pool.order_after_last_use()
-        eager = run_eagerly(request)
+        eager = run_eagerly(request, was_quiet=known is not None and known.was_quiet)
         if isinstance(eager, CaptureResult):
             return eager
         attempt = CaptureAttempt(request, eager)

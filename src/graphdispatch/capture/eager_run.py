@@ -22,6 +22,7 @@ from ..state.reads import StateReads
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
+from .quiet import StoppedError, can_watch
 from .request import CaptureRequest, CaptureResult, failed_result
 
 if TYPE_CHECKING:
@@ -69,13 +70,22 @@ class EagerRun:
         return Told(names, values, guard.tensors)
 
 
-def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
-    """Run the call on the real rows, and watch what it writes.
+def run_eagerly(request: CaptureRequest, *, was_quiet: bool = False) -> EagerRun | CaptureResult:
+    """Run the call on the real rows, and watch what it writes; natively where it ``was_quiet`` before.
 
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
     by an error. A ``CaptureResult`` says why there can be no graph: what the run overwrites could not be saved, or what
     it did could not be noted (no memory left).
     """
+    # The caller's own run is never ended half-way.
+    skims = was_quiet and not (request.keep_effects or request.is_piecewise) and can_watch()
+    try:
+        return _run_watched(request, skims=skims)
+    except StoppedError:
+        return _run_watched(request, skims=False)
+
+
+def _run_watched(request: CaptureRequest, *, skims: bool) -> EagerRun | CaptureResult:
     before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
     trace = CodeTrace(
@@ -91,7 +101,9 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     # Context variables that a run for the graph's sake sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     in_break = trace.is_in_break if request.is_piecewise else None
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, in_break=in_break)
+    effects = EffectRecorder(
+        request.options.state_limit_bytes, strict=not request.keep_effects, skims=skims, in_break=in_break
+    )
     answer, has_run = None, False
     open_outputs = _opener(walk)
     try:

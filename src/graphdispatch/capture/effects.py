@@ -34,7 +34,7 @@ from ..backends.operators import (
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
 from ..reasons import Reason
-from .quiet import StoppedError, can_watch, is_quiet, watching
+from .quiet import CHECKING, CONVERTING, GROUPING, StoppedError, can_watch, is_quiet, watching
 
 if TYPE_CHECKING:
     from ..backends.compiled import CompiledRegion
@@ -114,7 +114,7 @@ class EffectRecorder(OperatorMode):
         self.groups_rows = False
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
         self.outside: dict[int, torch.Tensor] = {}
-        """One tensor for each storage that the run used and did not make, by the storage's key."""
+        """One tensor for each storage that the run used and did not make, by the storage's key; none if it skims."""
         self.used: set[int] = set()
         """The keys of all storages that it used outside of breaks."""
         self._limit = limit_bytes
@@ -133,10 +133,13 @@ class EffectRecorder(OperatorMode):
 
         Raises ``StoppedError`` where a run that skims is no longer quiet, so that it has to be made again.
         """
-        watched = watching(self.used) if self._skims and can_watch() else self
+        watched = watching() if self._skims and can_watch() else self
         try:
-            with Listening(self._save_exposed, EXPOSED), watched:
+            with Listening(self._save_exposed, EXPOSED), watched as watch:
                 yield self
+            if watch is not self:
+                self.used |= watch.used()
+                self.limits_values, self.groups_rows = watch.limits_values(), watch.groups_rows()
         except StoppedError:
             self.is_quiet = False
             raise
@@ -222,7 +225,7 @@ class EffectRecorder(OperatorMode):
         except CaptureError as error:
             self.give_up(error)
         if _is_particular(func):
-            self.groups_rows |= func._schema.name in _GROUPING
+            self.groups_rows |= func._schema.name in GROUPING
             self.checks_data |= func._schema.name == "aten::_assert_async"
             self.limits_values = self.limits_values or _limits_values(func, args, result)
         fills = torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()
@@ -320,21 +323,16 @@ class EffectRecorder(OperatorMode):
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
 
 
-_CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
-_CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
-_GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
-
-
 @cache
 def _is_particular(func: OpOverload) -> bool:
-    return func._schema.name in _CHECKING | _CONVERTING | _GROUPING
+    return func._schema.name in CHECKING | CONVERTING | GROUPING
 
 
 def _limits_values(func: OpOverload, args: tuple[Any, ...], result: Any) -> bool:
     """Whether an operator checks data on the device, or makes integers of floating-point numbers."""
     name = func._schema.name
-    if name not in _CONVERTING:
-        return name in _CHECKING
+    if name not in CONVERTING:
+        return name in CHECKING
     if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
         return False
     return result.dtype is not torch.bool and args[int(name == "aten::copy_")].is_floating_point()

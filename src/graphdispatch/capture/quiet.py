@@ -22,9 +22,15 @@ from ..backends.insight import COMPILER, is_composite
 from ..backends.operators import OperatorKind, kind_of
 from ..native.tape import TAPE
 
-__all__ = ["StoppedError", "can_watch", "is_quiet", "watching"]
+__all__ = ["CHECKING", "CONVERTING", "GROUPING", "StoppedError", "can_watch", "is_quiet", "watching"]
 
-_OTHER, _QUIET, _COMPOSITE = range(3)  # what the core takes an operator for
+CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
+"""Operators that check data on the device."""
+CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
+"""Those that may make integers of floating-point numbers."""
+GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
+"""Those that multiply groups of rows whose sizes are data."""
+_OTHER, _QUIET, _COMPOSITE, _CONVERTS, _LIMITS, _GROUPS = range(6)  # what the core takes an operator for
 
 
 @cache
@@ -49,8 +55,9 @@ def can_watch() -> bool:
 
 
 @contextmanager
-def watching(used: set[int]) -> Iterator[None]:
-    """A block whose operators are watched natively. The keys of the storages that they use go to ``used``.
+def watching() -> Iterator[Any]:
+    """A block whose operators are watched natively. What it gives tells afterwards which storages they used, and what
+    ``EffectRecorder`` tells under the same names.
 
     Raises ``StoppedError`` where something was to run that may do more than compute, or anything raised; nothing was
     written then. Another run tells what the callable itself raises.
@@ -59,12 +66,11 @@ def watching(used: set[int]) -> Iterator[None]:
     watch: Any = TAPE.module.Watch(_judge, StoppedError)
     watch.enter()
     try:
-        yield
+        yield watch
     except Exception as error:  # the watch may have caused it
         raise StoppedError from error
     finally:
         watch.leave()
-    used |= watch.used()
     if watch.was_stopped() or not can_watch():
         raise StoppedError
 
@@ -80,7 +86,10 @@ def _judge(name: str, overload: str) -> int:
     _watched.add(place)
     if name == "aten::detach_":  # of each torch.tensor(); Python's watch does not meet it, since it is autograd's alone
         return _QUIET
-    return _COMPOSITE if is_composite(func) else _QUIET if is_quiet(func) else _OTHER
+    if is_composite(func):
+        return _COMPOSITE
+    kinds = ((CONVERTING, _CONVERTS), (CHECKING, _LIMITS), (GROUPING, _GROUPS))
+    return next((kind for names, kind in kinds if name in names), _QUIET) if is_quiet(func) else _OTHER
 
 
 _watched: set[str] = set()

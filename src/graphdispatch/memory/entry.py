@@ -90,6 +90,8 @@ class CUDAGraphEntry(NotCopied):
     """Whether it draws from the device's default random generator."""
     checks_data: bool = False
     """Whether it holds an operator that does nothing but raise for some data."""
+    was_quiet: bool = False
+    """Whether the eager run of its capture did no more than to make tensors of others."""
     default_device: Any = field(default_factory=default_device)
     """The default device at the capture, if one was set."""
     bare: tuple[int, ...] = ()

@@ -14,14 +14,14 @@ namespace {
 // that ask for it.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
-enum class Kind { kOther, kQuiet, kComposite };  // as the numbers that `judge` gives
+enum class Kind { kOther, kQuiet, kComposite, kConverting, kLimiting, kGrouping };  // as the numbers of `judge`
 
 struct Watch {
   PyObject_HEAD PyObject* judge;          // owned; gets an operator's name and overload
   PyObject* stop;                         // owned; the class of the error that ends the run
   std::unordered_set<const void*>* used;  // storages
   uint64_t plain;                         // the dispatch keys that a tensor may have
-  bool was_stopped;
+  bool was_stopped, limits_values, groups_rows;
 };
 
 thread_local Watch* current = nullptr;
@@ -39,7 +39,7 @@ Kind ask(Watch* watch, const c10::OperatorHandle& op) {
   Py_XDECREF(answer);
   PyErr_Clear();
   PyThreadState_LeaveTracing(thread);
-  return kind == 1 ? Kind::kQuiet : kind == 2 ? Kind::kComposite : Kind::kOther;
+  return kind > 0 && kind <= static_cast<long>(Kind::kGrouping) ? static_cast<Kind>(kind) : Kind::kOther;
 }
 
 Kind kind_of(Watch* watch, const c10::OperatorHandle& op) {
@@ -69,6 +69,16 @@ bool note_all(Watch* watch, const torch::jit::Stack& stack, size_t count) {
   return true;
 }
 
+// Whether integers were made of floating-point numbers.
+bool made_integers(const c10::IValue& made) {
+  return made.isTensor() && at::isIntegralType(made.toTensor().scalar_type(), /*includeBool=*/false);
+}
+
+bool are_real(const torch::jit::Stack& stack, size_t count) {
+  const c10::IValue& first = stack[stack.size() - count];
+  return first.isTensor() && at::isFloatingType(first.toTensor().scalar_type());
+}
+
 [[noreturn]] void stop(Watch* watch, const c10::OperatorHandle& op) {
   TORCH_CHECK(watch, "a thread that another one started runs ", op.operator_name(), " in a run that is watched");
   watch->was_stopped = true;
@@ -81,14 +91,21 @@ bool note_all(Watch* watch, const torch::jit::Stack& stack, size_t count) {
 
 void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto later = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  Kind kind = Kind::kQuiet;
+  bool converts = false;
   // Torch hides some of its own work from modes, such as the memory of a new torch.tensor().
   if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
-    const Kind kind = current ? kind_of(current, op) : Kind::kOther;
+    const size_t count = op.schema().arguments().size();
+    kind = current ? kind_of(current, op) : Kind::kOther;
     if (kind == Kind::kComposite) return op.redispatchBoxed(later, stack);
-    if (kind != Kind::kQuiet || !note_all(current, *stack, op.schema().arguments().size())) stop(current, op);
+    if (kind == Kind::kOther || !note_all(current, *stack, count)) stop(current, op);
+    converts = kind == Kind::kConverting && are_real(*stack, count);
+    current->limits_values |= kind == Kind::kLimiting;
+    current->groups_rows |= kind == Kind::kGrouping;
   }
   c10::impl::ExcludeDispatchKeyGuard below(kKey);
   op.redispatchBoxed(later, stack);
+  if (converts && made_integers(stack->back())) current->limits_values = true;
 }
 
 PyObject* enter(PyObject* self, PyObject*) {
@@ -125,6 +142,14 @@ PyObject* was_stopped(PyObject* self, PyObject*) {
   return PyBool_FromLong(reinterpret_cast<Watch*>(self)->was_stopped);
 }
 
+PyObject* limits_values(PyObject* self, PyObject*) {
+  return PyBool_FromLong(reinterpret_cast<Watch*>(self)->limits_values);
+}
+
+PyObject* groups_rows(PyObject* self, PyObject*) {
+  return PyBool_FromLong(reinterpret_cast<Watch*>(self)->groups_rows);
+}
+
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject *judge, *stop;
@@ -154,8 +179,12 @@ void drop(PyObject* self) {
 }
 
 PyMethodDef methods[] = {
-    {"enter", enter, METH_NOARGS, nullptr}, {"leave", leave, METH_NOARGS, nullptr},
-    {"used", used, METH_NOARGS, nullptr},   {"was_stopped", was_stopped, METH_NOARGS, nullptr},
+    {"enter", enter, METH_NOARGS, nullptr},
+    {"leave", leave, METH_NOARGS, nullptr},
+    {"used", used, METH_NOARGS, nullptr},
+    {"was_stopped", was_stopped, METH_NOARGS, nullptr},
+    {"limits_values", limits_values, METH_NOARGS, nullptr},
+    {"groups_rows", groups_rows, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot slots[] = {
