@@ -521,7 +521,7 @@ def test_a_hit_enters_no_frame() -> None:
     step = settled(lambda x: x * 2, x)
     assert frames_of(lambda: step(x)) == []
     step.__class__ = Own
-    assert frames_of(lambda: step(x)) == ["__call__"]
+    assert frames_of(lambda: step(x))[0] == "__call__"
     assert torch.equal(step(x), x * 2)
 
 
@@ -545,3 +545,38 @@ def test_keywords_are_text() -> None:
     keywords: Any = {1: x}
     with pytest.raises(TypeError, match="keywords must be strings"):
         step(**keywords)
+
+
+def test_kinds_in_turns_are_hits_without_a_frame() -> None:
+    """Calls of several kinds, of which each is another one than the call before."""
+    step = settled(lambda x, k=1: x * k, torch.randn(ROWS, 1), max_signatures=8)
+    kinds: list[tuple[Any, ...]] = [
+        (torch.randn(ROWS, 1),),
+        (torch.randn(ROWS, 2),),
+        (torch.randn(ROWS, 2), 3),
+        (torch.randn(ROWS, 2).double(), 3),
+        (torch.randn(ROWS, 2), 3.0),
+    ]
+    for shift in range(3):
+        for x, *rest in kinds:
+            step(x + shift, *rest)
+    for x, *rest in kinds * 2:
+        assert frames_of(lambda x=x, rest=rest: step(x, *rest)) == []
+        assert torch.equal(step(x, *rest), x * (rest[0] if rest else 1))
+        assert step.last_decision.reason.is_graph
+
+
+def test_values_of_one_kind_are_no_leaves_of_another(way: str) -> None:
+    """A list of a tensor is another kind than the tensor, though both are one leaf."""
+
+    def fn(x: Any) -> Tensor:
+        return x * 2 if isinstance(x, Tensor) else x[0] * 3
+
+    step = graphed(fn, dynamic={"x": 0, "x[0]": 0}, sizes=(ROWS,), capture_after=1)
+    for number in range(12):
+        x = torch.full((ROWS, 3), float(number))
+        assert torch.equal(step(x), x * 2)
+        assert torch.equal(step([x]), x * 3)
+        assert torch.equal(step([x]), x * 3)
+        assert torch.equal(step(x), x * 2)
+    assert step.stats.hits > 36

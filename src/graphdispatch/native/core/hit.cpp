@@ -17,13 +17,14 @@ enum class Outcome { kServed, kMissed, kRaised, kRefused };
 
 // What the core reads of a server and what belongs to it.
 Slot spellings_of{names.spellings}, latest_of{names.latest}, signature_of{names.signature}, hits_of{names.hits};
+Slot groups_of{names.groups}, call_of{names.call};
 Slot native_of_signature{names.native}, native_of_plan{names.native}, native_of_guard{names.native};
 Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
 
 // A call under way: what HitPath.serve was given, and what it finds.
 struct Call {
   PyObject *server, *route, *args, *kwargs;
-  Ref group, hit;
+  Ref spelling, group, hit;
   PyObject* result = nullptr;
 };
 
@@ -116,22 +117,9 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 
-// Find the prepared hit of a call that fits, or why none can be: 1, 0 if there is neither, -1 with an error.
-int find(Call& call, PyObject* signature, Values& values) {
-  const Ref core = native_of_signature.of(signature);
-  if (!core) return -1;
-  int64_t rows = kNoMatch;
-  if (Py_IS_TYPE(core.get(), signature_type)) {
-    rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
-    if (rows < 0) return PyErr_Occurred() ? -1 : 0;
-  }
-  Ref number;
-  if (rows >= 0) {
-    number = Ref(PyLong_FromLongLong(rows));
-  } else {
-    PyObject* list = values.list();
-    if (list) number = Ref(PyObject_CallMethodOneArg(signature, names.match, list));
-  }
+// Find the prepared hit of a call of the group with so many rows, or why none can be: 1, 0 if there is neither, -1 with
+// an error.
+int find(Call& call, const Ref& number) {
   const Ref hits = number ? hits_of.of(call.group.get()) : Ref();
   if (!hits) return -1;
   call.hit = Ref::of(PyDict_Check(hits.get()) ? PyDict_GetItemWithError(hits.get(), number.get()) : nullptr);
@@ -140,6 +128,46 @@ int find(Call& call, PyObject* signature, Values& values) {
   if (!PyTuple_Check(call.hit.get())) return 0;
   const Py_ssize_t fields = PyTuple_GET_SIZE(call.hit.get());
   return fields == kOfHit || fields == kOfStanding;
+}
+
+// The rows of a call that fits a signature of the core; kNoMatch if it does not, or with an error.
+int64_t rows_of(PyObject* signature, const Values& values) {
+  const Ref core = native_of_signature.of(signature);
+  if (!core || !Py_IS_TYPE(core.get(), signature_type)) return kNoMatch;
+  return match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
+}
+
+// The same as find() for the group that fits, among those of the call's spelling. All of a call's values are leaves.
+int find_group(Call& call, const Values& values) {
+  const Ref groups = groups_of.of(call.spelling.get());
+  if (!groups || !PyList_Check(groups.get())) return groups ? 0 : -1;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups.get()); ++i) {
+    Ref group = Ref::of(PyList_GET_ITEM(groups.get(), i));
+    const Ref signature = signature_of.of(group.get());
+    const int64_t rows = signature ? rows_of(signature.get(), values) : kNoMatch;
+    if (PyErr_Occurred()) return -1;
+    if (rows < 0) continue;
+    const Ref flat = call_of.of(group.get());
+    const Ref is_flat = flat ? attribute(flat.get(), names.is_flat) : Ref();
+    if (!is_flat) return -1;
+    if (is_flat.get() != Py_True) continue;
+    call.group = std::move(group);
+    return find(call, Ref(PyLong_FromLongLong(rows)));
+  }
+  return 0;
+}
+
+// The same for a call whose spelling's latest group is known; the others are looked at if it does not fit.
+int find_hit(Call& call, PyObject* signature, Values& values) {
+  const Ref core = native_of_signature.of(signature);
+  if (!core) return -1;
+  if (!Py_IS_TYPE(core.get(), signature_type)) {
+    PyObject* list = values.list();
+    return list ? find(call, Ref(PyObject_CallMethodOneArg(signature, names.match, list))) : -1;
+  }
+  const int64_t rows = rows_of(signature, values);
+  if (rows >= 0) return find(call, Ref(PyLong_FromLongLong(rows)));
+  return PyErr_Occurred() ? -1 : call.spelling ? find_group(call, values) : 0;
 }
 
 // Whether the guard holds: 1, 0, or -1 with an error.
@@ -195,7 +223,7 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
 
 Outcome serve_values(Call& call, Values& values) {
   const Ref signature = signature_of.of(call.group.get());
-  const int found = signature ? find(call, signature.get(), values) : -1;
+  const int found = signature ? find_hit(call, signature.get(), values) : -1;
   if (found != 1) return outcome(found);
   if (PyTuple_GET_SIZE(call.hit.get()) == kOfStanding) return Outcome::kRefused;
   PyObject* guard = PyTuple_GET_ITEM(call.hit.get(), 3);
@@ -217,7 +245,7 @@ Outcome serve_values(Call& call, Values& values) {
 }
 
 Outcome serve_call(Call& call) {
-  const Ref spelling = spelling_of(call);
+  Ref spelling = spelling_of(call);
   const Ref latest = spelling ? latest_of.of(spelling.get()) : Ref();
   if (!latest) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
   if (!PyTuple_CheckExact(latest.get()) || PyTuple_GET_SIZE(latest.get()) != 3) return Outcome::kMissed;
@@ -231,7 +259,10 @@ Outcome serve_call(Call& call) {
   }
   if (count > kMostValues) items = more.data();
   Values values(items, count);
-  if (PyTuple_GET_ITEM(latest.get(), 1) == Py_True) return serve_values(call, values);
+  if (PyTuple_GET_ITEM(latest.get(), 1) == Py_True) {
+    call.spelling = std::move(spelling);
+    return serve_values(call, values);
+  }
   const Ref flat = attribute(call.group.get(), names.call);
   PyObject* list = values.list();
   Ref leaves(flat && list ? PyObject_CallMethodOneArg(flat.get(), names.flatten, list) : nullptr);
@@ -245,7 +276,7 @@ PyObject* serve(PyObject* server, PyObject* const* args, Py_ssize_t count) {
   if (count != 3 || !PyTuple_CheckExact(args[1]) || !PyDict_CheckExact(args[2])) {
     return PyErr_Format(PyExc_TypeError, "serve() takes a route, a tuple and a dict");
   }
-  Call call{server, args[0], args[1], args[2], Ref(), Ref()};
+  Call call{server, args[0], args[1], args[2]};
   const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
   if (done == Outcome::kRaised) return nullptr;
