@@ -10,8 +10,8 @@ import torch
 from graphdispatch import Graphed, graphed
 from graphdispatch.call.spec import FlatCall
 from graphdispatch.capture.request import CaptureResult
-from graphdispatch.memory.ledger import Ledger
 from graphdispatch.reasons import Reason
+from graphdispatch.serve.ledger import Ledger
 
 ROWS = 4
 EAGER_S, REPLAY_S, SPENT_S = 2e-3, 1e-3, 0.1
@@ -30,7 +30,7 @@ def _clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs take as long as above, and so does each capture and each comparison."""
     monkeypatch.setattr("graphdispatch.capture.gain._time", _time)
     readings = itertools.count()
-    monkeypatch.setattr("graphdispatch.memory.ledger.perf_counter", lambda: next(readings) * SPENT_S)
+    monkeypatch.setattr("graphdispatch.serve.ledger.perf_counter", lambda: next(readings) * SPENT_S)
     with torch.no_grad():
         yield
 

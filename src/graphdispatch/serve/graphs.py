@@ -23,7 +23,6 @@ from ..memory.cache import GraphCache, StateKey
 from ..memory.entry import CUDAGraphEntry
 from ..memory.handout import Handout
 from ..memory.inputs import StaticInputs, inputs_for
-from ..memory.ledger import Ledger
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
@@ -31,6 +30,7 @@ from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..stats import EvictionReason
 from .group import RETRY, GraphGroup, Route
+from .ledger import Ledger
 
 __all__ = ["Capturer", "GraphSet"]
 

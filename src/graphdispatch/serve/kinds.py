@@ -9,8 +9,8 @@ from ..memory.backoff import Backoff
 from ..reasons import Reason
 
 if TYPE_CHECKING:
-    from ..memory.ledger import Ledger
     from .group import GraphGroup, Spelling
+    from .ledger import Ledger
     from .server import Server
 
 __all__ = ["Changes", "Kinds"]

@@ -5,14 +5,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..capture.request import CaptureResult
+from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 from ..stats import CUDAGraphStats
-from .entry import CUDAGraphEntry
-
-if TYPE_CHECKING:
-    from ..capture.request import CaptureResult
 
 __all__ = ["Ledger"]
 
@@ -38,9 +36,9 @@ class Ledger:
         self._has_to_pay = has_to_pay
         self._captures = 0
         self._spent_s = self._gone_s = 0.0
-        self._gains_s: deque[float] = deque(maxlen=_LATEST)
+        self._gains_ms: deque[float] = deque(maxlen=_LATEST)
 
-    def pay(self, run: Callable[..., "CaptureResult"], *args: Any, is_capture: bool) -> "CaptureResult":
+    def pay(self, run: Callable[..., CaptureResult], *args: Any, is_capture: bool) -> CaptureResult:
         """``run(*args)``, which captures or compares a graph because of a call; and note what that took and showed."""
         if self._captures:
             self._gone_s -= max(self._surplus_s - _FIRST_GRAPHS * self._price_s, 0.0)
@@ -52,8 +50,9 @@ class Ledger:
             self._captures += is_capture
         gain = result.entry.gain if result.entry is not None else None
         gain_ms = 0.0 if result.reason is Reason.NO_GAIN else gain.full_ms if gain is not None else None
-        if gain_ms is not None:
-            self._gains_s.append(gain_ms / 1e3)
+        is_told = bool(gain_ms) and gain_ms in self._gains_ms  # by an earlier comparison of the same graph
+        if gain_ms is not None and not is_told:
+            self._gains_ms.append(gain_ms)
         return result
 
     def retire(self, entry: CUDAGraphEntry, stats: CUDAGraphStats) -> None:
@@ -65,11 +64,11 @@ class Ledger:
         """Forget what graphs cost and gained."""
         self._captures = 0
         self._spent_s = self._gone_s = 0.0
-        self._gains_s.clear()
+        self._gains_ms.clear()
 
     def misses_that_pay(self) -> int:
         """At how many calls without a graph a size is captured now; 0 if that does not matter."""
-        if not self._has_to_pay or self._captures < _FIRST_GRAPHS or not self._gains_s:
+        if not self._has_to_pay or self._captures < _FIRST_GRAPHS or not self._gains_ms:
             return 0
         return 0 if self._surplus_s >= 0 else math.ceil(self._price_s / self._usual_s)
 
@@ -88,13 +87,14 @@ class Ledger:
 
     @property
     def _usual_s(self) -> float:
-        return max(median(self._gains_s), _LEAST_GAIN_S)
+        return max(median(self._gains_ms) / 1e3, _LEAST_GAIN_S)
 
     @property
     def _surplus_s(self) -> float:
         return self._gone_s + sum(map(self._gained_s, self._entries())) - self._spent_s
 
     def _gained_s(self, entry: CUDAGraphEntry) -> float:
-        known = entry.gain.full_ms if entry.gain is not None else None
-        each = known / 1e3 if known is not None else median(self._gains_s) if self._gains_s else 0.0
-        return entry.replay_count * max(each, 0.0)
+        gain_ms = entry.gain.full_ms if entry.gain is not None else None
+        if gain_ms is None:
+            gain_ms = median(self._gains_ms) if self._gains_ms else 0.0
+        return entry.replay_count * max(gain_ms, 0.0) / 1e3
