@@ -11,6 +11,7 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.native.bound import CORE
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +91,23 @@ def test_a_whole_graph_is_refused_by_the_compiler() -> None:
     compiled = torch.compile(lambda x: step(x) + 1, backend=Seen(), fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graphdispatch"):
         compiled(torch.randn(3, 3))
+
+
+def test_a_refused_whole_graph_slows_no_later_call() -> None:
+    """Torch then goes on asking at each frame for a compiler, where none is at work: a hit stays in the core."""
+    step, x = served(), torch.randn(4, 3)
+    for _ in range(3):
+        step(x)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda x: step(x) + 1, backend=Seen(), fullgraph=True)(x)
+    hits, frames = step.stats.hits, list[str]()
+    sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        step(x)
+    finally:
+        sys.setprofile(None)
+    assert step.stats.hits == hits + 1
+    assert CORE is None or "Graphed.__call__" not in frames
 
 
 def test_a_compiled_callable_inside_stays_compiled() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphdispatch import CUDAGraphOptions, Graphed, Pad, ReplayError, graphed
+from graphdispatch.backends.tracing import compiler_at_work
 from graphdispatch.memory.inputs import StaticInputs
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
@@ -535,7 +536,7 @@ def test_a_replaced_call_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(step(x), x * 2 + 1)
     assert torch.equal(step(x), x * 2)
     assert CORE is not None
-    CORE.take_calls(Graphed)  # as it was
+    CORE.take_calls(Graphed, compiler_at_work)  # as it was
 
 
 def test_keywords_are_text() -> None:

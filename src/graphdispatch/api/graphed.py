@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 import torch
 
 from ..backends import get_backend
-from ..backends.tracing import untraced
+from ..backends.tracing import compiler_at_work, untraced
 from ..call.rules import ArgumentRules, callable_name, make_rules
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
 from ..decide.decision import Decision, SizeTable
@@ -397,4 +397,4 @@ class Graphed(Lifecycle, Generic[P, R]):
 
 
 if CORE is not None:
-    CORE.take_calls(Graphed)  # __call__ above stays what it does, and serves where the compiler is at work
+    CORE.take_calls(Graphed, compiler_at_work)  # __call__ above stays what it does, and serves compiled callers

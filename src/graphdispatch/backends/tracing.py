@@ -11,9 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["UntracedMode", "untraced"]
+__all__ = ["UntracedMode", "compiler_at_work", "untraced"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+compiler_at_work: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""Tells what compiles the calling thread's frames, or None."""
 
 
 def untraced(function: F) -> F:

@@ -10,17 +10,24 @@ struct {
   Slot server{names._server}, decode{names._decode}, uniform_decode{names._uniform_decode};
 } of_door;
 
-// Whether frames run as Python runs them. They do not while torch's compiler is at work in some thread; then what a
-// call runs has to be kept from it, as the method in Python does.
-bool runs_plainly() {
-  return _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) == _PyEval_EvalFrameDefault;
+PyObject* compiler_here = nullptr;  // what torch tells the calling thread's compiler with; kept for good
+
+// Whether the calling thread's frames run as Python runs them; below zero with an error. They do not where torch's
+// compiler is at work; then what a call runs has to be kept from it, as the method in Python does. Torch may go on
+// asking at each frame when no compiler is at work in any thread, as it does once it refused a whole graph.
+int runs_plainly() {
+  if (_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) == _PyEval_EvalFrameDefault) return 1;
+  const Ref compiler(PyObject_CallNoArgs(compiler_here));
+  return compiler ? compiler.get() == Py_None : -1;
 }
 
 // The slot behind __call__. The method in Python serves the calls whose route has to be chosen, too.
 PyObject* call_door(PyObject* door, PyObject* args, PyObject* named) {
   const Ref chosen = of_door.uniform_decode.of(door);
   if (!chosen) return nullptr;
-  if (chosen.get() != Py_None || !runs_plainly()) {
+  const int plain = chosen.get() == Py_None ? runs_plainly() : 0;
+  if (plain < 0) return nullptr;
+  if (!plain) {
     const Ref method = attribute(door, names.__call__);
     return method ? PyObject_Call(method.get(), args, named) : nullptr;
   }
@@ -33,10 +40,13 @@ PyObject* call_door(PyObject* door, PyObject* args, PyObject* named) {
   return PyObject_VectorcallMethod(names.serve, all, 4, nullptr);
 }
 
-PyObject* take_calls(PyObject*, PyObject* type) {
-  if (!PyType_Check(type) || !PyType_HasFeature(reinterpret_cast<PyTypeObject*>(type), Py_TPFLAGS_HEAPTYPE)) {
+PyObject* take_calls(PyObject*, PyObject* args) {
+  PyObject *type, *compiler;
+  if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &compiler)) return nullptr;
+  if (!PyType_HasFeature(reinterpret_cast<PyTypeObject*>(type), Py_TPFLAGS_HEAPTYPE)) {
     return PyErr_Format(PyExc_TypeError, "take_calls() takes a class that was made in Python");
   }
+  Py_XSETREF(compiler_here, Py_NewRef(compiler));
   reinterpret_cast<PyTypeObject*>(type)->tp_call = call_door;
   PyType_Modified(reinterpret_cast<PyTypeObject*>(type));
   Py_RETURN_NONE;
@@ -45,9 +55,11 @@ PyObject* take_calls(PyObject*, PyObject* type) {
 }  // namespace
 
 PyMethodDef door_methods[] = {
-    {"take_calls", take_calls, METH_O,
-     "take_calls(cls)\n--\n\nLet calls of the class's objects go to their servers without a frame of Python, until its "
-     "__call__ is replaced; subclasses keep the one in Python."},
+    {"take_calls", take_calls, METH_VARARGS,
+     "take_calls(cls, compiler)\n--\n\nLet calls of the class's objects go to their servers without a frame of Python, "
+     "until its __call__ is replaced; subclasses keep the one in Python. ``compiler()`` tells which compiler of torch "
+     "is "
+     "at work in the calling thread, or None."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -5,7 +5,7 @@
 
 namespace gd {
 
-// The function ``take_calls(cls)`` of the module.
+// The function ``take_calls(cls, compiler)`` of the module.
 extern PyMethodDef door_methods[];
 
 }  // namespace gd
