@@ -116,6 +116,8 @@ def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
         return "reference", reader, None, expected
     if type(reader) is partial:
         function, args = reader.func, reader.args
+        if function is len:
+            return "length", args[0], None, expected
         if function is cell_value or (function is getattr and args[1:] == ("cell_contents",)):
             return "cell", args[0], None, expected
         if function is getattr and type(args[0]) is types.FunctionType:

@@ -1,6 +1,7 @@
 // The comparisons of a Guard.
 #include "guard.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "ambient.h"
@@ -143,6 +144,10 @@ PyObject* read(Guard* self, const Reader& reader) {
     case Kind::kCell:
       value = PyCell_GET(reader.subject);
       return Py_NewRef(value ? value : self->absent);
+    case Kind::kLength: {
+      const Py_ssize_t length = PyObject_Size(reader.subject);
+      return length < 0 ? nullptr : PyLong_FromSsize_t(length);
+    }
     case Kind::kSlot:
       value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(reader.subject) + reader.offset);
       return Py_NewRef(value ? value : self->absent);
@@ -174,35 +179,32 @@ bool readers_match(Guard* self) {
   return true;
 }
 
-bool tensors_match(const Guard* self) {
+bool tensor_matches(const TensorPlace& place, const int64_t* expected) {
+  void *handle = handle_of(place.tensor), *data = nullptr;
+  int64_t dim = -1, *shape = nullptr, *strides = nullptr;
+  int32_t dtype = -1;
+  if (place.is_used && (shim.data_ptr(handle, &data) || data != place.data)) return false;
+  if (shim.dim(handle, &dim) || dim != place.dim || shim.dtype(handle, &dtype) || dtype != place.dtype) return false;
+  if (shim.sizes(handle, &shape) || shim.strides(handle, &strides)) return false;
+  return std::equal(shape, shape + dim, expected) && std::equal(strides, strides + dim, expected + dim);
+}
+
+bool tensors_match(Guard* self) {
   constexpr size_t kAhead = 8;
-  const size_t count = self->parts.tensors.size();
+  const Layout at = layout;
+  Imprint* imprints = self->parts.imprints.data();
+  const size_t count = self->parts.imprints.size();
   for (size_t i = 0; i < count; ++i) {
     if (i + kAhead < count) {
-      const TensorPlace& later = self->parts.tensors[i + kAhead];
-      __builtin_prefetch(handle_of(later.tensor));
-      __builtin_prefetch(later.impl);
-      __builtin_prefetch(static_cast<char*>(later.impl) + 64);
-      __builtin_prefetch(static_cast<char*>(later.impl) + 128);
+      const Imprint& later = imprints[i + kAhead];
+      __builtin_prefetch(later.handle);
+      __builtin_prefetch(later.storage);
+      for (size_t line = 0; line < 3; ++line) __builtin_prefetch(later.impl + line * 64);
     }
+    if (is_as(imprints[i], at)) continue;
     const TensorPlace& place = self->parts.tensors[i];
-    void* handle = handle_of(place.tensor);
-    void* data = nullptr;
-    int64_t dim = -1;
-    int32_t dtype = -1;
-    if (place.is_used && (shim.data_ptr(handle, &data) || data != place.data)) return false;
-    if (shim.dim(handle, &dim) || dim != place.dim) return false;
-    if (shim.dtype(handle, &dtype) || dtype != place.dtype) return false;
-    const int64_t *shape = place.shape, *strides = place.strides;
-    if (!shape || impl_of(place.tensor) != place.impl) {
-      int64_t *found = nullptr, *steps = nullptr;
-      if (shim.sizes(handle, &found) || shim.strides(handle, &steps)) return false;
-      shape = found, strides = steps;
-    }
-    const int64_t* expected = self->parts.extents.data() + place.extents;
-    for (int64_t d = 0; d < dim; ++d) {  // a few numbers, for which a call of memcmp would cost more
-      if (shape[d] != expected[d] || strides[d] != expected[dim + d]) return false;
-    }
+    if (!tensor_matches(place, self->parts.extents.data() + place.extents)) return false;
+    imprints[i] = imprint_of(handle_of(place.tensor), place.is_used);
   }
   return true;
 }
@@ -254,9 +256,8 @@ bool all_match(Guard* self) {
   for (const Pair& entry : self->parts.codes) {
     if (PyFunction_GET_CODE(entry.subject) != entry.expected) return false;
   }
-  for (const Pair& entry : self->parts.homes) {  // null before an object has a dict, which it has then lost
-    PyObject** place = _PyObject_GetDictPtr(entry.subject);
-    if (!place || *place != entry.expected) return false;
+  for (const Home& entry : self->parts.homes) {
+    if (!entry.place || *entry.place != entry.dict) return false;
   }
   return readers_match(self) && tensors_match(self) && arrays_match(self);
 }

@@ -32,7 +32,7 @@ struct Sequence {
   Range entries;
 };
 
-enum class Kind { kCall, kCell, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
+enum class Kind { kCall, kCell, kLength, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
 
 struct Reader {
   Kind kind;
@@ -46,6 +46,13 @@ struct Pair {
   PyObject* expected;
 };
 
+// An object with the dict of its attributes.
+struct Home {
+  PyObject* object;
+  PyObject* dict;
+  PyObject** place;  // where the object keeps it, whatever happens to the object; null if nowhere
+};
+
 struct Array {
   PyObject* array;
   PyObject* bytes;
@@ -54,14 +61,11 @@ struct Array {
 
 struct TensorPlace {
   PyObject* tensor;
-  void* impl;    // where its TensorImpl was: a hint for the cache, and no more
   bool is_used;  // else its address does not count
+  int32_t dtype;
   void* data;
   int64_t dim;
-  int32_t dtype;
   size_t extents;  // where its shape, and behind it its strides, begin in ``Parts::extents``
-  // Its shape and strides where they lie inside of the TensorImpl, as they do while it has few dimensions; else null.
-  const int64_t *shape, *strides;
 };
 
 struct Parts {
@@ -69,10 +73,12 @@ struct Parts {
   std::vector<Bindings> bindings;  // of each dict
   Slots slots;
   std::vector<Sequence> sequences;
-  std::vector<Pair> types, codes, homes;  // a home is an object with the dict of its attributes
+  std::vector<Pair> types, codes;
+  std::vector<Home> homes;
   std::vector<Array> arrays;
   std::vector<Reader> readers;
   std::vector<TensorPlace> tensors;
+  std::vector<Imprint> imprints;  // of each tensor when it last was as expected
   std::vector<int64_t> extents;
   Slots hooks;  // tables of hooks by the ids of their handles
 };

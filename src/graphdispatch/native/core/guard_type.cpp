@@ -33,7 +33,8 @@ int each_reference(Guard* self, Visit visit) {
   for (TensorPlace& entry : self->parts.tensors) one(entry.tensor);
   for (PyObject*& table : self->parts.hooks) one(table);
   for (Array& entry : self->parts.arrays) one(entry.array), one(entry.bytes);
-  pairs(self->parts.types), pairs(self->parts.codes), pairs(self->parts.homes);
+  for (Home& entry : self->parts.homes) one(entry.object), one(entry.dict);
+  pairs(self->parts.types), pairs(self->parts.codes);
   return stop;
 }
 
@@ -123,7 +124,7 @@ bool add_code(Guard* self, PyObject* item) {
 bool add_home(Guard* self, PyObject* item) {
   PyObject *object, *dict;
   if (!PyArg_ParseTuple(item, "OO!", &object, &PyDict_Type, &dict)) return false;
-  self->parts.homes.push_back({Py_NewRef(object), Py_NewRef(dict)});
+  self->parts.homes.push_back({Py_NewRef(object), Py_NewRef(dict), _PyObject_GetDictPtr(object)});
   return true;
 }
 
@@ -145,6 +146,7 @@ bool add_reader(Guard* self, PyObject* item) {
   const std::pair<const char*, Kind> kinds[] = {
       {"call", Kind::kCall},
       {"cell", Kind::kCell},
+      {"length", Kind::kLength},
       {"reference", Kind::kReference},
       {"context", Kind::kContext},
       {"slot", Kind::kSlot},
@@ -179,18 +181,6 @@ bool add_extents(Guard* self, PyObject* numbers) {
   return !PyErr_Occurred();
 }
 
-// Where a tensor's extents lie, if that is inside of its TensorImpl. They stay there while it has as many dimensions.
-void find_extents(TensorPlace& place, void* handle) {
-  constexpr uintptr_t kMostBytes = 512;  // of a TensorImpl that are looked at
-  int64_t dim = -1, *shape = nullptr, *strides = nullptr;
-  if (shim.dim(handle, &dim) || dim != place.dim) return;
-  if (shim.sizes(handle, &shape) || shim.strides(handle, &strides)) return;
-  const auto is_inside = [&](int64_t* extents) {
-    return reinterpret_cast<uintptr_t>(extents) - reinterpret_cast<uintptr_t>(place.impl) < kMostBytes;
-  };
-  if (is_inside(shape) && is_inside(strides)) place.shape = shape, place.strides = strides;
-}
-
 bool add_tensor(Guard* self, PyObject* item) {
   PyObject *tensor, *address, *shape, *strides;
   TensorPlace place{};
@@ -211,11 +201,10 @@ bool add_tensor(Guard* self, PyObject* item) {
     PyErr_SetString(PyExc_TypeError, "a tensor has a stride for each dimension");
     return false;
   }
-  place.impl = impl_of(tensor);
   shim.dtype(handle_of(tensor), &place.dtype);
-  find_extents(place, handle_of(tensor));
   place.tensor = Py_NewRef(tensor);
   self->parts.tensors.push_back(place);
+  self->parts.imprints.push_back({handle_of(tensor)});
   return true;
 }
 

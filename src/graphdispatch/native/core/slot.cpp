@@ -20,6 +20,13 @@ PyObject* in_class(PyTypeObject* type, PyObject* name) {
   return nullptr;
 }
 
+// Whether objects of a class are asked for attributes as Python asks most: what the class has in slots comes first, and
+// its ``__getattr__``, if it has one, last.
+bool asks_plainly(PyTypeObject* type) {
+  if (type->tp_getattro == PyObject_GenericGetAttr) return true;
+  return in_class(type, names.__getattribute__) == in_class(&PyBaseObject_Type, names.__getattribute__);
+}
+
 // Whether a class makes its objects differ by thread, as CPython's own does and its subclasses do. Others of that name,
 // which libraries put in its place, may tell more than threads apart.
 bool is_by_thread(PyTypeObject* type) {
@@ -33,7 +40,7 @@ bool is_by_thread(PyTypeObject* type) {
 
 void Slot::learn(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
-  if (type->tp_getattro != PyObject_GenericGetAttr || !(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)) return;
+  if (!(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG) || !asks_plainly(type)) return;
   PyObject* known = in_class(type, name_);
   if (!known || Py_TYPE(known) != &PyMemberDescr_Type) return;
   const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(known)->d_member;

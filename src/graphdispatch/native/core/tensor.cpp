@@ -5,6 +5,7 @@
 namespace gd {
 
 Shim shim;
+Layout layout{};
 Py_ssize_t tensor_offset = 0;
 PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
@@ -91,7 +92,81 @@ bool agrees(PyObject* tensor) {
   return !PyErr_Occurred();
 }
 
+// What a method or an attribute of a tensor's storage tells, as a word; 0 with an error.
+uint64_t of_storage(PyObject* tensor, const char* name, bool is_method) {
+  PyObject* storage = PyObject_CallMethod(tensor, "untyped_storage", nullptr);
+  const uint64_t word = storage ? number_of(storage, name, is_method) : 0;
+  Py_XDECREF(storage);
+  return PyErr_Occurred() ? 0 : word;
+}
+
+// The offset of a value among the first words at an address; 0 if it is not there, or the first.
+Py_ssize_t offset_of(const char* address, uint64_t value) {
+  for (Py_ssize_t offset = kWord; offset < kMostWords * kWord; offset += kWord) {
+    if (std::memcmp(&value, address + offset, sizeof value) == 0) return offset;
+  }
+  return 0;
+}
+
+// Whether what the layout points to in a tensor is what the shim and Python tell of it.
+bool has_layout(PyObject* tensor) {
+  constexpr Py_ssize_t kStrides = 6, kOffset = 11, kDtype = 13;  // words; five sizes come before five strides
+  void* handle = handle_of(tensor);
+  const char* impl = static_cast<const char*>(impl_of(tensor));
+  const char* words = impl + layout.extents;
+  int64_t dim = -1, *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = -1;
+  if (shim.dim(handle, &dim) || shim.sizes(handle, &sizes) || shim.strides(handle, &strides)) return false;
+  if (shim.dtype(handle, &dtype)) return false;
+  uint16_t kept;
+  std::memcpy(&kept, words + kDtype * kWord, sizeof kept);
+  if (reinterpret_cast<char*>(sizes) != words + kWord || reinterpret_cast<char*>(strides) != words + kStrides * kWord) {
+    return false;
+  }
+  const uint64_t dims = dim, offset = number_of(tensor, "storage_offset", true);
+  const uint64_t storage = of_storage(tensor, "_cdata", false), data = of_storage(tensor, "data_ptr", true);
+  return !PyErr_Occurred() && kept == dtype && std::memcmp(&dims, words, sizeof dims) == 0 &&
+         std::memcmp(&offset, words + kOffset * kWord, sizeof offset) == 0 &&
+         std::memcmp(&storage, impl + layout.storage, sizeof storage) == 0 &&
+         std::memcmp(&data, reinterpret_cast<char*>(storage) + layout.data, sizeof data) == 0;
+}
+
+// Find the layout in the first sample, and test it on all. It stays unknown where any tells otherwise.
+void find_layout(PyObject* samples) {
+  PyObject* first = PyTuple_GET_ITEM(samples, 0);
+  const char* impl = static_cast<const char*>(impl_of(first));
+  const uint64_t storage = of_storage(first, "_cdata", false), data = of_storage(first, "data_ptr", true);
+  int64_t* sizes = nullptr;
+  if (!storage || !data || shim.sizes(handle_of(first), &sizes)) return;
+  layout.extents = reinterpret_cast<char*>(sizes - 1) - impl;
+  layout.storage = offset_of(impl, storage);
+  layout.data = offset_of(reinterpret_cast<char*>(storage), data);
+  const bool is_inside = layout.extents > 0 && layout.extents < kMostWords * kWord;
+  bool is_known = is_inside && layout.storage && layout.data;
+  for (Py_ssize_t i = 0; is_known && i < PyTuple_GET_SIZE(samples); ++i) {
+    is_known = has_layout(PyTuple_GET_ITEM(samples, i));
+  }
+  layout.is_known = is_known;
+}
+
 }  // namespace
+
+Imprint imprint_of(void* handle, bool counts) {
+  Imprint imprint{};
+  imprint.handle = handle;
+  const char* impl = *static_cast<const char**>(handle);
+  int64_t* sizes = nullptr;
+  if (!layout.is_known || shim.sizes(handle, &sizes)) return imprint;
+  if (reinterpret_cast<const char*>(sizes - 1) != impl + layout.extents) return imprint;
+  if (counts) {
+    std::memcpy(&imprint.storage, impl + layout.storage, sizeof imprint.storage);
+    if (!imprint.storage) return imprint;
+    std::memcpy(imprint.data, imprint.storage + layout.data, sizeof imprint.data);
+  }
+  std::memcpy(imprint.extents, impl + layout.extents, sizeof imprint.extents);
+  imprint.impl = impl;
+  return imprint;
+}
 
 bool find_torch(const char* library, PyObject* tensor_class, PyObject* parameter_class, PyObject* samples) {
   if (!load_shim(library)) return false;
@@ -107,6 +182,8 @@ bool find_torch(const char* library, PyObject* tensor_class, PyObject* parameter
       return false;
     }
   }
+  find_layout(samples);
+  PyErr_Clear();
   return true;
 }
 

@@ -8,6 +8,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace gd {
 
@@ -51,7 +52,47 @@ inline int64_t kind_of(void* handle) {
   return int64_t(dtype) | int64_t(type) << 16 | int64_t(uint8_t(index)) << 32;
 }
 
-// Fill the table above from a library's path and torch's classes. False with an ImportError where anything is missing,
+// Where torch keeps things, in bytes: found and tested on live tensors. Nothing is read there unless ``is_known``.
+struct Layout {
+  bool is_known;
+  Py_ssize_t extents;  // inside a TensorImpl: the number of dimensions, and behind it shape, strides, offset and dtype
+  Py_ssize_t storage;  // inside a TensorImpl: the pointer to its storage
+  Py_ssize_t data;     // inside a storage: its address, and behind it how it is freed
+};
+
+extern Layout layout;
+
+// The memory that tells a tensor's address, dtype, shape and strides, and maybe more: while it is as it was, they are.
+struct Imprint {
+  void* handle;
+  const char* impl;     // null: this tensor keeps them elsewhere
+  const char* storage;  // null: its address does not count
+  uint64_t data[3];
+  uint64_t extents[14];
+};
+
+// The imprint of a tensor whose address counts, or does not.
+Imprint imprint_of(void* handle, bool counts);
+
+// Whether a tensor is as its imprint says. False tells nothing. ``at`` is the layout.
+inline bool is_as(const Imprint& imprint, const Layout& at) {
+  using Two = uint64_t __attribute__((vector_size(16), aligned(8), may_alias));
+  const char* impl = *static_cast<const char**>(imprint.handle);
+  if (impl != imprint.impl) return false;
+  const Two* then = reinterpret_cast<const Two*>(imprint.extents);
+  const Two* now = reinterpret_cast<const Two*>(impl + at.extents);
+  Two difference = then[0] ^ now[0];
+#pragma GCC unroll 8
+  for (int i = 1; i < 7; ++i) difference |= then[i] ^ now[i];
+  if (difference[0] | difference[1]) return false;
+  if (!imprint.storage) return true;
+  const char* storage = *reinterpret_cast<const char* const*>(impl + at.storage);
+  const uint64_t* data = reinterpret_cast<const uint64_t*>(storage + at.data);
+  return storage == imprint.storage &&
+         !((data[0] ^ imprint.data[0]) | (data[1] ^ imprint.data[1]) | (data[2] ^ imprint.data[2]));
+}
+
+// Fill the tables above from a library's path and torch's classes. False with an ImportError where anything is missing,
 // or a self-test on live tensors fails.
 bool find_torch(const char* library, PyObject* tensor_class, PyObject* parameter_class, PyObject* samples);
 
