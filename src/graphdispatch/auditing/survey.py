@@ -17,7 +17,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from ..backends.operators import OperatorKind, forbidden, kind_of, user_line
+from ..backends.operators import OperatorKind, forbidden, kind_of, tensors_in, user_line
 from ..backends.standins import HostReads, Listening, SaysCapturing, StandIns
 from ..call.marks import ACTIVE, BREAKS
 from ..capture.effects import EffectRecorder
@@ -87,7 +87,7 @@ class Survey(EffectRecorder):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note one operator, save what it overwrites, and run it."""
         is_break = func._schema.name in BREAKS or torch.Tag.cudagraph_unsafe in func.tags
-        why = forbidden(func, args, kwargs)
+        why = forbidden(func, args, kwargs, tensors_in(args, kwargs))
         if why is None and is_break and not self._piecewise:
             why = "breaks every graph: it is marked so, or tagged as unsafe for CUDA graphs"
         if why is not None and not (is_break and self._piecewise):

@@ -8,7 +8,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cache
 from types import FrameType
@@ -250,8 +250,10 @@ def check_geometry(func: OpOverload, before: list[tuple[torch.Tensor, tuple[Any,
             )
 
 
-def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why no graph can hold this call, or None if one can.
+def forbidden(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Iterable[torch.Tensor]
+) -> str | None:
+    """Why no graph can hold this call, which is given these ``tensors``, or None if one can.
 
     A CUDA stream refuses these calls during a capture: reading a value back to the host, results whose shape depends
     on data, and copies between devices.
@@ -264,7 +266,7 @@ def forbidden(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     why = _always_forbidden(func)
     if why is not None:
         return why
-    kinds = {"cpu" if t.is_cpu else t.device.type for t in tensors_in(args, kwargs) if not t.is_cpu or t.dim()}
+    kinds = {"cpu" if t.is_cpu else t.device.type for t in tensors if not t.is_cpu or t.dim()}
     if isinstance(kwargs.get("device"), torch.device) and name == "aten::_to_copy":
         kinds.add(kwargs["device"].type)
     return "copies between devices; do it before the call" if len(kinds) > 1 else None

@@ -1,6 +1,6 @@
 """What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -19,7 +19,7 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from .branch import Branch
-from .eager_run import EagerRun, check_draws, check_may_capture, undo_run
+from .eager_run import EagerRun, check_may_capture, undo_run
 from .effects import EffectRecorder, redo, retry_once, undo
 from .gain import check_gain, may_be_timed
 from .padding import Padding
@@ -225,7 +225,6 @@ class CaptureAttempt:
                 f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN
             )
         self.eager.check_state()
-        check_draws(self.eager.trace.walk.drew())
         return guard
 
     def _find_output_rule(self, output: Any) -> OutputRule:
@@ -266,26 +265,26 @@ class CaptureAttempt:
                     raise
         return self.run_with(size + 1), size + 1
 
-    def run_with(self, rows: int) -> Any:
+    def run_with(self, rows: int, within: Callable[..., Any] | None = None) -> Any:
         """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps.
 
         Raises ``CaptureError`` if the call fails or changes Python state, and ``VerificationError`` if it takes another
-        branch than the graph that is compared.
+        branch than the graph that is compared. ``within`` runs it in a context whose state the caller checks.
         """
         request, is_quiet, walk = self.request, self.eager.effects.is_quiet, self.eager.trace.walk
         may_have_changed = True
         self.start_over(f"probing the outputs with {rows} rows")
         values = self._resized(rows)
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True, skims=is_quiet)
-        within = copy_context().run
+        run = within or copy_context().run
         try:
             with request.backend.rehearsing(), self.eager.trace, effects.guarding():
-                output = within(request.call, values)
+                output = run(request.call, values)
             if effects.is_quiet or not is_quiet:
                 if self._branch is not None:
                     self._branch.check(effects, rows)
-                within(self.eager.check_state)
-                check_draws(walk.drew())
+                if within is None:
+                    run(self.eager.check_state)
                 may_have_changed = False
                 return self.eager.open_outputs(output)
         except (CaptureError, VerificationError, StoppedError):
@@ -301,7 +300,7 @@ class CaptureAttempt:
             self.has_written = bool(effects.regions)
             undo_run(request, effects, self.eager.rng_before, walk if may_have_changed else None)
         self.eager.effects.is_quiet = False  # so many rows take another branch, which has to be looked at
-        return self.run_with(rows)
+        return self.run_with(rows, within)
 
     def replay_other(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Replay what ``run_with`` was given, from where the eager run began."""

@@ -57,8 +57,10 @@ class EagerRun:
     """What state it advanced that cannot be put back, in words, or None."""
 
     def check_state(self) -> None:
-        """Raise ``CaptureError`` if a run since then changed Python state."""
+        """Raise ``CaptureError`` if a run since then changed Python state, or drew from a generator that no graph draws
+        from."""
         _check_python_state(self.trace.walk.change(self.trace.spelled))
+        check_draws(self.trace.walk.drew())
 
     def find_told(self, values: Sequence[Any], guard: StateGuard, known: "Told | None" = None) -> "Told | None":
         """What its code tells of the arguments besides their values; ``known`` if that is the same, None if nothing."""

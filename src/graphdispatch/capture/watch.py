@@ -97,10 +97,11 @@ class CaptureWatch(OperatorMode):
 
     def _check(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.check_returned(args, kwargs)
-        why = forbidden(func, args, kwargs)
+        tensors = tensors_in(args, kwargs)
+        why = forbidden(func, args, kwargs, tensors)
         if why is not None:
             raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
-        for tensor in tensors_in(args, kwargs):
+        for tensor in tensors:
             if is_strided(tensor) and not self.has_seen(tensor):
                 raise CaptureError(
                     f"{func} is given a tensor of shape {tuple(tensor.shape)} that no operator of the call made "

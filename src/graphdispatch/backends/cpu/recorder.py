@@ -196,12 +196,13 @@ class Recorder(OperatorMode):
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator that has no parts and record it."""
-        if any(hasattr(t, "trigger_wait") for t in tensors_in(args, kwargs)):
+        tensors = tensors_in(args, kwargs)
+        if any(hasattr(t, "trigger_wait") for t in tensors):
             # Eager waits for a functional collective below all modes. Here the wait must be seen, to be recorded.
             with self:
                 args, kwargs = tree_map(lambda v: v.trigger_wait() if hasattr(v, "trigger_wait") else v, (args, kwargs))
                 return func(*args, **kwargs)
-        self._refuse(func, args, kwargs)
+        self._refuse(func, args, kwargs, tensors)
         kind = kind_of(func)
         if func is torch.ops.aten.lift_fresh.default and self._slot_of(args[0]) is None:
             self._make_slot(args[0])
@@ -212,12 +213,13 @@ class Recorder(OperatorMode):
         check_geometry(func, before)
         if hasattr(result, "trigger_wait"):
             return result  # it only wraps its argument
-        if not all(map(is_strided, tensors_in(result))):
+        made = tensors_in(result)
+        if not all(map(is_strided, made)):
             raise CaptureError(
                 f"{func} makes a nested tensor or one without strided layout; at {user_line()}", Reason.CAPTURE_UNSAFE
             )
-        given = set(map(storage_key, tensors_in(args, kwargs)))
-        results = [t for t in tensors_in(result) if self._slot_of(t) is None and storage_key(t) not in given]
+        given = set(map(storage_key, tensors))
+        results = [t for t in made if self._slot_of(t) is None and storage_key(t) not in given]
         if kind is OperatorKind.VIEW and not results:
             return result
         for tensor in results:
@@ -234,7 +236,7 @@ class Recorder(OperatorMode):
             return result
         self._written.extend(map(storage_key, written))
         self._unwritten.difference_update(map(storage_key, written))
-        used = [self._slot_of(t) for t in tensors_in(args, kwargs)]
+        used = [self._slot_of(t) for t in tensors]
         writes = list(map(self._slot_of, written))
         sym_args, sym_kwargs = map_leaves(self._symbol, args), map_leaves(self._symbol, kwargs)
         self.program.append(
@@ -253,9 +255,11 @@ class Recorder(OperatorMode):
         )
         return result
 
-    def _refuse(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        why = forbidden(func, args, kwargs)
-        for tensor in tensors_in(args, kwargs):
+    def _refuse(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> None:
+        why = forbidden(func, args, kwargs, tensors)
+        for tensor in tensors:
             if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
             elif not is_strided(tensor):
