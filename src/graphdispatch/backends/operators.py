@@ -8,7 +8,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache
 from types import FrameType
@@ -250,9 +250,7 @@ def check_geometry(func: OpOverload, before: list[tuple[torch.Tensor, tuple[Any,
             )
 
 
-def forbidden(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Iterable[torch.Tensor]
-) -> str | None:
+def forbidden(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], tensors: Iterable[Any]) -> str | None:
     """Why no graph can hold this call, which is given these ``tensors``, or None if one can.
 
     A CUDA stream refuses these calls during a capture: reading a value back to the host, results whose shape depends
@@ -306,7 +304,7 @@ def _gives_host_value(func: OpOverload) -> bool:
     return "Tensor" in given and not _PLAIN_VALUE.isdisjoint(re.findall(r"\w+", results))
 
 
-def _masked_index(func: OpOverload, args: tuple[Any, ...]) -> str | None:
+def _masked_index(func: OpOverload, args: Sequence[Any]) -> str | None:
     masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
     if not masks:
         return None

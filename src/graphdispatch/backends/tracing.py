@@ -16,8 +16,8 @@ __all__ = ["UntracedMode", "compiler_at_work", "untraced"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+# Tells what compiles the calling thread's frames, or None.
 compiler_at_work: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""Tells what compiles the calling thread's frames, or None."""
 
 
 def untraced(function: F) -> F:

@@ -57,8 +57,7 @@ class EagerRun:
     """What state it advanced that cannot be put back, in words, or None."""
 
     def check_state(self) -> None:
-        """Raise ``CaptureError`` if a run since then changed Python state, or drew from a generator that no graph draws
-        from."""
+        """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
         _check_python_state(self.trace.walk.change(self.trace.spelled))
         check_draws(self.trace.walk.drew())
 

@@ -18,11 +18,10 @@ def _bind() -> tuple[ModuleType | None, str, tuple[str, ...]]:
     library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}"
     with torch.inference_mode(False), torch.no_grad():
         grid = torch.zeros(2, 3)
-        views = (grid, grid.t(), grid[1:, 1:], torch.zeros(()), torch.nn.Parameter(grid.clone()), torch.zeros(0, 4))
-        kinds = (torch.zeros(2, dtype=kind) for kind in (torch.float64, torch.bfloat16, torch.int64, torch.bool))
-        samples = (*views, *kinds, torch.frombuffer(bytearray(8), dtype=torch.uint8))
+        shapes = (grid, grid.t(), grid[1:, 1:], torch.zeros(()), torch.nn.Parameter(grid.clone()), torch.zeros(0, 4))
+        kinds = grid.double(), grid.half(), grid.long(), grid.bool(), torch.frombuffer(bytearray(8), dtype=torch.int8)
     try:
-        EXTENSION.bind(str(library), torch.Tensor, torch.nn.Parameter, samples)
+        EXTENSION.bind(str(library), torch.Tensor, torch.nn.Parameter, (*shapes, *kinds))
     except ImportError as error:
         return None, str(error), ()
     return EXTENSION, "", find_ambient(EXTENSION, str(library))

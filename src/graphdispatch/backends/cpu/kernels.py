@@ -77,12 +77,11 @@ def _looks(value: Any) -> Any:
         return kind, *map(_looks, value)
     if not isinstance(value, torch.Tensor):
         return kind, value
-    where = _address_of(value) % _ALIGNMENT
+    where = torch._C.TensorBase.data_ptr(value) % _ALIGNMENT  # torch.Tensor's listens for reads of the host
     return kind, value.dtype, value.size(), value.stride(), where, value.is_conj(), value.is_neg(), value.requires_grad
 
 
 _ALIGNMENT = 64  # bytes, of memory that torch makes
-_address_of = torch._C.TensorBase.data_ptr  # that of torch.Tensor listens for reads of the host while it records
 
 
 def choose_kernel(

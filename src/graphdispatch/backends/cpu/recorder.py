@@ -255,9 +255,7 @@ class Recorder(OperatorMode):
         )
         return result
 
-    def _refuse(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
-    ) -> None:
+    def _refuse(self, func: OpOverload, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
         why = forbidden(func, args, kwargs, tensors)
         for tensor in tensors:
             if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
