@@ -280,8 +280,8 @@ def test_results_for_the_host_are_refused_by_schema() -> None:
     library.define("peek(Tensor x) -> int")
     library.define("settings(int x) -> int")
     x = torch.ones(2)
-    assert forbidden(torch.ops.standins_test.peek.default, (x,), {}) is not None
-    assert forbidden(torch.ops.standins_test.settings.default, (1,), {}) is None
-    assert forbidden(torch.ops.aten._nested_tensor_from_mask_left_aligned.default, (x, x), {}) is not None
-    assert forbidden(torch.ops.aten._fused_sdp_choice.default, (x, x, x), {}) is None
-    assert forbidden(torch.ops.aten.add.Tensor, (x, x), {}) is None
+    assert forbidden(torch.ops.standins_test.peek.default, (x,), {}, [x]) is not None
+    assert forbidden(torch.ops.standins_test.settings.default, (1,), {}, []) is None
+    assert forbidden(torch.ops.aten._nested_tensor_from_mask_left_aligned.default, (x, x), {}, [x, x]) is not None
+    assert forbidden(torch.ops.aten._fused_sdp_choice.default, (x, x, x), {}, [x, x, x]) is None
+    assert forbidden(torch.ops.aten.add.Tensor, (x, x), {}, [x, x]) is None
