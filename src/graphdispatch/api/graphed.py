@@ -235,12 +235,12 @@ class Graphed(Lifecycle, Generic[P, R]):
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
-        answer: R = self._server.serve(self._route(args, kwargs), args, kwargs)
+        route = self._decode if self._uniform_decode is None else self._route(args, kwargs)
+        answer: R = self._server.serve(route, args, kwargs)
         return answer
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:
-        tells = self._uniform_decode
-        return self._decode if tells is None or tells(*args, **kwargs) else self._mixed
+        return self._decode if self._uniform_decode is None or self._uniform_decode(*args, **kwargs) else self._mixed
 
     @property
     def last_decision(self) -> Decision | None:
