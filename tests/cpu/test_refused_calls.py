@@ -199,7 +199,7 @@ def test_a_state_that_comes_back_is_served() -> None:
 
 @torch.no_grad()
 def test_weights_that_moved_are_released_in_a_refused_call() -> None:
-    """A call that no graph serves lets go of graphs that can serve no more, as every call does."""
+    """One in 256 calls that no graph serves lets go of graphs that can serve no more."""
     model = torch.nn.Linear(3, 3).eval()
     step = graphed(model, dynamic={"input": 0}, sizes=(ROWS,), capture_after=1)
     for _ in range(3):
@@ -207,7 +207,8 @@ def test_weights_that_moved_are_released_in_a_refused_call() -> None:
         step(torch.randn(ROWS + 1, 3))
     assert len(step.entries) == 1
     model.weight = torch.nn.Parameter(torch.zeros(3, 3))
-    assert torch.equal(step(torch.ones(ROWS + 1, 3)), model(torch.ones(ROWS + 1, 3)))
+    for _ in range(256):
+        assert torch.equal(step(torch.ones(ROWS + 1, 3)), model(torch.ones(ROWS + 1, 3)))
     assert not step.entries
 
 

@@ -13,7 +13,6 @@ Note [what arrives as one call]
 import sys
 import threading
 from functools import cache
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import CaptureError
 from ..reasons import Reason
 from .operators import tensors_in, user_line
-from .tracing import UntracedMode
+from .tracing import PROFILERS, UntracedMode, set_profiler
 
 if TYPE_CHECKING:
     from .compiled import CompiledRegion
@@ -146,7 +145,7 @@ class OperatorMode(UntracedMode):
         # A trace of the interpreter shall see the callable's Python, and not what watches it, which is much more. A
         # profiler in compiled code cannot be put back by its name.
         trace = sys.getprofile()
-        is_traced = type(trace) in (MethodType, FunctionType)
+        is_traced = type(trace) in PROFILERS
         if is_traced:
             sys.setprofile(None)
         try:
@@ -157,7 +156,7 @@ class OperatorMode(UntracedMode):
                     return self.watch(func, args, kwargs)
         finally:
             if is_traced:
-                sys.setprofile(trace)
+                set_profiler(trace)
         if key is not None:
             return self.look_inside(func, key, args, kwargs)
         with self:

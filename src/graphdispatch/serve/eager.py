@@ -20,7 +20,7 @@ from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
 from .graphs import GraphSet
-from .group import GraphGroup, Route
+from .group import Route
 from .hit import HitPath
 from .hits import Standing
 
@@ -86,20 +86,16 @@ class EagerPath(HitPath):
 
         It counts what the slow path counts, and asks what may differ between two such calls.
         """
-        group, rows, size, decision, until, _ = standing
+        route, misses, size, decision, until, _ = standing
         gradients = torch.is_grad_enabled()
-        if self.closed(group.route) is not None or (gradients and self.needs_gradients(args, kwargs)):
-            return self.step(group.route, args, kwargs)
+        if self.closed(route) is not None or (gradients and self.needs_gradients(args, kwargs)):
+            return self.step(route, args, kwargs)
         with self.lock:
-            if self.graphs.cache:
-                self.graphs.refresh()
-            stands = group.hits.get(rows) is standing
-            if stands and size:
-                stands = group.misses[size] < until
-                group.misses[size] += stands
+            if stands := misses[size] < until:
+                misses[size] += 1
                 next_use()
         if not stands:
-            return self.step(group.route, args, kwargs)
+            return self.step(route, args, kwargs)
         if not gradients:
             return self.run_eagerly(decision, args, kwargs)
         torch._C._set_grad_enabled(False)
@@ -108,19 +104,19 @@ class EagerPath(HitPath):
         finally:
             torch._C._set_grad_enabled(True)
 
-    def parts_of(self, group: GraphGroup) -> tuple[Any, ...]:
-        """What the core reads to serve a refused call of a group; empty where only Python can.
+    def parts_of(self, route: Route) -> tuple[Any, ...]:
+        """What the core reads to serve a refused call of a route; empty where only Python can.
 
         The dicts are live. A thread that is watched by a backend has a capture window open, for which the core looks.
         """
         graphs, stats = self.graphs, self.stats
         backend, pool = graphs.backend, graphs.pool
-        is_odd = self.strict or graphs.options.returns_handles or group.route.entry is not None
+        is_odd = self.strict or graphs.options.returns_handles or route.entry is not None
         if is_odd or graphs.handout.out is not None or backend is None or pool is None:
             return ()
         is_known = getattr(type(backend).is_capturing, "_is_known_to_core", False)
         is_captured = CAPTURE_LOCK._is_owned if is_known else backend.is_capturing  # type: ignore[attr-defined]
-        counted = group.misses, graphs.cache._entries, vars(pool), vars(stats), stats._lock.acquire, stats._lock.release
+        counted = vars(pool), vars(stats), stats._lock.acquire, stats._lock.release
         return (self.fn, self.local, self._reach, is_captured, self.lock.acquire, self.lock.release, *counted)
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

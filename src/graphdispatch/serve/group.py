@@ -33,6 +33,7 @@ __all__ = ["RETRY", "GraphGroup", "Route", "Spelling"]
 _log = logging.getLogger("graphdispatch")
 _MOST_STATES = 8
 _MOST_ROWS = 4096
+_MOST_AT_ONCE = 256  # refused calls of so many rows without one on the slow path
 RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
@@ -115,13 +116,15 @@ class Route:
 class Spelling:
     """One way of spelling a call, with the groups that such calls have made; the latest used is tried first."""
 
-    __slots__ = ("changes", "groups", "latest", "spec")
+    __slots__ = ("changes", "groups", "latest", "resting", "spec")
 
     def __init__(self, spec: CallSpec, first: "GraphGroup") -> None:
         self.spec = spec
         self.groups = [first]
         self.changes: Changes | None = None
         """Whether its calls change too much to be worth graphs; None before the second kind of them."""
+        self.resting: Standing | None = None
+        """Why new kinds of its calls get no group for a while; the core reads it without a lock."""
         self.use(first)
 
     def use(self, group: "GraphGroup") -> None:
@@ -223,21 +226,20 @@ class GraphGroup:
     ) -> None:
         """Let calls like this one, which no graph serves, run eagerly at once until one may be captured for them.
 
-        The ``last_misses`` before a size may be tried again take the slow path, where admission counts them. A size
-        with graphs of another state of the callable is not remembered, since that state may come back. A refusal that
-        is no failure is remembered for so many ``calls``.
+        The ``last_misses`` before a size may be tried again take the slow path, where admission counts them, and so
+        does one call in 256, which looks for graphs that can never serve again. A size with graphs of another state of
+        the callable is not remembered, since that state may come back. A refusal that is no failure is remembered for
+        so many ``calls``.
         """
-        until = math.inf
-        if calls:
-            until = self.misses[size] + calls
-        elif size:
+        until: float = self.misses[size] + (calls or _MOST_AT_ONCE)
+        if size and not calls:
             failure = self.failures.get(size)
             if failure is None or failure.reason is not decision.reason or self.of_size(size) or self.wants_example:
                 return
-            until = failure.retry_at - last_misses
+            until = min(until, failure.retry_at - last_misses)
         if self.misses[size] < until and len(self.hits) < _MOST_ROWS:
             rows = self.signature.match(leaves)
-            self.hits[rows] = Standing(self, rows, size, decision, until, parts)
+            self.hits[rows] = Standing(self.route, self.misses, size, decision, until, parts)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.

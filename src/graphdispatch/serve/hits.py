@@ -1,5 +1,6 @@
-"""What a group knows of calls by their number of rows: the prepared hit, or why no graph serves them for a while."""
+"""What is known of calls before they come: the prepared hit, or why no graph serves them for a while."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..decide.decision import Decision
@@ -8,7 +9,7 @@ from ..memory.replay import ReplayPlan
 from ..state.guards import StateGuard
 
 if TYPE_CHECKING:
-    from .group import GraphGroup
+    from .group import GraphGroup, Route
 
 _MOST_HITS = 8192
 __all__ = ["Hit", "Hits", "Standing"]
@@ -25,13 +26,14 @@ class Hit(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Why no graph serves so many rows, and none will for a while: such calls run eagerly at once.
+    """Why no graph serves such calls, and none will for a while: they run eagerly at once.
 
     It has another number of fields than a hit, by which the core tells them apart.
     """
 
-    group: "GraphGroup"
-    rows: int
+    route: "Route"
+    misses: Counter[int]
+    """By size, the calls that no graph served; changed only with the server's lock held."""
     size: int
     """The size whose misses the calls are; 0 if no size would serve them."""
     decision: Decision

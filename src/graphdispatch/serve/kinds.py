@@ -1,12 +1,16 @@
 """Kinds of calls: which one gives way to a new one, and whether they change too much to be worth graphs."""
 
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..call.signature import Refusal, Signature
+from ..decide.decision import Decision
 from ..memory.backoff import Backoff
+from ..memory.replay import next_use
 from ..reasons import Reason
+from .hits import Standing
 
 if TYPE_CHECKING:
     from .group import GraphGroup, Spelling
@@ -65,12 +69,20 @@ class Kinds:
         """Why a call of a new kind, spelled like this, gets no group since such calls always change; or None.
 
         Where graphs do not pay, it is enough that kinds make others give way before they have a graph. As soon as that
-        is found, the groups that serve nothing are forgotten, but for the latest.
+        is found, the groups that serve nothing are forgotten, but for the latest. After 1,024 such calls the next 64
+        are looked at.
         """
+        resting = spelling.resting
+        if resting is not None and resting.misses[0] < resting.until:
+            resting.misses[0] += 1
+            next_use()
+            return Refusal(resting.decision.reason, resting.decision.detail)
         if spelling.changes is None:
             spelling.changes = Changes()
-        refusal = spelling.changes.refusal(spelling.groups, self._gone, server.graphs.ledger)
-        if refusal is not None and spelling.changes.is_new:
+        spelling.resting, refusal = None, spelling.changes.refusal(spelling.groups, self._gone, server.graphs.ledger)
+        if refusal is not None:
+            route, decision = spelling.groups[-1].route, Decision.eager(refusal.reason, detail=refusal.detail)
+            spelling.resting = Standing(route, Counter({0: 1}), 0, decision, _REST, server.parts_of(route))
             for group in [one for one in spelling.groups[:-1] if not (one.has_graphs or len(one.failures))]:
                 server.forget(group)
         return refusal
@@ -82,21 +94,10 @@ class Changes:
     def __init__(self) -> None:
         self._new = 0
         self._gone = 0
-        self._resting = 0
-        self._refusal = Refusal(Reason.SIGNATURE_CHANGES, "")
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the latest refusal was the first of its row."""
-        return self._resting == _REST - 1
 
     def refusal(self, groups: Sequence["GraphGroup"], gone: int, ledger: "Ledger") -> Refusal | None:
         """Why a call of a new kind gets no group: of the ``groups`` that 64 new kinds left, at least 4 and three in
-        four were called once; or graphs do not pay, and as many of the 64 made a group give way (``gone`` in all).
-        After 1,024 such calls the next 64 are looked at."""
-        if self._resting:
-            self._resting -= 1
-            return self._refusal
+        four were called once; or graphs do not pay, and as many of the 64 made a group give way (``gone`` in all)."""
         self._new = (self._new + 1) % _SAMPLE
         if self._new:
             return None
@@ -104,9 +105,7 @@ class Changes:
         are_in_vain = gone >= 0.75 * _SAMPLE and ledger.misses_that_pay() > 0
         if not are_in_vain and sum(group.num_calls < 2 for group in groups) < max(0.75 * len(groups), _FEWEST):
             return None
-        self._resting = _REST - 1
-        self._refusal = Refusal(Reason.SIGNATURE_CHANGES, f"{Reason.SIGNATURE_CHANGES.text}{_what_changes(groups)}")
-        return self._refusal
+        return Refusal(Reason.SIGNATURE_CHANGES, f"{Reason.SIGNATURE_CHANGES.text}{_what_changes(groups)}")
 
 
 def _what_changes(groups: Sequence["GraphGroup"]) -> str:

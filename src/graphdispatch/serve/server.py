@@ -196,7 +196,8 @@ class Server(EagerPath):
         if choice.decision.reason is Reason.PAYS_LATER:
             calls = min(_CALLS_THAT_LOSE, self.graphs.ledger.misses_that_pay() - group.misses[size])
         if calls or not (size and admission.still_to_wait((group.key, size))):
-            group.remember(choice.leaves, size, choice.decision, admission.capture_after, self.parts_of(group), calls)
+            parts = self.parts_of(group.route)
+            group.remember(choice.leaves, size, choice.decision, admission.capture_after, parts, calls)
 
     def perform(self, choice: Choice) -> tuple[bool, Any]:
         """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
@@ -252,8 +253,7 @@ class Server(EagerPath):
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
         if spec is None or (route.is_single and route.spellings):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
-        refusal = self._all_kinds().refusal(spelling, self) if spelling is not None else None
-        if refusal is not None:
+        if spelling is not None and (refusal := self._all_kinds().refusal(spelling, self)) is not None:
             return refusal
         made = self._make_group(route, spec, args, kwargs)
         if isinstance(made, Refusal):

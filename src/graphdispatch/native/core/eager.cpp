@@ -4,23 +4,9 @@ namespace gd {
 
 namespace {
 
-// The fields of a Standing of serve/hits.py, of its parts (Server.parts_of), and those of a Decision that count.
-enum { kGroup, kRows, kSize, kDecision, kUntil, kParts };
-enum {
-  kFn,
-  kLocal,
-  kReach,
-  kIsCaptured,
-  kAcquire,
-  kRelease,
-  kMisses,
-  kEntries,
-  kPool,
-  kStats,
-  kAcquireStats,
-  kReleaseStats,
-  kNumParts
-};
+// The fields of a Standing of serve/hits.py, of its parts (EagerPath.parts_of), and those of a Decision that count.
+enum { kRoute, kMisses, kSize, kDecision, kUntil, kParts };
+enum { kFn, kLocal, kReach, kIsCaptured, kAcquire, kRelease, kPool, kStats, kAcquireStats, kReleaseStats, kNumParts };
 enum { kReason = 3, kRowsOfDecision = 4 };
 
 PyObject* part(PyObject* parts, Py_ssize_t place) { return PyTuple_GET_ITEM(parts, place); }
@@ -47,7 +33,7 @@ int is_unusual(PyObject* parts, PyObject* decision) {
   if (PyTuple_GET_SIZE(parts) != kNumParts || shim.grad_mode_is_enabled()) return 1;
   PyObject* reasons = item(part(parts, kStats), names.reasons);
   if (!reasons || !item(reasons, PyTuple_GET_ITEM(decision, kReason))) return PyErr_Occurred() ? -1 : 1;  // it is told
-  if (PyDict_GET_SIZE(part(parts, kEntries)) || item(part(parts, kPool), names.replaying_on) != Py_None) return 1;
+  if (item(part(parts, kPool), names.replaying_on) != Py_None) return 1;
   PyObject* level = item(PyModule_GetDict(facts.forward_ad), names._current_level);
   if (!level || PyLong_AsLong(level) >= 0) return PyErr_Occurred() ? -1 : 1;
   const Ref is_captured(PyObject_CallNoArgs(part(parts, kIsCaptured)));
@@ -57,8 +43,7 @@ int is_unusual(PyObject* parts, PyObject* decision) {
 
 // Count a miss of the size, if so many may still pass: 1, 0 if Python has to look, -1 with an error.
 int count_miss(PyObject* standing, PyObject* parts) {
-  PyObject *size = PyTuple_GET_ITEM(standing, kSize), *misses = part(parts, kMisses);
-  if (PyLong_AsLong(size) == 0) return 1;
+  PyObject *size = PyTuple_GET_ITEM(standing, kSize), *misses = PyTuple_GET_ITEM(standing, kMisses);
   const Ref taken(PyObject_CallOneArg(part(parts, kAcquire), Py_False));
   if (!taken || taken.get() != Py_True) return taken ? 0 : -1;
   PyObject* count = item(misses, size);

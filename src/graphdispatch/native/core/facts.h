@@ -21,7 +21,8 @@ namespace gd {
   NAME(_default) NAME(_last_stream) NAME(_is_known_to_core) NAME(misses) NAME(reasons) NAME(_rows_of_eager) \
   NAME(fallbacks) NAME(_runs) NAME(begin) NAME(end) NAME(program) \
   NAME(tape) NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_decode) \
-  NAME(_uniform_decode) NAME(__call__) NAME(__getattribute__) NAME(groups) NAME(is_flat)
+  NAME(_uniform_decode) NAME(__call__) NAME(__getattribute__) NAME(groups) NAME(is_flat) NAME(resting) \
+  NAME(refused) NAME(graphs) NAME(_guard)
 // clang-format on
 
 struct Names {

@@ -17,8 +17,9 @@ enum class Outcome { kServed, kMissed, kRaised, kRefused };
 
 // What the core reads of a server and what belongs to it.
 Slot spellings_of{names.spellings}, latest_of{names.latest}, signature_of{names.signature}, hits_of{names.hits};
-Slot groups_of{names.groups}, call_of{names.call};
+Slot groups_of{names.groups}, call_of{names.call}, resting_of{names.resting}, refused_of{names.refused};
 Slot native_of_signature{names.native}, native_of_plan{names.native}, native_of_guard{names.native};
+Slot graphs_of{names.graphs}, guard_of_graphs{names._guard};
 Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
 
 // A call under way: what HitPath.serve was given, and what it finds.
@@ -26,6 +27,7 @@ struct Call {
   PyObject *server, *route, *args, *kwargs;
   Ref spelling, group, hit;
   PyObject* result = nullptr;
+  bool needs_no_gradients = false;  // of a refused call with gradients on
 };
 
 Outcome outcome(int truth) { return truth == 1 ? Outcome::kServed : truth == 0 ? Outcome::kMissed : Outcome::kRaised; }
@@ -130,31 +132,36 @@ int find(Call& call, const Ref& number) {
   return fields == kOfHit || fields == kOfStanding;
 }
 
-// The rows of a call that fits a signature of the core; kNoMatch if it does not, or with an error.
-int64_t rows_of(PyObject* signature, const Values& values) {
-  const Ref core = native_of_signature.of(signature);
-  if (!core || !Py_IS_TYPE(core.get(), signature_type)) return kNoMatch;
-  return match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
+// The same for a call that fits no group of its spelling: why no kind gets one for a while, if that is known.
+int find_resting(Call& call) {
+  call.hit = resting_of.of(call.spelling.get());
+  const Ref refused = call.hit ? refused_of.of(call.route) : Ref();
+  if (!refused) return -1;
+  return PyTuple_Check(call.hit.get()) && refused.get() == Py_None;
 }
 
 // The same as find() for the group that fits, among those of the call's spelling. All of a call's values are leaves.
 int find_group(Call& call, const Values& values) {
   const Ref groups = groups_of.of(call.spelling.get());
   if (!groups || !PyList_Check(groups.get())) return groups ? 0 : -1;
+  bool is_new = true;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups.get()); ++i) {
     Ref group = Ref::of(PyList_GET_ITEM(groups.get(), i));
-    const Ref signature = signature_of.of(group.get());
-    const int64_t rows = signature ? rows_of(signature.get(), values) : kNoMatch;
+    const Ref flat = call_of.of(group.get()), signature = signature_of.of(group.get());
+    const Ref is_flat = flat && signature ? attribute(flat.get(), names.is_flat) : Ref();
+    const Ref core = is_flat ? native_of_signature.of(signature.get()) : Ref();
+    if (!core) return -1;
+    if (is_flat.get() != Py_True || !Py_IS_TYPE(core.get(), signature_type)) {
+      is_new = false;  // Python knows what fits such a group
+      continue;
+    }
+    const int64_t rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
     if (PyErr_Occurred()) return -1;
     if (rows < 0) continue;
-    const Ref flat = call_of.of(group.get());
-    const Ref is_flat = flat ? attribute(flat.get(), names.is_flat) : Ref();
-    if (!is_flat) return -1;
-    if (is_flat.get() != Py_True) continue;
     call.group = std::move(group);
     return find(call, Ref(PyLong_FromLongLong(rows)));
   }
-  return 0;
+  return is_new ? find_resting(call) : 0;
 }
 
 // The same for a call whose spelling's latest group is known; the others are looked at if it does not fit.
@@ -165,7 +172,7 @@ int find_hit(Call& call, PyObject* signature, Values& values) {
     PyObject* list = values.list();
     return list ? find(call, Ref(PyObject_CallMethodOneArg(signature, names.match, list))) : -1;
   }
-  const int64_t rows = rows_of(signature, values);
+  const int64_t rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
   if (rows >= 0) return find(call, Ref(PyLong_FromLongLong(rows)));
   return PyErr_Occurred() ? -1 : call.spelling ? find_group(call, values) : 0;
 }
@@ -221,11 +228,23 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
   return Outcome::kServed;
 }
 
+// A call of which it is known why no graph serves it. With gradients on, it is looked at whether any are needed.
+Outcome refused_at_once(Call& call, Values& values) {
+  if (!shim.grad_mode_is_enabled()) return Outcome::kRefused;
+  const Ref graphs = graphs_of.of(call.server);
+  const Ref guard = graphs ? guard_of_graphs.of(graphs.get()) : Ref();
+  const int known = !guard ? -1 : guard.get() == Py_None ? 0 : holds(guard.get());
+  const int needed = known == 1 ? may_need_gradients(call, values, guard.get()) : 1;
+  if (known < 0 || needed < 0) return Outcome::kRaised;
+  call.needs_no_gradients = !needed;
+  return Outcome::kRefused;
+}
+
 Outcome serve_values(Call& call, Values& values) {
   const Ref signature = signature_of.of(call.group.get());
   const int found = signature ? find_hit(call, signature.get(), values) : -1;
   if (found != 1) return outcome(found);
-  if (PyTuple_GET_SIZE(call.hit.get()) == kOfStanding) return Outcome::kRefused;
+  if (PyTuple_GET_SIZE(call.hit.get()) == kOfStanding) return refused_at_once(call, values);
   PyObject* guard = PyTuple_GET_ITEM(call.hit.get(), 3);
   const Ref native = native_of_plan.of(PyTuple_GET_ITEM(call.hit.get(), 1));
   if (!native || !Py_IS_TYPE(native.get(), plan_type)) return native ? Outcome::kMissed : Outcome::kRaised;
@@ -281,7 +300,10 @@ PyObject* serve(PyObject* server, PyObject* const* args, Py_ssize_t count) {
   if (done == Outcome::kServed) return call.result;
   if (done == Outcome::kRaised) return nullptr;
   if (done == Outcome::kRefused) {
-    return refuse(server, call.hit.get(), args[1], args[2]);
+    if (call.needs_no_gradients) shim.grad_mode_set_enabled(false);
+    PyObject* result = refuse(server, call.hit.get(), args[1], args[2]);
+    if (call.needs_no_gradients) shim.grad_mode_set_enabled(true);
+    return result;
   }
   PyObject* again[] = {server, args[0], args[1], args[2]};
   return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
