@@ -13,6 +13,7 @@ Note [what arrives as one call]
 import sys
 import threading
 from functools import cache
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import CaptureError
 from ..reasons import Reason
 from .operators import tensors_in, user_line
-from .tracing import PROFILERS, UntracedMode, set_profiler
+from .tracing import UntracedMode
 
 if TYPE_CHECKING:
     from .compiled import CompiledRegion
@@ -145,7 +146,7 @@ class OperatorMode(UntracedMode):
         # A trace of the interpreter shall see the callable's Python, and not what watches it, which is much more. A
         # profiler in compiled code cannot be put back by its name.
         trace = sys.getprofile()
-        is_traced = type(trace) in PROFILERS
+        is_traced = type(trace) in (MethodType, FunctionType)
         if is_traced:
             sys.setprofile(None)
         try:
@@ -156,7 +157,7 @@ class OperatorMode(UntracedMode):
                     return self.watch(func, args, kwargs)
         finally:
             if is_traced:
-                set_profiler(trace)
+                sys.setprofile(trace)
         if key is not None:
             return self.look_inside(func, key, args, kwargs)
         with self:

@@ -1,21 +1,17 @@
-"""Keeps ``torch.compile`` out of the library, and sets profilers.
+"""Keeps ``torch.compile`` out of the library.
 
 A compiler that traces through a server would freeze what it decides, and compile what it captures. So a compiled
 function breaks its graph at each call of a front door, and whatever runs inside runs uncompiled. The mark is set once
 on a function's code, so a call costs nothing more. Modes are marked in the same way.
 """
 
-import sys
 from collections.abc import Callable
-from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..native.bound import CORE
-
-__all__ = ["PROFILERS", "UntracedMode", "compiler_at_work", "set_profiler", "untraced"]
+__all__ = ["UntracedMode", "compiler_at_work", "untraced"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,18 +29,6 @@ def untraced(function: F) -> F:
     skip = frames._FrameAction.SKIP  # the function's own frame, and those of all that it calls
     frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
     return function
-
-
-PROFILERS = (FunctionType, MethodType, *(() if CORE is None else (CORE.Profiler,)))
-"""The classes of profilers that can be called, and set again."""
-
-
-def set_profiler(profiler: Any) -> None:
-    """``sys.setprofile``; a profiler of the core goes on in compiled code."""
-    if CORE is not None and type(profiler) is CORE.Profiler:
-        profiler.start()
-    else:
-        sys.setprofile(profiler)
 
 
 class UntracedMode(TorchDispatchMode):

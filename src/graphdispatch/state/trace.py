@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.tracing import PROFILERS, set_profiler, untraced
+from ..backends.tracing import untraced
 from ..call.marks import BREAK_CODE
 from ..errors import CaptureError
-from ..native.bound import CORE
 from . import objects
 from .bytecode import CodeReads, changed_by, code_reads
 from .notes import CodeNotes, keep
@@ -82,7 +81,6 @@ class CodeTrace(CodeNotes):
         """Which random generator of its own the callable set, in words."""
         self._within = within
         self._outer: Any = None
-        self._profiler: Any = None
         self._methods: MethodCalls | None = None
         self._plain: dict[int, types.CodeType] = {}
         """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
@@ -117,18 +115,15 @@ class CodeTrace(CodeNotes):
         self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
         for code in self._skipped:
             self._plain.pop(id(code), None)
-        note = self._note if CORE is None else CORE.Profiler(self._note, self._plain, objects.SEEN_THROUGH)
-        self._profiler = note if self._outer is None else self._note_both
-        if self._outer is None or isinstance(self._outer, PROFILERS):
-            set_profiler(self._profiler)
+        if self._outer is None or isinstance(self._outer, (types.FunctionType, types.MethodType)):
+            sys.setprofile(self._note if self._outer is None else self._note_both)
         else:
             self.is_blind = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if self.spared is not None or sys.getprofile() == self._profiler:
-            set_profiler(self._outer)  # Python takes away a profiler that raises
-        self._profiler = None
+        if self.spared is not None or sys.getprofile() in (self._note, self._note_both):
+            sys.setprofile(self._outer)  # Python takes away a profiler that raises
         refusal = self.refusal()
         if refusal is not None and (error is None or isinstance(error, (Exception, _IteratorMetError))):
             raise refusal from None

@@ -3,7 +3,6 @@
 #include "door.h"
 #include "guard.h"
 #include "hit.h"
-#include "profile.h"
 
 namespace {
 
@@ -32,7 +31,6 @@ PyModuleDef definition = {
 // Add the types and functions of each part; false with an error.
 bool fill(PyObject* module) {
   if (PyModule_AddStringConstant(module, "SOURCES", GD_SOURCES) || gd::add_decide(module)) return false;
-  if (!gd::add_profiler(module)) return false;
   if (!gd::add_guard(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
   for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods, gd::door_methods}) {
     if (PyModule_AddFunctions(module, functions)) return false;

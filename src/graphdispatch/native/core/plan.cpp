@@ -398,11 +398,9 @@ int may_run(PlanObject* self, Values& values) {
   }
   const Ref bare = of_entry.bare.of(entry);
   for (Py_ssize_t i = 0; bare && PyTuple_CheckExact(bare.get()) && i < PyTuple_GET_SIZE(bare.get()); ++i) {
-    const Ref own = attribute(values[PyLong_AsSsize_t(PyTuple_GET_ITEM(bare.get(), i))], names.__dict__);
-    if (!own) return -1;
-    if (!PyDict_Check(own.get())) return 0;
+    PyObject** own = _PyObject_GetDictPtr(values[PyLong_AsSsize_t(PyTuple_GET_ITEM(bare.get(), i))]);
     PyObject *name, *value;
-    for (Py_ssize_t at = 0; PyDict_Next(own.get(), &at, &name, &value);) {
+    for (Py_ssize_t at = 0; own && *own && PyDict_Next(*own, &at, &name, &value);) {
       if (!is_compilers(name)) return 0;
     }
   }
