@@ -15,7 +15,7 @@ __all__ = ["TITLE", "rows"]
 
 TITLE = "1,500 calls of an encoder, batches of 1 to 8, lengths of 16 to 64, with masks: microseconds of a call"
 _CALLS = 1500
-_GRID = ([4, 8], [40, 64])
+_GRIDS = {"two graphs": ([4, 8], [64]), "four graphs": ([4, 8], [40, 64])}
 _BY_HAND = ([2, 4, 8], [32, 64])
 _LAYERS = 8
 Call = tuple[Tensor, Tensor]
@@ -61,7 +61,8 @@ class _Encoder(nn.Module):
 
 
 def rows(effort: Effort) -> list[Row]:
-    """The whole run with all captures, its last third, and two sets of as many graphs once they are captured."""
+    """The whole run with all captures and its last third, for some sizes; and two sets of as many graphs once they are
+    captured."""
     del effort
     with torch.inference_mode(False), torch.no_grad():
         return _rows()
@@ -71,29 +72,27 @@ def _rows() -> list[Row]:
     torch.manual_seed(0)
     model = _Encoder().eval()
     calls = _calls()
-    grid = GridPlan.of(*_GRID)
     for ids, mask in calls[:20]:
         model(ids, mask)
-    by_grid = _served(model, grid)
-    eager, times = _in_turns(model, by_grid, calls)
-    late = slice(2 * _CALLS // 3, None)
-    found = [
-        Row("whole run, captures and comparisons included", _mean(times), _mean(eager)),
-        Row("its last 500 calls", _mean(times[late]), _mean(eager[late])),
-        Row("calls that a graph served", 100 * by_grid.stats.graph_ratio, unit="%"),
-        Row("captures", by_grid.stats.captures, unit=""),
-    ]
-    by_kinds = graphed(model, dynamic={"input_ids": 0, "attention_mask": 0}, sizes=_GRID[0])
-    eager, times = _in_turns(model, by_kinds, calls)
-    found.append(Row("whole run with one dynamic dimension, the batch", _mean(times), _mean(eager)))
-    found.append(Row("calls that a graph served then", 100 * by_kinds.stats.graph_ratio, unit="%"))
+    sides = {name: _served(model, GridPlan.of(*grid)) for name, grid in _GRIDS.items()}
+    sides["batch alone"] = graphed(model, dynamic={"input_ids": 0, "attention_mask": 0}, sizes=(4, 8))
+    found: list[Row] = []
+    for name, side in sides.items():
+        eager, times = _in_turns(model, side, calls)
+        late = slice(2 * _CALLS // 3, None)
+        found += [
+            Row(f"{name}: whole run, captures and comparisons included", _mean(times), _mean(eager)),
+            Row(f"{name}: its last 500 calls", _mean(times[late]), _mean(eager[late])),
+            Row(f"{name}: calls that a graph served", 100 * side.stats.graph_ratio, unit="%"),
+            Row(f"{name}: captures", side.stats.captures, unit=""),
+        ]
     made = GridPlan.of(*_BY_HAND)
     shapes = [(ids.shape[0], ids.shape[1]) for ids, _ in calls]
     plan = plan_capture_grid(shapes, _costs(model), max_graphs=len(made.points))
-    sides = _served(model, plan), _served(model, made)
-    for side in sides:
+    both = _served(model, plan), _served(model, made)
+    for side in both:
         _times(side, calls)
-    planned, by_hand = _in_turns(*sides, calls)
+    planned, by_hand = _in_turns(*both, calls)
     found.append(
         Row(f"{len(plan.points)} planned graphs over {len(made.points)} of a grid", _mean(planned), _mean(by_hand))
     )
