@@ -65,7 +65,7 @@ class CUDAGraphStats(Unlocked, Shown):
     that count in it belong to one pool.
     """
 
-    __slots__ = ("_rows_of_hits", "hits", "padded_rows", "real_rows", "replays")
+    __slots__ = ("_rows_of_hits", "hits", "padded_rows", "real_rows")
 
     def __init__(self, *, knows_rows: bool = True) -> None:
         self._lock = make_lock()
@@ -76,7 +76,7 @@ class CUDAGraphStats(Unlocked, Shown):
         """Forget everything counted so far."""
         self.captures = self.capture_failures = self.evictions = self.evicted_bytes = 0
         self.capture_time_ms = 0.0
-        self.replays = self.hits = self.misses = self.fallbacks = self.verifications = 0
+        self.hits = self.misses = self.fallbacks = self.verifications = 0
         self.real_rows = self.padded_rows = 0
         self.eviction_reasons: Counter[EvictionReason] = Counter()
         self._last_evictions: deque[Eviction] = deque(maxlen=_MOST_EVICTIONS)
@@ -88,7 +88,6 @@ class CUDAGraphStats(Unlocked, Shown):
     def record_hit(self, real_rows: int, padded_rows: int) -> None:
         """Count a call that a graph served. It takes no lock: the caller holds the lock of the graph's pool."""
         self.hits += 1
-        self.replays += 1
         self.real_rows += real_rows
         self.padded_rows += padded_rows
         try:
@@ -148,6 +147,11 @@ class CUDAGraphStats(Unlocked, Shown):
         return self.hits + self.verifications + self.misses
 
     @property
+    def replays(self) -> int:
+        """Replays for calls: one for each hit."""
+        return self.hits
+
+    @property
     def hit_rate(self) -> float:
         """The share of calls for which there was a graph: hits and verifications; 0.0 before the first call."""
         return (self.hits + self.verifications) / self.calls if self.calls else 0.0
@@ -175,7 +179,7 @@ class CUDAGraphStats(Unlocked, Shown):
             plain = {k: v for k, v in self._attributes().items() if not k.startswith("_")}
             for name in ("reasons", "eviction_reasons"):
                 plain[name] = {reason.value: n for reason, n in plain[name].items()}
-        return plain | {name: getattr(self, name) for name in ("hit_rate", "graph_ratio", "padding_ratio")}
+        return plain | {name: getattr(self, name) for name in ("replays", "hit_rate", "graph_ratio", "padding_ratio")}
 
     def __repr__(self) -> str:
         return (

@@ -126,7 +126,7 @@ class Pool(Shared, ABC):
     lifetime = 1
     """The memory of an output is used again after this many replays."""
 
-    __slots__ = ("__dict__", "__weakref__", "generation")
+    __slots__ = ("__dict__", "__weakref__", "generation", "replaying_on")
 
     def __init__(self) -> None:
         self.lock = make_rlock()

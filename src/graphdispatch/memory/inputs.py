@@ -26,6 +26,8 @@ class StaticInputs:
     """The static buffers of one signature, with room for ``capacity`` rows. Not thread-safe: the caller holds the
     lock of the pool whose graphs read them."""
 
+    __slots__ = ("__dict__", "__weakref__", "_clean_from")
+
     _one = 1
     """The batch of one row."""
 

@@ -137,7 +137,7 @@ if CORE is not None:
             "evicted": EntryState.EVICTED,
             "failed_state": EntryState.FAILED,
             "windows": WINDOWS,
-            "next_use": next_use,
+            "uses": next_use.__self__,  # type: ignore[attr-defined]
             "foreach_copy": torch._foreach_copy_,
             "stats_type": CUDAGraphStats,
         },

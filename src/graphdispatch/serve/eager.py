@@ -116,7 +116,7 @@ class EagerPath(HitPath):
             return ()
         is_known = getattr(type(backend).is_capturing, "_is_known_to_core", False)
         is_captured = CAPTURE_LOCK._is_owned if is_known else backend.is_capturing  # type: ignore[attr-defined]
-        counted = vars(pool), vars(stats), stats._lock.acquire, stats._lock.release
+        counted = pool, vars(stats), stats._lock.acquire, stats._lock.release
         return (self.fn, self.local, self._reach, is_captured, self.lock.acquire, self.lock.release, *counted)
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,6 +31,8 @@ class CPUPool(Pool):
     first therefore need only one arena. An arena is freed with its last graph.
     """
 
+    __slots__ = ("_last_stream",)
+
     def __init__(self, streams: CPUStreams) -> None:
         super().__init__()
         self.streams = streams

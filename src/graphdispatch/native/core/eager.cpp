@@ -1,5 +1,7 @@
 #include "eager.h"
 
+#include "slot.h"
+
 namespace gd {
 
 namespace {
@@ -8,6 +10,8 @@ namespace {
 enum { kRoute, kMisses, kSize, kDecision, kUntil, kParts };
 enum { kFn, kLocal, kReach, kIsCaptured, kAcquire, kRelease, kPool, kStats, kAcquireStats, kReleaseStats, kNumParts };
 enum { kReason = 3, kRowsOfDecision = 4 };
+
+Slot replaying_of{names.replaying_on};
 
 PyObject* part(PyObject* parts, Py_ssize_t place) { return PyTuple_GET_ITEM(parts, place); }
 
@@ -33,7 +37,8 @@ int is_unusual(PyObject* parts, PyObject* decision) {
   if (PyTuple_GET_SIZE(parts) != kNumParts || shim.grad_mode_is_enabled()) return 1;
   PyObject* reasons = item(part(parts, kStats), names.reasons);
   if (!reasons || !item(reasons, PyTuple_GET_ITEM(decision, kReason))) return PyErr_Occurred() ? -1 : 1;  // it is told
-  if (item(part(parts, kPool), names.replaying_on) != Py_None) return 1;
+  const Ref replaying = replaying_of.of(part(parts, kPool));
+  if (replaying.get() != Py_None) return replaying ? 1 : -1;
   PyObject* level = item(PyModule_GetDict(facts.forward_ad), names._current_level);
   if (!level || PyLong_AsLong(level) >= 0) return PyErr_Occurred() ? -1 : 1;
   const Ref is_captured(PyObject_CallNoArgs(part(parts, kIsCaptured)));
@@ -48,7 +53,7 @@ int count_miss(PyObject* standing, PyObject* parts) {
   if (!taken || taken.get() != Py_True) return taken ? 0 : -1;
   PyObject* count = item(misses, size);
   int done = count ? PyObject_RichCompareBool(count, PyTuple_GET_ITEM(standing, kUntil), Py_LT) : 0;
-  if (done == 1 && !(add_one(misses, size) && call(facts.next_use))) done = -1;
+  if (done == 1 && !(add_one(misses, size) && Ref(PyIter_Next(facts.uses)))) done = -1;
   return call(part(parts, kRelease)) ? done : -1;
 }
 

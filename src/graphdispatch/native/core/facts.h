@@ -12,7 +12,7 @@ namespace gd {
   NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(workspaces) NAME(writes_outside) NAME(bare) \
   NAME(told) NAME(knows) NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
   NAME(failed) NAME(copy_back) NAME(replaying_on) NAME(order_after_last_use) NAME(is_capturing) NAME(depth) \
-  NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) NAME(replays) \
+  NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) \
   NAME(real_rows) NAME(padded_rows) NAME(_rows_of_hits) NAME(record_hit) NAME(open) NAME(spellings) \
   NAME(latest) NAME(call) NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step) NAME(stats) \
   NAME(local) NAME(decision) NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects) \
@@ -34,7 +34,7 @@ struct Names {
 // The keys of the dicts that memory/replay.py and serve/hit.py give.
 // clang-format off
 #define GD_FACTS(FACT) \
-  FACT(evicted) FACT(failed_state) FACT(windows) FACT(next_use) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \
+  FACT(evicted) FACT(failed_state) FACT(windows) FACT(uses) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \
   FACT(replay_error)
 // clang-format on
 

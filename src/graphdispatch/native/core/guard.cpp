@@ -68,15 +68,18 @@ bool dict_matches(Guard* self, Dict& entry, const Bindings& wanted) {
   return true;
 }
 
+// How far ahead of a comparison memory is fetched. What little is compared at each hit lies in the cache.
+constexpr size_t kFew = 64;
+size_t steps_ahead(size_t count) { return count > kFew ? 8 : count; }
+
 bool dicts_match(Guard* self) {
-  constexpr size_t kAhead = 8;
-  const size_t count = self->parts.dicts.size();
+  Dict* const dicts = self->parts.dicts.data();
+  const size_t count = self->parts.dicts.size(), ahead = steps_ahead(count);
   const bool versions = uses_versions;
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) __builtin_prefetch(self->parts.dicts[i + kAhead].dict);
-    Dict& entry = self->parts.dicts[i];
-    if (versions && version_of(entry.dict) == entry.version) continue;
-    if (!dict_matches(self, entry, self->parts.bindings[i])) return false;
+    if (i + ahead < count) __builtin_prefetch(dicts[i + ahead].dict);
+    if (versions && version_of(dicts[i].dict) == dicts[i].version) continue;
+    if (!dict_matches(self, dicts[i], self->parts.bindings[i])) return false;
   }
   return true;
 }
@@ -190,13 +193,12 @@ bool tensor_matches(const TensorPlace& place, const int64_t* expected) {
 }
 
 bool tensors_match(Guard* self) {
-  constexpr size_t kAhead = 8;
   const Layout at = layout;
-  Imprint* imprints = self->parts.imprints.data();
-  const size_t count = self->parts.imprints.size();
+  Imprint* const imprints = self->parts.imprints.data();
+  const size_t count = self->parts.imprints.size(), ahead = steps_ahead(count);
   for (size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) {
-      const Imprint& later = imprints[i + kAhead];
+    if (i + ahead < count) {
+      const Imprint& later = imprints[i + ahead];
       __builtin_prefetch(later.handle);
       __builtin_prefetch(later.storage);
       for (size_t line = 0; line < 3; ++line) __builtin_prefetch(later.impl + line * 64);

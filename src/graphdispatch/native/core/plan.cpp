@@ -28,10 +28,13 @@ struct {
   Slot writes_outside{names.writes_outside}, told{names.told}, bare{names.bare};
 } of_entry;
 struct {
-  Slot hits{names.hits}, replays{names.replays}, real_rows{names.real_rows}, padded_rows{names.padded_rows};
+  Slot hits{names.hits}, real_rows{names.real_rows}, padded_rows{names.padded_rows};
   Slot by_rows{names._rows_of_hits};
 } of_stats;
-Slot native_of_plan{names.native};
+struct {
+  Slot replaying_on{names.replaying_on}, last_stream{names._last_stream};
+} of_pool;
+Slot native_of_plan{names.native}, clean_from_of{names._clean_from};
 Slot program_of{names.program}, tape_of{names.tape}, pool_of{names._pool}, generation_of{names.generation};
 
 constexpr size_t kMostBytes = 256 * 1024;  // of one call that are copied here; torch copies more on several threads
@@ -51,7 +54,7 @@ int truth(const Ref& value) { return value ? PyObject_IsTrue(value.get()) : -1; 
 
 // CUDAGraphStats.record_hit, and the figures of the entry.
 bool count_hit(PlanObject* self, PyObject* stats) {
-  const Ref used(PyObject_CallNoArgs(facts.next_use));
+  const Ref used(PyIter_Next(facts.uses));
   if (!used || !of_entry.replay_count.add(self->entry, 1) || !of_entry.last_used.put(self->entry, used.get())) {
     return false;
   }
@@ -63,7 +66,7 @@ bool count_hit(PlanObject* self, PyObject* stats) {
                         : nullptr);
     return static_cast<bool>(done);
   }
-  if (!of_stats.hits.add(stats, 1) || !of_stats.replays.add(stats, 1) || !of_stats.real_rows.add(stats, self->cells) ||
+  if (!of_stats.hits.add(stats, 1) || !of_stats.real_rows.add(stats, self->cells) ||
       !of_stats.padded_rows.add(stats, self->all_cells)) {
     return false;
   }
@@ -92,7 +95,7 @@ bool prepare(PlanObject* self) {
   size_t total = 0;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(targets); ++i) {
     PyObject* target = PyList_GET_ITEM(targets, i);
-    Copy copy{PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i)), 0, 0, 0, nullptr};
+    Copy copy{PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i)), 0, 0, 0, nullptr, {}};
     bool is_contiguous = false;
     if (is_plain_tensor(target) && is_plain_host(target)) {
       void* handle = handle_of(target);
@@ -115,15 +118,18 @@ bool prepare(PlanObject* self) {
 }
 
 // The bytes of a tensor that a copy may read; null if torch has to copy it.
-void* bytes_of(const Copy& copy, PyObject* tensor) {
+void* bytes_of(Copy& copy, PyObject* tensor) {
   if (!is_plain_tensor(tensor) || !is_plain_host(tensor)) return nullptr;
   void* handle = handle_of(tensor);
   int64_t numel = -1;
   bool is_contiguous = false;
   void* data = nullptr;
-  if (shim.numel(handle, &numel) || numel != copy.numel || kind_of(handle) != copy.kind) return nullptr;
-  if (shim.is_contiguous(handle, &is_contiguous) || !is_contiguous || shim.data_ptr(handle, &data)) return nullptr;
-  return data;
+  if (!copy.seen.is_of(tensor)) {
+    if (shim.numel(handle, &numel) || numel != copy.numel || kind_of(handle) != copy.kind) return nullptr;
+    if (shim.is_contiguous(handle, &is_contiguous) || !is_contiguous) return nullptr;
+    copy.seen.take(tensor);
+  }
+  return shim.data_ptr(handle, &data) ? nullptr : data;
 }
 
 bool copy_by_torch(PlanObject* self, const Values& values) {
@@ -142,7 +148,7 @@ bool copy_by_torch(PlanObject* self, const Values& values) {
 
 bool copy_in(PlanObject* self, const Values& values) {
   constexpr size_t kMost = 64;
-  const std::vector<Copy>& copies = *self->copies;
+  std::vector<Copy>& copies = *self->copies;
   if (!self->copies_bytes || copies.size() > kMost) return copy_by_torch(self, values);
   void* sources[kMost];
   for (size_t i = 0; i < copies.size(); ++i) {
@@ -166,15 +172,12 @@ bool load(PlanObject* self, Values& values) {
     PyObject* args[] = {self->inputs, list, self->rows_object, size.get()};
     return list && Ref(PyObject_VectorcallMethod(names.load, args, 4, nullptr));
   }
-  PyObject* known = item(self->inputs_dict, names._clean_from);
-  int64_t clean_from = known ? PyLong_AsLongLong(known) : -1;
-  if (clean_from < 0) {
-    if (!PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, names._clean_from);
-    return false;
-  }
+  const Ref known = clean_from_of.of(self->inputs);
+  int64_t clean_from = known ? PyLong_AsLongLong(known.get()) : -1;
+  if (clean_from < 0) return false;
   if (self->rows > clean_from) {
     clean_from = self->rows;
-    if (PyDict_SetItem(self->inputs_dict, names._clean_from, self->rows_object)) return false;
+    if (!clean_from_of.put(self->inputs, self->rows_object)) return false;
   }
   if (!copy_in(self, values)) return false;
   if (self->rows < self->size && (self->follows_data || self->rows < clean_from)) {
@@ -207,7 +210,7 @@ PyObject* take(PlanObject* self) {
 // Pool.order_after_last_use, and whether the thread's work runs at once; false with an error.
 bool order(PlanObject* self, bool* is_inline) {
   *is_inline = false;
-  if (self->streams && item(self->pool_dict, names._last_stream) == self->stream) {
+  if (self->streams && of_pool.last_stream.of(self->pool).get() == self->stream) {
     const Ref current = self->of_streams.of(self->streams, names.stream);
     if (!current) return false;
     if (current.get() == self->stream) return *is_inline = true;
@@ -260,7 +263,7 @@ void fail(PlanObject* self, Values& values, const char* stage) {
 bool is_unusual(PlanObject* self) {
   const Ref state = of_entry.state.of(self->entry);
   if (!state || state.get() == facts.evicted || state.get() == facts.failed_state) return true;
-  if (item(self->pool_dict, names.replaying_on) != Py_None || truth(of_entry.uses_rng.of(self->entry))) return true;
+  if (of_pool.replaying_on.of(self->pool).get() != Py_None || truth(of_entry.uses_rng.of(self->entry))) return true;
   if (of_entry.written.of(self->entry).get() == Py_None) return false;
   return truth(attribute(facts.windows, names.open)) != 0;
 }

@@ -31,11 +31,11 @@ struct Copy {
   int64_t kind, numel;
   size_t nbytes;
   void* data;
+  Look seen;  // of the latest source that could be
 };
 
 struct PlanObject {
   PyObject_HEAD PyObject *plan, *entry, *pool, *inputs, *take, *rows_object;
-  PyObject *pool_dict, *inputs_dict;  // live: each is the object's own
   PyObject *acquire, *release, *backend;
   PyObject* watch;    // the thread-local that says how many blocks the thread is in where nothing may replay
   PyObject* here;     // the thread-local that says whether the thread is recorded; null: the backend is asked

@@ -15,8 +15,7 @@ bool read_backend(PlanObject* self) {
 
 bool read_pool(PlanObject* self) {
   self->pool = PyObject_GetAttr(self->entry, names.pool);
-  self->pool_dict = self->pool ? PyObject_GenericGetDict(self->pool, nullptr) : nullptr;
-  const Ref lock(self->pool_dict ? PyObject_GetAttr(self->pool, names.lock) : nullptr);
+  const Ref lock(self->pool ? PyObject_GetAttr(self->pool, names.lock) : nullptr);
   self->acquire = lock ? PyObject_GetAttr(lock.get(), names.acquire) : nullptr;
   self->release = self->acquire ? PyObject_GetAttr(lock.get(), names.release) : nullptr;
   const int known = self->release ? is_known(self->pool, names.order_after_last_use) : -1;
@@ -55,15 +54,12 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->cells = cells;
   self->all_cells = all_cells;
   self->rows_object = PyLong_FromLongLong(rows);
-  self->inputs_dict = inputs == Py_None ? Py_NewRef(Py_None) : PyObject_GenericGetDict(inputs, nullptr);
-  if (!self->rows_object || !self->inputs_dict) return nullptr;
-  return read_backend(self) && read_pool(self) ? made.release() : nullptr;
+  return self->rows_object && read_backend(self) && read_pool(self) ? made.release() : nullptr;
 }
 
 // clang-format off
 #define GD_REFERENCES(VISIT) \
-  VISIT(plan) VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(pool_dict) \
-  VISIT(inputs_dict) VISIT(acquire) VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(streams) VISIT(stream) \
+  VISIT(plan) VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(acquire) VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(streams) VISIT(stream) \
   VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 // clang-format on
 

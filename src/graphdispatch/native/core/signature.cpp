@@ -65,9 +65,8 @@ bool is_span(const TensorForm& form, int64_t dim) {
   return false;
 }
 
-// Whether a tensor fits a form, and what others have said of the number of rows, which it adds to.
-bool fits(const TensorForm& form, PyObject* value, Extents& extents) {
-  if (Py_TYPE(value) != form.type) return false;
+// Whether a tensor of the right class has a form, whatever its extents along the batch.
+bool has_form(const TensorForm& form, PyObject* value) {
   if (form.keys && !are_alike(keys_of(value), form.keys)) return false;
   void* handle = handle_of(value);
   int32_t layout = -1;
@@ -88,6 +87,19 @@ bool fits(const TensorForm& form, PyObject* value, Extents& extents) {
       return false;
     }
   }
+  return true;
+}
+
+// Whether a tensor fits a form, and what others have said of the number of rows, which it adds to.
+bool fits(TensorForm& form, PyObject* value, Extents& extents) {
+  if (Py_TYPE(value) != form.type) return false;
+  if (!form.seen.is_of(value)) {
+    if (!has_form(form, value)) return false;
+    form.seen.take(value);
+  }
+  int64_t* sizes = nullptr;
+  if (form.spans.empty()) return true;
+  if (shim.sizes(handle_of(value), &sizes)) return false;
   for (const Span& span : form.spans) {
     if (!extents.add(span, sizes[span.dim])) return false;
   }
@@ -297,7 +309,7 @@ PyType_Spec spec = {"graphdispatch.native._core.Signature", sizeof(SignatureObje
 int64_t match(SignatureObject* self, PyObject* const* values, Py_ssize_t count) {
   if (count != self->count || has_modes(self) != 1 || !has_constants(self, values)) return kNoMatch;
   Extents extents{self->extents, 0};
-  for (const TensorForm& form : *self->forms) {
+  for (TensorForm& form : *self->forms) {
     if (!fits(form, values[form.position], extents)) return kNoMatch;
   }
   if (!has_addresses(self, values)) return kNoMatch;

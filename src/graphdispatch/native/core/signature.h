@@ -26,6 +26,7 @@ struct TensorForm {
   bool is_contiguous, is_dense;
   std::vector<int64_t> shape;  // 0 where it follows the batch
   std::vector<int8_t> order;
+  Look seen;  // of the latest tensor that fitted
 };
 
 struct SignatureObject {

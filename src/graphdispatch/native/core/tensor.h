@@ -62,29 +62,35 @@ struct Layout {
 
 extern Layout layout;
 
+constexpr int kExtents = 14;  // words of a TensorImpl from the number of dimensions on, dtype and device among them
+
 // The memory that tells a tensor's address, dtype, shape and strides, and maybe more: while it is as it was, they are.
 struct Imprint {
   void* handle;
   const char* impl;     // null: this tensor keeps them elsewhere
   const char* storage;  // null: its address does not count
   uint64_t data[3];
-  uint64_t extents[14];
+  uint64_t extents[kExtents];
 };
 
 // The imprint of a tensor whose address counts, or does not.
 Imprint imprint_of(void* handle, bool counts);
 
-// Whether a tensor is as its imprint says. False tells nothing. ``at`` is the layout.
-inline bool is_as(const Imprint& imprint, const Layout& at) {
+// Whether the words that tell a tensor's extents are as they were.
+inline bool are_same(const uint64_t* extents, const char* memory) {
   using Two = uint64_t __attribute__((vector_size(16), aligned(8), may_alias));
-  const char* impl = *static_cast<const char**>(imprint.handle);
-  if (impl != imprint.impl) return false;
-  const Two* then = reinterpret_cast<const Two*>(imprint.extents);
-  const Two* now = reinterpret_cast<const Two*>(impl + at.extents);
+  const Two* then = reinterpret_cast<const Two*>(extents);
+  const Two* now = reinterpret_cast<const Two*>(memory);
   Two difference = then[0] ^ now[0];
 #pragma GCC unroll 8
-  for (int i = 1; i < 7; ++i) difference |= then[i] ^ now[i];
-  if (difference[0] | difference[1]) return false;
+  for (int i = 1; i < kExtents / 2; ++i) difference |= then[i] ^ now[i];
+  return !(difference[0] | difference[1]);
+}
+
+// Whether a tensor is as its imprint says. False tells nothing. ``at`` is the layout.
+inline bool is_as(const Imprint& imprint, const Layout& at) {
+  const char* impl = *static_cast<const char**>(imprint.handle);
+  if (impl != imprint.impl || !are_same(imprint.extents, impl + at.extents)) return false;
   if (!imprint.storage) return true;
   const char* storage = *reinterpret_cast<const char* const*>(impl + at.storage);
   const uint64_t* data = reinterpret_cast<const uint64_t*>(storage + at.data);
