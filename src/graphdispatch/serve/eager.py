@@ -96,13 +96,11 @@ class EagerPath(HitPath):
                 next_use()
         if not stands:
             return self.step(route, args, kwargs)
-        if not gradients:
-            return self.run_eagerly(decision, args, kwargs)
         torch._C._set_grad_enabled(False)
         try:
             return self.run_eagerly(decision, args, kwargs)
         finally:
-            torch._C._set_grad_enabled(True)
+            torch._C._set_grad_enabled(gradients)
 
     def parts_of(self, route: Route) -> tuple[Any, ...]:
         """What the core reads to serve a refused call of a route; empty where only Python can.

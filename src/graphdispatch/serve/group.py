@@ -211,10 +211,6 @@ class GraphGroup:
             return None  # the slow path looks at the values
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
 
-    def is_ready(self, rows: int) -> bool:
-        """Whether a verified graph may serve calls of ``rows`` rows."""
-        return type(self.hits[rows]) is Hit
-
     def remember(
         self,
         leaves: Sequence[Any],
@@ -226,10 +222,9 @@ class GraphGroup:
     ) -> None:
         """Let calls like this one, which no graph serves, run eagerly at once until one may be captured for them.
 
-        The ``last_misses`` before a size may be tried again take the slow path, where admission counts them, and so
-        does one call in 256, which looks for graphs that can never serve again. A size with graphs of another state of
-        the callable is not remembered, since that state may come back. A refusal that is no failure is remembered for
-        so many ``calls``.
+        The ``last_misses`` before a size may be tried again take the slow path, where admission counts them; so does
+        one call in 256, which finds graphs that can never serve again. A size with graphs of another state is not
+        remembered, since that state may come back. A refusal that is no failure stands for so many ``calls``.
         """
         until: float = self.misses[size] + (calls or _MOST_AT_ONCE)
         if size and not calls:
@@ -238,8 +233,7 @@ class GraphGroup:
                 return
             until = min(until, failure.retry_at - last_misses)
         if self.misses[size] < until and len(self.hits) < _MOST_ROWS:
-            rows = self.signature.match(leaves)
-            self.hits[rows] = Standing(self.route, self.misses, size, decision, until, parts)
+            self.hits[self.signature.match(leaves)] = Standing(self.route, self.misses, size, decision, until, parts)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.

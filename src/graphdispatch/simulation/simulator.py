@@ -29,6 +29,7 @@ from ..plan.workload import Workload
 from ..reasons import Reason
 from ..serve.graphs import Capturer
 from ..serve.group import GraphGroup, Route
+from ..serve.hits import Hit
 from ..serve.prewarm import capture_checked
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
@@ -175,7 +176,7 @@ class _Simulation:
         key, first, groups, eager = self._kinds[tokens, is_decode, reqs]
         if first is None:
             self.server.run_eagerly(eager, (tokens,), {})
-        elif self._policy is None or not first.is_ready(tokens):
+        elif self._policy is None or not _is_ready(first, tokens):
             self.server.serve(first.route, (tokens,), {})
         else:
             self._ask(self._policy, key, groups)
@@ -187,7 +188,7 @@ class _Simulation:
     def _ask(self, policy: DispatchPolicy, key: DispatchKey, groups: Mapping[DispatchMode, GraphGroup]) -> None:
         """Have the policy choose among the graphs that are ready and eager, and tell it what the step took."""
         tokens, before, chosen = key.num_tokens, self.device.now, DispatchMode.EAGER
-        ready = {mode: group for mode, group in groups.items() if group.is_ready(tokens)}
+        ready = {mode: group for mode, group in groups.items() if _is_ready(group, tokens)}
         if policy.should_use_graph(key, True):
             chosen = policy.select_mode(key, (*ready, DispatchMode.EAGER))
         if chosen in ready:
@@ -206,7 +207,7 @@ class _Simulation:
         found = [self._decide(tokens, reqs, query_len=query_len, allowed_modes=modes) for modes in self._allowed]
         groups = {_GRAPH_MODES[d.mode]: self._groups[d.mode, d.descriptor] for d in found if d.descriptor is not None}
         first = next(iter(groups.values()), None)
-        if first is not None and not self._captures and not first.is_ready(tokens):
+        if first is not None and not self._captures and not _is_ready(first, tokens):
             return _Kind(key, None, {}, Decision.eager(Reason.CACHE_FULL, tokens))
         return _Kind(key, first, groups, found[0])
 
@@ -218,3 +219,8 @@ class _Simulation:
         found = self.server.find(route, (descriptor.num_tokens,), {})
         assert not isinstance(found, Refusal)
         return found[0]
+
+
+def _is_ready(group: GraphGroup, tokens: int) -> bool:
+    """Whether a verified graph may serve steps of so many tokens."""
+    return type(group.hits[tokens]) is Hit
