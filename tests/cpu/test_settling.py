@@ -9,6 +9,7 @@ from torch import nn
 
 from graphdispatch import Dim, EntryState, Graphed, graphed
 from graphdispatch.reasons import Reason
+from graphdispatch.serve.hits import Hit
 
 from ..spy import Spy
 
@@ -30,7 +31,7 @@ def serve(fn: Callable[..., Any], **options: Any) -> Graphed[..., Any]:
 def is_settled(step: Graphed[..., Any], rows: int = ROWS) -> bool:
     """Whether calls of so many rows are served without the slow path."""
     (group,) = step._graphs.groups.values()
-    return bool(group.is_ready(rows))
+    return type(group.hits[rows]) is Hit
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS - 1])
