@@ -127,6 +127,21 @@ def test_calls_that_change_no_more_are_served_in_time() -> None:
     assert found.count(Reason.SIGNATURE_CHANGES) < 1024
 
 
+@pytest.mark.parametrize("end", ["invalidate", "sleep"])
+def test_what_releases_all_graphs_ends_the_rest(end: str) -> None:
+    """Then new kinds are looked at again, as soon as graphs may be captured."""
+    step = serve(most=8, capture_after=2)
+    for number in range(100):
+        call(step, 3, number)
+    assert call(step, 3, -1) is Reason.SIGNATURE_CHANGES
+    getattr(step, end)()
+    assert call(step, 3, -2) is (Reason.ASLEEP if end == "sleep" else Reason.FIRST_SIGHTING)
+    if end == "sleep":
+        step.wake()
+        assert call(step, 3, -2) is Reason.FIRST_SIGHTING
+    assert call(step, 3, -2) is Reason.CAPTURED_NOW
+
+
 def test_kinds_that_come_again_are_no_change() -> None:
     """A cycle over a few more kinds than are kept gets its graphs."""
     step = serve(most=8, capture_after=2)

@@ -82,9 +82,9 @@ class EagerPath(HitPath):
         return Reason.ASLEEP if graphs.is_asleep else None
 
     def refuse(self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call eagerly of which is known why no graph serves it, or hand it to ``step`` if that may have ended.
+        """Run a call eagerly of which it is known why no graph serves it; ``step`` does it if that may have ended.
 
-        It counts what the slow path counts, and asks what may differ between two such calls.
+        It counts what the slow path counts.
         """
         route, misses, size, decision, until, _ = standing
         gradients = torch.is_grad_enabled()

@@ -287,7 +287,9 @@ class GraphGroup:
         self.hits.clear()
 
     def forgive(self) -> None:
-        """Forget all failed captures."""
+        """Forget all failed captures, and that calls change too much."""
+        for spelling in self.route.spellings.values():
+            spelling.resting = None
         self.failures.clear()
         self.hits.clear()
 
