@@ -82,10 +82,8 @@ class EagerPath(HitPath):
         return Reason.ASLEEP if graphs.is_asleep else None
 
     def refuse(self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call eagerly of which it is known why no graph serves it; ``step`` does it if that may have ended.
-
-        It counts what the slow path counts.
-        """
+        """Run a call eagerly of which it is known why no graph serves it; ``step`` does it if that may have ended. It
+        counts what the slow path counts."""
         route, misses, size, decision, until, _ = standing
         gradients = torch.is_grad_enabled()
         if self.closed(route) is not None or (gradients and self.needs_gradients(args, kwargs)):
