@@ -94,6 +94,27 @@ def test_calls_that_are_refused_at_once_are_events_too() -> None:
     assert serve.stats.reasons == plain.stats.reasons
 
 
+def test_calls_of_always_new_kinds_are_events_too() -> None:
+    """Also where they were found to be such before the block; after it, they are refused at once again."""
+    serve = gd.graphed(lambda x, tag: x * 2, dynamic={"x": 0}, max_size=8)
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        for number in range(200):
+            serve(x, number)
+        (spelling,) = serve._decode.spellings.values()
+        before = spelling.resting
+        assert before is not None
+        with gd.timeline(serve) as trace:
+            for number in range(200, 230):
+                serve(x, number)
+        assert [event["name"] for event in events(trace, "call")] == ["signature_changes"] * 30
+        assert spelling.resting is not None
+        assert len(spelling.resting.parts) == len(before.parts)
+        misses = before.misses[0]
+        serve(x, -1)
+    assert spelling.resting.misses[0] == misses + 1
+
+
 @pytest.mark.parametrize("raises", [True, False])
 def test_nothing_stays_behind(raises: bool) -> None:
     """After the block, also one that an error ended, the server is as before, and calls are no events."""

@@ -139,6 +139,9 @@ class _Watch:
         """Have refusals and prepared replays found anew; until then, they go where they went when they were found."""
         with self.server.lock:
             for group in self.server.graphs.groups.values():
+                for spelling in group.route.spellings.values():
+                    if spelling.resting is not None:
+                        spelling.resting = spelling.resting._replace(parts=self.server.parts_of(group.route))
                 for rows, hit in group.hits.copy().items():
                     if type(hit) is not Hit or type(hit.plan) is _RangedPlan:
                         group.hits.pop(rows, None)
