@@ -16,16 +16,16 @@ def find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
 
     Python is asked for that. Where lazy views cannot be told from plain tensors, torch copies all inputs.
     """
+    with torch.inference_mode():
+        made_there = torch.zeros(2)
     with torch.inference_mode(False), torch.no_grad():
         pair = torch.zeros(2, dtype=torch.complex64)
         plain = (torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2).t(), pair)
         lazy = (torch._neg_view(torch.zeros(2)), pair.conj())
         trained = torch.nn.Parameter(torch.zeros(2))
-    with torch.inference_mode():
-        made_there = torch.zeros(2)
-    asked = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype)
-    bindings = library.replace("libtorch_cpu", "libtorch_python")
-    core.find_ambient(library, bindings, asked, plain, *lazy, made_there)
+        asked = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype)
+        bindings = library.replace("libtorch_cpu", "libtorch_python")
+        core.find_ambient(library, bindings, asked, plain, *lazy, made_there)
     samples = [*((t, True) for t in (*plain, trained, made_there)), *((t, False) for t in lazy)]
     was = torch.is_autocast_enabled("cpu")
     wrong: set[int] = set()

@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "handed.h"
+
 namespace gd {
 
 Ambient ambient;
@@ -88,6 +90,10 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
     ++found;
   }
   if (found != 1) ambient.keys = 0;
+  const bool had_gradients = shim.grad_mode_is_enabled();
+  shim.grad_mode_set_enabled(true);
+  ambient.tells_holding = tells_holding(PyTuple_GET_ITEM(plain, 0));
+  shim.grad_mode_set_enabled(had_gradients);
   Py_RETURN_NONE;
 }
 

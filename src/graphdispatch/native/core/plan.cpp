@@ -188,19 +188,20 @@ bool load(PlanObject* self, Values& values) {
 }
 
 // A part of the outputs as it is handed out: a clone, or the tensor itself.
-PyObject* hand_out(PyObject* tensor, PyObject* is_own) {
-  if (is_own != Py_True) return Py_NewRef(tensor);
-  PyObject* made = is_plain_tensor(tensor) ? clone(tensor) : nullptr;
+PyObject* hand_out(PlanObject* self, Py_ssize_t i) {
+  PyObject* tensor = PyTuple_GET_ITEM(self->parts, i);
+  if (PyTuple_GET_ITEM(self->is_own, i) != Py_True) return Py_NewRef(tensor);
+  PyObject* made = is_plain_tensor(tensor) ? (*self->handed)[i].copy_of(tensor) : nullptr;
   return made ? made : call(tensor, names.clone);
 }
 
 // What Outputs.taker hands out.
 PyObject* take(PlanObject* self) {
   if (!self->parts) return PyObject_CallNoArgs(self->take);
-  if (!self->is_tuple) return hand_out(PyTuple_GET_ITEM(self->parts, 0), PyTuple_GET_ITEM(self->is_own, 0));
+  if (!self->is_tuple) return hand_out(self, 0);
   Ref result(PyTuple_New(PyTuple_GET_SIZE(self->parts)));
   for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(self->parts); ++i) {
-    PyObject* part = hand_out(PyTuple_GET_ITEM(self->parts, i), PyTuple_GET_ITEM(self->is_own, i));
+    PyObject* part = hand_out(self, i);
     if (!part) return nullptr;
     PyTuple_SET_ITEM(result.get(), i, part);
   }
@@ -421,6 +422,7 @@ PyObject* run(PlanObject* self, Values& values, PyObject* stats) {
   } else if (!released) {
     Py_CLEAR(result);
   }
+  for (Handed& handed : *self->handed) handed.drop_spent();
   return result;
 }
 

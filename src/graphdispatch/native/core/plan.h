@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ambient.h"
+#include "handed.h"
 #include "slot.h"
 
 namespace gd {
@@ -52,6 +53,7 @@ struct PlanObject {
   int64_t cells, all_cells;  // what statistics count of the batch, and of the graph
   bool is_prepared, is_tuple, follows_data, copies_bytes;
   std::vector<Copy>* copies;
+  std::vector<Handed>* handed;  // of each output
 };
 
 extern PyTypeObject* plan_type;

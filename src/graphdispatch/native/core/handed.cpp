@@ -1,0 +1,122 @@
+#include "handed.h"
+
+#include <atomic>
+
+namespace gd {
+
+namespace {
+
+constexpr size_t kMostBytes = 64 * 1024;         // of one copy
+constexpr size_t kMostOfAll = 16 * 1024 * 1024;  // of all copies in the process
+
+const char* storage_of(const char* impl) { return *reinterpret_cast<const char* const*>(impl + layout.storage); }
+
+// Whether a tensor is another object than torch makes: of a class, with attributes or weak references of somebody's.
+bool is_marked(PyObject* tensor) {
+  if (Py_TYPE(tensor) != tensor_type || *PyObject_GET_WEAKREFS_LISTPTR(tensor)) return true;
+  PyObject** attributes = _PyObject_GetDictPtr(tensor);
+  return attributes && *attributes && PyDict_GET_SIZE(*attributes);
+}
+
+}  // namespace
+
+size_t Handed::all_bytes = 0;
+
+Holding Holding::of(PyObject* tensor) {
+  Holding now;
+  const char* address = static_cast<const char*>(impl_of(tensor));
+  std::memcpy(now.impl, address, sizeof now.impl);
+  std::memcpy(now.storage, storage_of(address), sizeof now.storage);
+  return now;
+}
+
+bool Holding::is_of(PyObject* tensor) const {
+  const char* address = static_cast<const char*>(impl_of(tensor));
+  if (std::memcmp(impl, address, sizeof impl) || std::memcmp(storage, storage_of(address), sizeof storage))
+    return false;
+  std::atomic_thread_fence(std::memory_order_acquire);  // after whatever another thread did before it let go
+  return true;
+}
+
+PyObject* Handed::copy_of(PyObject* tensor) {
+  if (!is_known_) is_kept_ = learn(tensor), is_known_ = true;
+  if (!is_kept_ || !ambient.wrap || ambient.dispatch_mode() || ambient.function_mode() || !is_plain_host(tensor) ||
+      !is_as(source_, layout) || !ambient.inference_mode || ambient.inference_mode() != is_inference_) {
+    return clone(tensor);
+  }
+  for (Made& made : made_) {
+    PyObject* copy = made.tensor.get();
+    if (!copy || Py_REFCNT(copy) != 1) continue;
+    if (!is_marked(copy) && made.holding.is_of(copy)) {
+      std::memcpy(made.data, from_, nbytes_);
+      return Py_NewRef(copy);
+    }
+    if (spent_) continue;
+    spent_ = std::move(made.tensor);
+    all_bytes -= nbytes_;
+  }
+  PyObject* copy = clone(tensor);
+  if (copy) keep(copy);
+  return copy;
+}
+
+// Find out what copies of the output take, and whether any are kept.
+bool Handed::learn(PyObject* tensor) {
+  if (!ambient.tells_holding || !is_plain_tensor(tensor) || !is_plain_host(tensor) || !ambient.inference_mode) {
+    return false;
+  }
+  void *handle = handle_of(tensor), *data = nullptr;
+  int64_t numel = 0;
+  int32_t dtype = 0;
+  if (shim.data_ptr(handle, &data) || shim.numel(handle, &numel) || shim.dtype(handle, &dtype)) return false;
+  source_ = imprint_of(handle, true);
+  from_ = data;
+  nbytes_ = static_cast<size_t>(numel) * ambient.element_size(dtype);
+  is_inference_ = ambient.inference_mode();
+  return source_.impl && data && nbytes_ && nbytes_ <= kMostBytes;
+}
+
+// Keep a copy that was just made, in the place of none or of one that is in use.
+void Handed::keep(PyObject* copy) {
+  int place = made_[0].tensor ? made_[1].tensor ? oldest_ : 1 : 0;
+  Made& made = made_[place];
+  if (made.tensor ? Py_REFCNT(made.tensor.get()) == 1 : all_bytes + nbytes_ > kMostOfAll) return;
+  if (shim.data_ptr(handle_of(copy), &made.data)) return;
+  if (!made.tensor) all_bytes += nbytes_;
+  made.holding = Holding::of(copy);
+  made.tensor = Ref::of(copy);  // of the old one somebody has a reference
+  oldest_ = 1 - place;
+}
+
+int Handed::traverse(visitproc visit, void* arg) const {
+  for (const Made& made : made_) Py_VISIT(made.tensor.get());
+  Py_VISIT(spent_.get());
+  return 0;
+}
+
+void Handed::clear() {
+  for (Made& made : made_) {
+    if (made.tensor) all_bytes -= nbytes_;
+    const Ref dropped = std::move(made.tensor);
+  }
+  drop_spent();
+}
+
+bool tells_holding(PyObject* sample) {
+  if (!layout.is_known || !ambient.keys || !ambient.wrap || !ambient.inference_mode) return false;
+  const Ref weight(PyObject_CallMethod(sample, "clone", nullptr));
+  bool tells = weight && Ref(PyObject_CallMethod(weight.get(), "requires_grad_", nullptr));
+  // A product keeps one factor for the gradient of the other.
+  for (const char* method : {"detach", "untyped_storage", "__dlpack__", "requires_grad_", "t_", "__mul__"}) {
+    const Ref copy(tells ? clone(sample) : nullptr);
+    if (!copy) return false;
+    const Holding before = Holding::of(copy.get());
+    const Ref held(std::strcmp(method, "__mul__") ? PyObject_CallMethod(copy.get(), method, nullptr)
+                                                  : PyObject_CallMethod(copy.get(), method, "O", weight.get()));
+    tells = held && !before.is_of(copy.get());
+    PyErr_Clear();
+  }
+  return tells;
+}
+
+}  // namespace gd
