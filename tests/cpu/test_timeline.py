@@ -115,6 +115,21 @@ def test_calls_of_always_new_kinds_are_events_too() -> None:
     assert spelling.resting.misses[0] == misses + 1
 
 
+def test_calls_that_no_graph_can_take_are_events_too() -> None:
+    """Also where that was known before the block by how they look."""
+    serve = gd.graphed(lambda x, odd: x * 2, dynamic={"x": 0}, max_size=8)
+    x, odd = torch.randn(4, 3), object()
+    with torch.no_grad():
+        for _ in range(9):
+            serve(x, odd)
+        with gd.timeline(serve) as trace:
+            for _ in range(5):
+                serve(x, odd)
+        serve(x, odd)
+    assert [event["name"] for event in events(trace, "call")] == ["unguarded_argument"] * 5
+    assert serve.stats.reasons == {gd.Reason.UNGUARDED_ARGUMENT: 15}
+
+
 @pytest.mark.parametrize("raises", [True, False])
 def test_nothing_stays_behind(raises: bool) -> None:
     """After the block, also one that an error ended, the server is as before, and calls are no events."""

@@ -11,7 +11,7 @@ import torch
 
 from ..backends.operators import bits_equal
 from ..call.rules import ArgumentRules
-from ..call.signature import Signature
+from ..call.signature import Refusal, Signature
 from ..call.spec import CallSpec, FlatCall, is_tensor
 from ..decide.decision import Decision, SizeTable
 from ..descriptors import BatchDescriptor
@@ -45,7 +45,7 @@ class Route:
     with each call. Changed only with the server's lock held; ``spellings`` is read without it.
     """
 
-    __slots__ = ("__dict__", "spellings")
+    __slots__ = ("__dict__", "refused", "spellings")
 
     def __init__(
         self,
@@ -94,13 +94,16 @@ class Route:
             return Decision.eager(self.without_sizes)
         return self.refused.get(args, kwargs) if self.refused is not None else None
 
-    def refuse(self, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember that no graph can serve such calls."""
+    def refuse(self, refusal: Refusal, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, has_backend: bool) -> None:
+        """Remember that no graph can serve such calls, unless they may read tensors held elsewhere, or a backend may be
+        registered."""
+        if not (self.rules and self.rules.dynamic if refusal.reason is Reason.NO_TENSORS else has_backend):
+            return
         if self.refused is None:
             from .refused import RefusedCalls  # here, since most callables need none
 
             self.refused = RefusedCalls()
-        self.refused.add(decision, args, kwargs)
+        self.refused.add(Decision.eager(refusal.reason, detail=refusal.detail), args, kwargs)
 
     def forget_calls(self) -> None:
         """Forget the spellings, with their groups, and what was refused."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 from ..backends.modes import dispatch_modes, function_modes, trace
 from ..errors import ReplayError
@@ -30,7 +31,7 @@ _log = logging.getLogger("graphdispatch")
 class HitPath(ABC):
     """Serves calls that are hits, and hands all others to ``step``."""
 
-    __slots__ = ("__dict__", "__weakref__", "local", "observes", "stats")
+    __slots__ = ("__dict__", "__weakref__", "graphs", "local", "observes", "stats")
 
     stats: CUDAGraphStats
     local: threading.local
@@ -111,5 +112,5 @@ class HitPath(ABC):
 if CORE is not None:
     HitPath.serve = CORE.serve_method(
         HitPath,
-        {"forward_ad": forward_ad, "replay_error": ReplayError},
+        {"forward_ad": forward_ad, "replay_error": ReplayError, "nodes": pytree.SUPPORTED_NODES},
     )

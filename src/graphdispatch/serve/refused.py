@@ -1,8 +1,8 @@
 """Calls whose arguments no graph can take, known again by what the refusal looked at."""
 
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -11,11 +11,18 @@ from ..call.caches import is_cache
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES
 from ..decide.decision import Decision
+from ..native.bound import CORE
 from ..reasons import Reason
+from .hits import Standing
+
+if TYPE_CHECKING:
+    from .eager import EagerPath
+    from .group import Route
 
 __all__ = ["RefusedCalls"]
 
 _MOST = 1024
+_MOST_AT_ONCE = 256
 _NESTS = (dict, list, tuple)
 _SEEN_INTO = (*_NESTS, UserDict, slice, frozenset)
 """Some of these may be flattened, or compared part by part."""
@@ -42,9 +49,13 @@ class RefusedCalls:
     the server's lock held; ``get`` needs none.
     """
 
+    __slots__ = ("_known", "_opaque", "at_once")
+
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Decision] = {}
         self._opaque: set[type] = set()
+        self.at_once: dict[tuple[Any, ...], Standing] = {}
+        """Refusals by the looks of the core (``native/core/look.h``), which tell more apart. It takes no lock to read."""
 
     def get(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
         """The decision for an earlier call that looked like this one."""
@@ -62,6 +73,21 @@ class RefusedCalls:
             self._known[tuple(look)] = decision
             if len(self._known) > _MOST:
                 del self._known[next(iter(self._known))]
+
+    def let_stand(
+        self, server: "EagerPath", route: "Route", decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Have the core run calls like this one, which was just refused, at once: 256 times, then it is looked at."""
+        look = CORE.look_of(args, kwargs) if CORE is not None and decision.reason in _LASTING else None
+        if look is None:
+            return
+        known = self.at_once.get(look)
+        if known is not None and known.misses[0] < known.until:
+            known.misses[0] += 1
+            return
+        if len(self.at_once) >= _MOST:
+            self.at_once.clear()
+        self.at_once[look] = Standing(route, Counter(), 0, decision, _MOST_AT_ONCE, server.parts_of(route))
 
     def __len__(self) -> int:
         return len(self._known)

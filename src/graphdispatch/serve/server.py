@@ -107,9 +107,11 @@ class Server(EagerPath):
             return self.run_eagerly(Decision.eager(closed), args, kwargs)
         refused = route.refusal(args, kwargs)
         if refused is not None:
-            if self.graphs.cache:
-                with self.lock:
+            with self.lock:
+                if self.graphs.cache:
                     self.graphs.refresh()
+                if route.refused is not None:
+                    route.refused.let_stand(self, route, refused, args, kwargs)
             return self.run_eagerly(refused, args, kwargs)
         with self.lock:
             self.graphs.refresh()
@@ -257,7 +259,7 @@ class Server(EagerPath):
             return refusal
         made = self._make_group(route, spec, args, kwargs)
         if isinstance(made, Refusal):
-            self._note_refusal(route, made, args, kwargs)
+            route.refuse(made, args, kwargs, has_backend=self.graphs.backend is not None)
             return made
         group, leaves = made
         spelling = route.spellings.get(key)  # which may have gone with its last group
@@ -267,15 +269,6 @@ class Server(EagerPath):
             spelling.groups.append(group)
             spelling.use(group)
         return group, leaves, group.signature.match(leaves)
-
-    def _note_refusal(self, route: Route, refusal: Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember a call that no graph can take by its arguments."""
-        if refusal.reason is Reason.NO_TENSORS:
-            is_lasting = bool(route.rules and route.rules.dynamic)  # else it may read tensors held elsewhere
-        else:
-            is_lasting = self.graphs.backend is not None  # else one may be registered
-        if is_lasting:
-            route.refuse(Decision.eager(refusal.reason, detail=refusal.detail), args, kwargs)
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
         """The spelling of a call; None if the only graph of the route is of a call with other arguments."""

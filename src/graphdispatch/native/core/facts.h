@@ -22,7 +22,7 @@ namespace gd {
   NAME(fallbacks) NAME(_runs) NAME(begin) NAME(end) NAME(program) \
   NAME(tape) NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_decode) \
   NAME(_uniform_decode) NAME(__call__) NAME(__getattribute__) NAME(groups) NAME(is_flat) NAME(resting) \
-  NAME(refused) NAME(graphs) NAME(_guard)
+  NAME(refused) NAME(graphs) NAME(_guard) NAME(at_once) NAME(is_asleep)
 // clang-format on
 
 struct Names {
@@ -35,7 +35,7 @@ struct Names {
 // clang-format off
 #define GD_FACTS(FACT) \
   FACT(evicted) FACT(failed_state) FACT(windows) FACT(uses) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \
-  FACT(replay_error)
+  FACT(replay_error) FACT(nodes)
 // clang-format on
 
 struct Facts {

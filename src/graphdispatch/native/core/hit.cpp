@@ -4,6 +4,7 @@
 
 #include "eager.h"
 #include "guard.h"
+#include "look.h"
 
 namespace gd {
 
@@ -19,7 +20,8 @@ enum class Outcome { kServed, kMissed, kRaised, kRefused };
 Slot spellings_of{names.spellings}, latest_of{names.latest}, signature_of{names.signature}, hits_of{names.hits};
 Slot groups_of{names.groups}, call_of{names.call}, resting_of{names.resting}, refused_of{names.refused};
 Slot native_of_signature{names.native}, native_of_plan{names.native}, native_of_guard{names.native};
-Slot graphs_of{names.graphs}, guard_of_graphs{names._guard};
+Slot graphs_of{names.graphs};
+Slot at_once_of{names.at_once};
 Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
 
 // A call under way: what HitPath.serve was given, and what it finds.
@@ -232,12 +234,36 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
 Outcome refused_at_once(Call& call, Values& values) {
   if (!shim.grad_mode_is_enabled()) return Outcome::kRefused;
   const Ref graphs = graphs_of.of(call.server);
-  const Ref guard = graphs ? guard_of_graphs.of(graphs.get()) : Ref();
+  const Ref guard = graphs ? attribute(graphs.get(), names._guard) : Ref();
   const int known = !guard ? -1 : guard.get() == Py_None ? 0 : holds(guard.get());
   const int needed = known == 1 ? may_need_gradients(call, values, guard.get()) : 1;
   if (known < 0 || needed < 0) return Outcome::kRaised;
   call.needs_no_gradients = !needed;
   return Outcome::kRefused;
+}
+
+// A call that no prepared hit or refusal was found for: it may look like one that no graph can take.
+Outcome serve_by_look(Call& call) {
+  const Ref refused = refused_of.of(call.route);
+  if (refused.get() == Py_None) return Outcome::kMissed;
+  const Ref known = refused ? at_once_of.of(refused.get()) : Ref(), observes = observes_of.of(call.server);
+  if (!known || !observes) return Outcome::kRaised;
+  if (observes.get() != Py_False || !PyDict_CheckExact(known.get()) || may_be_in_mode()) return Outcome::kMissed;
+  const Ref look = look_of(call.args, call.kwargs);
+  call.hit = Ref::of(look ? PyDict_GetItemWithError(known.get(), look.get()) : nullptr);
+  if (!call.hit) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
+  const Ref graphs = graphs_of.of(call.server), is_asleep = graphs ? attribute(graphs.get(), names.is_asleep) : Ref();
+  if (is_asleep.get() != Py_False) return is_asleep ? Outcome::kMissed : Outcome::kRaised;
+  if (!shim.grad_mode_is_enabled()) return Outcome::kRefused;
+  std::vector<PyObject*> items;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call.args); ++i) items.push_back(PyTuple_GET_ITEM(call.args, i));
+  PyObject *name, *value;
+  for (Py_ssize_t at = 0; PyDict_Next(call.kwargs, &at, &name, &value);) items.push_back(value);
+  for (PyObject* item : items) {
+    if (!is_plain_tensor(item) && !is_constant(item)) return Outcome::kMissed;  // Python looks into it
+  }
+  Values values(items.data(), static_cast<Py_ssize_t>(items.size()));
+  return refused_at_once(call, values);
 }
 
 Outcome serve_values(Call& call, Values& values) {
@@ -296,8 +322,9 @@ PyObject* serve(PyObject* server, PyObject* const* args, Py_ssize_t count) {
     return PyErr_Format(PyExc_TypeError, "serve() takes a route, a tuple and a dict");
   }
   Call call{server, args[0], args[1], args[2]};
-  const Outcome done = serve_call(call);
+  Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
+  if (done == Outcome::kMissed) done = serve_by_look(call);
   if (done == Outcome::kRaised) return nullptr;
   if (done == Outcome::kRefused) {
     if (call.needs_no_gradients) shim.grad_mode_set_enabled(false);

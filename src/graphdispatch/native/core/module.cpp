@@ -3,6 +3,7 @@
 #include "door.h"
 #include "guard.h"
 #include "hit.h"
+#include "look.h"
 
 namespace {
 
@@ -32,7 +33,8 @@ PyModuleDef definition = {
 bool fill(PyObject* module) {
   if (PyModule_AddStringConstant(module, "SOURCES", GD_SOURCES) || gd::add_decide(module)) return false;
   if (!gd::add_guard(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
-  for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods, gd::door_methods}) {
+  for (PyMethodDef* functions :
+       {gd::ambient_methods, gd::plan_methods, gd::hit_methods, gd::door_methods, gd::look_methods}) {
     if (PyModule_AddFunctions(module, functions)) return false;
   }
   return true;
