@@ -55,7 +55,7 @@ class RefusedCalls:
         self._known: dict[tuple[Any, ...], Decision] = {}
         self._opaque: set[type] = set()
         self.at_once: dict[tuple[Any, ...], Standing] = {}
-        """Refusals by the looks of the core (``native/core/look.h``), which tell more apart. It takes no lock to read."""
+        """Refusals by the looks of the core (``native/core/look.h``), which tell more apart; it takes no lock."""
 
     def get(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
         """The decision for an earlier call that looked like this one."""
