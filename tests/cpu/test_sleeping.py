@@ -1,5 +1,7 @@
 """``sleep``, ``wake`` and what is asked for in between, behind each door that has them."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch import BatchDescriptor, CUDAGraphMode
+from graphdispatch.capture.attempt import CaptureAttempt
 
 SIZE = 4
 
@@ -131,3 +134,55 @@ def test_weights_replaced_asleep(sleeper: Sleeper) -> None:
     sleeper.model.weight.data = torch.randn(3, 3)
     sleeper.door.wake()
     sleeper.settle()
+
+
+def _large(least: int) -> list[torch.Tensor]:
+    """The tensors that keep so many bytes or more each."""
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    return [one for one in tensors if one.untyped_storage().nbytes() >= least]
+
+
+@pytest.fixture
+def _without_collector() -> Iterator[None]:
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@pytest.mark.usefixtures("_without_collector")
+@pytest.mark.parametrize("how", ["sleep", "clear", "invalidate"])
+def test_memory_is_given_back_at_once(how: str) -> None:
+    """No cycle of objects keeps inputs, outputs or plans until Python's collector runs."""
+    width = 20_011
+    before = len(_large(SIZE * width * 4))
+    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(1, SIZE), capture_after=1)
+    for rows in (SIZE, SIZE, SIZE, 1, 1, 1, SIZE):
+        step(torch.randn(rows, width))
+    assert len(_large(SIZE * width * 4)) > before
+    getattr(step, how)()
+    if how == "invalidate":
+        step.sleep()
+    assert len(_large(SIZE * width * 4)) == before
+
+
+@pytest.mark.usefixtures("_without_collector")
+def test_a_capture_that_fails_late_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph was made, replayed, and then found to be of no use."""
+    made: list[Any] = []
+
+    def judge(_: CaptureAttempt, entry: Any) -> None:
+        entry.plan(SIZE).run_in_python(None)
+        made.append(weakref.ref(entry))
+        raise gd.CaptureError("no use", gd.Reason.NO_GAIN)
+
+    monkeypatch.setattr(CaptureAttempt, "_judge", judge)
+    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(SIZE,), capture_after=1)
+    for _ in range(3):
+        step(torch.randn(SIZE, 3))
+    assert step.stats.captures == 0
+    assert [one() for one in made] == [None]

@@ -90,6 +90,18 @@ def _trained(out: Tensor) -> Tensor:
         return out.requires_grad_().sum()
 
 
+def _swapped(out: Tensor) -> Tensor:
+    other = torch.zeros(2)
+    torch.utils.swap_tensors(out, other)
+    return other
+
+
+def _data_of(out: Tensor) -> Tensor:
+    other = torch.zeros(2)
+    other.data = out
+    return other
+
+
 HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "the output": (lambda out: out, lambda held: held),
     "a list": (lambda out: [out], lambda held: held[0]),
@@ -111,6 +123,8 @@ HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a transposed alias": (lambda out: out.t(), lambda held: held.t()),
     "a shallow copy": (copy.copy, lambda held: held),
     "a complex view": (lambda out: torch.view_as_real(torch.complex(out, out)), lambda held: held[..., 0]),
+    "a tensor in its place": (_swapped, lambda held: held),
+    "another's data": (_data_of, lambda held: held),
     "a swapped storage": (lambda out: torch.empty(0).set_(out), lambda held: held),
 }
 
@@ -156,6 +170,8 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "other data": _rebind,
     "shared memory": torch.Tensor.share_memory_,
     "values": lambda out: out.fill_(7),
+    "an array": torch.Tensor.numpy,
+    "a storage": torch.Tensor.untyped_storage,
     "a squeeze": lambda out: out.unsqueeze_(0),
 }
 
@@ -178,7 +194,7 @@ def test_what_a_caller_changed_is_not_handed_out(name: str) -> None:
             assert (out.shape, out.requires_grad, out.grad_fn) == ((ROWS, WIDTH), False, None)
             assert not hasattr(out, "note")
             assert not out.is_shared()
-            assert out.untyped_storage().nbytes() == ROWS * WIDTH * 4
+            assert out.resize_(9, 9).shape == (9, 9)
 
 
 def test_weak_references_end() -> None:

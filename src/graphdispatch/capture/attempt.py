@@ -70,6 +70,7 @@ class CaptureAttempt:
         for _ in range(request.options.warmup_iterations):
             self._warm_up()
         recording = record(request, self.eager, self._existing, self.start_over)
+        entry = None
         try:
             entry = self._make_entry(recording)
             entry.capture_time_ms = (request.clock() - started) * 1e3
@@ -80,7 +81,7 @@ class CaptureAttempt:
                 entry.trust()
             self._judge(entry)
         except BaseException:
-            recording.graph.reset()
+            (recording.graph.reset if entry is None else entry.release)()
             raise
         return entry
 

@@ -253,7 +253,7 @@ class GraphSet:
                     group.drop(victim.entry)
                 self.ledger.retire(victim.entry, self.stats)
                 victim.release()
-            if victims:
+            if victims or self.is_asleep:
                 # The static inputs of a graph that somebody else captured are not ours to free.
                 owned = [group for group in self.groups.values() if group.route.entry is None]
                 read = {entry.inputs for group in owned for entry in group.all_entries}
@@ -285,8 +285,7 @@ class GraphSet:
         return [entry for group in owned for entry in group.all_entries]
 
     def _rearm(self, reason: EvictionReason, tag: str) -> None:
-        """Release all graphs, with the buffers that they shared, since the user says so; sizes are captured anew when
-        they are asked for."""
+        """Release all graphs, with the buffers that they shared; sizes are captured anew when they are asked for."""
         for group in self.groups.values():
             group.forgive()
         self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])

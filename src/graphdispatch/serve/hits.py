@@ -1,5 +1,6 @@
 """What is known of calls before they come: the prepared hit, or why no graph serves them for a while."""
 
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,10 +55,11 @@ class Hits(dict[int, Hit | Standing | None]):
 
     def __init__(self, group: "GraphGroup") -> None:
         super().__init__()
-        self._group = group
+        self._group = weakref.ref(group)  # so that a group that was dropped ends at once, with what it holds
 
     def __missing__(self, rows: int) -> Hit | Standing | None:
-        hit = self._group.make_hit(rows)
+        group = self._group()
+        hit = group.make_hit(rows) if group is not None else None
         if hit is not None:
             if len(self) >= _MOST_HITS:
                 self.clear()

@@ -8,7 +8,7 @@ namespace gd {
 
 // What tells of a tensor what it is and who holds its memory: the counts of its references are among it.
 struct Holding {
-  static constexpr int kImpl = 22, kStorage = 8;  // words: no known TensorImpl has fewer, nor any storage
+  static constexpr int kImpl = 22, kStorage = 12;  // words: no known TensorImpl has fewer, and no StorageImpl
   uint64_t impl[kImpl], storage[kStorage];
 
   static Holding of(PyObject* tensor);

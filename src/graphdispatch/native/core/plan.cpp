@@ -422,7 +422,9 @@ PyObject* run(PlanObject* self, Values& values, PyObject* stats) {
   } else if (!released) {
     Py_CLEAR(result);
   }
-  for (Handed& handed : *self->handed) handed.drop_spent();
+  if (result) {  // else an error is set, under which no Python may run
+    for (Handed& handed : *self->handed) handed.drop_spent();
+  }
   return result;
 }
 

@@ -36,7 +36,8 @@ struct Copy {
 };
 
 struct PlanObject {
-  PyObject_HEAD PyObject *plan, *entry, *pool, *inputs, *take, *rows_object;
+  PyObject_HEAD PyObject* plan;  // the ReplayPlan that owns this one, borrowed: both end with its last reference
+  PyObject *entry, *pool, *inputs, *take, *rows_object;
   PyObject *acquire, *release, *backend;
   PyObject* watch;    // the thread-local that says how many blocks the thread is in where nothing may replay
   PyObject* here;     // the thread-local that says whether the thread is recorded; null: the backend is asked

@@ -42,7 +42,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   if (!self) return nullptr;
   self->copies = new std::vector<Copy>();
   self->handed = new std::vector<Handed>(parts ? PyTuple_GET_SIZE(parts) : 0);
-  self->plan = Py_NewRef(plan);
+  self->plan = plan;
   self->entry = Py_NewRef(entry);
   self->inputs = Py_NewRef(inputs);
   self->take = Py_NewRef(take);
@@ -60,7 +60,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 
 // clang-format off
 #define GD_REFERENCES(VISIT) \
-  VISIT(plan) VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(acquire) \
+  VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(acquire) \
   VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(streams) VISIT(stream) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 // clang-format on
 
