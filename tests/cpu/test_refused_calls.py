@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import graphdispatch
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.memory.windows import WINDOWS
-from graphdispatch.native.bound import CORE
+from graphdispatch.native.bound import ASKED, CORE
 from graphdispatch.reasons import Reason
 from graphdispatch.serve.refused import RefusedCalls
 
@@ -367,6 +367,8 @@ def test_so_many_looks_are_remembered() -> None:
 @pytest.mark.parametrize("name", ["an object", "an object in a nest", "too many rows", "a read on the host"])
 def test_a_refused_call_in_the_core_runs_nothing_of_the_package(name: str) -> None:
     """The core knows the call by its look, or by its rows."""
+    if name.startswith("an object") and "lazy views" in ASKED:
+        pytest.skip("the core cannot tell how a tensor looks in this torch")
     fn, args, reason = CALLS[name]
     step = serve(fn)
     for _ in range(5):
