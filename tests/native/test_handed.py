@@ -193,6 +193,7 @@ def test_what_a_caller_changed_is_not_handed_out(name: str) -> None:
             assert out.is_contiguous()
             assert (out.shape, out.requires_grad, out.grad_fn) == ((ROWS, WIDTH), False, None)
             assert not hasattr(out, "note")
+            assert out._version == 0
             assert not out.is_shared()
             assert out.resize_(9, 9).shape == (9, 9)
 

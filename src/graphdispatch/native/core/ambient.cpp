@@ -53,6 +53,7 @@ void find_clone(const char* library, const char* bindings) {
   find(torch, "_ZN3c104impl21dispatch_mode_enabledEv", ambient.dispatch_mode);
   find(torch, "_ZN2at4impl27torch_function_mode_enabledEv", ambient.function_mode);
   find(torch, "_ZN5torch3jit6tracer15getTracingStateEv", ambient.tracing);
+  find(torch, "_ZNK2at10TensorBase8_versionEv", ambient.version);
   find(torch, "aoti_torch_empty_strided", ambient.empty);
   find(torch, "aoti_torch_delete_tensor_object", ambient.drop);
   find(torch, "aoti_torch_dtype_element_size", ambient.element_size);

@@ -47,7 +47,7 @@ PyObject* Handed::copy_of(PyObject* tensor) {
   for (Made& made : made_) {
     PyObject* copy = made.tensor.get();
     if (!copy || Py_REFCNT(copy) != 1) continue;
-    if (!is_marked(copy) && made.holding.is_of(copy)) {
+    if (!is_marked(copy) && made.holding.is_of(copy) && (is_inference_ || !ambient.version(handle_of(copy)))) {
       std::memcpy(made.data, from_, nbytes_);
       return Py_NewRef(copy);
     }
@@ -103,7 +103,7 @@ void Handed::clear() {
 }
 
 bool tells_holding(PyObject* sample) {
-  if (!layout.is_known || !ambient.keys || !ambient.wrap || !ambient.inference_mode) return false;
+  if (!layout.is_known || !ambient.keys || !ambient.wrap || !ambient.inference_mode || !ambient.version) return false;
   const Ref weight(PyObject_CallMethod(sample, "clone", nullptr));
   bool tells = weight && Ref(PyObject_CallMethod(weight.get(), "requires_grad_", nullptr));
   // A product keeps one factor for the gradient of the other.
@@ -116,7 +116,10 @@ bool tells_holding(PyObject* sample) {
     tells = held && !before.is_of(copy.get());
     PyErr_Clear();
   }
-  return tells;
+  const Ref copy(tells ? clone(sample) : nullptr);
+  tells = copy && ambient.version(handle_of(copy.get())) == 0 && Ref(PyObject_CallMethod(copy.get(), "zero_", nullptr));
+  PyErr_Clear();
+  return tells && ambient.version(handle_of(copy.get())) == 1;
 }
 
 }  // namespace gd
