@@ -109,7 +109,7 @@ def _peers() -> str:
 
     cases = [
         f"{model}, {mode}, batch {batch}"
-        for mode in ("inference", "default")
+        for mode in ("inference", "no_grad", "default")
         for model in _MODELS
         for batch in _BATCHES
     ]

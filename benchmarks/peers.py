@@ -1,9 +1,9 @@
 """``graphed()`` on the CPU beside its peers: eager, a frozen TorchScript trace, ``torch.compile``, tensordict.
 
-Models: the demo's tiny decoder, one decode step of a small Llama of Hugging Face with a static cache, and an MLP. Every
-peer has a twin of the model. ``torch.compile`` compiles for the batch (default), or once for all of them (dynamic),
-without its caches; the seconds that this takes stand beside those of ``graphed()``'s captures. A peer that cannot run a
-model is left out.
+Models: the demo's tiny decoder, decode steps of a small Llama of Hugging Face with a static cache, which starts anew
+before each turn, and an MLP. Every peer has a twin of the model. ``torch.compile`` compiles for the batch (default), or
+once for all of them (dynamic), without its caches; the seconds that this takes stand beside those of ``graphed()``'s
+captures. A peer that cannot run a model is left out.
 """
 
 import gc
@@ -15,6 +15,7 @@ from copy import deepcopy
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch._inductor.config
@@ -32,6 +33,7 @@ _BATCHES = (1, 8, 64)
 _TURNS = 41
 _CALLS = 10  # in a turn
 _CACHE = 64  # tokens
+_MODES = ("inference", "no_grad", "default")
 
 Step = Callable[..., Any]
 
@@ -44,21 +46,27 @@ class Model(NamedTuple):
     batch: Callable[[int], tuple[Tensor, ...]]
     dynamic: dict[str, int]
     """The batch dimensions of the step's arguments; none where it takes one batch size alone."""
+    modes: tuple[str, ...] = ("inference", "default")
+    restart: Callable[[], None] = lambda: None
+    """Called before each turn, outside of the time that counts."""
 
 
 def rows(effort: Effort) -> list[Row]:
     """For each model and batch: every peer beside eager in the same turns, then what each needed before its first.
 
-    First in inference mode, then as a model is called by default: with gradients on.
+    First in inference mode, then as ``generate`` calls a model, without gradients, then as a model is called by
+    default: with gradients on.
     """
     found: list[Row] = []
     torch._inductor.config.force_disable_caches = True
-    for gradients in (False, True):
-        with torch.inference_mode(not gradients):
+    for mode in _MODES:
+        with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "default"):
             for model in _models():
+                if mode not in model.modes:
+                    continue
                 dynamic = _Prepared("torch.compile, dynamic", _compiled(model.make(_BATCHES[-1]), dynamic=True))
                 for count in _BATCHES:
-                    found += _compare(model, count, dynamic, min(effort.turns, _TURNS))
+                    found += _compare(model, mode, count, dynamic, min(effort.turns, _TURNS))
                     torch._dynamo.reset()
                     gc.collect()
     return found
@@ -85,7 +93,7 @@ class _Prepared:
         return True
 
 
-def _compare(model: Model, count: int, dynamic: _Prepared, turns: int) -> list[Row]:
+def _compare(model: Model, mode: str, count: int, dynamic: _Prepared, turns: int) -> list[Row]:
     batch = model.batch(count)
     serve = graphed(model.make(count), dynamic=model.dynamic, sizes=(count,), capture_after=1)
     peers = [_Prepared("graphed()", serve), *_others(model, count), dynamic]
@@ -96,23 +104,24 @@ def _compare(model: Model, count: int, dynamic: _Prepared, turns: int) -> list[R
     eager = model.make(count)
     assert serve.last_decision is not None
     assert serve.last_decision.reason.is_graph, serve.last_decision.explain()
-    spans = _turns([lambda: eager(*batch), *(lambda p=peer: p.step(*batch) for peer in ready)], turns)
+    spans = _turns([lambda: eager(*batch), *(lambda p=peer: p.step(*batch) for peer in ready)], model.restart, turns)
     base = spans[0]
     found = []
     for peer, took in zip(ready, spans[1:], strict=True):
-        case = f"{model.name}, {'default' if torch.is_grad_enabled() else 'inference'}, batch {count:2}: {peer.name}"
+        case = f"{model.name}, {mode}, batch {count:2}: {peer.name}"
         found.append(compared(case, took, base))
         found.append(Row(f"{case}, seconds before it", peer.seconds, unit="s"))
     return found
 
 
-def _turns(sides: list[Callable[[], object]], turns: int) -> list[Seconds]:
+def _turns(sides: list[Callable[[], object]], restart: Callable[[], None], turns: int) -> list[Seconds]:
     """Seconds of one call of each side, the sides in turns: those that this thread had a processor."""
     spans: list[list[float]] = [[] for _ in sides]
     gc.disable()
     try:
         for _ in range(turns):
             for side, span in zip(sides, spans, strict=True):
+                restart()
                 side()
                 start = thread_time()
                 for _ in range(_CALLS):
@@ -175,13 +184,14 @@ def _llama() -> Model:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 100}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2 * _CACHE}
     model, steps = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval(), itertools.count()
+    caches: WeakSet[StaticCache] = WeakSet()
 
     def make(count: int) -> Step:
         twin = deepcopy(model)
         cache = StaticCache(config=model.config, max_cache_len=_CACHE)
+        caches.add(cache)
 
         def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
-            cache.reset()  # each call is the first of a sequence: it writes the same place
             out = twin(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
             logits: Tensor = out.logits
             return logits
@@ -189,9 +199,15 @@ def _llama() -> Model:
         step(torch.ones(count, 1, dtype=torch.long), torch.zeros(count, 1, dtype=torch.long))
         return step
 
+    def restart() -> None:
+        for cache in caches:
+            cache.reset()
+
     return Model(
         "Llama step",
         make,
         lambda count: ((torch.arange(count)[:, None] + next(steps)) % 100, torch.zeros(count, 1, dtype=torch.long)),
         {},
+        _MODES,
+        restart,
     )
