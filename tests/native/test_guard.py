@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import weakref
+from abc import ABC
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from graphdispatch.native.guards import GUARD, USES_VERSIONS, versions_tell
 from graphdispatch.state.guards import StateGuard
 
 from ..cpu.traced import guard_of
+from .frames import frames_of
 
 pytestmark = pytest.mark.skipif(GUARD is None, reason="there is no native core")
 
@@ -203,6 +205,42 @@ def test_a_change_is_noticed_natively(change: str) -> None:
     CHANGES[change](net)
     assert not guard.native.holds()
     assert not guard.holds()
+
+
+class Through:
+    """It goes through its own attributes."""
+
+    def __init__(self) -> None:
+        self.first, self.second = 2, 5
+
+
+class Kind(ABC):  # noqa: B024
+    """A class with which others register."""
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize("change", ["order", "kind", "threads"])
+def test_plain_readers_need_no_python(change: str) -> None:
+    """The order of attributes, classes that register, and settings are compared by the core alone."""
+    through, shared, threads = Through(), Shared(), torch.get_num_threads()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        first = next(iter(vars(through).values()))
+        return x * first if isinstance(shared, Kind) or torch.get_num_threads() > 100 else x
+
+    guard = settled(fn)
+    assert frames_of(guard.native.holds) == []
+    try:
+        if change == "order":
+            vars(through)["first"] = vars(through).pop("first")
+        elif change == "kind":
+            Kind.register(type("Registered", (), {}))
+        else:
+            torch.set_num_threads(threads + 1)
+        assert not guard.native.holds()
+        assert not guard.holds()
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("versions")

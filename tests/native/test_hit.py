@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +18,8 @@ from graphdispatch.memory.inputs import StaticInputs
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
 from graphdispatch.serve.hit import HitPath
+
+from .frames import frames_of
 
 pytestmark = pytest.mark.skipif(CORE is None, reason="the native core is not compiled, or turned off")
 ROWS = 4
@@ -496,17 +497,6 @@ def test_a_copy_of_statistics_has_all_of_them(way: str, copied: Callable[[Any], 
     assert step.stats.rows == {ROWS: 1}
 
 
-def frames_of(call: Callable[[], Any]) -> list[str]:
-    """The functions of Python that a call enters, itself left out."""
-    names: list[str] = []
-    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return [name for name in names if name != call.__name__]
-
-
 def test_a_hit_enters_no_frame() -> None:
     """From the call of a served function to its answer there is no Python, but for a replaced ``__call__``."""
 
@@ -521,6 +511,29 @@ def test_a_hit_enters_no_frame() -> None:
     step.__class__ = Own
     assert frames_of(lambda: step(x))[0] == "__call__"
     assert torch.equal(step(x), x * 2)
+
+
+def test_arguments_between_written_memory_are_hits() -> None:
+    """An argument may lie between tensors that the graph writes, as in a heap; in one of them it is refused."""
+    memory = bytearray(3 * 4 * ROWS)
+    low, between, high = (
+        torch.frombuffer(memory, dtype=torch.float32, count=ROWS, offset=4 * ROWS * place) for place in range(3)
+    )
+
+    def fn(x: Tensor) -> Tensor:
+        low.add_(1)
+        high.add_(2)
+        return x + low[0] + high[0]
+
+    step = settled(fn, torch.zeros(ROWS))
+    assert frames_of(lambda: step(between)) == []
+    for x, is_hit in ((between, True), (low.detach(), False), (high.detach(), False), (between, True)):
+        expected = x + low[0] + high[0] + 3
+        if not is_hit:
+            expected = x + (1 if x.data_ptr() == low.data_ptr() else 2) + low[0] + high[0] + 3
+        answer, was_hit = served(step, x)
+        assert was_hit == is_hit
+        assert torch.equal(answer, expected)
 
 
 def test_a_replaced_call_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

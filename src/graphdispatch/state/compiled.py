@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..native.guards import GUARD
 from .objects import ABSENT, cell_value, slot_value
+from .particulars import in_order, is_set
 
 if TYPE_CHECKING:
     from .guards import StateGuard
@@ -25,6 +26,8 @@ END = object()
 """Stands after the entries of each container, so that none can move from one to the next unseen."""
 _EMPTY: dict[Any, Any] = {}
 _KEYS, _VALUES = type(_EMPTY.keys()), type(_EMPTY.values())
+_RAW = dict, types.MappingProxyType
+_SCALARS = bool, int, str
 
 
 def compile_guard(guard: "StateGuard") -> Any:
@@ -41,15 +44,17 @@ def compile_guard(guard: "StateGuard") -> Any:
     addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
     contents, sequences = _contents(guard, held)
     try:
+        tables = _tables(guard, held)
+        readers = [_reader(reader, next(held)) for reader in guard._readers]
         native = GUARD(
             absent=ABSENT,
             handles=_raw(vars(RemovableHandle)),
             latest=latest,
             trains=-1 if guard._trains is None else int(guard._trains),
-            tables=_tables(guard, held),
+            tables=tables,
             contents=contents,
             sequences=sequences,
-            readers=tuple(_reader(reader, next(held)) for reader in guard._readers),
+            readers=tuple(filter(None, readers)),
             types=tuple((value, next(held)) for value in guard._objects),
             codes=tuple((value, next(held)) for value in guard._functions),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
@@ -92,12 +97,14 @@ def _contents(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...]
 
 
 def _tables(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Tables with all their keys, or None where these are not compared, with names and values, and with names that are
-    not there."""
+    """Tables with all their keys in order, or None where these are not compared, with names and values, and with names
+    that are not there."""
     found: dict[int, list[Any]] = {}
-    for table, keys in zip(guard._tables, guard._keys, strict=True):
+    readers: filter[Any] = filter(_is_of_order, guard._readers)
+    ordered = chain.from_iterable(zip(*reader.args, strict=True) for reader in readers)
+    for table, keys in chain(zip(guard._tables, guard._keys, strict=True), ordered):
         raw = _raw(table)
-        found[id(raw)] = [raw, keys, ()]
+        found[id(raw)] = [raw, tuple(keys), ()]
     for table, absent in guard._absent:
         raw = _raw(table)
         found.setdefault(id(raw), [raw, None, ()])[2] = tuple(absent)
@@ -110,8 +117,15 @@ def _tables(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], 
     return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
 
 
-def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
-    """A reader in the core's terms; as a call where it has no better ones."""
+def _is_of_order(reader: Any) -> bool:
+    """Whether a reader compares the order of names in tables, which the core does where it compares all of them."""
+    return type(reader) is partial and reader.func is in_order and all(type(table) in _RAW for table in reader.args[0])
+
+
+def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any] | None:
+    """A reader in the core's terms; as a call where it has no better ones. None if the core's tables do the same."""
+    if _is_of_order(reader):
+        return None
     if type(reader) in (weakref.ref, weakref.KeyedRef):
         return "reference", reader, None, expected
     if type(reader) is partial:
@@ -126,6 +140,8 @@ def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
             return args[1], args[0], None, expected
         if function is slot_value:
             return "slot", args[1], args[0], expected
+        if function is is_set and type(args[1]) in _SCALARS:
+            return "call", args[0], None, args[1]
         owner = getattr(function, "__self__", None)
         if type(owner) is ContextVar and function == owner.get and args == (ABSENT,):
             return "context", owner, None, expected

@@ -3,7 +3,7 @@
 import sys
 from abc import ABCMeta, get_cache_token
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from operator import eq, le
 from typing import Any
@@ -20,6 +20,8 @@ __all__ = [
     "SETTINGS",
     "class_readers",
     "has_memory",
+    "in_order",
+    "is_set",
     "read_compiled",
     "readers_of",
     "setting_readers",
@@ -103,15 +105,20 @@ def write_compiled(value: Any, before: dict[str, Any]) -> None:
 
 def setting_readers(names: Collection[str]) -> list[Reader]:
     """What to compare of the settings that code asks for under ``names``."""
-    return [partial(_is_set, read, read()) for name, (read, _) in SETTINGS.items() if name in names]
+    return [partial(is_set, read, read()) for name, (read, _) in SETTINGS.items() if name in names]
 
 
-def _is_set(read: Reader, before: Any) -> bool:
+def is_set(read: Reader, before: Any) -> bool:
     """Whether a setting is what it was."""
     return bool(read() == before)
 
 
-PLAIN_READERS = (unchanged, _is_set)
+def in_order(tables: list[Mapping[str, Any]], names: list[list[str]]) -> bool:
+    """Whether tables whose order counts have the names that they had, in that order."""
+    return list(map(list, tables)) == names
+
+
+PLAIN_READERS = (unchanged, is_set, in_order)
 """Readers that tell whether something is as it was; their second argument is how it was, as plain data."""
 
 
@@ -128,7 +135,7 @@ def class_readers(kind: type, names: Collection[str]) -> list[Reader]:
     if "__subclasses__" in names:
         found.append(partial(unchanged, kind, _subclasses(kind), _subclasses))
     if issubclass(type(kind), ABCMeta):  # others may register with it; that is not kept per class
-        found.append(partial(unchanged, kind, get_cache_token(), lambda _: get_cache_token()))
+        found.append(partial(is_set, get_cache_token, get_cache_token()))
     return found
 
 

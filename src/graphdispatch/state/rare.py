@@ -1,10 +1,10 @@
-"""What few callables read: arrays in another form, the state of random generators, the order of names, modules that are
-found by computed names. Loaded only where one does."""
+"""What few callables read: arrays in another form, the state of random generators, modules that are found by computed
+names. Loaded only where one does."""
 
 import random
 import sys
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from importlib.util import resolve_name
@@ -19,7 +19,7 @@ from .objects import Reader
 from .particulars import unchanged
 from .walk import StateWalk
 
-__all__ = ["array_readers", "generator_readers", "note_any_module", "note_import", "order_readers", "read_form"]
+__all__ = ["array_readers", "generator_readers", "note_any_module", "note_import", "read_form"]
 
 
 def array_readers(array: Any) -> list[Reader]:
@@ -48,15 +48,6 @@ def read_form(array: Any) -> tuple[Any, ...]:
 
 
 _FORM = tuple(vars(np.ndarray)[name] for name in ("dtype", "shape", "strides"))
-
-
-def order_readers(tables: list[Mapping[str, Any]]) -> list[Reader]:
-    """What to compare of tables whose order counts, as names in new places, or new names, would be read."""
-    return [partial(unchanged, tables, _orders(tables), _orders)] if tables else []
-
-
-def _orders(tables: list[Mapping[str, Any]]) -> list[list[str]]:
-    return list(map(list, tables))
 
 
 def note_import(notes: CodeNotes, walk: StateWalk, frame: types.FrameType) -> None:

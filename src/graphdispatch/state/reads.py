@@ -26,7 +26,7 @@ from ..call.marks import is_break
 from . import objects
 from .notes import TENSOR_NAMES, CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .particulars import class_readers, readers_of, setting_readers, unchanged
+from .particulars import class_readers, in_order, readers_of, setting_readers, unchanged
 
 __all__ = ["StateReads"]
 
@@ -251,9 +251,7 @@ class StateReads:
 
     def _compare_order(self) -> None:
         if self._ordered:
-            from .rare import order_readers
-
-            self.readers += order_readers(self._ordered)
+            self.readers.append(partial(in_order, self._ordered, list(map(list, self._ordered))))
 
     def _compare_torch(self, kind: type) -> None:
         """A class of torch that others patch: what it has at all, and there the names of the code and what ran."""

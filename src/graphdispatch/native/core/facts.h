@@ -17,7 +17,7 @@ namespace gd {
   NAME(latest) NAME(call) NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step) NAME(stats) \
   NAME(local) NAME(decision) NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects) \
   NAME(refuse) NAME(pop) NAME(trainable) NAME(__dict__) NAME(_current_level) NAME(lock) NAME(pool) \
-  NAME(backend) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high) NAME(_here) \
+  NAME(backend) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high) NAME(spans) NAME(_here) \
   NAME(_default) NAME(_last_stream) NAME(_is_known_to_core) NAME(misses) NAME(reasons) NAME(_rows_of_eager) \
   NAME(fallbacks) NAME(_runs) NAME(begin) NAME(end) NAME(program) \
   NAME(tape) NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_decode) \

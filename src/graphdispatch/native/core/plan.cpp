@@ -300,6 +300,30 @@ PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
   return count_hit(self, stats) ? result.release() : nullptr;
 }
 
+uintptr_t address_in(PyObject* number) { return reinterpret_cast<uintptr_t>(PyLong_AsVoidPtr(number)); }
+
+// Addresses from the first one up to the other.
+struct Span {
+  uintptr_t begin, end;
+  bool has(uintptr_t address) const { return begin <= address && address < end; }
+};
+
+// Whether an address lies in none of the ranges of WrittenSpans.
+bool is_outside(PyObject* written, uintptr_t address) {
+  const Ref spans = attribute(written, names.spans);
+  if (!spans || !PyTuple_CheckExact(spans.get())) {
+    PyErr_Clear();
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(spans.get()); ++i) {
+    PyObject* span = PyTuple_GET_ITEM(spans.get(), i);
+    if (!PyTuple_CheckExact(span) || PyTuple_GET_SIZE(span) != 2) return false;
+    const Span one{address_in(PyTuple_GET_ITEM(span, 0)), address_in(PyTuple_GET_ITEM(span, 1))};
+    if (one.has(address)) return false;
+  }
+  return true;
+}
+
 // Whether the arguments share no memory with what the graph writes, as far as a look at addresses tells.
 bool are_apart(PlanObject* self, const Values& values) {
   if (truth(of_entry.mutated.of(self->entry))) return false;
@@ -310,14 +334,13 @@ bool are_apart(PlanObject* self, const Values& values) {
     PyErr_Clear();
     return false;
   }
-  const auto begin = reinterpret_cast<uintptr_t>(PyLong_AsVoidPtr(low.get()));
-  const auto end = reinterpret_cast<uintptr_t>(PyLong_AsVoidPtr(high.get()));
+  const Span all{address_in(low.get()), address_in(high.get())};
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->watched); ++i) {
     PyObject* tensor = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(self->watched, i))];
     void* data = nullptr;
     if (!is_plain_tensor(tensor) || !is_plain_host(tensor) || shim.data_ptr(handle_of(tensor), &data)) return false;
     const auto address = reinterpret_cast<uintptr_t>(data);
-    if (begin <= address && address < end) return false;
+    if (all.has(address) && !is_outside(written.get(), address)) return false;
   }
   return true;
 }
