@@ -16,7 +16,9 @@ from graphdispatch import CUDAGraphOptions, Graphed, Pad, ReplayError, graphed
 from graphdispatch.backends.tracing import compiler_at_work
 from graphdispatch.memory.inputs import StaticInputs
 from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.modes import EntryState
 from graphdispatch.native.bound import ASKED, CORE
+from graphdispatch.reasons import Reason
 from graphdispatch.serve.hit import HitPath
 
 from .frames import frames_of
@@ -511,6 +513,24 @@ def test_a_hit_enters_no_frame() -> None:
     step.__class__ = Own
     assert frames_of(lambda: step(x))[0] == "__call__"
     assert torch.equal(step(x), x * 2)
+
+
+def test_calls_that_are_all_alike_become_hits(way: str) -> None:
+    """Of one row of whole numbers no other batch can be made; another one of the caller's is compared as ever."""
+    table = torch.rand(5, 2)
+    step = graphed(lambda ids: table[ids], dynamic={"ids": 0}, sizes=(1,), capture_after=1)
+    alike = torch.tensor([3])
+    for _ in range(20):
+        step(alike)
+    (entry,) = step.entries
+    assert entry.state is EntryState.CAPTURED
+    if way == "core":
+        assert "step" not in frames_of(lambda: step(alike))
+    for row, reason in ((3, Reason.EXACT), (1, Reason.VERIFIED_NOW), (2, Reason.EXACT)):
+        assert torch.equal(step(torch.tensor([row])), table[[row]])
+        assert step.last_decision is not None
+        assert step.last_decision.reason is reason
+    assert entry.state is EntryState.VERIFIED
 
 
 def test_arguments_between_written_memory_are_hits() -> None:

@@ -11,9 +11,10 @@ import torch
 from ..axes import cells_of
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
+from ..backends.operators import bits_equal
 from ..backends.tracing import untraced
 from ..call.signature import ForeignSignature, Signature
-from ..call.spec import FlatCall
+from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor
 from ..errors import GuardError, ReplayError
@@ -30,8 +31,10 @@ from .windows import WINDOWS
 if TYPE_CHECKING:
     from .told import Told
 
-__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
+__all__ = ["MOST_ALIKE", "CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 
+MOST_ALIKE = 8
+"""Calls with the first batch that a graph serves before it is compared on one made of it."""
 _MOST_PLANS = 8192
 
 
@@ -127,6 +130,22 @@ class CUDAGraphEntry(NotCopied):
         """Have a batch compared with eager after ``verify_every`` further replays."""
         if self.verify_every is not None:
             self.verify_at = self.replay_count + self.verify_every
+
+    @property
+    def serves_one_batch(self) -> bool:
+        """Whether all its calls were alike, and so many that it was to be compared on a batch made of theirs. Where
+        none can be made, it serves calls of that batch alone."""
+        return self.state is EntryState.CAPTURED and self.replay_count >= MOST_ALIKE
+
+    def differs(self, values: Sequence[Any]) -> bool:
+        """Whether a batch is another one than that with which it was captured (yes, if that was not kept)."""
+        comparable = False
+        for now, then in zip(values, self.warm_batch, strict=False):
+            if is_tensor(then):
+                comparable = True
+                if not bits_equal(now, then):
+                    return True
+        return not comparable
 
     def may_pad(self, rows: int) -> bool:
         """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one

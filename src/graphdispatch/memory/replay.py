@@ -136,6 +136,7 @@ if CORE is not None:
         {
             "evicted": EntryState.EVICTED,
             "failed_state": EntryState.FAILED,
+            "captured": EntryState.CAPTURED,
             "windows": WINDOWS,
             "uses": next_use.__self__,  # type: ignore[attr-defined]
             "foreach_copy": torch._foreach_copy_,

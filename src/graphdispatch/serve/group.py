@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.operators import bits_equal
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal, Signature
-from ..call.spec import CallSpec, FlatCall, is_tensor
+from ..call.spec import CallSpec, FlatCall
 from ..decide.decision import Decision, SizeTable
 from ..descriptors import BatchDescriptor
 from ..memory.backoff import Backoff, Failure, Quarantine
@@ -206,7 +205,9 @@ class GraphGroup:
             return None
         decision = self.decide(rows)
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
-        if entry is None or entry.state is not EntryState.VERIFIED or not entry.may_pad(decision.rows):
+        if entry is None or not entry.may_pad(decision.rows):
+            return None
+        if entry.state is not EntryState.VERIFIED and not (entry.serves_one_batch and decision.rows == entry.size):
             return None
         if entry.loses(decision.rows):
             return None
@@ -341,23 +342,13 @@ class GraphGroup:
             return True
         if entry.compares(rows) or entry.replay_count >= entry.verify_at:
             return True
-        return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and self.differs(entry, values))
+        return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and entry.differs(values))
 
     def keep_example(self, values: Sequence[Any]) -> None:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""
         self.wants_example = False
         if not self.example:
             self.example = self.resized(values, self.signature.rows_of_example(values))
-
-    def differs(self, entry: CUDAGraphEntry, values: Sequence[Any]) -> bool:
-        """Whether a batch is another one than that with which the entry was captured (yes, if that was not kept)."""
-        comparable = False
-        for now, then in zip(values, entry.warm_batch, strict=False):
-            if is_tensor(then):
-                comparable = True
-                if not bits_equal(now, then):
-                    return True
-        return not comparable
 
     def resized(self, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
         """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them."""

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..backends.modes import dispatch_modes, function_modes, trace
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
+from ..modes import EntryState
 from ..native.bound import CORE
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats
@@ -68,6 +69,7 @@ class HitPath(ABC):
                     and (not entry.writes_outside or plan.clash(leaves) is None)
                     and not (entry.bare and entry.carries(leaves))
                     and (entry.told is None or entry.told.knows(leaves))
+                    and not (entry.state is EntryState.CAPTURED and entry.differs(leaves))
                     and not (gradients and self.may_need_gradients(leaves, guard))
                 ):
                     torch._C._set_grad_enabled(False)

@@ -226,7 +226,7 @@ def capture_checked(server: Server, group: GraphGroup, leaves: Sequence[Any], ro
     result = server.graphs.capture(group, group.resized(leaves, rows), rows, size, keep_effects=False)
     if result.entry is not None and result.entry.state is EntryState.CAPTURED:
         other = varied(group, leaves, size)
-        if group.differs(result.entry, other):
+        if result.entry.differs(other):
             result = server.graphs.verify(group, other, size, result.entry, keep_effects=False)
     if result.entry is not None:
         result = compare_numbers(server, group, leaves, rows, result)

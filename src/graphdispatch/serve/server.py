@@ -17,8 +17,7 @@ from ..config import CUDAGraphOptions
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
-from ..memory.entry import CUDAGraphEntry
-from ..modes import EntryState
+from ..memory.entry import MOST_ALIKE, CUDAGraphEntry
 from ..reasons import Reason
 from ..stats import EvictionReason
 from .eager import EagerPath
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Server"]
 
 _CALLS_THAT_LOSE = 64  # that run eagerly at once before it is asked again whether a graph pays
-_ALIKE = 8  # calls with the first batch that a graph serves before it is compared on one made of it
 
 
 class Choice(NamedTuple):
@@ -222,7 +220,7 @@ class Server(EagerPath):
             if error.had_effects:
                 raise
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
-        if entry.state is EntryState.CAPTURED and entry.replay_count == _ALIKE:
+        if entry.serves_one_batch and entry.replay_count == MOST_ALIKE:
             settle(self, group, choice.leaves, choice.rows, entry)
         self.local.decision = choice.decision
         return True, answer

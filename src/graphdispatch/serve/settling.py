@@ -33,7 +33,7 @@ def settle(
         return None
     try:
         other = varied(group, values, rows)
-        if not group.differs(entry, other):
+        if not entry.differs(other):
             return None
         return server.graphs.verify(group, other, rows, entry, keep_effects=False)
     except GraphDispatchError:

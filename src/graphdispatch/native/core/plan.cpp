@@ -423,6 +423,11 @@ int may_run(PlanObject* self, Values& values) {
     const int knows = list ? truth(Ref(PyObject_CallMethodOneArg(told.get(), names.knows, list))) : -1;
     if (knows != 1) return knows;
   }
+  if (of_entry.state.of(entry).get() == facts.captured) {  // it serves no other batch than its first one
+    PyObject* list = values.list();
+    const int differs = list ? truth(Ref(PyObject_CallMethodOneArg(entry, names.differs, list))) : -1;
+    if (differs != 0) return differs < 0 ? -1 : 0;
+  }
   const Ref bare = of_entry.bare.of(entry);
   for (Py_ssize_t i = 0; bare && PyTuple_CheckExact(bare.get()) && i < PyTuple_GET_SIZE(bare.get()); ++i) {
     PyObject** own = _PyObject_GetDictPtr(values[PyLong_AsSsize_t(PyTuple_GET_ITEM(bare.get(), i))]);
