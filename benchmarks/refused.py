@@ -21,9 +21,13 @@ _ENOUGH = 400  # calls after which each of these refusals stands
 _FAMILIES = (
     ("encoder", "flaubert", "plain"),
     ("encoder", "longformer", "plain"),
+    ("encoder", "xlm", "plain"),
     ("encoder", "xmod", "mask"),
     ("decoder", "jetmoe", "no cache"),
+    ("decoder", "recurrent_gemma", "default"),
     ("decoder", "recurrent_gemma", "no cache"),
+    ("seq2seq", "fsmt", "no cache"),
+    ("seq2seq", "led", "default"),
     ("seq2seq", "led", "no cache"),
 )
 
@@ -46,7 +50,7 @@ class _Opaque:
 
 
 def rows(effort: Effort) -> list[Row]:
-    """Ten models or more, of some ten microseconds to some milliseconds."""
+    """Small models, then ten calls of families of transformers."""
     found = []
     for name, step, call in _cases():
         case = f"{name}, {_reason(step, call)}"
@@ -84,4 +88,4 @@ def _cases() -> Iterator[tuple[str, Graphed[..., Any], Callable[[Any], Any]]]:
         case = next(case for case in build_cases(kind, family) if case.style == style)
         given = case.arguments(_SIZE, torch.Generator().manual_seed(0))
         step = graphed(case.model, dynamic=case.dynamic, sizes=[_SIZE])
-        yield family, step, lambda fn, given=given: fn(**given)  # type: ignore[misc]
+        yield f"{family} ({style})", step, lambda fn, given=given: fn(**given)  # type: ignore[misc]

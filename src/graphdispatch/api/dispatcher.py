@@ -18,7 +18,7 @@ from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
-from .registered import Registered, check_key, checked_example
+from .registered import Registered, attempt, check_key, checked_example
 from .stats import DispatchStats
 from .workers import Worker, first_registered
 
@@ -244,7 +244,7 @@ class CudagraphDispatcher(MadeAnew):
         start = perf_counter_ns()
         timer = meter.start() if meter is not None else None
         try:
-            served, result, decision = worker.server.attempt(found.route, args, kwargs)
+            served, result, decision = attempt(worker.server, found.route, args, kwargs)
         except BaseException as error:
             if isinstance(error, ReplayError) and not error.had_effects:
                 is_released = found.entry.state is EntryState.EVICTED

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
 from ..decide.decision import Decision
 from ..decide.memo import Memo
 from ..decide.table import KeyTable
@@ -15,6 +17,7 @@ from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
+from ..serve.server import Server
 
 __all__ = [
     "GRAPH_MODES",
@@ -22,6 +25,7 @@ __all__ = [
     "Registered",
     "RegisteredGraphs",
     "Slot",
+    "attempt",
     "check_key",
     "checked_example",
 ]
@@ -138,6 +142,20 @@ def _place(found: Registered) -> tuple[bool, CUDAGraphMode, BatchDescriptor]:
     is_uniform = mode is CUDAGraphMode.FULL and _query_len(key) is not None
     variant = (key.max_seq_len or None) if found.entry.inputs.has_rows else key
     return key.is_prefill, mode, BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, variant)
+
+
+def attempt(server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Decision]:
+    """Serve a call by a verified graph: whether one did, its answer, and the decision. Never runs the callable.
+
+    Raises ``ReplayError`` if the graph cannot be replayed.
+    """
+    choice = server.preview(route, args, kwargs)
+    if choice.entry is None or not choice.decision.reason.is_graph:
+        return False, None, choice.decision
+    with torch.no_grad():
+        answer = server.observed(choice.entry, choice.rows, choice.leaves)
+    server.local.decision = choice.decision
+    return True, answer, choice.decision
 
 
 def check_key(key: Any) -> None:

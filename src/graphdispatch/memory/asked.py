@@ -15,7 +15,7 @@ from ..reasons import Reason
 if TYPE_CHECKING:
     from .entry import CUDAGraphEntry
 
-__all__ = ["check_inputs", "replay"]
+__all__ = ["check_inputs", "mismatch", "replay"]
 
 
 def replay(entry: "CUDAGraphEntry", inputs: Mapping[str, torch.Tensor] | None) -> Any:
@@ -85,6 +85,15 @@ def check_inputs(entry: "CUDAGraphEntry", inputs: Mapping[str, Any]) -> tuple[Se
             "the memory layout of an input; capture again for such calls"
         )
     return values, rows
+
+
+def mismatch(entry: "CUDAGraphEntry", values: Sequence[Any]) -> str:
+    """What is wrong with a call whose values do not fit, as a sentence."""
+    try:
+        check_inputs(entry, {spec.name: values[spec.position] for spec in entry.inputs.specs})
+    except GuardError as error:
+        return str(error)
+    return "a constant, a static tensor or the spelling of the call is not that of the captured one"
 
 
 def _rows_of(spec: InputSpec, tensor: Any, rows: int) -> int:

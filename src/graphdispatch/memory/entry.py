@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from ..call.signature import ForeignSignature, Signature
 from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor
-from ..errors import GuardError, ReplayError
+from ..errors import ReplayError
 from ..modes import CUDAGraphMode, EntryState
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats
@@ -139,13 +140,8 @@ class CUDAGraphEntry(NotCopied):
 
     def differs(self, values: Sequence[Any]) -> bool:
         """Whether a batch is another one than that with which it was captured (yes, if that was not kept)."""
-        comparable = False
-        for now, then in zip(values, self.warm_batch, strict=False):
-            if is_tensor(then):
-                comparable = True
-                if not bits_equal(now, then):
-                    return True
-        return not comparable
+        pairs = [pair for pair in zip(values, self.warm_batch, strict=False) if is_tensor(pair[1])]
+        return not pairs or not all(starmap(bits_equal, pairs))
 
     def may_pad(self, rows: int) -> bool:
         """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one
@@ -271,14 +267,6 @@ class CUDAGraphEntry(NotCopied):
         from .asked import check_inputs  # here, since doors compare calls by their signatures
 
         return check_inputs(self, inputs)
-
-    def mismatch(self, values: Sequence[Any]) -> str:
-        """What is wrong with a call whose values do not fit, as a sentence."""
-        try:
-            self.check({spec.name: values[spec.position] for spec in self.inputs.specs})
-        except GuardError as error:
-            return str(error)
-        return "a constant, a static tensor or the spelling of the call is not that of the captured one"
 
     def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
         """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known."""

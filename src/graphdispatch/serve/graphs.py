@@ -103,7 +103,7 @@ class GraphSet:
         leaves = call.flatten(values)
         assert leaves is not None
         if route.entry is not None:
-            return self._adopt(key, route, call, leaves)
+            return self._adopt(key, route, route.entry, call, leaves)
         signature = route.signature or self._learn_signature(route, call, leaves)
         if isinstance(signature, Refusal):
             return signature
@@ -128,16 +128,16 @@ class GraphSet:
         return why_not if why_not is not None else make(call.leaves, leaves, rules, self.backend.device)
 
     def _adopt(
-        self, key: Hashable, route: Route, call: FlatCall, leaves: list[Any]
+        self, key: Hashable, route: Route, entry: CUDAGraphEntry, call: FlatCall, leaves: list[Any]
     ) -> tuple[GraphGroup, list[Any]] | Refusal:
         """A group around the graph of somebody else, for calls that fit it."""
-        entry = route.entry
-        assert entry is not None
         assert entry.signature is not None
         if entry.signature.match(leaves) < 0:
             if isinstance(entry.signature, ForeignSignature):
                 return Refusal(Reason.ADDRESS_CHANGED, "")
-            return Refusal(Reason.ARGUMENTS_CHANGED, entry.mismatch(leaves))
+            from ..memory.asked import mismatch
+
+            return Refusal(Reason.ARGUMENTS_CHANGED, mismatch(entry, leaves))
         group = self.add_group(key, route, call, entry.signature, entry.inputs)
         group.keep(entry)
         return group, leaves

@@ -205,11 +205,9 @@ class GraphGroup:
             return None
         decision = self.decide(rows)
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
-        if entry is None or not entry.may_pad(decision.rows):
+        if entry is None or not entry.may_pad(decision.rows) or entry.loses(decision.rows):
             return None
         if entry.state is not EntryState.VERIFIED and not (entry.serves_one_batch and decision.rows == entry.size):
-            return None
-        if entry.loses(decision.rows):
             return None
         if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
             return None  # the slow path looks at the values

@@ -225,19 +225,6 @@ class Server(EagerPath):
         self.local.decision = choice.decision
         return True, answer
 
-    def attempt(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Decision]:
-        """Serve a call by a verified graph: whether one did, its answer, and the decision. Never runs the callable.
-
-        Raises ``ReplayError`` if the graph cannot be replayed.
-        """
-        choice = self.preview(route, args, kwargs)
-        if choice.entry is None or not choice.decision.reason.is_graph:
-            return False, None, choice.decision
-        with torch.no_grad():
-            answer = self.observed(choice.entry, choice.rows, choice.leaves)
-        self.local.decision = choice.decision
-        return True, answer, choice.decision
-
     def find(
         self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:

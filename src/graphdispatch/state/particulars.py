@@ -72,7 +72,9 @@ def readers_of(value: Any) -> list[Reader]:
     elif issubclass(kind, bytearray):
         reads.append((bytes,))
     elif issubclass(kind, objects.CACHES):
-        reads.append((_cached, le))
+        from .rare import read_cache
+
+        reads.append((read_cache, le))
     elif issubclass(kind, holders.IN_MEMORY):
         from .iterators import read_memory
 
@@ -146,10 +148,3 @@ def _subclasses(kind: type) -> list[int]:
 def _order(table: Any) -> list[int]:
     """The order of the keys of an ``OrderedDict``, which its dict does not tell."""
     return list(map(id, OrderedDict.keys(table)))
-
-
-def _cached(cache: Any) -> set[Any]:
-    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
-    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
-    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
-    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}

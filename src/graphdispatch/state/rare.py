@@ -19,7 +19,7 @@ from .objects import Reader
 from .particulars import unchanged
 from .walk import StateWalk
 
-__all__ = ["array_readers", "generator_readers", "note_any_module", "note_import", "read_form"]
+__all__ = ["array_readers", "generator_readers", "note_any_module", "note_import", "read_cache", "read_form"]
 
 
 def array_readers(array: Any) -> list[Reader]:
@@ -48,6 +48,13 @@ def read_form(array: Any) -> tuple[Any, ...]:
 
 
 _FORM = tuple(vars(np.ndarray)[name] for name in ("dtype", "shape", "strides"))
+
+
+def read_cache(cache: Any) -> set[Any]:
+    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
+    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
+    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
+    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
 
 
 def note_import(notes: CodeNotes, walk: StateWalk, frame: types.FrameType) -> None:
