@@ -75,7 +75,9 @@ def test_a_callable_that_refuses_the_other_batch_is_served_on() -> None:
     for _ in range(ENOUGH):
         assert torch.equal(step(x), x * 2)
     assert step.stats.hits == ENOUGH
-    assert not is_settled(step)
+    assert [entry.state for entry in step.entries] == [EntryState.CAPTURED]
+    with pytest.raises(LookupError):
+        step(x + 1)
 
 
 def test_the_comparison_leaves_no_effects() -> None:
@@ -106,7 +108,7 @@ def test_the_comparison_leaves_no_effects() -> None:
 
 @pytest.mark.parametrize("x", [torch.ones(ROWS, 3, dtype=torch.int64), torch.arange(3)[None]])
 def test_where_no_other_batch_can_be_made_all_stays(x: torch.Tensor) -> None:
-    """Each call is served and looked at, as before."""
+    """Each call is served, and compared with the first."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(len(x),), capture_after=1)
     for _ in range(ENOUGH):
         assert torch.equal(step(x), x * 2)
@@ -121,9 +123,11 @@ def test_freeze_forbids_the_comparison() -> None:
     step.freeze()
     for _ in range(ENOUGH):
         step(x)
-    assert not is_settled(step)
+    assert [entry.state for entry in step.entries] == [EntryState.CAPTURED]
     assert step.last_decision is not None
     assert step.last_decision.reason is Reason.EXACT
+    step(x + 1)
+    assert step.last_decision.reason is Reason.FROZEN
 
 
 @pytest.mark.parametrize("dim", [0, 1])
