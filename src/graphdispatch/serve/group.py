@@ -200,7 +200,8 @@ class GraphGroup:
         return self.route.table.decide(rows) if self.signature.has_rows else self.route.table.fixed
 
     def make_hit(self, rows: int) -> Hit | None:
-        """The hit of calls of ``rows`` rows, if a verified graph may serve them; needs no lock."""
+        """The hit of calls of ``rows`` rows, if a graph may serve them that was compared on two batches, or whose calls
+        are all alike; needs no lock."""
         if rows < 0 or self.wants_example:
             return None
         decision = self.decide(rows)

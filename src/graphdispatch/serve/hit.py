@@ -1,4 +1,4 @@
-"""The hit path: all that runs when a verified graph serves a call.
+"""The hit path: all that runs when a graph serves a call that needs nothing else.
 
 It matches the call, asks the guards, and executes a plan that was made before. Where there is a native core, its
 ``serve`` (``native/core/hit.cpp``) takes the place of the one here, which stays the reference.
