@@ -14,7 +14,7 @@ from .showing import Shown
 __all__ = ["CUDAGraphStats", "Eviction", "EvictionReason"]
 
 _MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
-_VERIFIED_NOW, _CAPTURED_NOW = Reason.VERIFIED_NOW, Reason.CAPTURED_NOW  # found on the class, each costs a call
+_DERIVED = "verifications", "misses", "fallbacks", "replays", "hit_rate", "graph_ratio", "padding_ratio"
 _MOST_EVICTIONS = 64  # this many are remembered one by one
 
 
@@ -65,7 +65,7 @@ class CUDAGraphStats(Unlocked, Shown):
     that count in it belong to one pool.
     """
 
-    __slots__ = ("_rows_of_hits", "hits", "padded_rows", "real_rows")
+    __slots__ = ("_rows_of_eager", "_rows_of_hits", "hits", "padded_rows", "real_rows", "reasons")
 
     def __init__(self, *, knows_rows: bool = True) -> None:
         self._lock = make_lock()
@@ -76,11 +76,11 @@ class CUDAGraphStats(Unlocked, Shown):
         """Forget everything counted so far."""
         self.captures = self.capture_failures = self.evictions = self.evicted_bytes = 0
         self.capture_time_ms = 0.0
-        self.hits = self.misses = self.fallbacks = self.verifications = 0
-        self.real_rows = self.padded_rows = 0
+        self.hits = self.real_rows = self.padded_rows = 0
         self.eviction_reasons: Counter[EvictionReason] = Counter()
         self._last_evictions: deque[Eviction] = deque(maxlen=_MOST_EVICTIONS)
         self.reasons: Counter[Reason] = Counter()
+        """Of each call that was no hit."""
         # Two counters, since hits and other calls are counted under different locks.
         self._rows_of_hits: dict[int, int] = {}
         self._rows_of_eager: dict[int, int] = {}
@@ -108,12 +108,6 @@ class CUDAGraphStats(Unlocked, Shown):
                 known = self._rows_of_eager
                 if rows in known or len(known) < _MOST_ROWS:
                     known[rows] = known.get(rows, 0) + 1
-            if reason is _VERIFIED_NOW:
-                self.verifications += 1
-            else:
-                self.misses += 1
-                if reason is not _CAPTURED_NOW:
-                    self.fallbacks += 1
         return count == 1
 
     def record_capture(self, time_ms: float) -> None:
@@ -144,7 +138,22 @@ class CUDAGraphStats(Unlocked, Shown):
     @property
     def calls(self) -> int:
         """All calls."""
-        return self.hits + self.verifications + self.misses
+        return self.hits + self.reasons.total()
+
+    @property
+    def verifications(self) -> int:
+        """Calls that compared a graph with eager, and agreed."""
+        return self.reasons[Reason.VERIFIED_NOW]
+
+    @property
+    def misses(self) -> int:
+        """Calls for which there was no graph."""
+        return self.reasons.total() - self.verifications
+
+    @property
+    def fallbacks(self) -> int:
+        """Misses that captured nothing."""
+        return self.misses - self.reasons[Reason.CAPTURED_NOW]
 
     @property
     def replays(self) -> int:
@@ -179,7 +188,7 @@ class CUDAGraphStats(Unlocked, Shown):
             plain = {k: v for k, v in self._attributes().items() if not k.startswith("_")}
             for name in ("reasons", "eviction_reasons"):
                 plain[name] = {reason.value: n for reason, n in plain[name].items()}
-        return plain | {name: getattr(self, name) for name in ("replays", "hit_rate", "graph_ratio", "padding_ratio")}
+        return plain | {name: getattr(self, name) for name in _DERIVED}
 
     def __repr__(self) -> str:
         return (

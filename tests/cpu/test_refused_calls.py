@@ -14,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import graphdispatch
-from graphdispatch import CUDAGraphOptions, Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, graphed
 from graphdispatch.memory.windows import WINDOWS
-from graphdispatch.native.bound import ASKED, CORE
+from graphdispatch.native.bound import ASKED
 from graphdispatch.reasons import Reason
+from graphdispatch.serve.hit import HitPath
 from graphdispatch.serve.refused import RefusedCalls
 
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
@@ -132,9 +133,11 @@ def test_a_gradient_in_an_object_is_seen() -> None:
     x = torch.ones(ROWS, 3)
     for _ in range(3):
         step(x, odd)
+    assert step.last_decision is not None
+    if HitPath.serve is not HitPath.serve_in_python:
+        assert "step" not in frames_of(lambda: step(x, odd)), "the core knows why it is refused"
     odd.held = torch.ones(3, requires_grad=True)
     step(x, odd)
-    assert step.last_decision is not None
     assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
 
 
@@ -332,6 +335,51 @@ def test_refused_calls_of_threads_are_all_counted(odd: tuple[Any, ...]) -> None:
     assert not WINDOWS._runs
 
 
+def test_a_call_waits_for_the_lock_of_the_statistics() -> None:
+    """Whoever holds it may be about to write back a figure that the call would change."""
+    step, args = serve(unsafe), (torch.ones(ROWS, 3),)
+
+    def call() -> None:
+        with torch.no_grad():
+            step(*args)
+
+    for _ in range(4):
+        call()
+    thread = threading.Thread(target=call)
+    with step.stats._lock:
+        thread.start()
+        thread.join(0.05)
+        assert step.stats.misses == 4
+    thread.join()
+    assert step.stats.misses == 5
+
+
+@torch.no_grad()
+def test_a_refused_call_needs_no_lock_of_the_server() -> None:
+    """It runs while another thread captures something else."""
+    step, args = serve(unsafe), (torch.ones(ROWS, 3),)
+    for _ in range(4):
+        step(*args)
+    done: list[Any] = []
+    with step._server.lock:
+        thread = threading.Thread(target=lambda: done.append(torch.no_grad()(step)(*args)))
+        thread.start()
+        thread.join()
+    assert len(done) == 1
+    assert step.stats.misses == 5
+
+
+@torch.no_grad()
+def test_a_refused_batch_and_length_is_counted_by_its_cells() -> None:
+    """As every other call with two dynamic dimensions is."""
+    step = graphed(unsafe, dynamic={"x": {0: "batch", 1: Dim("seq", [8])}}, sizes=[2], capture_after=1, pad={"x": 0})
+    for _ in range(10):
+        step(torch.ones(2, 5))
+    assert step.stats.rows == {10: 10}
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+
+
 @torch.no_grad()
 def test_a_refusal_is_told_again_after_a_reset(caplog: pytest.LogCaptureFixture) -> None:
     """The first refused call after the statistics were reset is a line of the log, as the first of all was."""
@@ -363,7 +411,7 @@ def test_so_many_looks_are_remembered() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.skipif(CORE is None, reason="there is no core")
+@pytest.mark.skipif(HitPath.serve is HitPath.serve_in_python, reason="the core serves no call")
 @pytest.mark.parametrize("name", ["an object", "an object in a nest", "too many rows", "a read on the host"])
 def test_a_refused_call_in_the_core_runs_nothing_of_the_package(name: str) -> None:
     """The core knows the call by its look, or by its rows."""

@@ -569,6 +569,17 @@ def test_a_replaced_call_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     CORE.take_calls(Graphed, compiler_at_work)  # as it was
 
 
+def test_a_replaced_method_of_servers_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door looks for the method of the server's class anew when somebody has changed it."""
+    x = torch.randn(ROWS, 3)
+    step = settled(lambda x: x * 2, x)
+    assert served(step, x)[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(step._server), "serve", lambda *_: "somebody else's")
+        assert step(x) == "somebody else's"
+    assert served(step, x)[1]
+
+
 def test_keywords_are_text() -> None:
     """A keyword that is no text is refused as a function refuses it."""
     x = torch.randn(ROWS, 3)

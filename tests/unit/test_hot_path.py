@@ -226,13 +226,20 @@ class CountedLock:
     def __init__(self, taken: list["CountedLock"]) -> None:
         self._lock = threading._RLock()  # type: ignore[attr-defined]
         self._taken = taken
+        self._depth = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         self._taken.append(self)
-        return self._lock.acquire(blocking, timeout)
+        is_taken = self._lock.acquire(blocking, timeout)
+        self._depth += is_taken
+        return is_taken
 
     def release(self) -> None:
+        self._depth -= 1
         self._lock.release()
+
+    def locked(self) -> bool:
+        return self._depth > 0
 
     def __enter__(self) -> bool:
         return self.acquire()

@@ -36,6 +36,8 @@ _Reach = Callable[[], set[int]]
 class Windows:
     """The open capture windows of the process, and the eager runs under way: one set, as there is one memory."""
 
+    __slots__ = ("__weakref__", "_changed", "_runs", "open", "pools")
+
     def __init__(self) -> None:
         self.pools: WeakSet[Pool] = WeakSet()
         """The pools of graphs that write memory of others."""

@@ -116,7 +116,7 @@ class _Watch:
         methods = {"step": self._call(server.step), "refuse": self._call(server.refuse)}
         vars(server).update(methods, observed=self._observed(server.observed))
         server.observes = True
-        vars(server)["parts_of"] = lambda _: ()  # the core would serve refused calls without asking
+        vars(server)["core_of"] = lambda _: None  # the core would serve refused calls without asking
         self._forget_hits()
         server.graphs._capturer = Capturer(
             **{name: self._within(name, method) for name, method in self.capturer._asdict().items()}
@@ -126,7 +126,7 @@ class _Watch:
         """Take everything away again."""
         self.server.observes = self.observes
         self.server.graphs._capturer = self.capturer
-        for name in ("step", "refuse", "observed", "parts_of"):
+        for name in ("step", "refuse", "observed", "core_of"):
             del vars(self.server)[name]
         with self.server.lock:
             for group in self.server.graphs.groups.values():
@@ -141,7 +141,7 @@ class _Watch:
             for group in self.server.graphs.groups.values():
                 for spelling in group.route.spellings.values():
                     if spelling.resting is not None:
-                        spelling.resting = spelling.resting._replace(parts=self.server.parts_of(group.route))
+                        spelling.resting = spelling.resting._replace(core=self.server.core_of(group.route))
                 for rows, hit in group.hits.copy().items():
                     if type(hit) is not Hit or type(hit.plan) is _RangedPlan:
                         group.hits.pop(rows, None)

@@ -17,6 +17,7 @@ from ..decide.decision import Decision
 from ..errors import FallbackError
 from ..memory.replay import next_use
 from ..memory.windows import WINDOWS, storages_of
+from ..native.bound import CORE
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
 from .graphs import GraphSet
@@ -83,37 +84,33 @@ class EagerPath(HitPath):
 
     def refuse(self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly of which it is known why no graph serves it; ``step`` does it if that may have ended. It
-        counts what the slow path counts."""
-        route, misses, size, decision, until, _ = standing
+        counts what the slow path counts. Needs no lock."""
+        route, misses, size, decision, _, until, _ = standing
         gradients = torch.is_grad_enabled()
-        if self.closed(route) is not None or (gradients and self.needs_gradients(args, kwargs)):
+        is_unusual = self.closed(route) is not None or (gradients and self.needs_gradients(args, kwargs))
+        if is_unusual or misses[size] >= until:
             return self.step(route, args, kwargs)
-        with self.lock:
-            if stands := misses[size] < until:
-                misses[size] += 1
-                next_use()
-        if not stands:
-            return self.step(route, args, kwargs)
+        misses[size] += 1
+        next_use()
         torch._C._set_grad_enabled(False)
         try:
             return self.run_eagerly(decision, args, kwargs)
         finally:
             torch._C._set_grad_enabled(gradients)
 
-    def parts_of(self, route: Route) -> tuple[Any, ...]:
-        """What the core reads to serve a refused call of a route; empty where only Python can.
+    def core_of(self, route: Route) -> Any:
+        """What the core serves refused calls of a route by; None where only Python can.
 
-        The dicts are live. A thread that is watched by a backend has a capture window open, for which the core looks.
+        A thread that is watched by a backend has a capture window open, for which the core looks.
         """
         graphs, stats = self.graphs, self.stats
         backend, pool = graphs.backend, graphs.pool
         is_odd = self.strict or graphs.options.returns_handles or route.entry is not None
-        if is_odd or graphs.handout.out is not None or backend is None or pool is None:
-            return ()
+        if CORE is None or is_odd or graphs.handout.out is not None or backend is None or pool is None:
+            return None
         is_known = getattr(type(backend).is_capturing, "_is_known_to_core", False)
         is_captured = CAPTURE_LOCK._is_owned if is_known else backend.is_capturing  # type: ignore[attr-defined]
-        counted = pool, vars(stats), stats._lock.acquire, stats._lock.release
-        return (self.fn, self.local, self._reach, is_captured, self.lock.acquire, self.lock.release, *counted)
+        return CORE.Refused(self.fn, self._reach, pool, is_captured, stats, stats._lock.locked, self.local)
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""

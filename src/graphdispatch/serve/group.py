@@ -20,10 +20,11 @@ from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
 from ..modes import EntryState
 from ..reasons import Reason
-from .hits import Hit, Hits, Standing
+from .hits import Hit, Hits
 
 if TYPE_CHECKING:
     from ..memory.buffers import OutputBuffers
+    from .hits import Standing
     from .kinds import Changes
     from .refused import RefusedCalls
 
@@ -31,8 +32,6 @@ __all__ = ["RETRY", "GraphGroup", "Route", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
 _MOST_STATES = 8
-_MOST_ROWS = 4096
-_MOST_AT_ONCE = 256  # refused calls of so many rows without one on the slow path
 RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
@@ -160,7 +159,7 @@ class GraphGroup:
     parked: dict[int, tuple[CUDAGraphEntry, ...]] = field(default_factory=dict)
     """By size, the entries of other states of the callable; the latest first."""
     misses: Counter[int] = field(default_factory=Counter)
-    """By size, the calls that no graph served; they are the clock of ``failures``."""
+    """By size, the calls that no graph served; they are the clock of ``failures``. Counted without the lock, too."""
     past_replays: Counter[int] = field(default_factory=Counter)
     """By size, the replays of entries that are gone."""
     rule: OutputRule | None = None
@@ -213,30 +212,6 @@ class GraphGroup:
         if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
             return None  # the slow path looks at the values
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
-
-    def remember(
-        self,
-        leaves: Sequence[Any],
-        size: int,
-        decision: Decision,
-        last_misses: int,
-        parts: tuple[Any, ...],
-        calls: int = 0,
-    ) -> None:
-        """Let calls like this one, which no graph serves, run eagerly at once until one may be captured for them.
-
-        The ``last_misses`` before a size may be tried again take the slow path, where admission counts them; so does
-        one call in 256, which finds graphs that can never serve again. A size with graphs of another state is not
-        remembered, since that state may come back. A refusal that is no failure stands for so many ``calls``.
-        """
-        until: float = self.misses[size] + (calls or _MOST_AT_ONCE)
-        if size and not calls:
-            failure = self.failures.get(size)
-            if failure is None or failure.reason is not decision.reason or self.of_size(size) or self.wants_example:
-                return
-            until = min(until, failure.retry_at - last_misses)
-        if self.misses[size] < until and len(self.hits) < _MOST_ROWS:
-            self.hits[self.signature.match(leaves)] = Standing(self.route, self.misses, size, decision, until, parts)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.

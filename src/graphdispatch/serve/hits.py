@@ -34,14 +34,16 @@ class Standing(NamedTuple):
 
     route: "Route"
     misses: Counter[int]
-    """By size, the calls that no graph served; changed only with the server's lock held."""
+    """By size, the calls that no graph served; refused at once, they are counted without a lock, which may lose one."""
     size: int
     """The size whose misses the calls are; 0 if no size would serve them."""
     decision: Decision
+    rows: int
+    """What statistics count of such a call: the ``cells_of`` its rows."""
     until: float
     """The misses of the size from which on calls take the slow path again."""
-    parts: tuple[Any, ...]
-    """What the core needs of the server (``EagerPath.parts_of``); empty if Python serves such calls."""
+    core: Any
+    """What the core serves such calls by (``EagerPath.core_of``); None if Python serves them."""
 
 
 class Hits(dict[int, Hit | Standing | None]):

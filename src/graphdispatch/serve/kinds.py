@@ -82,7 +82,7 @@ class Kinds:
         spelling.resting, refusal = None, spelling.changes.refusal(spelling.groups, self._gone, server.graphs.ledger)
         if refusal is not None:
             route, decision = spelling.groups[-1].route, Decision.eager(refusal.reason, detail=refusal.detail)
-            spelling.resting = Standing(route, Counter({0: 1}), 0, decision, _REST, server.parts_of(route))
+            spelling.resting = Standing(route, Counter({0: 1}), 0, decision, 0, _REST, server.core_of(route))
             for group in [one for one in spelling.groups[:-1] if not (one.has_graphs or len(one.failures))]:
                 server.forget(group)
         return refusal

@@ -1,4 +1,4 @@
-"""Calls whose arguments no graph can take, known again by what the refusal looked at."""
+"""Calls of which it is known why no graph serves them: by their rows, or by a look of arguments that none can take."""
 
 from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..axes import cells_of
 from ..call.caches import is_cache
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES
@@ -18,11 +19,13 @@ from .hits import Standing
 if TYPE_CHECKING:
     from .eager import EagerPath
     from .group import Route
+    from .server import Choice
 
-__all__ = ["RefusedCalls"]
+__all__ = ["RefusedCalls", "remember"]
 
 _MOST = 1024
-_MOST_AT_ONCE = 256
+_MOST_ROWS = 4096
+_MOST_AT_ONCE = 256  # refused calls without one on the slow path
 _NESTS = (dict, list, tuple)
 _SEEN_INTO = (*_NESTS, UserDict, slice, frozenset)
 """Some of these may be flattened, or compared part by part."""
@@ -87,7 +90,7 @@ class RefusedCalls:
             return
         if len(self.at_once) >= _MOST:
             self.at_once.clear()
-        self.at_once[look] = Standing(route, Counter(), 0, decision, _MOST_AT_ONCE, server.parts_of(route))
+        self.at_once[look] = Standing(route, Counter(), 0, decision, 0, _MOST_AT_ONCE, server.core_of(route))
 
     def __len__(self) -> int:
         return len(self._known)
@@ -120,3 +123,24 @@ class RefusedCalls:
                 self._note_kinds(value.values() if kind is dict else value)
             elif issubclass(kind, torch.Tensor) or not (issubclass(kind, _SEEN_INTO) or is_cache(value)):
                 self._opaque.add(kind)
+
+
+def remember(server: "EagerPath", choice: "Choice", calls: int) -> None:
+    """Let calls like this one, which no graph serves, run eagerly at once until one may be captured for them.
+
+    The last misses before a size may be tried again take the slow path, where admission counts them; so does one call
+    in 256, which finds graphs that can never serve again. A size with graphs of another state is not remembered, since
+    that state may come back. A refusal that is no failure stands for so many ``calls``. Called with the lock held.
+    """
+    group, size, decision = choice.group, choice.size, choice.decision
+    assert group is not None
+    until: float = group.misses[size] + (calls or _MOST_AT_ONCE)
+    if size and not calls:
+        failure = group.failures.get(size)
+        if failure is None or failure.reason is not decision.reason or group.of_size(size) or group.wants_example:
+            return
+        until = min(until, failure.retry_at - server.graphs.cache.admission.capture_after)
+    if group.misses[size] < until and len(group.hits) < _MOST_ROWS:
+        why = decision, cells_of(decision.rows)
+        core = server.core_of(group.route)
+        group.hits[group.signature.match(choice.leaves)] = Standing(group.route, group.misses, size, *why, until, core)

@@ -195,9 +195,10 @@ class Server(EagerPath):
         calls = _CALLS_THAT_LOSE if loses else 0
         if choice.decision.reason is Reason.PAYS_LATER:
             calls = min(_CALLS_THAT_LOSE, self.graphs.ledger.misses_that_pay() - group.misses[size])
-        if calls or not (size and admission.still_to_wait((group.key, size))):
-            parts = self.parts_of(group.route)
-            group.remember(choice.leaves, size, choice.decision, admission.capture_after, parts, calls)
+        if calls or not size or (group.failures.get(size) and not admission.still_to_wait((group.key, size))):
+            from .refused import remember  # here, since most callables need none
+
+            remember(self, choice, calls)
 
     def perform(self, choice: Choice) -> tuple[bool, Any]:
         """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.

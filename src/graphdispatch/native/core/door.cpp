@@ -1,6 +1,6 @@
 #include "door.h"
 
-#include "slot.h"
+#include "hit.h"
 
 namespace gd {
 
@@ -21,6 +21,17 @@ int runs_plainly() {
   return compiler ? compiler.get() == Py_None : -1;
 }
 
+// Serve a call by the method of the server's class; the core's is not looked up while nobody changes that class.
+PyObject* serve_by_class(PyObject* server, PyObject* route, PyObject* args, PyObject* kwargs) {
+  static unsigned version = 0;  // of a class with the core's method, as in Slot
+  if (version && Py_TYPE(server)->tp_version_tag == version) return serve(server, route, args, kwargs);
+  const Ref method = attribute(reinterpret_cast<PyObject*>(Py_TYPE(server)), names.serve);
+  if (!method) return nullptr;
+  if (is_serve(method.get())) version = Py_TYPE(server)->tp_version_tag;
+  PyObject* all[] = {server, route, args, kwargs};
+  return PyObject_VectorcallMethod(names.serve, all, 4, nullptr);
+}
+
 // The slot behind __call__. The method in Python serves the calls whose route has to be chosen, too.
 PyObject* call_door(PyObject* door, PyObject* args, PyObject* named) {
   const Ref chosen = of_door.uniform_decode.of(door);
@@ -36,8 +47,7 @@ PyObject* call_door(PyObject* door, PyObject* args, PyObject* named) {
   const Ref kwargs(!named ? PyDict_New() : Py_REFCNT(named) == 1 ? Py_NewRef(named) : PyDict_Copy(named));
   const Ref server = of_door.server.of(door), route = of_door.decode.of(door);
   if (!kwargs || !server || !route) return nullptr;
-  PyObject* all[] = {server.get(), route.get(), args, kwargs.get()};
-  return PyObject_VectorcallMethod(names.serve, all, 4, nullptr);
+  return serve_by_class(server.get(), route.get(), args, kwargs.get());
 }
 
 PyObject* take_calls(PyObject*, PyObject* args) {

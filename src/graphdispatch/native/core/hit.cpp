@@ -12,7 +12,7 @@ namespace {
 
 constexpr Py_ssize_t kMostValues = 64;  // of a call that need no memory of their own
 
-constexpr Py_ssize_t kOfHit = 4, kOfStanding = 6;  // fields of what GraphGroup.hits holds
+constexpr Py_ssize_t kOfHit = 4, kOfStanding = 7;  // fields of what GraphGroup.hits holds
 
 enum class Outcome { kServed, kMissed, kRaised, kRefused };
 
@@ -260,7 +260,11 @@ Outcome serve_by_look(Call& call) {
   PyObject *name, *value;
   for (Py_ssize_t at = 0; PyDict_Next(call.kwargs, &at, &name, &value);) items.push_back(value);
   for (PyObject* item : items) {
-    if (!is_plain_tensor(item) && !is_constant(item)) return Outcome::kMissed;  // Python looks into it
+    if (is_plain_tensor(item) || is_constant(item)) continue;
+    const Ref answer(PyObject_CallMethodObjArgs(call.server, names.needs_gradients, call.args, call.kwargs, nullptr));
+    const int needed = answer ? PyObject_IsTrue(answer.get()) : -1;
+    call.needs_no_gradients = !needed;
+    return needed < 0 ? Outcome::kRaised : needed ? Outcome::kMissed : Outcome::kRefused;
   }
   Values values(items.data(), static_cast<Py_ssize_t>(items.size()));
   return refused_at_once(call, values);
@@ -317,31 +321,19 @@ Outcome serve_call(Call& call) {
   return serve_values(call, flattened);
 }
 
-PyObject* serve(PyObject* server, PyObject* const* args, Py_ssize_t count) {
+PyObject* serve_method(PyObject* server, PyObject* const* args, Py_ssize_t count) {
   if (count != 3 || !PyTuple_CheckExact(args[1]) || !PyDict_CheckExact(args[2])) {
     return PyErr_Format(PyExc_TypeError, "serve() takes a route, a tuple and a dict");
   }
-  Call call{server, args[0], args[1], args[2]};
-  Outcome done = serve_call(call);
-  if (done == Outcome::kServed) return call.result;
-  if (done == Outcome::kMissed) done = serve_by_look(call);
-  if (done == Outcome::kRaised) return nullptr;
-  if (done == Outcome::kRefused) {
-    if (call.needs_no_gradients) shim.grad_mode_set_enabled(false);
-    PyObject* result = refuse(server, call.hit.get(), args[1], args[2]);
-    if (call.needs_no_gradients) shim.grad_mode_set_enabled(true);
-    return result;
-  }
-  PyObject* again[] = {server, args[0], args[1], args[2]};
-  return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
+  return serve(server, args[0], args[1], args[2]);
 }
 
 PyMethodDef serve_definition = {
-    "serve", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(serve)), METH_FASTCALL,
+    "serve", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(serve_method)), METH_FASTCALL,
     "serve($self, route, args, kwargs, /)\n--\n\nServe one call, by a graph where one fits and eagerly elsewhere. "
     "Raises what the callable raises."};
 
-PyObject* serve_method(PyObject*, PyObject* args) {
+PyObject* make_serve(PyObject*, PyObject* args) {
   PyObject *type, *dict;
   if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &type, &PyDict_Type, &dict)) return nullptr;
   if (!read_facts(dict)) return nullptr;
@@ -350,8 +342,29 @@ PyObject* serve_method(PyObject*, PyObject* args) {
 
 }  // namespace
 
+PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwargs) {
+  Call call{server, route, args, kwargs};
+  Outcome done = serve_call(call);
+  if (done == Outcome::kServed) return call.result;
+  if (done == Outcome::kMissed) done = serve_by_look(call);
+  if (done == Outcome::kRaised) return nullptr;
+  if (done == Outcome::kRefused) {
+    if (call.needs_no_gradients) shim.grad_mode_set_enabled(false);
+    PyObject* result = refuse(server, call.hit.get(), args, kwargs);
+    if (call.needs_no_gradients) shim.grad_mode_set_enabled(true);
+    return result;
+  }
+  PyObject* again[] = {server, route, args, kwargs};
+  return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
+}
+
+bool is_serve(PyObject* method) {
+  return Py_IS_TYPE(method, &PyMethodDescr_Type) &&
+         reinterpret_cast<PyMethodDescrObject*>(method)->d_method == &serve_definition;
+}
+
 PyMethodDef hit_methods[] = {
-    {"serve_method", serve_method, METH_VARARGS,
+    {"serve_method", make_serve, METH_VARARGS,
      "serve_method(cls, facts)\n--\n\nThe method `serve` for a class of servers, and what of the package it needs."},
     {nullptr, nullptr, 0, nullptr},
 };

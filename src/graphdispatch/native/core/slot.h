@@ -36,8 +36,7 @@ class Slot {
 
  private:
   bool knows(PyObject* object) const {
-    const PyTypeObject* type = Py_TYPE(object);
-    return version_ && type->tp_version_tag == version_ && (type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG);
+    return version_ && Py_TYPE(object)->tp_version_tag == version_;  // 0 is the tag of a class that was changed
   }
   PyObject*& at(PyObject* object) const {
     return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_);
