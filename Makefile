@@ -86,7 +86,7 @@ native-check: $(VENV)/.test ## the native core under sanitizers
 
 # Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
 native-twins: $(VENV)/.native ## the core beside Python at every check of the tests
-	@PYTHONPATH=tests/native $(BIN)/python -m pytest -p guard_twins -p match_twins tests --ignore=tests/vllm $(ARGS)
+	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p guard_twins -p match_twins tests --ignore=tests/vllm $(ARGS)
 
 # generate() for all decoder families and modes; takes some minutes.
 generate-test: $(VENV)/.native ## generate() of transformers by graphs

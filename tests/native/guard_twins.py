@@ -1,6 +1,6 @@
 """A pytest plugin: asks the native guard and Python's at every check of a run, and fails where the native one is laxer.
 
-Run it as ``PYTHONPATH=tests/native python -m pytest -p guard_twins``, in one process.
+Run it as ``PYTHONPATH=tests/native python -m pytest -p guard_twins``.
 """
 
 import threading
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tallies import Tally
 
 from graphdispatch.state.guards import StateGuard
 
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put the comparison in place of ``StateGuard.holds``, as code of the package: no capture is to look into it."""
     both_hold.__code__ = both_hold.__code__.replace(co_filename=_holds.__code__.co_filename)
     StateGuard.holds = both_hold  # type: ignore[method-assign]
+    config.pluginmanager.register(Tally("native guards beside Python's", _found))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -59,10 +61,3 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     laxer, _lax[:] = list(_lax), []
     assert not laxer, "\n".join(laxer)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how often the two agreed."""
-    terminalreporter.section("native guards beside Python's")
-    for case, times in sorted(_found.items()):
-        terminalreporter.line(f"{times:10d}  {case}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tallies import Tally
 
 from graphdispatch.call.dims import GridSignature
 from graphdispatch.call.signature import Signature
@@ -31,19 +32,14 @@ def both(signature: Signature, values: Sequence[Any]) -> int:
     return rows
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Put both in the place of one, as code of the package: no capture is to look into it."""
     both.__code__ = both.__code__.replace(co_filename=Signature.match.__code__.co_filename)
     HitPath.serve, ReplayPlan.run = HitPath.serve_in_python, ReplayPlan.run_in_python
     Signature.match = GridSignature.match = both
+    config.pluginmanager.register(Tally("matches of the core beside Python's", LOG))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out the tests of the core alone, and of how many calls a hit makes: the core serves no hit here."""
-    return True if collection_path.name in ("test_hit.py", "test_hot_path.py") else None
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how often they were compared."""
-    terminalreporter.write_line(f"matches: {dict(LOG)}")
+    return True if collection_path.name in ("test_hit.py", "test_handed.py", "test_hot_path.py") else None
