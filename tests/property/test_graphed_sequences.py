@@ -1,7 +1,12 @@
-"""Random models under random sequences of calls: ``graphed`` gives eager's answer, effects and errors."""
+"""Random models under random sequences of calls: ``graphed`` gives eager's answer, effects and errors.
+
+The native core and Python serve equal models side by side, decide alike and keep equal accounts.
+"""
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,11 +29,14 @@ _ROWS = st.lists(st.sampled_from([3, 4, 3, 4, 2, 1]), min_size=4, max_size=10)
 
 
 class Sequences(RuleBasedStateMachine):
-    """One model graphed, its twin run eagerly; every rule does the same to both."""
+    """One model graphed, its twin run eagerly, and another one graphed whose calls Python serves; every rule does the
+    same to all."""
 
     model: RandomModel
     twin: RandomModel
+    other: RandomModel
     step: Graphed[..., Any]
+    reference: Graphed[..., Any]
 
     @initialize(
         spec=specs(PLAIN, STATEFUL, AWKWARD),
@@ -55,16 +63,17 @@ class Sequences(RuleBasedStateMachine):
         plan: Plan,
         rows: list[int],
     ) -> None:
-        """Make both models, and serve some calls."""
-        self.model, self.twin = spec.build(), spec.build()
+        """Make the models, and serve some calls."""
+        self.model, self.twin, self.other = spec.build(), spec.build(), spec.build()
         if mode == "PIECEWISE":
-            eager_break(self.model.parts[0])
+            for model in (self.model, self.other):
+                eager_break(model.parts[0])
         self.outputs = outputs
         self.drifted = False
         self.kept: list[tuple[Any, Any]] = []
         self.max_graphs = max_graphs
-        self.step = graphed(
-            self.model,
+        serve = functools.partial(
+            graphed,
             dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0},
             pad={"slots": SLOTS, "x": "repeat_last" if repeats_last else "zero"},
             sizes=sizes,
@@ -74,12 +83,13 @@ class Sequences(RuleBasedStateMachine):
             max_cached_graphs=max_graphs,
             options=CUDAGraphOptions(padding_writes="allow", verify_every=verify_every),
         )
+        self.step, self.reference = serve(self.model), serve(self.other)
         self._serve(plan, rows, None)
 
     @rule(plan=plans())
     def call(self, plan: Plan) -> None:
         """Any call."""
-        self._call_both(plan)
+        self._call_all(plan)
 
     @rule(
         plan=sound_plans(),
@@ -94,10 +104,10 @@ class Sequences(RuleBasedStateMachine):
         # Each call has rows and numbers of its own: enough to capture, compare and replay.
         alike = [dataclasses.replace(plan, rows=count, seed=plan.seed + 41 * shift) for shift, count in enumerate(rows)]
         for one in alike[:-1]:
-            self._call_both(one)
+            self._call_all(one)
         if twist is not None:
-            self._call_both(dataclasses.replace(alike[-1], **twist))
-        self._call_both(alike[-1])
+            self._call_all(dataclasses.replace(alike[-1], **twist))
+        self._call_all(alike[-1])
 
     @rule(data=st.data(), how=st.sampled_from(["data", "replaced", "in_place", "loaded"]))
     def move_weight(self, data: st.DataObject, how: str) -> None:
@@ -105,7 +115,7 @@ class Sequences(RuleBasedStateMachine):
         names = [name for name, _ in self.model.named_parameters()]
         if names:
             name = data.draw(st.sampled_from(names))
-            for model in (self.model, self.twin):
+            for model in (self.model, self.twin, self.other):
                 _change(model, name, how)
 
     @rule(how=st.sampled_from(["flip_training", "clear", "reload", "invalidate", "sleep", "wake"]))
@@ -113,73 +123,96 @@ class Sequences(RuleBasedStateMachine):
         """Another training mode; all graphs released, once or until woken; or the eager model's state loaded, which
         ends all rounding."""
         if how == "flip_training":
-            for model in (self.model, self.twin):
+            for model in (self.model, self.twin, self.other):
                 model.train(not model.training)
-        elif how == "clear":
-            self.step.clear()
-            assert self.step.entries == []
-        elif how == "wake":
-            self.step.wake()
-        elif how in ("invalidate", "sleep"):
-            self.step.invalidate(how) if how == "invalidate" else self.step.sleep(how)
-            assert self.step.entries == []
-        elif "rebinds" not in self.model.spec.parts:  # its buffer may have been made in inference mode
-            self.model.load_state_dict(self.twin.state_dict())
-            self.drifted = False
+        elif how == "reload":
+            if "rebinds" not in self.model.spec.parts:  # its buffer may have been made in inference mode
+                for model in (self.model, self.other):
+                    model.load_state_dict(self.twin.state_dict())
+                self.drifted = False
+        else:
+            for step in (self.step, self.reference):
+                getattr(step, how)(*([how] if how in ("invalidate", "sleep") else []))
+                assert how == "wake" or step.entries == []
 
     @precondition(lambda self: "rebinds" not in self.model.spec.parts)
     @rule(rows=st.sampled_from([1, 2, 3, 4]), layout=st.sampled_from(["plain", "transposed", "strided"]))
     def prewarm(self, rows: int, layout: str) -> None:
         """All sizes are captured, which leaves no trace in arguments or state."""
         plan = Plan(rows, seed=99, layout=layout)
-        args, kwargs = plan.make(self.model)
-        # A model that raises at one of the sizes, and a cache without room for all sizes, are told; both are right.
-        with contextlib.suppress(ConfigError, IndexError):
-            self.step.prewarm(*args, **kwargs)
-        assert_same(plan.make(self.twin), (args, kwargs), exact=True)
+        for step, model in ((self.step, self.model), (self.reference, self.other)):
+            args, kwargs = plan.make(model)
+            # A model that raises at one of the sizes, and a cache without room for all sizes, are told; both are right.
+            with contextlib.suppress(ConfigError, IndexError):
+                step.prewarm(*args, **kwargs)
+            assert_same(plan.make(self.twin), (args, kwargs), exact=True)
 
     @rule(sizes=st.sampled_from([(4,), (2, 4), (3, 4), (1, 2, 4), (4, 6)]), ahead=st.sampled_from([None, 1, 2, 3, 4]))
     def change_sizes(self, sizes: tuple[int, ...], ahead: int | None) -> None:
         """Other sizes than before, after a capture of any one from an example, which leaves no trace."""
-        self.step.keep_examples()
-        if ahead is not None and "rebinds" not in self.model.spec.parts:
-            self.step.capture_size(min(ahead, self.step.sizes[-1]))
-        self.step.use_sizes(sizes)
-        assert {entry.size for entry in self.step.entries} <= {*sizes, 1}
+        for step in (self.step, self.reference):
+            step.keep_examples()
+            if ahead is not None and "rebinds" not in self.model.spec.parts:
+                step.capture_size(min(ahead, step.sizes[-1]))
+            step.use_sizes(sizes)
+            assert {entry.size for entry in step.entries} <= {*sizes, 1}
 
     @rule(plan=plans())
     def explain(self, plan: Plan) -> None:
-        """A question changes nothing."""
-        args, kwargs = plan.make(self.model)
-        calls = self.step.stats.calls
-        with contextlib.suppress(ConfigError):
-            assert self.step.explain(*args, **kwargs)
-        assert self.step.stats.calls == calls
+        """A question counts nothing."""
+        for step, model in ((self.step, self.model), (self.reference, self.other)):
+            args, kwargs = plan.make(model)
+            calls = step.stats.calls
+            with contextlib.suppress(ConfigError):
+                assert step.explain(*args, **kwargs)
+            assert step.stats.calls == calls
 
     @invariant()
     def is_sound(self) -> None:
         """The accounts agree, the state is eager's, and what was handed out before is as it was, or known stale."""
-        self.step.check_integrity()
-        assert len(self.step.entries) <= self.max_graphs
-        assert_same_state(self.twin, self.model, exact=not self.drifted)
+        for step, model in ((self.step, self.model), (self.reference, self.other)):
+            step.check_integrity()
+            assert len(step.entries) <= self.max_graphs
+            assert_same_state(self.twin, model, exact=not self.drifted)
+        assert _accounts(self.step) == _accounts(self.reference)
         for held, then in self.kept:
             with contextlib.suppress(StaleOutputError):
                 assert_same(then, held.get() if isinstance(held, OutputView) else held, exact=True)
 
-    def _call_both(self, plan: Plan) -> None:
+    def _call_all(self, plan: Plan) -> None:
         got = perform(self.step, self.model, plan)
+        other = perform(_in_python(self.reference), self.other, plan)
         if isinstance(got.error, ConfigError) and plan.fault == "no_dims":
             return
+        assert _told(self.step) == _told(self.reference)
         want = perform(self.twin, self.twin, plan)
         decision = self.step.last_decision
         if decision is not None and decision.reason.is_graph:
             self.drifted |= decision.reason is Reason.PADDED or not plan.is_dense
-        assert_same_outcome(want, got, exact=not self.drifted)
+        for done in (got, other):
+            assert_same_outcome(want, done, exact=not self.drifted)
         self._keep(got)
 
     def _keep(self, got: Done) -> None:
         if got.error is None and self.outputs != "static" and not self.model.spec.hands_out_shared:
             self.kept = [*self.kept[-2:], (got.handed_out, snapshot(got.result))]
+
+
+def _in_python(step: Graphed[..., Any]) -> Callable[..., Any]:
+    """What calls ``step`` as if there were no core."""
+    return lambda *args, **kwargs: step._server.serve_in_python(step._decode, args, kwargs)
+
+
+def _told(step: Graphed[..., Any]) -> Any:
+    """What the latest decision says of the call."""
+    decision = step.last_decision
+    return None if decision is None else decision._replace(detail="")
+
+
+def _accounts(step: Graphed[..., Any]) -> dict[str, Any]:
+    """What was counted, without times and bytes."""
+    names = ("reasons", "rows", "hits", "real_rows", "padded_rows", "captures", "capture_failures", "evictions")
+    return {name: getattr(step.stats, name) for name in names} | {"sizes": step.captured_sizes}
 
 
 def _change(model: RandomModel, name: str, how: str) -> None:

@@ -67,9 +67,8 @@ PyObject* take_calls(PyObject*, PyObject* args) {
 PyMethodDef door_methods[] = {
     {"take_calls", take_calls, METH_VARARGS,
      "take_calls(cls, compiler)\n--\n\nLet calls of the class's objects go to their servers without a frame of Python, "
-     "until its __call__ is replaced; subclasses keep the one in Python. ``compiler()`` tells which compiler of torch "
-     "is "
-     "at work in the calling thread, or None."},
+     "until its __call__ is replaced; subclasses keep the one in Python. ``compiler()`` tells which torch "
+     "compiler is at work in the calling thread, or None."},
     {nullptr, nullptr, 0, nullptr},
 };
 

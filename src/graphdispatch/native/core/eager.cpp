@@ -113,8 +113,8 @@ PyObject* run_eagerly(Refused* self, PyObject* decision, PyObject* args, PyObjec
   PyObject *type, *error, *trace;
   PyErr_Fetch(&type, &error, &trace);
   const bool has_ended = end_run(run.get());
-  if (has_ended &&
-      self->here.put(self->parts[kLocal], names.decision, decision)) {  // the callable may have called the server
+  // The callable may have called the server.
+  if (has_ended && self->here.put(self->parts[kLocal], names.decision, decision)) {
     PyErr_Restore(type, error, trace);
     return answer.release();
   }
