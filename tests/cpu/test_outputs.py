@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from graphdispatch import graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
 from graphdispatch.errors import CaptureError, StaleOutputError
@@ -126,6 +127,23 @@ def test_view_of_an_eager_step_never_goes_stale() -> None:
     """Nothing overwrites what no graph wrote."""
     view = OutputView(3, None)
     assert (view.is_stale, view.get(), repr(view)) == (False, 3, "<OutputView fresh>")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("outputs", ["clone", "view", "static", "ring:2"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_expanded_output_is_handed_out(outputs: str, dim: int) -> None:
+    """Its elements share memory, so that torch writes to none of it as a whole."""
+
+    def repeat(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2)[:, :1].expand(-1, 3) if dim else (x * 2).sum(1).expand(5, -1).t()
+
+    step = graphed(repeat, dynamic={"x": 0}, sizes=[4], outputs=outputs, capture_after=1)
+    for rows in (4, 3, 4, 3, 3):
+        x = torch.randn(rows, 3)
+        got = step(x)
+        assert torch.equal(got.get() if isinstance(got, OutputView) else got, repeat(x))
+    assert step.stats.hits == 3
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_gradient_in_an_object_is_seen() -> None:
     for _ in range(3):
         step(x, odd)
     assert step.last_decision is not None
-    if HitPath.serve is not HitPath.serve_in_python:
+    if HitPath.serve is not HitPath.serve_in_python and "lazy views" not in ASKED:
         assert "step" not in frames_of(lambda: step(x, odd)), "the core knows why it is refused"
     odd.held = torch.ones(3, requires_grad=True)
     step(x, odd)

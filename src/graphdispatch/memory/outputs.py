@@ -203,7 +203,8 @@ class Outputs:
         cut = self.peek(rows)
         for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
             if own:
-                target.copy_(source)
+                apart = tuple(slice(1 if stride == 0 else None) for stride in target.stride())
+                target[apart].copy_(source[apart])  # along an expanded dimension all elements are one in memory
         return self._build(cut)
 
     def peek(self, rows: int) -> list[torch.Tensor]:
