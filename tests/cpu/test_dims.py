@@ -601,3 +601,23 @@ def test_padding_that_writes_elsewhere_is_named() -> None:
     assert step.last_decision is not None
     assert "padding rows write to a tensor of shape (9, 4)" in step.last_decision.detail
     assert step.stats.captures == 1
+
+
+def test_lengths_that_no_call_brought_are_named() -> None:
+    """A comparison on a shorter length, of a branch that draws for one length alone, says which lengths it was of, and
+    leaves the generator as the call does."""
+
+    def fn(batch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return batch * 2, x + torch.rand(4) * 0 if x.shape[0] == 2 else x * 1
+
+    length = Dim("length", sizes=[1, 2, 3], pad={"x": "repeat_last"})
+    step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": {0: length}}, sizes=[3], capture_after=1)
+    for rows in (3, 2):
+        drawn = []
+        for run in (step, fn):
+            torch.manual_seed(0)
+            run(torch.ones(rows), torch.ones(2, 4))
+            drawn.append(torch.rand(1))
+        assert torch.equal(*drawn)
+    assert last(step) is Reason.VERIFICATION_FAILED
+    assert "for 2 x 1 rows the call does not draw" in step.explain(torch.ones(2), torch.ones(2, 4))

@@ -327,9 +327,9 @@ class CaptureAttempt:
         prover = (request.grid.prover if request.grid else RowProver)(request, self.eager, entry, self)
         alike = request.inputs.alike(request.size) if prover.is_wanted else {}
         self._replay(entry)
-        check_replay(request, self.eager, entry)
         self._branch = Branch(entry, self.eager.trace.walk.tensors, request.arguments())
         self._branch.check(self.eager.effects, request.rows)
+        check_replay(request, self.eager, entry)
         if request.is_padded:
             check_padding_writes(request, self.eager, self.warm_run.regions)
         if prover.is_wanted:

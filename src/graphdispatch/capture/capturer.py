@@ -75,6 +75,7 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
         try:
             if known is None:
                 return CaptureResult(eager.answer, attempt.capture(), Reason.CAPTURED_NOW)
+            eager.draws |= known.uses_rng  # as the replay will, whatever branch eager took
             attempt.verify(known)
             return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW)
         except Exception as error:
