@@ -14,7 +14,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +45,17 @@ KEPT = (
     *("_scaled_dot_product", "_fused_sdp", "nccl", "_transformer", "_native_multi", "mkldnn", "fbgemm", "coalesce"),
     *("_values", "_indices", "crow", "storage", "data", "thnn", "_triton", "_int_mm", "_convert_weight", "_dyn_quant"),
 )
+UNSEEN = """
+def unseen(*args, **kwargs):
+    profiler = getprofile()
+    if type(profiler) not in written:
+        return kernel(*args, **kwargs)
+    setprofile(None)
+    try:
+        return kernel(*args, **kwargs)
+    finally:
+        setprofile(profiler)
+"""
 _work: dict[int, tuple[Callable[[], object], bool]] = {}
 _numbers = itertools.count(1)
 _rehearsed: set[Any] = set()
@@ -265,6 +277,14 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
+def unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel as one of torch's, of which a profiler written in Python sees nothing."""
+    table: dict[str, Any] = {"kernel": kernel, "written": (FunctionType, MethodType), "__file__": torch.__file__}
+    table |= {"getprofile": sys.getprofile, "setprofile": sys.setprofile}
+    exec(compile(UNSEEN, "<kernel>", "exec"), table)
+    return cast("Callable[..., Any]", table["unseen"])
+
+
 def install() -> torch.library.Library:
     """Take the place of torch's CUDA kernels."""
     torch.cuda.init()
@@ -281,8 +301,8 @@ def install() -> torch.library.Library:
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
         if not is_view and any("Tensor" in str(argument.type) for argument in op._schema.arguments):
             is_out = overload.endswith("out") or any(argument.is_out for argument in op._schema.arguments)
-            library.impl(full.removeprefix("aten::"), Emulated(op, op._schema, is_out))
-    library.impl("copy_", copy_)
+            library.impl(full.removeprefix("aten::"), unseen(Emulated(op, op._schema, is_out)))
+    library.impl("copy_", unseen(copy_))
     return library
 
 

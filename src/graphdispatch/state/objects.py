@@ -199,10 +199,13 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def content(container: Any) -> list[Any]:
-    """The keys and values of a dict, or the entries of another container, as they are now."""
+    """The keys and values of a dict, or the entries of another container, all of one moment: threads may write it."""
+    if type(container) is dict:
+        held = container.copy()
+        return [*held, *held.values()]
     if issubclass(type(container), dict):
-        home = dict_of(container)
-        return [*home.keys(container), *home.values(container)]
+        pairs = list(dict_of(container).items(container))
+        return [*(key for key, _ in pairs), *(value for _, value in pairs)]
     kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
     kind = next((kind for kind in kinds if issubclass(type(container), kind)), None)
     return [] if kind is None else list(kind.__iter__(container))
