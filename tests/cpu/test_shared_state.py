@@ -1,7 +1,10 @@
 """Two served callables over the same state, on two threads: no write is lost while one of them is captured."""
 
+import sys
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphdispatch as gd
 from graphdispatch.memory import windows
+from graphdispatch.state import objects
 
 
 class Gate(TorchDispatchMode):
@@ -145,3 +149,41 @@ def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyP
     gate.go_on.set()
     thread.join(60)
     assert count.item() == 2
+
+
+@contextmanager
+def written_by_another_thread(write: Callable[[int], object]) -> Iterator[None]:
+    """A thread that writes all the time, and is let in as often as possible."""
+    stop, before = threading.Event(), sys.getswitchinterval()
+
+    def run() -> None:
+        number = 0
+        while not stop.is_set():
+            write(number := number + 1)
+
+    thread = threading.Thread(target=run)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, type("Table", (dict,), {})])
+def test_a_dict_is_read_as_it_is_at_one_moment(kind: type[dict[int, int]]) -> None:
+    """Each key with its own value, whatever another thread adds and removes meanwhile."""
+    table = kind()
+
+    def write(number: int) -> None:
+        table[number] = -number
+        if number > 3:
+            del table[number - 3]
+
+    with written_by_another_thread(write):
+        for _ in range(20_000):
+            entries = objects.content(table)
+            half = len(entries) // 2
+            assert entries[half:] == [-key for key in entries[:half]]

@@ -231,7 +231,8 @@ static Status give(void* p) {
   auto it = allocs().find((char*)p);
   if (it == allocs().end()) return cudaErrorInvalidValue;
   if (!it->second.host) used -= it->second.size;
-  munmap(p, it->second.size);
+  // Nothing else may ever lie there: whoever still uses the memory faults.
+  mmap(p, it->second.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   allocs().erase(it);
   return cudaSuccess;
 }

@@ -182,8 +182,8 @@ class ScriptedCUDA:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.recording.remove(handle)
 
-    def snapshot(self, mempool_id: Handle, include_traces: bool) -> list[dict[str, Any]]:
-        return [segment for segment in self.segments if segment["segment_pool_id"] == mempool_id]
+    def snapshot(self, include_traces: bool) -> list[dict[str, Any]]:
+        return self.segments
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Take the place of ``torch.cuda`` for one test."""

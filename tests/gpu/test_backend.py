@@ -1,6 +1,7 @@
 """The CUDA backend keeps the contract of ``backends/base.py``: capture, replay, failure, memory."""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 
@@ -224,6 +225,21 @@ def test_pool_counts_its_bytes_and_gives_them_back(cuda: CUDABackend) -> None:
     torch.cuda.empty_cache()
     assert pool.nbytes == 0
     assert torch.cuda.memory_reserved(cuda.device) <= before[1]
+
+
+def test_counting_the_bytes_of_a_pool_drops_no_reference(cuda: CUDABackend) -> None:
+    """To its handle's numbers, which Python frees where they are not small: see Note [all segments are asked for]."""
+    while torch.cuda.graph_pool_handle()[1] < 300:
+        pass
+    pool = cuda.make_pool()
+    with cuda.begin_capture(pool) as capture:
+        torch.zeros(8, device=cuda.device)
+    assert pool._hold is not None
+    number = max(pool._hold.handle)
+    held = sys.getrefcount(number)
+    assert (number > 256, pool.nbytes > 0, sys.getrefcount(number)) == (True, True, held)
+    capture.graph.reset()
+    pool.close()
 
 
 def test_graphs_of_one_pool_share_memory(cuda: CUDABackend, pool: CUDAPool, record: Record) -> None:

@@ -25,15 +25,20 @@ Note [after a failed capture]
     Graphs captured before keep it, and its memory, until they are released; later graphs get a new handle. We record
     the placeholder of the new handle at once, because a regular capture also repairs the random generator: torch
     versions with one generator state for all captures leave it in capture mode.
+
+Note [all segments are asked for]
+    ``memory_snapshot(mempool_id=...)`` of torch drops references to the handle's numbers that it never took
+    (https://github.com/pytorch/pytorch/pull/196366). A number above 256 is then freed while it is in use, and the
+    process crashes at some later allocation. We ask for the segments of all pools and choose ours.
 """
 
 import contextlib
 import ctypes
-import inspect
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -162,7 +167,8 @@ class CUDAPool(Pool):
     def nbytes(self) -> int:
         """Bytes of the allocator's segments that belong to the pool; 0 if the allocator cannot tell."""
         handles = [*self._abandoned, *([] if self._hold is None else [self._hold.handle])]
-        return sum(_segment_bytes(self._index, handle) for handle in handles)
+        known = _bytes_by_handle(self._index)
+        return sum(known[handle] for handle in handles)
 
     def close(self) -> None:
         """Release the memory; idempotent. Never call it inside a capture of the same thread.
@@ -187,7 +193,8 @@ class CUDAPool(Pool):
 
     def _forget_empty(self) -> None:
         """Drop the handles whose memory is gone: they never get memory again."""
-        self._abandoned = [kept for kept in self._abandoned if _segment_bytes(self._index, kept)]
+        known = _bytes_by_handle(self._index)
+        self._abandoned = [handle for handle in self._abandoned if known[handle]]
 
     def __repr__(self) -> str:
         condition = "closed" if self._closed else "open" if self._hold is not None else "empty"
@@ -245,16 +252,11 @@ def _end_recording(index: int, handle: _Handle) -> None:
         torch._C._cuda_releasePool(index, handle)
 
 
-def _segment_bytes(index: int, handle: _Handle) -> int:
-    """Bytes of one handle's segments on one device."""
-    known = inspect.signature(torch.cuda.memory_snapshot).parameters
-    wanted: dict[str, Any] = {"mempool_id": handle, "include_traces": False}
-    try:
-        segments = torch.cuda.memory_snapshot(**{name: wanted[name] for name in wanted.keys() & known})
-    except RuntimeError:  # cudaMallocAsync has no snapshot
-        return 0
-    return sum(
-        int(segment["total_size"])
-        for segment in segments
-        if segment.get("device", index) == index and tuple(segment.get("segment_pool_id", handle)) == handle
-    )
+def _bytes_by_handle(index: int) -> Counter[_Handle]:
+    """Bytes of the segments of each handle on one device; see Note [all segments are asked for]."""
+    known: Counter[_Handle] = Counter()
+    with contextlib.suppress(RuntimeError):  # cudaMallocAsync has no snapshot
+        for segment in torch.cuda.memory_snapshot(include_traces=False):
+            if segment["device"] == index:
+                known[cast("_Handle", tuple(segment["segment_pool_id"]))] += int(segment["total_size"])
+    return known
