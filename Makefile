@@ -78,7 +78,7 @@ native-check: $(VENV)/.test ## the native core under sanitizers
 	@CXX=g++ $(BIN)/python $(SANITIZED)/addresses/graphdispatch/native/build.py -O1 -g -fno-omit-frame-pointer \
 		-fsanitize=address,undefined -fno-sanitize-recover=all
 	@CXX=g++ $(BIN)/python $(SANITIZED)/threads/graphdispatch/native/build.py -O1 -g -fsanitize=thread
-	@ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED)/addresses LD_PRELOAD="$(call SANITIZER_LIBRARIES,libasan libubsan)" \
+	@PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED)/addresses LD_PRELOAD="$(call SANITIZER_LIBRARIES,libasan libubsan)" \
 		$(BIN)/python -m pytest tests/native $(ARGS)
 	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/native/threads.supp report_mutex_bugs=0" \
 		PYTHONPATH=$(SANITIZED)/threads LD_PRELOAD="$(call SANITIZER_LIBRARIES,libtsan)" \
