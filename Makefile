@@ -70,8 +70,10 @@ gpu-emulated:
 		$(GPU_PYTHON) -m pytest -p emulated_cuda tests/gpu tests/conformance tests/property/test_piecewise.py \
 		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
 
-# The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources. Needs g++.
+# The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources, and with
+# freed objects as traps. Needs g++.
 SANITIZED := build/sanitized
+NATIVE_TESTS := tests/native tests/cpu/test_refused_calls.py tests/cpu/test_told_arguments.py
 SANITIZER_LIBRARIES = $(shell for name in $(1) libstdc++; do g++ -print-file-name=$$name.so; done)
 native-check: $(VENV)/.test ## the native core under sanitizers
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src $(SANITIZED)/addresses && cp -r src $(SANITIZED)/threads
@@ -79,10 +81,11 @@ native-check: $(VENV)/.test ## the native core under sanitizers
 		-fsanitize=address,undefined -fno-sanitize-recover=all
 	@CXX=g++ $(BIN)/python $(SANITIZED)/threads/graphdispatch/native/build.py -O1 -g -fsanitize=thread
 	@PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED)/addresses LD_PRELOAD="$(call SANITIZER_LIBRARIES,libasan libubsan)" \
-		$(BIN)/python -m pytest tests/native $(ARGS)
+		$(BIN)/python -m pytest $(NATIVE_TESTS) $(ARGS)
 	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/native/threads.supp report_mutex_bugs=0" \
 		PYTHONPATH=$(SANITIZED)/threads LD_PRELOAD="$(call SANITIZER_LIBRARIES,libtsan)" \
 		$(BIN)/python tests/native/threads.py
+	@PYTHONPATH=tests/native $(BIN)/python -m pytest -p traps $(NATIVE_TESTS) $(ARGS)
 
 # Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
 native-twins: $(VENV)/.native ## the core beside Python at every check of the tests
