@@ -29,7 +29,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 demo: $(VENV)/.native ## the main job, on a small generated trace
 	@$(BIN)/graphdispatch demo $(ARGS)
 
-test: $(VENV)/.native ## the tests; ARGS="tests/unit -k sizes" for some of them
+test: $(VENV)/.native ## the tests; ARGS="tests/decide -k sizes" for some of them
 	@PYTHONHASHSEED=0 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 help: ## this list
@@ -58,7 +58,7 @@ endif
 
 gpu-test: ## the tests that need a CUDA device
 	@$(GPU_PYTHON) -c 'import torch; torch.cuda.is_available() or exit("gpu-test needs a CUDA device; none found")'
-	@$(GPU_PYTHON) -m pytest tests/gpu tests/conformance $(ARGS)
+	@$(GPU_PYTHON) -m pytest tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py $(ARGS)
 	@GRAPHDISPATCH_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest tests/property/test_piecewise.py tests/property/test_threads.py \
 		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
 
@@ -67,13 +67,13 @@ gpu-emulated: export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/tests/emulator
 gpu-emulated:
 	@tests/emulator/build.sh $(GPU_PYTHON) $(EMULATOR)
 	@LD_PRELOAD=$(EMULATOR)/libcudart.so.13 LD_LIBRARY_PATH=$(EMULATOR) GRAPHDISPATCH_TEST_DEVICE=cuda \
-		$(GPU_PYTHON) -m pytest -p emulated_cuda tests/gpu tests/conformance tests/property/test_piecewise.py \
+		$(GPU_PYTHON) -m pytest -p emulated_cuda tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py tests/property/test_piecewise.py \
 		tests/property/test_graphed_sequences.py tests/property/test_wrapper_sequences.py $(ARGS)
 
 # The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources, and with
 # freed objects as traps. Needs g++.
 SANITIZED := build/sanitized
-NATIVE_TESTS := tests/native tests/cpu/test_refused_calls.py tests/cpu/test_told_arguments.py
+NATIVE_TESTS := tests/native tests/serve/test_refused_calls.py tests/call/test_told_arguments.py
 SANITIZER_LIBRARIES = $(shell for name in $(1) libstdc++; do g++ -print-file-name=$$name.so; done)
 native-check: $(VENV)/.test ## the native core under sanitizers
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src $(SANITIZED)/addresses && cp -r src $(SANITIZED)/threads
@@ -93,7 +93,7 @@ native-twins: $(VENV)/.native ## the core beside Python at every check of the te
 
 # generate() for all decoder families and modes; takes some minutes.
 generate-test: $(VENV)/.native ## generate() of transformers by graphs
-	@$(BIN)/python -m pytest $(PARALLEL) tests/generate/broad_generation.py tests/generate $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) tests/integrations/broad_generation.py tests/integrations $(ARGS)
 
 gpu-bench: ## what graphs are worth on a GPU
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching import initialization, model_ru
 
 from graphdispatch.integrations.transformers import graphed_continuous_batching  # noqa: E402
 
-from .families import make_model  # noqa: E402
+from ..integrations.families import make_model  # noqa: E402
 
 PROMPTS = [torch.randint(2, 99, (3 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
 

@@ -21,7 +21,7 @@ from graphdispatch.native.bound import CORE
 from graphdispatch.native.guards import GUARD, USES_VERSIONS, versions_tell
 from graphdispatch.state.guards import StateGuard
 
-from ..cpu.traced import guard_of
+from ..traced import guard_of
 from .frames import frames_of
 
 pytestmark = pytest.mark.skipif(GUARD is None, reason="there is no native core")

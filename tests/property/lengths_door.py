@@ -7,7 +7,7 @@ import torch
 
 import graphdispatch as gd
 
-from ..doors.doors import GraphedDoor
+from ..behaviour.doors import GraphedDoor
 
 __all__ = ["LengthsDoor"]
 

@@ -20,7 +20,7 @@ import graphdispatch
 from graphdispatch import CUDAGraphOptions, GraphDispatchError
 from graphdispatch.memory.outputs import OutputView
 
-from ..doors.doors import DOORS
+from ..behaviour.doors import DOORS
 from .lengths_door import LengthsDoor
 from .state_compare import Twins
 from .state_programs import AHEAD_DOORS, Program, Step, draw, listing, mutation_source, render

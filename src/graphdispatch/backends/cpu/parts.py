@@ -5,7 +5,7 @@ And each number that meets a tensor becomes a tensor of the result's dtype. A re
 
 Note [the same bits]
     A row here holds for every value, not only for those of the capture: the calls are those that torch's kernel makes
-    (tests/cpu/test_parts.py compares them with what the profiler sees), and a number becomes the tensor that torch
+    (tests/backends/test_parts.py compares them with what the profiler sees), and a number becomes the tensor that torch
     makes of it. So the rows take only what is sure: no 16-bit floats, whose kernels look at the number itself.
 """
 

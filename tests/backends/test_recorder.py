@@ -1,0 +1,401 @@
+"""The CPU backend's graphs: what is recorded, replayed against which memory, and refused."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphdispatch.backends import get_backend
+from graphdispatch.backends.base import Pool
+from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.errors import BackendError, CaptureError, ReplayError
+from graphdispatch.reasons import Reason
+
+from ..compiled_operators import compiled_operator
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def record(fn: Callable[[], Any], pool: Pool | None = None) -> tuple[CPUGraph, Any]:
+    """The graph of one call of ``fn``, and what the call returned."""
+    backend = get_backend("cpu")
+    with backend.begin_capture(pool or backend.make_pool()) as capture:
+        out = fn()
+    assert isinstance(capture.graph, CPUGraph)
+    return capture.graph, out
+
+
+def follows(fn: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> CPUGraph:
+    """Check that replays over new inputs give eager's bits; returns the graph."""
+    x = torch.randn(*shape)
+    graph, out = record(lambda: fn(x))
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, fn(x))
+    return graph
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "matmul": lambda x: x @ x.t() + 1,
+    "views": lambda x: x.t()[1:].reshape(-1).view(4, -1).unsqueeze(0).expand(2, -1, -1) * 2,
+    "reshape_that_copies": lambda x: x.t().reshape(-1) * 2,
+    "in_place": lambda x: x.clone().add_(1).mul_(3).relu_(),
+    "in_place_on_view": lambda x: _write_view(x.clone()),
+    "index_put": lambda x: _index_put(x.clone()),
+    "several_results": lambda x: torch.cat([p * (i + 1) for i, p in enumerate(x.split(1, dim=1))], 1),
+    "topk": lambda x: x.topk(2, dim=1).values + x.topk(2, dim=1).indices,
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[1:]),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "no_out_overload": lambda x: torch.nn.functional.embedding(x[:, :4].argmax(1), x),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.reshape(-1, 2)).conj() * 2j),
+    "negative_view": lambda x: torch.view_as_complex(x.reshape(-1, 2)).conj().imag + 1,
+    "convert": lambda x: x.double().to(torch.bfloat16).float(),
+    "where": lambda x: torch.where(x > 0, x, -x),
+    "output_is_input_view": lambda x: x[1:],
+}
+
+
+def _write_view(x: torch.Tensor) -> torch.Tensor:
+    x[1:, ::2] = 5.0
+    x.t()[0].mul_(2)
+    return x
+
+
+def _index_put(x: torch.Tensor) -> torch.Tensor:
+    x[torch.tensor([0, 2])] = x[torch.tensor([1, 1])] * 2
+    return x
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_replay_has_eagers_bits(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Views, writes, operators with and without ``out=``: a replay over new inputs gives the bits of eager."""
+    follows(fn, 4, 6)
+
+
+def test_pure_views_are_not_replayed() -> None:
+    """An operator that only looks at memory in another way is no call of the graph."""
+    assert follows(lambda x: x.t()[1:].unsqueeze(0) * 2, 4, 6).num_replayed == 1
+
+
+def test_unused_results_are_dropped() -> None:
+    """A pure operator whose result nobody needs is not replayed."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.exp().sum()
+        return x * 2
+
+    graph = follows(fn, 4, 6)
+    assert (graph.num_recorded, graph.num_replayed) == (3, 1)
+
+
+def _raising(name: str) -> Callable[[torch.Tensor], Any]:
+    table, zero = torch.randn(3, 2), torch.zeros((), dtype=torch.int64)
+    return {
+        "assert": lambda x: torch._assert_async((x < 3).all()),
+        "index": lambda x: table[x],
+        "embedding": lambda x: torch.nn.functional.embedding(x, table),
+        "gather": lambda x: table.gather(0, x[:, None]),
+        "take": lambda x: table.take(x + 3),
+        "scatter": lambda x: torch.zeros(3).scatter(0, x, 1.0),
+        "divide": lambda x: (x + 1).floor_divide(3 - x) + zero,
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["assert", "index", "embedding", "gather", "take", "scatter", "divide"])
+def test_unused_operator_that_may_raise_is_run(name: str) -> None:
+    """What raises for some data raises in a replay, too, even if nobody needs its result."""
+    x, check = torch.tensor([0, 1, 2]), _raising(name)
+
+    def fn() -> torch.Tensor:
+        check(x)
+        return x * 2
+
+    graph, out = record(fn)
+    x.fill_(1)
+    graph.replay()
+    assert out.tolist() == [2, 2, 2]
+    x.fill_(3)
+    with pytest.raises((IndexError, RuntimeError)):
+        check(x)
+    with pytest.raises((IndexError, RuntimeError)):
+        graph.replay()
+
+
+def test_unused_draw_in_place_still_advances() -> None:
+    """A draw into memory that nobody reads is replayed, since it moves the generator."""
+    x = torch.ones(4)
+
+    def fn() -> torch.Tensor:
+        torch.empty(7).uniform_()
+        torch.ones(3).bernoulli_()
+        torch.rand(2, out=torch.empty(2))
+        return x + torch.rand(4)
+
+    graph, out = record(fn)
+    torch.manual_seed(1)
+    graph.replay()
+    torch.manual_seed(1)
+    assert torch.equal(out, fn())
+
+
+def test_temporary_that_is_sent_is_sent() -> None:
+    """An operator of unknown effect that only writes to a temporary is replayed: it may have sent it."""
+    sent: list[list[float]] = []
+
+    def send(x: torch.Tensor) -> None:
+        sent.append(x.tolist())
+        x.zero_()
+
+    with compiled_operator("send(Tensor(a!) x) -> ()", send) as op:
+        x = torch.ones(2)
+
+        def fn() -> torch.Tensor:
+            op(x * 2)
+            return x + 1
+
+        graph, _ = record(fn)
+        x.fill_(4.0)
+        graph.replay()
+    assert sent == [[2.0, 2.0], [8.0, 8.0]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_result_of_another_shape_is_an_error(length: int) -> None:
+    """A result that has another shape than at the capture is never broadcast or cut into its old place."""
+    with compiled_operator("first(Tensor x, Tensor n) -> Tensor", lambda x, n: x[: int(n)].clone()) as op:
+        x, n = torch.randn(5, 2), torch.tensor(3)
+        graph, _ = record(lambda: op(x, n))
+        graph.replay()
+        n.fill_(length)
+        with pytest.raises(ReplayError, match=r"shapes \[\(\d, 2\)\] where the graph holds \[\(3, 2\)\]"):
+            graph.replay()
+
+
+def _resized(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    own = torch.zeros(2)
+    own.resize_(shape)
+    return own.copy_(x).add_(1)
+
+
+GEOMETRY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "unsqueeze_": lambda x: (x * 2).unsqueeze_(0) + 1,
+    "t_": lambda x: (x * 2).t_() @ x,
+    "squeeze_twice": lambda x: (x[:1] * 2).squeeze_(0).unsqueeze_(1).mul_(3),
+    "resize_": lambda x: _resized(x, (4, 6)),
+    "set_": lambda x: torch.empty(0).set_(x * 2) + 1,  # type: ignore[call-overload]
+    "out_that_grows": lambda x: torch.add(x, 1, out=torch.empty(0)) * 2,
+    "out_that_grows_late": lambda x: torch.mul(torch.add(x[:1], 1, out=(out := torch.ones(1)[:0])), 2) + out.sum() + x,
+    "data": lambda x: _with_data(x),
+}
+
+
+def _with_data(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(2)
+    y.data = x * 2
+    return y + 1
+
+
+@pytest.mark.parametrize("fn", GEOMETRY.values(), ids=GEOMETRY)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_own_tensors_may_change_their_shape(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A tensor of the call that is reshaped, resized or given other memory in place holds eager's bits in replays."""
+    follows(fn, 4, 6)
+
+
+FOREIGN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "resize_": lambda x, other: other.resize_(x.shape),
+    "resize_as_": lambda x, other: other.resize_as_(x),
+    "unsqueeze_": lambda x, other: other.unsqueeze_(0),
+    "set_": lambda x, other: other.set_(x),
+    "add.out": lambda x, other: torch.add(x, 1, out=other),
+    "index_select.out": lambda x, other: torch.index_select(x, 0, torch.tensor([0, 1]), out=other),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_tensors_from_outside_keep_their_shape(name: str) -> None:
+    """Another shape of a tensor that the call did not make is refused: replays would not give it again."""
+    x, other = torch.randn(4, 6), torch.zeros(0)
+    with pytest.raises(CaptureError, match=name + r".* another shape or memory") as caught:
+        record(lambda: FOREIGN[name](x, other))
+    assert caught.value.reason is Reason.CAPTURE_UNSAFE
+
+
+def test_constants_are_folded() -> None:
+    """What depends on literals alone is computed once, when the graph is made."""
+    assert follows(lambda x: x + torch.tensor([1.0, 2.0]).exp().sum(), 4, 6).num_replayed == 1
+
+
+def test_written_literal_starts_anew() -> None:
+    """A literal that the call writes to has its own value at the start of each replay."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        total = torch.tensor([1.0])
+        total += x.sum()
+        return total * 2
+
+    follows(fn, 4, 6)
+
+
+def test_random_operators_draw_anew() -> None:
+    """A replay draws from the generator what eager would, neither more nor less."""
+    x = torch.ones(4, 6)
+
+    def fn() -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.5) + torch.rand(4, 6)
+
+    graph, out = record(fn)
+    torch.manual_seed(1)
+    graph.replay()
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(out, fn())
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_unused_draw_still_advances() -> None:
+    """A random operator whose result nobody needs is replayed, since it moves the generator."""
+    x = torch.ones(4)
+
+    def fn() -> torch.Tensor:
+        torch.rand(7)
+        return x + torch.rand(4)
+
+    graph, out = record(fn)
+    torch.manual_seed(1)
+    graph.replay()
+    torch.manual_seed(1)
+    assert torch.equal(out, fn())
+
+
+def test_state_is_written_at_its_address() -> None:
+    """A write to memory from outside happens in each replay, where that memory is."""
+    state, x = torch.zeros(3), torch.ones(3)
+    graph, _ = record(lambda: state.add_(x))
+    graph.replay()
+    graph.replay()
+    assert torch.equal(state, torch.full((3,), 3.0))
+
+
+def test_outputs_are_overwritten() -> None:
+    """An output lies at one address, and the next replay overwrites it, as on a CUDA device."""
+    x = torch.ones(3)
+    graph, out = record(lambda: x * 2)
+    address = out.data_ptr()
+    x.fill_(4.0)
+    graph.replay()
+    assert out.data_ptr() == address
+    assert torch.equal(out, torch.full((3,), 8.0))
+
+
+def test_inference_mode_records_the_parts() -> None:
+    """Under ``inference_mode``, where composite operators arrive whole, the same bits come out."""
+    with torch.inference_mode():
+        follows(lambda x: torch.nn.functional.linear(x, x).reshape(-1) + x.flatten().sum(), 4, 6)
+
+
+def test_sizes_share_one_arena() -> None:
+    """Graphs captured largest first take the arena of the largest, and no more."""
+    pool = get_backend("cpu").make_pool()
+    graphs, held = [], []
+    for rows in (64, 32, 8):
+        x = torch.randn(rows, 128)
+        graph, out = record(lambda x=x: ((x + 1).exp() * 2).sum(1), pool)
+        graphs.append(graph)
+        held.append(out)
+        assert pool.nbytes == pytest.approx(2 * 64 * 128 * 4, rel=0.05)
+    graphs[0].replay()
+
+
+def test_arena_goes_with_its_last_graph() -> None:
+    """When all graphs of a pool are released, so is their arena."""
+    pool = get_backend("cpu").make_pool()
+    x = torch.randn(64, 128)
+    graph, _ = record(lambda: (x + 1).exp().sum(), pool)
+    assert pool.nbytes > 0
+    graph.reset()
+    assert pool.nbytes == 0
+
+
+def test_released_graph_raises() -> None:
+    """A graph that was released says so; releasing it twice is harmless."""
+    x = torch.ones(3)
+    graph, _ = record(lambda: x * 2)
+    graph.reset()
+    graph.reset()
+    with pytest.raises(ReplayError, match="released; capture it again"):
+        graph.replay()
+
+
+FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "_local_scalar_dense": lambda x: x.sum().item(),
+    "nonzero": lambda x: x.nonzero(),
+    "boolean mask": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "Tensor.numpy": lambda x: x.numpy(),
+    "Tensor.tolist": lambda x: x.tolist(),
+    "Tensor.data_ptr": lambda x: x.data_ptr(),
+    "layout": lambda x: x.to_sparse() * 2,
+    "meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_forbidden_operator_is_named(name: str) -> None:
+    """What no graph can hold raises, naming the operator and the user's own line."""
+    x = torch.randn(4, 4)
+    with pytest.raises(CaptureError, match=name) as caught:
+        record(lambda: FORBIDDEN[name](x))
+    assert caught.value.reason is Reason.CAPTURE_UNSAFE
+    assert "test_recorder.py" in str(caught.value)
+
+
+def test_failed_recording_leaves_nothing_behind() -> None:
+    """After an error within a capture the backend records the next one as if nothing had been."""
+    x = torch.randn(4)
+    with pytest.raises(KeyError):
+        record(lambda: {}[0])
+    assert not get_backend("cpu").is_capturing()
+    _, out = record(lambda: x * 2)
+    assert torch.equal(out, x * 2)
+
+
+def test_pool_of_another_backend_is_refused() -> None:
+    """A pool that the backend did not make is an error."""
+    with pytest.raises(BackendError, match="pool must come from the CPU backend"):
+        get_backend("cpu").begin_capture(object())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def _one_process_group(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.usefixtures("_one_process_group")
+def test_collective_is_replayed() -> None:
+    """An ``all_reduce`` is a call of the graph, and the work around it keeps its order."""
+    x = torch.ones(3)
+
+    def fn() -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    graph, out = record(fn)
+    x.fill_(5.0)
+    graph.replay()
+    assert graph.num_replayed == 3
+    assert torch.equal(out, torch.full((3,), 11.0))

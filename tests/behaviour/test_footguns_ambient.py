@@ -1,0 +1,173 @@
+"""Modes of the calling thread: gradients, autocast, inference mode, the random generator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from graphdispatch import Reason
+
+from .door import Door
+
+Settle = Callable[..., Door]
+INPUT = {"dynamic": {"input": 0}}
+
+
+def test_dropout(settled: Settle) -> None:
+    """Each replay draws anew, and unpadded it draws the very numbers that eager would."""
+    model = nn.Dropout(0.5).train()
+    step = settled(model, **INPUT)
+    x = torch.ones(4, 3)
+    torch.manual_seed(1)
+    got = [step(x) for _ in range(3)]
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    expected = [model(x) for _ in range(3)]
+    assert all(map(torch.equal, got, expected))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(got[0], got[1])
+
+
+def test_autocast_flip(settled: Settle) -> None:
+    """Autocast chooses other operators, so it is part of what a graph is for."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step(x).dtype is torch.bfloat16
+    assert step(x).dtype is torch.float32
+    step.check(Reason.EXACT)
+
+
+def test_autocast_weight_written(tried: Settle) -> None:
+    """The graph casts weights in each replay; no copy is taken from an autocast region, and none is left to it."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)).eval()
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)  # from here on the region has copies of the weights
+        step = tried(model, **INPUT)
+        assert torch.equal(step(x), model(x))
+    assert step.hits > 0
+    for factor in (3, 0.5):
+        model[0].weight.mul_(factor)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(step(x), model(x))
+            step.check(Reason.EXACT)
+
+
+class Doubled(TorchFunctionMode):
+    """Doubles each sine."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.Tensor.sin else result
+
+
+def test_mode_around(settled: Settle) -> None:
+    """A mode sees each operator of a call within it, and a replay has none to show; afterwards graphs serve again."""
+    step = settled(lambda x: x.sin())
+    x = torch.randn(4, 3)
+    for _ in range(3):
+        with Doubled():
+            expected = x.sin()
+            assert torch.equal(step(x), expected)
+            step.check(Reason.MODE_ACTIVE)
+        assert torch.equal(step(x), x.sin())
+        step.check(Reason.EXACT)
+
+
+def test_parametrization_cached(tried: Settle) -> None:
+    """While computed weights are cached nothing is captured, since a graph would keep them; it is served after that."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    model = nn.Linear(3, 3).eval()
+    parametrize.register_parametrization(model, "weight", Doubled())
+    x = torch.randn(4, 3)
+    with parametrize.cached():
+        step = tried(model, **INPUT)
+        assert torch.equal(step(x), model(x))
+        step.check(Reason.CAPTURE_UNSAFE)
+    model.parametrizations.weight.original.mul_(3)
+    step.renew(x)
+    for _ in range(20):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), model(x))
+    step.check(Reason.EXACT)
+
+
+def test_inference_mode(settled: Settle) -> None:
+    """A step that was captured under ``no_grad`` serves inference mode with a graph of its own, and the reverse."""
+    step = settled(lambda x: x * 2)
+    x = torch.randn(4, 3)
+    with torch.inference_mode():
+        for batch in (x, x + 1, x):
+            assert torch.equal(step(batch), batch * 2)
+        step.check(Reason.EXACT, everywhere=False)
+        inside = torch.randn(4, 3)
+    assert torch.equal(step(inside), inside * 2)
+
+
+def test_gradient_needed(settled: Settle) -> None:
+    """With gradients on, an input that requires one is differentiated by eager."""
+    step = settled(lambda x: x * 2)
+    x = torch.randn(4, 3, requires_grad=True)
+    with torch.enable_grad():
+        step(x).sum().backward()
+    assert x.grad is not None
+    step.check(Reason.NEEDS_GRADIENTS)
+
+
+def test_training_with_gradients(settled: Settle) -> None:
+    """So is a module in training mode whose parameters require gradients."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    model.train()
+    with torch.enable_grad():
+        assert step(torch.randn(4, 3)).requires_grad
+    step.check(Reason.NEEDS_GRADIENTS)
+
+
+def test_gradients_on_by_default(settled: Settle) -> None:
+    """A module in eval mode is served with gradients on, too; the outputs then require none, unlike eager's."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    with torch.enable_grad():
+        x = torch.randn(4, 3)
+        out = step(x)
+    assert not out.requires_grad
+    assert torch.equal(out, model(x))
+
+
+def test_gradients_on_by_default_instead(settled: Settle) -> None:
+    """In training mode, or with inputs that require gradients, the call runs eagerly, with gradients."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    with torch.enable_grad():
+        assert step(torch.randn(4, 3, requires_grad=True)).requires_grad
+        model.train()
+        assert step(torch.randn(4, 3)).requires_grad
+    step.check(Reason.NEEDS_GRADIENTS)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own dual level uses it
+def test_forward_mode_gradients(settled: Settle) -> None:
+    """A dual tensor carries its tangent without requiring a gradient; a graph would drop it."""
+    model = nn.Linear(3, 3).eval().requires_grad_(False)
+    step = settled(model, **INPUT)
+    x, tangent = torch.randn(4, 3), torch.randn(4, 3)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode(), forward_ad.dual_level():
+            answer = forward_ad.unpack_dual(step(forward_ad.make_dual(x, tangent)))
+            assert torch.equal(answer.primal, model(x))
+            assert torch.allclose(answer.tangent, tangent @ model.weight.T)
+        step.check(Reason.NEEDS_GRADIENTS)
+    assert torch.equal(step(x), model(x))
+    step.check(Reason.EXACT)

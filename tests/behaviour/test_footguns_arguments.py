@@ -1,0 +1,234 @@
+"""What the caller passes: other spellings, shapes, layouts, constants, objects, shared memory."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch import CUDAGraphOptions, Reason
+
+from .door import Door
+from .features import needs
+
+Settle = Callable[..., Door]
+
+
+def weighted(x: torch.Tensor, w: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Not symmetric in its arguments, so that a mix-up shows."""
+    return x * scale - w
+
+
+def pair(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of equal shape."""
+    return torch.randn(rows, 3), torch.randn(rows, 3)
+
+
+BOTH = {"x": 0, "w": 0}
+
+
+def test_keyword_order(settled: Settle) -> None:
+    """Keywords are matched by name, in whatever order they are written."""
+    step = settled(weighted, pair, dynamic=BOTH)
+    x, w = pair(4)
+    for _ in range(2):
+        assert torch.equal(step(w=w, x=x), weighted(x, w))
+        assert torch.equal(step(x=x, w=w), weighted(x, w))
+
+
+def test_positional_or_keyword(settled: Settle) -> None:
+    """Positional and keyword spellings of one call are not mixed up."""
+    step = settled(weighted, pair, dynamic=BOTH)
+    x, w = pair(3)
+    for _ in range(3):
+        assert torch.equal(step(x, w=w), weighted(x, w))
+
+
+@needs("constants")
+def test_default_argument(settled: Settle) -> None:
+    """A default that is left out, and then given another value, selects another graph."""
+    step = settled(weighted, pair, dynamic=BOTH)
+    x, w = pair(4)
+    for scale in (1.0, 3.0, 1.0, 3.0):
+        assert torch.equal(step(x, w, scale), weighted(x, w, scale))
+    assert torch.equal(step(x, w), weighted(x, w))
+
+
+@needs("constants")
+@pytest.mark.parametrize("values", [(2, 3), (2, 2.0), (1, True), (0.0, -0.0), ("a", "b"), (None, 1), (0j, -0j)])
+def test_constant_argument(settled: Settle, values: tuple[Any, Any]) -> None:
+    """A constant is compared with its type and, for floats, its bits."""
+
+    def fn(x: torch.Tensor, k: Any) -> torch.Tensor:
+        return x * torch.tensor(float(hash((type(k).__name__, repr(k))) % 1000))
+
+    first, second = values
+    step = settled(fn, lambda rows: (torch.randn(rows, 3), first))
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x, second), fn(x, second))
+    assert torch.equal(step(x, first), fn(x, first))
+    step.check(Reason.EXACT)
+
+
+@needs("constants")
+def test_constant_in_container(settled: Settle) -> None:
+    """Constants within dicts, lists and tuples are compared like top-level ones."""
+
+    def fn(x: torch.Tensor, config: dict[str, list[float]]) -> torch.Tensor:
+        return x * config["scale"][0]
+
+    step = settled(fn, lambda rows: (torch.randn(rows, 3), {"scale": [2.0]}))
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x, {"scale": [5.0]}), x * 5.0)
+
+
+@needs("constants")
+def test_object_argument(tried: Settle) -> None:
+    """An object whose change cannot be seen keeps the call eager."""
+    config = SimpleNamespace(scale=2.0)
+    step = tried(lambda x, config: x * config.scale, lambda rows: (torch.randn(rows, 3), config))
+    config.scale = 5.0
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x, config), x * 5.0)
+    step.check(Reason.UNGUARDED_ARGUMENT)
+
+
+def test_shape_changed(settled: Settle) -> None:
+    """Another trailing shape never meets the old graph."""
+    step = settled(lambda x: x * 2)
+    x = torch.randn(4, 5)
+    assert torch.equal(step(x), x * 2)
+    step.check(Reason.CAPTURED_NOW)
+
+
+def test_dtype_changed(settled: Settle) -> None:
+    """Another dtype is not cast into the old buffers."""
+    step = settled(lambda x: x * 2)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    assert step(x).dtype is torch.float64
+    assert torch.equal(step(x), x * 2)
+
+
+def test_one_row_into_many(settled: Settle) -> None:
+    """One row is one row: it is not broadcast over the four of the graph."""
+    step = settled(lambda x: x * 2)
+    x = torch.randn(1, 3)
+    assert torch.equal(step(x), x * 2)
+
+
+def test_rows_disagree(settled: Settle) -> None:
+    """One row beside four is what eager makes of it."""
+    step = settled(weighted, pair, dynamic=BOTH)
+    x, w = torch.randn(4, 3), torch.randn(1, 3)
+    assert torch.equal(step(x, w), x - w)
+    step.check(Reason.ROWS_DISAGREE)
+
+
+def test_size_one_dimension(settled: Settle) -> None:
+    """A column is not broadcast into a buffer of three."""
+    step = settled(weighted, pair, dynamic=BOTH)
+    x, w = torch.randn(4, 3), torch.randn(4, 1)
+    assert torch.equal(step(x, w), x - w)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [lambda x: x.t().contiguous().t(), lambda x: x.repeat(1, 2)[:, ::2], lambda x: x[:1].expand(4, 3)],
+    ids=["transposed", "strided", "expanded"],
+)
+def test_layout_changed(settled: Settle, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Transposed, strided and expanded inputs give what eager gives, whether a graph serves them or not."""
+    step = settled(lambda x: x * 2 + x.cumsum(1))
+    for _ in range(3):
+        x = layout(torch.randn(4, 3))
+        assert torch.equal(step(x), x * 2 + x.cumsum(1))
+
+
+def test_argument_written(settled: Settle) -> None:
+    """A write to an argument reaches the caller's own tensor, on the real rows."""
+    step = settled(lambda x: x.add_(1) * 2)
+    x = torch.randn(3, 3)
+    expected = x + 1
+    assert torch.equal(step(x), expected * 2)
+    assert torch.equal(x, expected)
+    step.check(Reason.PADDED)
+
+
+def _write_first(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return w * 2
+
+
+def test_arguments_share_memory(settled: Settle) -> None:
+    """Copies of two views of one memory would drift apart, so such a call runs eagerly if it writes."""
+    step = settled(_write_first, pair, dynamic=BOTH)
+    x = torch.randn(4, 3)
+    expected = (x + 1) * 2
+    assert torch.equal(step(x, x), expected)
+    step.check(Reason.ALIASED_ARGUMENTS)
+
+
+def test_argument_is_state(settled: Settle) -> None:
+    """An argument that is a view of state which the call writes is not copied."""
+    cache = torch.zeros(8, 3)
+
+    def fn(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        cache[0].add_(1)
+        return x + row
+
+    step = settled(fn, lambda rows: (torch.randn(rows, 3), torch.randn(3)))
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x, cache[0]), x + float(step.calls))
+    step.check(Reason.ALIASED_ARGUMENTS)
+
+
+@needs("static_inputs")
+def test_static_input_moved(opened: Settle) -> None:
+    """With static inputs, a tensor at another address than the captured one is not served by the graph."""
+    step = opened(lambda x: x * 2, options=CUDAGraphOptions(inputs="static"))
+    x, moved = torch.randn(4, 3), torch.randn(4, 3)
+    step.prepare(x)
+    for _ in range(3):
+        assert torch.equal(step(x), x * 2)
+    assert step.was_hit()
+    assert torch.equal(step(moved), moved * 2)
+    step.check(Reason.ARGUMENTS_CHANGED)
+    assert torch.equal(step(x), x * 2)
+
+
+@needs("constants")
+def test_argument_container_changed(tried: Settle) -> None:
+    """What the callable puts into a dict or list that it was given is there after each call, captures included."""
+
+    def fn(batch: dict[str, torch.Tensor], log: list[torch.Tensor]) -> torch.Tensor:
+        batch["y"] = batch["x"] * 3
+        log.append(batch["x"])
+        return batch.pop("z") * 2
+
+    given: list[dict[str, torch.Tensor]] = []
+
+    def batch(rows: int) -> tuple[Any, ...]:
+        x = torch.randn(rows, 3)
+        given.append({"x": x, "z": x + 1})
+        return given[-1], []
+
+    step = tried(fn, batch, dynamic={"batch": 0})
+    step.check(Reason.STATE_REBOUND)
+    for values in given[-step.calls :]:  # any before were examples, whose captures leave nothing
+        assert list(values) == ["x", "y"]
+        assert torch.equal(values["y"], values["x"] * 3)
+
+
+@needs("constants")
+def test_argument_container_changed_instead(settled: Settle) -> None:
+    """A tensor within a container may be written in place."""
+
+    def fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch["y"].copy_(batch["x"] * 3)
+        return batch["x"] * 2
+
+    step = settled(fn, lambda rows: ({"x": torch.randn(rows, 3), "y": torch.randn(rows, 3)},), dynamic={"batch": 0})
+    x, y = torch.randn(4, 3), torch.zeros(4, 3)
+    assert torch.equal(step({"x": x, "y": y}), x * 2)
+    assert torch.equal(y, x * 3)

@@ -1,0 +1,79 @@
+"""Breaks of PIECEWISE captures: Python that runs while a graph is half-way."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from graphdispatch import Reason, eager_break, get_backend
+
+from .door import Door
+from .features import needs
+
+Settle = Callable[..., Door]
+
+
+@needs("pieces")
+def test_break_calls_itself(opened: Settle) -> None:
+    """A break calls the served model that it is a part of: the inner call runs eagerly, and both are right."""
+
+    @eager_break
+    def part(h: Tensor) -> Tensor:
+        return h + plain(h[:1]) if len(h) > 1 else h
+
+    step = opened(lambda x: part(x * 2) + x, sizes=(1, 4), mode="PIECEWISE")
+    plain = step.fn
+    for rows in (1, 4):
+        step.prepare(torch.randn(rows, 3))
+    plain = step.plain
+    for rows in (1, 1, 4, 4):
+        step(torch.randn(rows, 3))
+    hits, inside = step.hits, step.reasons[Reason.INSIDE_REPLAY]
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2 + (x[:1] * 2 * 2 + x[:1] * 2) + x)
+    assert step.hits == hits + 1
+    assert step.reasons[Reason.INSIDE_REPLAY] == inside + 1 or step.name == "entry"  # which raises instead
+
+
+@needs("pieces")
+def test_break_on_side_stream(opened: Settle) -> None:
+    """What a break writes on a stream of its own, joined before it ends, is written once for each call."""
+    backend = get_backend("cpu")
+    side = backend.make_stream()
+    cache = torch.zeros(3)
+
+    @eager_break
+    def part(x: Tensor) -> Tensor:
+        side.submit(lambda: cache.add_(1))
+        backend.current_stream().wait_stream(side)
+        return x + cache
+
+    step = opened(lambda x: part(x + 1), mode="PIECEWISE")
+    step.prepare(torch.randn(4, 3))
+    for count in range(1, 5):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x + 1 + count)
+        assert torch.equal(cache, torch.full((3,), float(count)))
+    side.close()
+    assert step.hits >= 2 if step.captures_ahead else step.hits == 2
+
+
+@needs("pieces")
+def test_break_changes_state(opened: Settle) -> None:
+    """What a break sets is seen behind it in the same call, which runs eagerly once more."""
+
+    class Chosen:
+        scale = 2
+
+    @eager_break
+    def choose(x: Tensor) -> Tensor:
+        Chosen.scale = 3 if x.sum() > 100 else 2
+        return x + 1
+
+    step = opened(lambda x: choose(x * 2) * Chosen.scale, mode="PIECEWISE")
+    for number in range(12):
+        x = torch.rand(4, 3) + 100 * (number % 4 == 3)
+        step.prepare(x)
+        assert torch.equal(step(x), (x * 2 + 1) * (3 if number % 4 == 3 else 2))
+        Chosen.scale = 2
+    assert step.hits

@@ -1,0 +1,196 @@
+"""What the callable returns: memory that replays share, objects, the argument itself, state."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from graphdispatch import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, Reason, StaleOutputError
+
+from .door import Door
+from .features import needs
+
+Settle = Callable[..., Door]
+
+
+def test_output_kept(settled: Settle) -> None:
+    """Outputs are the caller's own copies: a later call changes none of them."""
+    step = settled(lambda x: x * 2)
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    kept = step(first)
+    step(second)
+    assert torch.equal(kept, first * 2)
+
+
+def test_output_view_kept(settled: Settle) -> None:
+    """With ``outputs="view"`` a handle that outlived its memory raises when it is read."""
+    step = settled(lambda x: x * 2, outputs="view")
+    x = torch.randn(4, 3)
+    kept = step(x)
+    assert torch.equal(kept.get(), x * 2)
+    step(x)
+    with pytest.raises(StaleOutputError, match="stale"):
+        kept.get()
+
+
+def test_output_view_read_late(settled: Settle) -> None:
+    """LIMIT: what ``get()`` gave is overwritten by the next call, of any thread; only ``get()`` itself can notice."""
+    step = settled(lambda x: x * 2, outputs="view")
+    x = torch.randn(4, 3)
+    value = step(x).get()
+    step(x + 1)
+    assert torch.equal(value, (x + 1) * 2)
+
+
+def test_output_static_kept(settled: Settle) -> None:
+    """LIMIT: with ``outputs="static"`` the tensors are the graph's own, and the next replay overwrites them."""
+    step = settled(lambda x: x * 2, outputs="static")
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    kept = step(first)
+    step(second)
+    assert torch.equal(kept, second * 2)
+
+
+def test_output_is_argument(settled: Settle) -> None:
+    """A callable that returns its argument gives an equal tensor, which is a copy."""
+    step = settled(lambda x: x)
+    x = torch.randn(3, 3)
+    out = step(x)
+    assert torch.equal(out, x)
+    assert out.data_ptr() != x.data_ptr()
+
+
+def test_output_is_view_of_argument(settled: Settle) -> None:
+    """So does one that returns a view of its argument; a write to the result does not reach the argument."""
+    step = settled(lambda x: x[:, :2])
+    x = torch.randn(3, 3)
+    expected = x.clone()
+    step(x).zero_()
+    assert torch.equal(x, expected)
+
+
+def test_output_is_state(settled: Settle) -> None:
+    """State that is returned is the state itself, as in eager, and no copy."""
+    cache = torch.zeros(3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return cache.add_(1)
+
+    step = settled(fn)
+    assert step(torch.randn(4, 3)).data_ptr() == cache.data_ptr()
+
+
+def test_output_is_container_of_state(settled: Settle) -> None:
+    """A list of the callable's own that it returns comes as a copy, which holds what the list holds now."""
+    factors = [2.0, 3.0]
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        return x * factors[0], factors
+
+    step = settled(fn)
+    returned = step(torch.randn(4, 3))[1]
+    assert returned == factors
+    assert returned is not factors
+
+
+def test_outputs_share_memory(settled: Settle) -> None:
+    """Outputs that are views of one tensor in eager come as copies: a write to one does not reach the other."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x * 2
+        return h, h[:, :2]
+
+    step = settled(fn)
+    x = torch.randn(4, 3)
+    whole, part = step(x)
+    part.zero_()
+    assert torch.equal(whole, x * 2)
+
+
+def test_outputs_share_memory_instead(settled: Settle) -> None:
+    """What is written inside the call, before it is split, is in both outputs."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x * 2
+        h[:, :2].zero_()
+        return h, h[:, :2]
+
+    step = settled(fn)
+    x = torch.randn(4, 3)
+    whole, part = step(x)
+    assert torch.equal(whole, fn(x)[0])
+    assert torch.equal(part, torch.zeros(4, 2))
+
+
+def test_output_constant(settled: Settle) -> None:
+    """Constants beside tensors come back as they are."""
+    step = settled(lambda x: {"out": x * 2, "layers": 3, "name": "a"})
+    result = step(torch.ones(3, 3))
+    assert (result["layers"], result["name"]) == (3, "a")
+
+
+@needs("padding")
+def test_output_row_count(tried: Settle) -> None:
+    """The number of rows as a plain number would be that of the graph, so the call stays eager."""
+    step = tried(lambda x: (x * 2, x.shape[0]))
+    assert step(torch.randn(3, 3))[1] == 3
+    step.check(Reason.OUTPUT_UNSUPPORTED)
+
+
+def test_output_object(tried: Settle) -> None:
+    """An object that the call makes cannot be given back by a graph."""
+    step = tried(lambda x: (x * 2, object()))
+    step.check(Reason.OUTPUT_UNSUPPORTED)
+
+
+def test_output_rows_fixed_by_accident(settled: Settle) -> None:
+    """An output whose size merely equals the batch is not cut: what follows the batch is found by running twice."""
+    step = settled(lambda x: (x * 2, torch.ones(4, 2) + x.sum() * 0))
+    assert step(torch.randn(3, 3))[1].shape == (4, 2)
+
+
+@needs("padding")
+def test_output_rows_unknown(tried: Settle) -> None:
+    """An output with one row more than the batch cannot be cut by a factor."""
+    step = tried(lambda x: torch.cat([x, x[:1]]))
+    assert step(torch.randn(3, 3)).shape == (4, 3)
+    step.check(Reason.OUTPUT_ROWS_UNKNOWN)
+
+
+def test_output_unwritten(settled: Settle) -> None:
+    """Columns that nothing wrote hold anything, as eager's do; the written ones are eager's."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), 6)
+        out[:, :3] = x * 2
+        return out
+
+    step = settled(fn)
+    for rows in step.order:
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x)[:, :3], x * 2)
+
+
+def _with_noise(x: torch.Tensor) -> torch.Tensor:
+    """Two real rows; what the others give differs in each run, as that of attention over slots of nobody."""
+    noise = torch.from_numpy(np.random.default_rng().random((len(x) - 2, 3))).float()
+    return torch.cat([x[:2] * 2, x[2:] + noise])
+
+
+def test_rows_padded_by_caller(tried: Settle) -> None:
+    """A batch that the caller padded is compared whole, and rows that differ from run to run keep it eager."""
+    step = tried(_with_noise)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x)[:2], x[:2] * 2)
+    step.check(Reason.VERIFICATION_FAILED)
+
+
+def test_rows_padded_by_caller_instead() -> None:
+    """Told how many rows are real, the wrapper compares these alone."""
+    wrapper = CUDAGraphWrapper(_with_noise)
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        out = wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL, rows=2)
+        assert torch.equal(out[:2], x[:2] * 2)
+    assert wrapper.get_stats().hits

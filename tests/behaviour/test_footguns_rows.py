@@ -1,0 +1,286 @@
+"""Padding rows: models that mix rows, and caches that padding would write to."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch import CUDAGraphOptions, Reason
+
+from .door import Door
+from .features import needs
+
+Settle = Callable[..., Door]
+MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": lambda x: x - x.mean(0),
+    "softmax": lambda x: x.softmax(0),
+    "sort": lambda x: x.sort(0).values,
+    "reverse_cumsum": lambda x: x.flip(0).cumsum(0) * x.flip(0).argmax(),
+}
+
+
+@needs("padding")
+@pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed(opened: Settle, mixer: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
+    """A model that mixes rows is found when it is captured; padded batches run eagerly, also after full ones."""
+    step = opened(mixer)
+    step.prepare(torch.randn(first, 3))
+    for rows in (first, first, first, 3, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), mixer(x))
+    step.check(Reason.VERIFICATION_FAILED)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), mixer(x))
+
+
+def test_rows_mixed_instead(opened: Settle) -> None:
+    """With exact sizes alone, which a ladder of every size gives, such a model is served."""
+    step = opened(MIXERS["mean"], sizes=(1, 2, 3, 4))
+    for rows in (3, 4):
+        step.prepare(torch.randn(rows, 3))
+    for rows in (3, 3, 3, 4, 4, 4):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), MIXERS["mean"](x))
+    assert step.hits >= 2 if step.captures_ahead else step.hits == 2
+
+
+MIXED_FOR_SOME_DATA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "maximum": lambda x: x - x.amax(0),
+    "argsort": lambda x: x.argsort(0) * 1.0,
+    "quantization": lambda x: (x / x.abs().amax() * 127).round(),
+    "rank": lambda x: (x[:, None] < x[None]).sum(1) * 1.0,
+    "masked_softmax": lambda x: x.masked_fill(x == 0, -1e9).softmax(0),
+    "bounded_maximum": lambda x: x + x.clamp(min=0).amax(0).clamp(max=0.3),
+    "bounded_sum": lambda x: (x.sum(0).clamp(-1, 1) + x).tanh(),
+    "capacity": lambda x: torch.where(x[:, :1].argsort(0, descending=True).argsort(0) < 3, x, 0.0),
+}
+
+
+@needs("padding")
+@pytest.mark.parametrize("fn", MIXED_FOR_SOME_DATA.values(), ids=MIXED_FOR_SOME_DATA)
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed_for_some_data(opened: Settle, fn: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
+    """Zero padding changes no row of the first batches, and would change rows of later ones."""
+    step = opened(fn)
+    step.prepare(torch.rand(first, 3) + 1)
+    for rows in (first, first, 4, 3, 3, 2):
+        x = torch.rand(rows, 3) + 1
+        assert torch.equal(step(x), fn(x))
+    for x in (-torch.rand(3, 3) - 1, torch.randn(3, 3) * 200):
+        assert torch.equal(step(x), fn(x))
+        step.check(Reason.VERIFICATION_FAILED)
+
+
+MIXED_UNSEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "any_small": lambda x: x + (x.abs() < 0.5).any(),
+    "smallest_integer": lambda x: x + x.long().abs().amin(),
+    "first_of_sorted": lambda x: x + x.abs().sort(0).values[0].round(),
+}
+
+
+@needs("padding")
+@pytest.mark.parametrize("fn", MIXED_UNSEEN.values(), ids=MIXED_UNSEEN)
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed_unseen(opened: Settle, fn: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
+    """Each early batch holds numbers near zero, so that padding of zeros changes nothing."""
+    step = opened(fn)
+    place = torch.tensor([[0.01], [1.0], [1.0], [1.0]])
+    step.prepare((torch.rand(4, 3) * 7 * place)[:first])
+    for rows in (first, first, 4, 3, 3, 2):
+        x = (torch.rand(4, 3) * 7 * place)[:rows]
+        assert torch.equal(step(x), fn(x))
+    for rows in (3, 2, 3):
+        x = torch.rand(rows, 3) * 7 + 2
+        assert torch.equal(step(x), fn(x))
+        step.check(Reason.VERIFICATION_FAILED)
+
+
+@needs("padding", "pad_rules")
+def test_rows_mixed_for_some_data_instead(settled: Settle) -> None:
+    """The pad rule ``repeat_last`` keeps padding within the data, so a maximum over the rows is right."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + x.amax(0)
+
+    step = settled(fn, lambda rows: (torch.rand(rows, 3) + 1,), pad={"x": "repeat_last"})
+    x = -torch.rand(3, 3) - 1
+    assert torch.equal(step(x), fn(x))
+
+
+@needs("padding", "pad_rules")
+@pytest.mark.parametrize("pad", [7.0, 0.0])
+def test_pad_rule_not_neutral(opened: Settle, pad: float) -> None:
+    """A rule of the user's is kept, so that other rows show what it does to later data."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + x.amax(0).clamp(max=0.3)
+
+    step = opened(fn, pad={"x": pad})
+    step.prepare(torch.rand(3, 3) + 1)
+    for _ in range(4):
+        x = torch.rand(3, 3) + 1
+        assert torch.equal(step(x), fn(x))
+    step.check(Reason.VERIFICATION_FAILED)
+    x = -torch.rand(3, 3) - 1
+    assert torch.equal(step(x), fn(x))
+
+
+@needs("padding", "pad_rules")
+def test_pad_rule_not_neutral_instead(settled: Settle) -> None:
+    """A rule that is neutral for a maximum."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + x.amax(0).clamp(max=0.3)
+
+    step = settled(fn, lambda rows: (torch.rand(rows, 3) + 1,), pad={"x": -math.inf})
+    x = -torch.rand(3, 3) - 1
+    assert torch.equal(step(x), fn(x))
+
+
+@needs("padding")
+def test_batch_norm_training(opened: Settle) -> None:
+    """Batch norm in training mode mixes rows: full batches only, with statistics as eager leaves them."""
+    model, eager = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    step = opened(model, dynamic={"input": 0})
+    step.prepare(torch.randn(4, 3))
+    for rows in (4, 4, 4, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), eager(x))
+    assert torch.equal(model.running_var, eager.running_var)
+    assert int(model.num_batches_tracked) == step.calls
+    step.check(Reason.VERIFICATION_FAILED)
+
+
+class Cache(nn.Module):
+    """Writes each row to its slot and reads it back; slot 9 is scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slots", torch.zeros(10, 3))
+
+    def forward(self, x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        self.slots.index_copy_(0, slot, x)
+        return self.slots[slot] * 2
+
+
+@needs("padding")
+def test_padding_writes_cache(opened: Settle) -> None:
+    """Padding that points at a slot is refused even while that slot holds what padding would write."""
+    model, eager = Cache(), Cache()
+    step = opened(model, dynamic={"x": 0, "slot": 0})
+    step.prepare(torch.randn(3, 3), torch.tensor([5, 6, 7]))
+    for slots in ([5, 6, 7], [6, 7, 8], [5, 6, 8], [0, 1, 2, 3], [5, 6, 7]):
+        x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
+        assert torch.equal(step(x, slot), eager(x, slot))
+        assert torch.equal(model.slots, eager.slots)
+    step.check(Reason.PADDING_WRITES_STATE)
+
+
+@needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_padding_writes_used_slot(opened: Settle, first: int) -> None:
+    """While each batch names slot 0, padding of zeros does no harm; that it will is found at the capture."""
+    seen, wanted = torch.zeros(6), torch.zeros(6)
+
+    def fn(x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        seen[slot] = 1.0
+        return x * 2
+
+    step = opened(fn, dynamic={"x": 0, "slot": 0})
+    step.prepare(torch.randn(first, 3), torch.arange(first))
+    for slots in (range(first), range(first), range(first), [1, 2, 3], [5, 4, 3]):
+        seen.zero_()
+        x, slot = torch.randn(len(slots), 3), torch.tensor(list(slots))
+        assert torch.equal(step(x, slot), x * 2)
+        assert torch.equal(seen, wanted.index_fill(0, slot, 1.0))
+    step.check(Reason.PADDING_WRITES_STATE)
+
+
+@needs("padding", "pad_rules")
+def test_padding_writes_cache_instead(opened: Settle) -> None:
+    """With padding sent to a scratch slot, and that allowed, the live slots are as eager leaves them."""
+    model, eager = Cache(), Cache()
+    options = CUDAGraphOptions(padding_writes="allow")
+    step = opened(model, dynamic={"x": 0, "slot": 0}, pad={"slot": 9}, options=options)
+    for slots in ([5, 6, 7], [6, 7, 8], [0, 1, 2, 3], [5, 6, 7]):
+        x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
+        assert torch.equal(step(x, slot), eager(x, slot))
+        assert torch.equal(model.slots[:9], eager.slots[:9])
+    step.check(Reason.PADDED)
+
+
+@needs("padding")
+def test_padding_writes_slice(opened: Settle) -> None:
+    """A write to as many rows as the batch has writes more of them when padded, and is refused."""
+    state = torch.zeros(8, 3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        state[: x.shape[0]].copy_(x)
+        return x * 2
+
+    step = opened(fn)
+    step.prepare(torch.randn(3, 3))
+    for rows in (3, 3, 4, 3):
+        kept = state.clone()
+        x = torch.randn(rows, 3)
+        step(x)
+        assert torch.equal(state, torch.cat([x, kept[rows:]]))
+    step.check(Reason.PADDING_WRITES_STATE)
+
+
+def _gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x + gate * x.mean(0)
+
+
+@needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed_later(opened: Settle, first: int) -> None:
+    """A gate of zeros is asked about at the capture, so that rows cannot mix once it opens."""
+    gate = torch.zeros(3)
+    step = opened(lambda x: _gated(x, gate))
+    step.prepare(torch.randn(first, 3))
+    for rows in (first, first, first, 3, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), x)
+    step.check(Reason.VERIFICATION_FAILED)
+    gate.fill_(1)
+    for rows in (3, 4, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), _gated(x, gate))
+
+
+@needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed_by_argument(opened: Settle, first: int) -> None:
+    """So is an argument without rows that is zero in the first calls."""
+    step = opened(_gated)
+    step.prepare(torch.randn(first, 3), torch.tensor(0.0))
+    for rows in (first, first, first, 3, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x, torch.tensor(0.0)), x)
+    step.check(Reason.VERIFICATION_FAILED)
+    for rows in (3, 4, 3):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x, torch.tensor(1.0)), _gated(x, torch.tensor(1.0)))
+
+
+@needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_padding_renormalises(opened: Settle, first: int) -> None:
+    """Rows that are small enough at the capture show nothing; where padding writes is seen."""
+    model, eager = (nn.Embedding(10, 3, max_norm=5.0) for _ in range(2))
+    for one in (model, eager):
+        one.weight.fill_(0.01)
+    step = opened(model, dynamic={"input": 0})
+    step.prepare(torch.tensor([1, 2, 3, 4][:first]))
+    for ids in ([1, 2, 3, 4][:first], [3, 1, 2, 4][:first], [4, 5, 6], [5, 4, 3]):
+        assert torch.equal(step(torch.tensor(ids)), eager(torch.tensor(ids)))
+    for one in (model, eager):
+        one.weight.fill_(9.0)
+    for ids in ([1, 2, 3], [1, 3, 4]):
+        assert torch.equal(step(torch.tensor(ids)), eager(torch.tensor(ids)))
+        assert torch.equal(model.weight, eager.weight)
+        step.check(Reason.PADDING_WRITES_STATE)

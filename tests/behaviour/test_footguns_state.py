@@ -1,0 +1,203 @@
+"""What the callable writes, and memory that moves: state, weights, modes of modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch import CUDAGraphOptions, Reason
+
+from .door import Door
+from .features import needs
+
+Settle = Callable[..., Door]
+INPUT = {"dynamic": {"input": 0}}
+
+
+def test_state_written_in_place(settled: Settle) -> None:
+    """Captures and comparisons run a model several times; its state sees each call once."""
+    count, total = torch.zeros((), dtype=torch.int64), torch.zeros(3)
+
+    def fn(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        total.add_(rows)
+        return x + count
+
+    step = settled(fn, lambda rows: (torch.ones(rows, 3), torch.tensor(rows)))
+    step(torch.ones(4, 3), torch.tensor(4))
+    assert int(count) == step.calls
+    assert torch.equal(total, torch.full((3,), float(sum(step.order) + 4)))
+
+
+def test_buffer_rebound(tried: Settle) -> None:
+    """``self.b = self.b + 1`` gives the buffer new memory on each call, which no graph can follow."""
+
+    class Rebinding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("b", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.b = self.b + 1
+            return x + self.b
+
+    model = Rebinding()
+    step = tried(model)
+    step.check(Reason.STATE_REBOUND)
+    assert torch.equal(model.b, torch.full((3,), float(step.calls)))
+
+
+def test_state_too_large(tried: Settle) -> None:
+    """State that is too large to be saved keeps the call eager, and is written once."""
+    state = torch.zeros(1000)
+    step = tried(lambda x: state.add_(1)[:3] + x, options=CUDAGraphOptions(state_limit_bytes=100))
+    step.check(Reason.STATE_TOO_LARGE)
+    assert float(state[0]) == step.calls
+
+
+def test_buffer_resized(tried: Settle) -> None:
+    """A tensor that the call resizes would keep the shape of the padded batch, so the call stays eager."""
+    buffer = torch.zeros(0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        buffer.resize_(x.shape).copy_(x)
+        return buffer + 1
+
+    step = tried(fn)
+    step.check(Reason.CAPTURE_UNSAFE)
+    x = torch.randn(3, 3)
+    assert torch.equal(step(x), x + 1)
+    assert torch.equal(buffer, x)
+
+
+def test_check_without_result(settled: Settle) -> None:
+    """An operator that raises for some data does so in a replay, too, though nobody needs its result."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x < 100).all())
+        return x + 1
+
+    step = settled(fn)
+    with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value, but got zero"):
+        step(torch.full((4, 3), 200.0))
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x + 1)
+
+
+def test_weights_written_in_place(settled: Settle) -> None:
+    """A weight that is written in place (an optimiser, ``load_state_dict``) is read by the next replay."""
+    model = nn.Linear(3, 3).eval()
+    step = settled(model, **INPUT)
+    model.load_state_dict({"weight": torch.randn(3, 3), "bias": torch.randn(3)})
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), model(x))
+    step.check(Reason.EXACT)
+
+
+def _moved(settled: Settle, move: Callable[[nn.Sequential], Any], dtype: torch.dtype = torch.float32) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).eval()
+    step = settled(model, **INPUT)
+    move(model)
+    x = torch.randn(4, 3, dtype=dtype)
+    assert torch.equal(step(x), model(x))
+    step.check(Reason.CAPTURED_NOW)
+
+
+def test_weight_data_assigned(settled: Settle) -> None:
+    """``.data =`` moves a weight: the graph of the old one is dropped."""
+
+    def move(model: nn.Sequential) -> None:
+        model[0].weight.data = torch.randn(3, 3)
+
+    _moved(settled, move)
+
+
+def test_weight_cut_in_place(settled: Settle) -> None:
+    """A weight that is cut where it lies keeps its address: the graph of the whole one is dropped."""
+    model = nn.Linear(3, 3).eval().requires_grad_(False)
+    step = settled(model, **INPUT)
+    model.weight.data, model.bias.data = model.weight.data[:2], model.bias.data[:2]
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), model(x))
+
+
+def test_weight_reshaped_in_place(settled: Settle) -> None:
+    """Another shape of as many elements at the same address: the graph of the old one is dropped."""
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    step = settled(lambda x: x + weight)
+    weight.unsqueeze_(1)
+    assert step(torch.zeros(3, 3)).tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
+def test_weights_loaded_by_assignment(settled: Settle) -> None:
+    """``load_state_dict(assign=True)`` replaces the parameters: the graph of the old ones is dropped."""
+    _moved(settled, lambda model: model[1].load_state_dict(nn.Linear(3, 3).state_dict(), assign=True))
+
+
+def test_weights_converted(settled: Settle) -> None:
+    """``.to(dtype)`` moves all weights: the graph of the old ones is dropped."""
+    _moved(settled, lambda model: model.double(), torch.float64)
+
+
+def test_submodule_replaced(settled: Settle) -> None:
+    """Another submodule in the place of one: the graph of the old one is dropped."""
+    _moved(settled, lambda model: model.__setitem__(1, nn.Linear(3, 3).eval()))
+
+
+def test_train_eval_flip(settled: Settle) -> None:
+    """A module that changes its mode takes other code paths: its graphs are dropped."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.9)).eval()
+    step = settled(model, **INPUT)
+    model.train()
+    x = torch.ones(4, 3)
+    torch.manual_seed(1)
+    got = step(x)
+    torch.manual_seed(1)
+    assert torch.equal(got, model(x))
+    step.check(Reason.CAPTURED_NOW)
+
+
+def test_exception_in_model(settled: Settle) -> None:
+    """An error of the model reaches the caller unchanged, and the next call is served."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] != 3:
+            raise KeyError("three columns")
+        return x * 2
+
+    step = settled(fn)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="three columns"):
+            step(torch.randn(4, 5))
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x * 2)
+    step.check(Reason.EXACT)
+
+
+@needs("padding")
+def test_exception_while_capturing(tried: Settle) -> None:
+    """A model that fails on padded sizes alone gives eager's answers, with the error in the explanation."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 4:
+            raise KeyError("four rows")
+        return x * 2
+
+    step = tried(fn, lambda rows: (torch.randn(3, 3),))
+    x = torch.randn(3, 3)
+    assert torch.equal(step(x), x * 2)
+    step.check(Reason.CAPTURE_FAILED)
+    assert "four rows" in (step.explanation(x) or "four rows")
+
+
+def test_nested(settled: Settle) -> None:
+    """Inside of a capture an inner step runs as it is and becomes part of the outer graph."""
+    inner = settled(lambda x: x + 1)
+    serve = inner.plain
+    outer = settled(lambda x: serve(x) * 2)
+    x = torch.randn(4, 3)
+    hits = inner.hits
+    assert torch.equal(outer(x), (x + 1) * 2)
+    assert inner.hits == hits

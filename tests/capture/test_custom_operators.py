@@ -1,0 +1,363 @@
+"""Custom operators: Python inside them is frozen, as CUDA freezes it; an operator in C++ is one call of a graph."""
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from graphdispatch import CUDAGraphOptions, Reason, eager_break, graphed
+from graphdispatch.backends import get_backend
+from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.backends.cpu.recorder import Recorder
+from graphdispatch.backends.insight import reveal_operators
+
+from ..compiled_operators import compiled_operator
+from ..spy import Spy
+
+
+class Steps:
+    """A served callable of one size, and why the last call ran as it did."""
+
+    def __init__(self, fn: Callable[..., Any], mode: str = "FULL", **options: Any) -> None:
+        chosen = CUDAGraphOptions(**options)
+        self.served = graphed(fn, dynamic={}, mode=mode, options=chosen, capture_after=1)
+
+    def __call__(self, *args: Tensor) -> Any:
+        return self.served(*args)
+
+    def settle(self, args: Callable[[], tuple[Tensor, ...]], eager: Callable[..., Any]) -> None:
+        """Four calls with the answers of eager, the last two from a graph."""
+        for _ in range(4):
+            given = args()
+            assert torch.equal(self(*given), eager(*given))
+        assert self.served.stats.hits == 2
+
+    @property
+    def detail(self) -> str:
+        """What the last decision says."""
+        assert self.served.last_decision is not None
+        return self.served.last_decision.detail
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    """A namespace of operators that goes with the test."""
+    with torch.library._scoped_library("graphdispatch_custom", "FRAGMENT") as scoped:
+        yield scoped
+    del scoped
+    gc.collect()  # torch takes the operator's name away once more when the library is collected
+
+
+@pytest.fixture(autouse=True, params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def _inference(request: pytest.FixtureRequest) -> Iterator[None]:
+    with request.param():
+        yield
+
+
+def define(library: torch.library.Library, schema: str, fn: Callable[..., Any], key: str) -> Any:
+    """An operator with one kernel in Python."""
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, fn, key)
+    return getattr(torch.ops.graphdispatch_custom, name)
+
+
+def recorded(fn: Callable[[], Any]) -> tuple[CPUGraph, Any]:
+    """The graph of one call."""
+    backend = get_backend("cpu")
+    with backend.begin_capture(backend.make_pool()) as capture:
+        out = fn()
+    assert isinstance(capture.graph, CPUGraph)
+    return capture.graph, out
+
+
+def write_rows(cache: Tensor, x: Tensor, slot: Tensor) -> None:
+    """Writes rows of a cache where no mode sees it."""
+    cache.numpy()[slot.numpy()] = x.numpy()
+
+
+def test_operator_without_a_dispatch_key_is_one_call() -> None:
+    """A C++ operator that was registered as ``m.def(schema, &fn)`` is recorded whole; torch has one."""
+    x = torch.randn(4, 3)
+    reveal_operators()
+    with Recorder() as recorder:
+        torch.ops._test.leaky_relu(x, 0.5)
+    assert [str(instruction.func) for instruction in recorder.program] == ["_test.leaky_relu.default"]
+    graph, out = recorded(lambda: torch.ops._test.leaky_relu(x, 0.5) + 1)
+    x.normal_()
+    graph.replay()
+    assert torch.equal(out, torch.nn.functional.leaky_relu(x, 0.5) + 1)
+
+
+@pytest.mark.parametrize("key", ["CompositeImplicitAutograd", "CompositeExplicitAutograd", "CPU"])
+def test_opaque_operator_writes_at_each_replay(key: str) -> None:
+    """An opaque operator that writes a cache runs in every replay, and its schema says what a capture must undo."""
+    caches = torch.zeros(64, 3), torch.zeros(64, 3)
+
+    with compiled_operator("rows(Tensor(a!) cache, Tensor x, Tensor slot) -> ()", write_rows, key) as write:
+
+        def step(cache: Tensor, x: Tensor, slot: Tensor) -> Tensor:
+            write(cache, x * 2, slot)
+            return cache.index_select(0, slot) + cache.sum(0)
+
+        steps = Steps(lambda x, slot: step(caches[0], x, slot))
+        for index in range(5):
+            x, slot = torch.randn(4, 3), torch.arange(4) + 4 * index
+            assert torch.equal(steps(x, slot), step(caches[1], x, slot))
+            assert torch.equal(*caches)
+        assert steps.served.stats.hits == 3
+
+
+def draw(x: Tensor) -> Tensor:
+    """Draws where no mode sees it."""
+    return x + torch.from_numpy(torch.rand(3).numpy().copy())
+
+
+def test_operator_that_draws_unseen_leaves_the_callers_numbers() -> None:
+    """A C++ operator may draw from torch's generator and say so nowhere; a capture draws the numbers of one run."""
+    with compiled_operator("unseen_noise(Tensor x) -> Tensor", draw) as noise, torch.inference_mode(False):
+        batches = [torch.randn(rows, 3) for rows in (4, 4, 3, 4, 2, 4)]
+        found = []
+        for step in (lambda x: noise(x) * 2, graphed(lambda x: noise(x) * 2, dynamic={"x": 0}, sizes=[4])):
+            torch.manual_seed(0)
+            found.append([(step(x), torch.rand(2)) for x in batches])
+        for eager, served in zip(*found, strict=True):
+            assert all(map(torch.equal, eager, served))
+
+
+def test_gradients_pass_an_operator_that_was_revealed() -> None:
+    """An operator that is made of others keeps its gradients when modes were made to see it."""
+    schema, key = "double_sine(Tensor x) -> Tensor", "CompositeImplicitAutograd"
+    with (
+        compiled_operator(schema, lambda x: (x * 2).sin(), key) as op,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        with Recorder():
+            pass
+        x = torch.zeros(3, requires_grad=True)
+        op(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+PYTHON = {
+    "custom_op": lambda fn: torch.library.custom_op("graphdispatch_custom::a", fn, mutates_args=()),
+    "register_kernel": lambda fn: _with_kernel(fn),
+    "triton_op": lambda fn: torch.library.triton_op("graphdispatch_custom::c", fn, mutates_args=()),
+}
+
+
+def _with_kernel(fn: Callable[[Tensor], Tensor]) -> Any:
+    op = torch.library.custom_op("graphdispatch_custom::b", _other_kernel, mutates_args=(), device_types="cuda")
+    op.register_kernel("cpu")(fn)
+    return op
+
+
+def _other_kernel(x: Tensor) -> Tensor:
+    raise AssertionError("the kernel of another device")
+
+
+@pytest.mark.parametrize("kind", [*PYTHON, "CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd"])
+def test_python_of_an_operator_is_frozen(library: torch.library.Library, kind: str) -> None:
+    """However it is registered, a Python operator is looked into: replays run its operators and none of its Python."""
+    runs: list[int] = []
+
+    def body(x: Tensor) -> Tensor:
+        runs.append(1)
+        return torch.nn.functional.silu(x.t().reshape(-1)) * 2
+
+    op = PYTHON[kind](body) if kind in PYTHON else define(library, "d(Tensor x) -> Tensor", body, kind)
+    x = torch.randn(4, 3)
+    graph, out = recorded(lambda: op(x) + 1)
+    before = len(runs)
+    x.normal_()
+    graph.replay()
+    assert len(runs) == before
+    assert torch.equal(out, op(x) + 1)
+
+
+def test_flex_attention_runs_its_parts() -> None:
+    """``flex_attention`` without a compiler is Python that runs operators, and is served."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(x: Tensor) -> Tensor:
+        return flex_attention(x, x, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is slow uncompiled
+        Steps(attend).settle(lambda: (torch.randn(1, 1, 4, 8),), attend)
+
+
+class Context(threading.local):
+    """What an engine's attention reads besides its arguments."""
+
+    scale = 2.0
+    seen = Spy()
+
+
+def attention_over(context: Context) -> Any:
+    """An attention operator as engines register it, in Python; it writes its result into ``out``."""
+
+    def attention(q: Tensor, k: Tensor, out: Tensor) -> None:
+        context.seen.append(1)
+        out.copy_(torch.softmax(q @ k.T * context.scale, -1) @ k)
+
+    return attention
+
+
+ATTENTION = "attention(Tensor q, Tensor k, Tensor(a!) out) -> ()"
+
+
+def test_attention_over_a_context_is_frozen_as_cuda_would(library: torch.library.Library) -> None:
+    """A Python attention operator that reads a thread-local context is frozen: a graph keeps the old context, as a CUDA
+    graph does, and the comparison with eager finds the difference."""
+    context = Context()
+    attend = define(library, ATTENTION, attention_over(context), "CPU")
+    keys = torch.randn(5, 3)
+
+    def step(q: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        attend(q + 0, keys, out)
+        return out * 2
+
+    frozen = Steps(step, guard_weights=False)
+    frozen.settle(lambda: (torch.randn(4, 3),), step)
+    seen, q = len(context.seen), torch.randn(4, 3)
+    old = step(q)
+    context.scale = 7.0
+    assert torch.equal(frozen(q), old)
+    assert len(context.seen) == seen + 1  # by eager alone
+    keys.normal_()
+    assert not torch.equal(frozen(q), old)  # what lies in memory is read anew
+
+    context.scale = 2.0
+    compared = Steps(step, guard_weights=False, verify_every=1)
+    for _ in range(3):
+        compared(torch.randn(4, 3))
+    context.scale = 7.0
+    assert torch.equal(compared(q), step(q))
+    assert compared.served.stats.reasons[Reason.VERIFICATION_FAILED] == 1
+
+
+def numpy_sine(x: Tensor) -> Tensor:
+    """What a graph cannot hold."""
+    return torch.from_numpy(np.sin(x.numpy()))
+
+
+def memory_sine(x: Tensor) -> Tensor:
+    """The same into memory that torch gave, past all methods of tensors."""
+    out = torch.empty_like(x)
+    np.sin(np.from_dlpack(x), out=_array(out))
+    return out
+
+
+_address_of = torch.Tensor.data_ptr
+"""Kept before anyone listens, so that no guard of host reads sees it."""
+
+
+def _array(tensor: Tensor) -> Any:
+    buffer = (np.ctypeslib.ctypes.c_float * tensor.numel()).from_address(_address_of(tensor))
+    return np.frombuffer(buffer, dtype=np.float32).reshape(tensor.shape)
+
+
+def address_sine(x: Tensor) -> Tensor:
+    """The same, with nothing that a guard of host reads would see."""
+    out = torch.empty_like(x)
+    np.sin(_array(x), out=_array(out))
+    return out
+
+
+@pytest.mark.parametrize("body", [numpy_sine, memory_sine, address_sine])
+def test_python_that_leaves_torch_is_refused_by_name(library: torch.library.Library, body: Any) -> None:
+    """An operator whose Python computes with numpy would be frozen; the refusal names it and says to break there."""
+    op = define(library, "sine(Tensor x) -> Tensor", body, "CPU")
+    steps = Steps(lambda x: op(x * 2) + 1)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        assert torch.equal(steps(x), op(x * 2) + 1)
+    assert steps.served.stats.hits == 0
+    assert "eager_break('graphdispatch_custom::sine')" in steps.detail
+
+
+def test_python_that_leaves_torch_may_break(library: torch.library.Library) -> None:
+    """As a break, by its tag, such an operator runs anew between two graphs; a FULL capture refuses the tag."""
+    library.define("sine(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+    library.impl("sine", numpy_sine, "CPU")
+
+    def step(x: Tensor) -> Tensor:
+        return torch.ops.graphdispatch_custom.sine(x * 2) + 1
+
+    Steps(step, "PIECEWISE").settle(lambda: (torch.randn(4, 3),), step)
+    refused = Steps(step)
+    refused(torch.randn(4, 3))
+    assert "tagged cudagraph_unsafe" in refused.detail
+
+
+def test_unseen_write_happens_once(library: torch.library.Library) -> None:
+    """Python that writes a marked argument with numpy is refused, and what was written is as after one execution."""
+
+    def count(total: Tensor) -> None:
+        _array(total)[...] += 1
+
+    op = define(library, "count(Tensor(a!) total) -> ()", count, "CPU")
+    total = torch.zeros(3)
+
+    def step(x: Tensor) -> Tensor:
+        op(total)
+        return x + total
+
+    steps = Steps(step)
+    for calls in range(1, 5):
+        assert torch.equal(steps(torch.zeros(4, 3)), torch.full((4, 3), float(calls)))
+    assert steps.served.stats.hits == 0
+    assert "writes to an argument" in steps.detail
+
+
+def test_half_seen_write_happens_once(library: torch.library.Library) -> None:
+    """So is one that writes some of it with torch, and the rest with numpy."""
+
+    def count(total: Tensor) -> None:
+        total.numpy()[1:] += 1
+        total[:1].add_(1)
+
+    op = define(library, "count(Tensor(a!) total) -> ()", count, "CPU")
+    total = torch.zeros(3)
+
+    def step(x: Tensor) -> Tensor:
+        op(total)
+        return x + total
+
+    steps = Steps(step)
+    for calls in range(1, 5):
+        assert torch.equal(steps(torch.zeros(4, 3)), torch.full((4, 3), float(calls)))
+
+
+def test_writes_inside_are_seen_row_by_row(library: torch.library.Library) -> None:
+    """A Python operator that marks a whole cache and writes a few rows is saved by those rows."""
+
+    def put(cache: Tensor, x: Tensor, slot: Tensor) -> None:
+        cache[slot] = x
+
+    op = define(library, "put(Tensor(a!) cache, Tensor x, Tensor slot) -> ()", put, "CPU")
+    cache = torch.zeros(1000, 3)
+
+    def step(x: Tensor, slot: Tensor) -> Tensor:
+        op(cache, x * 2, slot)
+        return cache[slot] + 1
+
+    steps = Steps(step, padding_writes="refuse")
+    steps.settle(lambda: (torch.randn(4, 3), torch.randperm(1000)[:4]), step)
+
+
+def test_break_inside_an_operator(library: torch.library.Library) -> None:
+    """The Python of an operator may call a function that is marked as a break."""
+    aside = eager_break(lambda x: x * float(x.sum()))
+    op = define(library, "outer(Tensor x) -> Tensor", lambda x: aside(x + 1) * 2, "CPU")
+    Steps(lambda x: op(x * 2) + 1, "PIECEWISE").settle(lambda: (torch.randn(4, 3),), lambda x: op(x * 2) + 1)

@@ -1,0 +1,135 @@
+"""Graphs belong to a state of the callable: one that comes back is served, one that nothing reads ends no graph."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphdispatch import CUDAGraphOptions, EntryState, eager_break
+
+from ..python_objects import Box, served
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def test_two_adapters_that_alternate_both_stay_captured() -> None:
+    """Each state has its graph, which serves again when the state comes back."""
+    adapters = {name: torch.full((3,), value) for name, value in (("a", 1.0), ("b", 2.0))}
+    owner = Box(active="a")
+    step = served(lambda x: x + adapters[owner.active])
+    for index in range(20):
+        owner.active = "ab"[index % 2]
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x + adapters[owner.active])
+    assert step.stats.captures == 2
+    assert step.stats.hits >= 14
+
+
+class Annotated(nn.Module):
+    """Carries metadata that only a break reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.metadata: Any = None
+
+    @eager_break
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds what the metadata says."""
+        return x + self.metadata.shift
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Graph, break, graph."""
+        return self.attend(self.linear(x)).relu()
+
+
+def test_metadata_that_a_break_reads_keeps_the_hits() -> None:
+    """It is set before each call, and no graph ends."""
+    model = Annotated().eval()
+    step = served(model, mode="PIECEWISE")
+    for index in range(20):
+        model.metadata = Box(shift=float(index))
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), model(x))
+    assert step.stats.captures == 1
+    assert step.stats.hits >= 17
+
+
+def test_a_failure_survives_a_change_of_state() -> None:
+    """An uncapturable model with an attribute that is set before each call is tried a few times, not each time."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.sum().item() + self.number
+
+    model = Reads().eval()
+    step = served(model, options=CUDAGraphOptions(max_failures=2))
+    for index in range(60):
+        model.number = index
+        step(torch.ones(4, 3))
+    assert 1 <= step.stats.capture_failures <= 4
+
+
+def test_graphs_of_another_state_cost_calls_without_a_hit_nothing() -> None:
+    """They are compared again when the present state has changed, and go when their weights have moved by then."""
+    model = nn.Linear(3, 3)
+    owner = Box(factor=1.0)
+    step = served(lambda x: model(x) * owner.factor, capture_after=1)
+    x = torch.randn(4, 3)
+    step(x)
+    (first,) = step.entries
+    compared: list[str] = []
+    holds = first.guard.holds
+    first.guard.holds = lambda: compared.append("") or holds()
+    owner.factor = 2.0
+    step(x)
+    compared.clear()
+    for _ in range(7):  # the batch of the capture, which is no hit yet
+        assert torch.equal(step(x), model(x) * 2.0)
+    assert step.stats.captures == 2
+    assert not compared
+    owner.factor = 1.0
+    assert torch.equal(step(x), model(x))
+    assert step.stats.captures == 2
+    assert compared
+    owner.factor = 2.0
+    step(x)
+    model.weight = nn.Parameter(torch.randn(3, 3))
+    assert torch.equal(step(x), model(x) * 2.0)
+    assert len(step.entries) == 1
+    assert first.state is EntryState.EVICTED
+
+
+def test_a_state_that_is_gone_for_good_frees_its_weights() -> None:
+    """An adapter that nothing reaches any more goes with its graph, although the graph of the next one still fits."""
+    owner = Box(adapter=nn.Linear(3, 3), others=[])
+    kept = nn.Linear(3, 3)
+    step = served(lambda x: owner.adapter(x), capture_after=1)
+    x = torch.randn(4, 3)
+    step(x)
+    first, (entry,) = weakref.ref(owner.adapter.weight), step.entries
+    owner.others.append(owner.adapter)
+    owner.adapter = kept
+    for _ in range(3):
+        assert torch.equal(step(x), kept(x))
+    assert step.stats.captures == 2
+    assert len(step.entries) == 2
+    owner.others.clear()
+    assert torch.equal(step(x), kept(x))
+    assert step.stats.captures == 2
+    assert entry.state is EntryState.EVICTED
+    del entry
+    gc.collect()
+    assert first() is None
