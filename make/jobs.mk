@@ -1,0 +1,89 @@
+# Rarer jobs. CONTRIBUTING.md says when to run them.
+
+.PHONY: lint types sweep fuzz generate-test vllm-test gpu-emulated gpu-bench native-check native-twins docs-serve package
+.PHONY: mutants
+
+# What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
+ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
+ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_graphed_sequences.py \
+	tests/property/test_wrapper_sequences.py
+
+QUICK := tests/behaviour tests/call tests/decide tests/plan tests/vocabulary --front-ends graphed
+
+# Style, and which package may import which.
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/lint-imports --no-logo
+
+types: $(VENV)/.dev
+	@$(BIN)/mypy
+
+# Many real models, tiny and with random weights, each against eager. Models of timm are tried where it is installed, with
+# pillow; torchvision is not needed.
+sweep: $(VENV)/.native
+	@$(BIN)/python -m tests.real_models.sweep --write $(ARGS)
+
+# The property tests on new random examples. A failure prints the line that repeats it, and build/fuzz keeps the example:
+# the next run tries it first.
+fuzz: $(VENV)/.native
+	@$(BIN)/python -m pytest $(PARALLEL) -m hypothesis --hypothesis-profile=fuzz $(ARGS)
+
+# Small faults put into the modules where a silent mistake is a wrong answer: which ones do the tests notice?
+mutants: $(VENV)/.test
+	@$(BIN)/python -m tests.mutants $(ARGS)
+
+# generate() of transformers for all decoder families and modes; takes some minutes.
+generate-test: $(VENV)/.native
+	@$(BIN)/python -m pytest $(PARALLEL) tests/integrations/broad_generation.py tests/integrations $(ARGS)
+
+# The GPU tests without a GPU, on torch for CUDA over an emulated runtime. Needs g++; makes $(CUDA_VENV) unless GPU_PYTHON
+# names a python.
+EMULATOR := $(CURDIR)/build/emulator
+gpu-emulated: export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/tests/emulator
+gpu-emulated:
+	@tests/emulator/build.sh $(GPU_PYTHON) $(EMULATOR)
+	@LD_PRELOAD=$(EMULATOR)/libcudart.so.13 LD_LIBRARY_PATH=$(EMULATOR) GRAPHDISPATCH_TEST_DEVICE=cuda \
+		$(GPU_PYTHON) -m pytest -p emulated_cuda $(ON_DEVICE) $(ON_ANY_DEVICE) $(ARGS)
+
+# What graphs are worth on a GPU, beside their peers.
+gpu-bench:
+	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+# The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources, and with
+# freed objects as traps. Needs g++.
+SANITIZED := build/sanitized
+NATIVE_TESTS := tests/native tests/serve/test_refused_calls.py tests/call/test_told_arguments.py
+SANITIZER_LIBRARIES = $(shell for name in $(1) libstdc++; do g++ -print-file-name=$$name.so; done)
+native-check: $(VENV)/.test
+	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src $(SANITIZED)/addresses && cp -r src $(SANITIZED)/threads
+	@CXX=g++ $(BIN)/python $(SANITIZED)/addresses/graphdispatch/native/build.py -O1 -g -fno-omit-frame-pointer \
+		-fsanitize=address,undefined -fno-sanitize-recover=all
+	@CXX=g++ $(BIN)/python $(SANITIZED)/threads/graphdispatch/native/build.py -O1 -g -fsanitize=thread
+	@PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(SANITIZED)/addresses LD_PRELOAD="$(call SANITIZER_LIBRARIES,libasan libubsan)" \
+		$(BIN)/python -m pytest $(NATIVE_TESTS) $(ARGS)
+	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/native/threads.supp report_mutex_bugs=0" \
+		PYTHONPATH=$(SANITIZED)/threads LD_PRELOAD="$(call SANITIZER_LIBRARIES,libtsan)" \
+		$(BIN)/python tests/native/threads.py
+	@PYTHONPATH=tests/native $(BIN)/python -m pytest -p traps $(NATIVE_TESTS) $(ARGS)
+
+# Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
+native-twins: $(VENV)/.native
+	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p guard_twins -p match_twins tests --ignore=tests/vllm $(ARGS)
+
+# vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. Sources of engines that are
+# not installed are compared with, too, where pip can have them.
+SOURCES := vllm sglang
+vllm-test: $(VLLM_VENV)/.test
+	@$(VLLM_VENV)/bin/python tests/vllm/sources.py $(SOURCES)
+	@$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/cpu/test_sglang.py $(ARGS)
+
+# The site, shown while you write.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+docs-serve: $(VENV)/.docs
+	@$(BIN)/mkdocs serve $(ARGS)
+
+# The wheel and the sdist, each in an empty environment and used there, and each extra alone. Takes some minutes, most of
+# them for torch.
+package:
+	@$(PYTHON) tests/package/check.py
