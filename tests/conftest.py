@@ -103,6 +103,11 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphdispatch.serve.ledger.perf_counter", float)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which front ends the specification in ``tests/behaviour`` runs through."""
+    parser.addoption("--front-ends", default="", help="such as graphed,wrapper; default: all")
+
+
 def pytest_make_parametrize_id(val: Any, argname: str) -> str | None:
     """Name bytes and long text by their argument: a time in a gzip header would differ between two workers."""
     if isinstance(val, str) and len(val) <= LONGEST_ID and val.isprintable():

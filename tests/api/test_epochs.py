@@ -1,4 +1,4 @@
-"""``invalidate``, ``sleep`` and ``wake`` at every front door: nothing stale is served, nothing stays behind."""
+"""``invalidate``, ``sleep`` and ``wake`` at every front end: nothing stale is served, nothing stays behind."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -103,7 +103,7 @@ def test_weights_may_move_in_sleep() -> None:
 
 
 def test_the_wrapper_sleeps_and_forgets() -> None:
-    """The same at the engines' door."""
+    """The same at the engines' front end."""
     packed = Packed()
     wrapper = CUDAGraphWrapper(packed)
     call = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}

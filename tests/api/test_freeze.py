@@ -53,7 +53,7 @@ def test_what_was_not_compared_runs_eagerly() -> None:
 
 
 def test_nothing_is_captured_on_purpose_either() -> None:
-    """Each door says why, and a strict one raises for a call that no graph serves."""
+    """Each front end says why, and a strict one raises for a call that no graph serves."""
     step = gd.graphed(double, dynamic={"x": 0}, sizes=(4,), strict=True)
     step.freeze()
     with pytest.raises(ConfigError, match=r"freeze\(\) forbids"):

@@ -81,29 +81,29 @@ class Notes(DefaultDispatchPolicy):
 KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
 
 
-def behind(door: str, policy: DispatchPolicy, runner: Callable[..., Any]) -> tuple[CudagraphDispatcher, Any]:
+def behind(front_end: str, policy: DispatchPolicy, runner: Callable[..., Any]) -> tuple[CudagraphDispatcher, Any]:
     """A dispatcher with that policy, and what calls go to."""
     one: CudagraphDispatcher = (
         StreamDispatcher(runner, 2, policy=policy, backend=get_backend("cpu"))
-        if "streams" in door
+        if "streams" in front_end
         else CudagraphDispatcher(runner, policy)
     )
     called: Any = one
-    for _ in range(door.count("composite")):
+    for _ in range(front_end.count("composite")):
         outer = CompositeDispatcher()
         outer.add_dispatcher("member", called)
         called = outer
     return one, called
 
 
-DOORS = ["plain", "streams", "composite", "streams in composite", "composite in composite"]
+FRONT_ENDS = ["plain", "streams", "composite", "streams in composite", "composite in composite"]
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_policy_learns_behind_every_dispatcher(door: str) -> None:
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_policy_learns_behind_every_dispatcher(front_end: str) -> None:
     """Graphs and eager steps are told, once each; a comparison takes longer than either, and is not."""
     policy = Notes()
-    one, called = behind(door, policy, lambda x: x * 2)
+    one, called = behind(front_end, policy, lambda x: x * 2)
     one.register_graph(KEY, CUDAGraphRegistry().capture(4, 1, lambda x: x * 2, {"x": (4, 3)}))
     with torch.no_grad():
         for _ in range(4):
@@ -118,15 +118,15 @@ def test_a_policy_learns_behind_every_dispatcher(door: str) -> None:
         one.close()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_no_policy_is_told_of_a_step_that_raised(door: str) -> None:
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_no_policy_is_told_of_a_step_that_raised(front_end: str) -> None:
     """It is counted all the same, once."""
 
     def fail(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("no")
 
     policy = Notes()
-    one, called = behind(door, policy, fail)
+    one, called = behind(front_end, policy, fail)
     with pytest.raises(ValueError, match="no"):
         called.dispatch(KEY, torch.ones(4, 3))
     assert policy.told == []
@@ -135,11 +135,11 @@ def test_no_policy_is_told_of_a_step_that_raised(door: str) -> None:
         one.close()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(door: str) -> None:
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(front_end: str) -> None:
     """The error says that the call had effects, and nothing else runs."""
     policy = Notes()
-    one, called = behind(door, policy, lambda: "eager")
+    one, called = behind(front_end, policy, lambda: "eager")
     graph = MockCUDAGraph("graph", on_replay=lambda: torch.zeros(2) + torch.zeros(3))
     graph.capture_begin()
     graph.capture_end()

@@ -42,9 +42,9 @@ def graphed(engine: Engine) -> tuple[Callable[[], Any], Callable[[], int]]:
 
 def wrapper(engine: Engine, **options: Any) -> tuple[Callable[[], Any], Callable[[], int]]:
     """A wrapper."""
-    door = gd.CUDAGraphWrapper(engine.forward, options=CUDAGraphOptions(**options))
+    front_end = gd.CUDAGraphWrapper(engine.forward, options=CUDAGraphOptions(**options))
     call = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
-    return lambda: door(**call), lambda: door.get_stats().hits  # type: ignore[arg-type]
+    return lambda: front_end(**call), lambda: front_end.get_stats().hits  # type: ignore[arg-type]
 
 
 def engine_wrapper(engine: Engine) -> tuple[Callable[[], Any], Callable[[], int]]:
@@ -55,25 +55,25 @@ def engine_wrapper(engine: Engine) -> tuple[Callable[[], Any], Callable[[], int]
 def manager(engine: Engine) -> tuple[Callable[[], Any], Callable[[], int]]:
     """A manager, with no inputs."""
     config = gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1)
-    door = gd.CUDAGraphManager(config)
-    return lambda: door.execute_or_capture(4, 1, engine.forward, {}), lambda: door.stats.hits
+    front_end = gd.CUDAGraphManager(config)
+    return lambda: front_end.execute_or_capture(4, 1, engine.forward, {}), lambda: front_end.stats.hits
 
 
 def streams(engine: Engine) -> tuple[Callable[[], Any], Callable[[], int]]:
     """A graph on a stream, captured ahead."""
-    door = gd.StreamDispatcher(engine.forward, 1)
-    door.capture(DispatchKey(4, 4))
-    return lambda: door.dispatch(DispatchKey(4, 4)), lambda: door.stats.graph
+    front_end = gd.StreamDispatcher(engine.forward, 1)
+    front_end.capture(DispatchKey(4, 4))
+    return lambda: front_end.dispatch(DispatchKey(4, 4)), lambda: front_end.stats.graph
 
 
-DOORS = {one.__name__: one for one in (graphed, wrapper, engine_wrapper, manager, streams)}
+FRONT_ENDS = {one.__name__: one for one in (graphed, wrapper, engine_wrapper, manager, streams)}
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_buffers_are_read_and_written_once_a_call(door: str) -> None:
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_buffers_are_read_and_written_once_a_call(front_end: str) -> None:
     """Each call reads what the buffers hold now, writes them once, and is served by a graph from the third on."""
     engine = Engine()
-    call, hits = DOORS[door](engine)
+    call, hits = FRONT_ENDS[front_end](engine)
     for steps in range(1, 7):
         engine.ids.copy_(torch.randn(4, 3))
         answer = call()

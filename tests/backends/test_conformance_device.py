@@ -174,7 +174,7 @@ def test_one_object_serves_a_device(backend: Backend) -> None:
     assert backend.device.type == type(backend).device_type
 
 
-def test_a_backend_serves_the_front_doors(backend: Backend, draw: Draw) -> None:
+def test_a_backend_serves_the_front_ends(backend: Backend, draw: Draw) -> None:
     """Named in a configuration, it captures, compares and replays."""
     registry = CUDAGraphRegistry(CUDAGraphConfig(backend=type(backend).name))
     entry = registry.capture(3, 1, lambda x: x * 2, inputs={"x": draw(3, 3)}, size=4)

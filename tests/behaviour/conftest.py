@@ -7,15 +7,15 @@ import pytest
 from graphdispatch.backends import get_backend, register_backend
 from graphdispatch.errors import BackendError
 
-from .fixtures import _inference, choose_doors, opened, settled, tried
+from .fixtures import _inference, choose_front_ends, opened, settled, tried
 from .inject import DeviceFaults, Faults, FaultyBackend
 
 __all__ = ["_inference", "opened", "settled", "tried"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One run for each front door, of the tests that open one."""
-    choose_doors(metafunc)
+    """One run for each front end, of the tests that open one."""
+    choose_front_ends(metafunc)
 
 
 @pytest.fixture(scope="session", autouse=True)

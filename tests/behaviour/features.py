@@ -1,4 +1,4 @@
-"""What a case may need of a door, and the one table of what each door cannot express."""
+"""What a case may need of a front end, and the one table of what each front end cannot express."""
 
 from collections.abc import Callable, Sequence
 
@@ -85,13 +85,13 @@ LACKS: dict[str, dict[str, str]] = {
         "freezing": _NO_FREEZE,
     },
 }
-"""For each door what it cannot express, and why. A case that needs it is not run through that door."""
+"""For each front end what it cannot express, and why. A case that needs it is not run through that front end."""
 
 
 def needs(*features: str, outcome: str = "right") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare what a test needs of a door (words of ``FEATURES``); doors that lack it are left out.
+    """Declare what a test needs of a front end (words of ``FEATURES``); front ends that lack it are left out.
 
-    ``outcome`` is what the table says of the doors that have it.
+    ``outcome`` is what the table says of the front ends that have it.
     """
     assert outcome in OUTCOMES, outcome
     assert set(features) <= set(FEATURES), features
@@ -106,12 +106,12 @@ def needs(*features: str, outcome: str = "right") -> Callable[[Callable[..., Non
 OUTCOMES = {
     "right": "the answer and the effects are eager's; a graph serves, or eager does where no graph is for such a call",
     "eager": "no graph serves the call, and the answer is eager's; the reason is counted",
-    "error": "an exception, the same behind each door",
-    "limit": "silently frozen, behind each door",
+    "error": "an exception, the same behind each front end",
+    "limit": "silently frozen, behind each front end",
 }
 """What the table says of a case, and what it means."""
 
 
 def able(features: Sequence[str]) -> list[str]:
-    """The names of the doors that can express a case with these needs."""
+    """The names of the front ends that can express a case with these needs."""
     return [name for name, lacks in LACKS.items() if not set(features) & set(lacks)]

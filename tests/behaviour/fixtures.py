@@ -1,4 +1,4 @@
-"""The fixtures of the suites that run through every door, and the hook that names the doors of each test."""
+"""The fixtures of the suites that run through every front end, and the hook that names the front ends of each test."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from .door import Door
-from .doors import DOORS
 from .features import able
+from .front_end import FrontEnd
+from .front_ends import FRONT_ENDS
 
 Batch = Callable[[int], tuple[Any, ...]]
 
@@ -25,19 +25,21 @@ def one_tensor(rows: int) -> tuple[Any, ...]:
     return (torch.randn(rows, 3),)
 
 
-def choose_doors(metafunc: pytest.Metafunc) -> None:
-    """Run a test that uses ``opened``, ``settled`` or ``tried`` once for each door that can express it."""
-    if "door" in metafunc.fixturenames:
-        metafunc.parametrize("door", able(getattr(metafunc.function, "needs", ())))
+def choose_front_ends(metafunc: pytest.Metafunc) -> None:
+    """Run a test that uses ``opened``, ``settled`` or ``tried`` once for each front end that can express it."""
+    if "front_end" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("front_ends").split(",")
+        names = able(getattr(metafunc.function, "needs", ()))
+        metafunc.parametrize("front_end", [name for name in names if chosen == [""] or name in chosen])
 
 
 @pytest.fixture
-def opened(door: str) -> Iterator[Callable[..., Door]]:
-    """Open a callable behind the door, without a call; it is closed after the test."""
-    made: list[Door] = []
+def opened(front_end: str) -> Iterator[Callable[..., FrontEnd]]:
+    """Open a callable behind the front end, without a call; it is closed after the test."""
+    made: list[FrontEnd] = []
 
-    def make(fn: Callable[..., Any], **options: Any) -> Door:
-        made.append(DOORS[door](fn, dynamic=options.pop("dynamic", {"x": 0}), **options))
+    def make(fn: Callable[..., Any], **options: Any) -> FrontEnd:
+        made.append(FRONT_ENDS[front_end](fn, dynamic=options.pop("dynamic", {"x": 0}), **options))
         return made[-1]
 
     yield make
@@ -46,20 +48,20 @@ def opened(door: str) -> Iterator[Callable[..., Door]]:
 
 
 @pytest.fixture
-def tried(opened: Callable[..., Door]) -> Callable[..., Door]:
+def tried(opened: Callable[..., FrontEnd]) -> Callable[..., FrontEnd]:
     """Open a callable and call it until a graph serves whatever can be served (``graphed``: three calls)."""
 
-    def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> Door:
+    def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> FrontEnd:
         return opened(fn, **options).settle(batch)
 
     return make
 
 
 @pytest.fixture
-def settled(tried: Callable[..., Door]) -> Callable[..., Door]:
+def settled(tried: Callable[..., FrontEnd]) -> Callable[..., FrontEnd]:
     """As ``tried``; the last call must have been a replay."""
 
-    def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> Door:
+    def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> FrontEnd:
         step = tried(fn, batch, **options)
         refusal = getattr(step, "refusal", None)
         assert step.was_hit(), f"{step.name} did not serve: {step.reason()}; {refusal}"

@@ -1,4 +1,4 @@
-"""Effects and failures behind every door: each call happens once, and what fails leaves nothing behind."""
+"""Effects and failures behind every front end: each call happens once, and what fails leaves nothing behind."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions, eager_break
 
-from .door import Door
 from .features import needs
 from .fixtures import one_tensor
+from .front_end import FrontEnd
 
-Open = Callable[..., Door]
+Open = Callable[..., FrontEnd]
 
 
 class Counting:

@@ -211,7 +211,7 @@ def test_a_replay_that_fails_behind_a_write_is_an_error(faults: Faults) -> None:
 
 
 def test_a_manager_runs_a_failed_replay_eagerly(faults: Faults) -> None:
-    """As the other front doors do: the graph is compared with eager, whose answer the caller gets, and serves again."""
+    """As the other front ends do: the graph is compared with eager, whose answer the caller gets, and serves again."""
     manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), capture_after=1))
 
     def double(x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from graphdispatch import Reason
 
-from .door import Door
+from .front_end import FrontEnd
 
-Settle = Callable[..., Door]
+Settle = Callable[..., FrontEnd]
 INPUT = {"dynamic": {"input": 0}}
 
 

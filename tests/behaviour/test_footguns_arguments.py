@@ -9,10 +9,10 @@ import torch
 
 from graphdispatch import CUDAGraphOptions, Reason
 
-from .door import Door
 from .features import needs
+from .front_end import FrontEnd
 
-Settle = Callable[..., Door]
+Settle = Callable[..., FrontEnd]
 
 
 def weighted(x: torch.Tensor, w: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

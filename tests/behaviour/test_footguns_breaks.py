@@ -7,10 +7,10 @@ from torch import Tensor
 
 from graphdispatch import Reason, eager_break, get_backend
 
-from .door import Door
 from .features import needs
+from .front_end import FrontEnd
 
-Settle = Callable[..., Door]
+Settle = Callable[..., FrontEnd]
 
 
 @needs("pieces")

@@ -9,13 +9,13 @@ from torch import nn
 
 from graphdispatch import Reason, eager_break, remove_eager_break
 
-from .door import Door
 from .features import needs
+from .front_end import FrontEnd
 
-Settle = Callable[..., Door]
+Settle = Callable[..., FrontEnd]
 
 
-def _refused(step: Door, fn: Callable[[torch.Tensor], Any], operator: str) -> None:
+def _refused(step: FrontEnd, fn: Callable[[torch.Tensor], Any], operator: str) -> None:
     x = torch.randn(4, 3)
     assert torch.equal(step(x), fn(x))
     step.check(Reason.CAPTURE_UNSAFE)

@@ -23,10 +23,10 @@ from torch import nn
 
 from graphdispatch import Reason, graphed
 
-from .door import Door
 from .features import needs
+from .front_end import FrontEnd
 
-Settle = Callable[..., Door]
+Settle = Callable[..., FrontEnd]
 OFFSET = torch.ones(3)
 FACTOR = 2.0
 

@@ -8,10 +8,10 @@ import torch
 
 from graphdispatch import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, Reason, StaleOutputError
 
-from .door import Door
 from .features import needs
+from .front_end import FrontEnd
 
-Settle = Callable[..., Door]
+Settle = Callable[..., FrontEnd]
 
 
 def test_output_kept(settled: Settle) -> None:

@@ -9,10 +9,10 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions, Reason
 
-from .door import Door
 from .features import needs
+from .front_end import FrontEnd
 
-Settle = Callable[..., Door]
+Settle = Callable[..., FrontEnd]
 MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda x: x - x.mean(0),
     "softmax": lambda x: x.softmax(0),

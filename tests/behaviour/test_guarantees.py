@@ -1,4 +1,4 @@
-"""What one door guarantees, every door does: what is compared, when, and what is never served."""
+"""What one front end guarantees, every front end does: what is compared, when, and what is never served."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,11 +9,11 @@ import torch
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, DispatchKey, DispatchMode, Reason
 
-from .door import Door
 from .features import needs
 from .fixtures import one_tensor
+from .front_end import FrontEnd
 
-Open = Callable[..., Door]
+Open = Callable[..., FrontEnd]
 
 
 def centred(x: torch.Tensor) -> torch.Tensor:

@@ -14,21 +14,21 @@ import torch
 import graphdispatch as gd
 from graphdispatch.capture.collector import paused_collector
 
-from .door import Door
 from .features import needs
 from .forks import all_locks_held, in_child
+from .front_end import FrontEnd
 from .odd import ODD, ODD_CALLABLES
 
-Open = Callable[..., Door]
+Open = Callable[..., FrontEnd]
 
 
-def front_of(step: Door) -> tuple[str, Any]:
-    """The front door's own object behind an adapter, and the attribute that holds it."""
+def front_of(step: FrontEnd) -> tuple[str, Any]:
+    """The front end's own object behind an adapter, and the attribute that holds it."""
     names = ("step", "wrapper", "dispatcher", "manager") if step.name != "entry" else ("entries",)
     return next((name, getattr(step, name)) for name in names if hasattr(step, name))
 
 
-def twin_of(step: Door, made: Any, fn: Callable[..., Any]) -> Door:
+def twin_of(step: FrontEnd, made: Any, fn: Callable[..., Any]) -> FrontEnd:
     """The same adapter around another object of the same kind, which serves ``fn``."""
     twin = copy.copy(step)
     setattr(twin, front_of(step)[0], made)
@@ -164,8 +164,8 @@ def test_fork_inside_a_break_of_the_collector() -> None:
     assert gc.isenabled()
 
 
-def called(step: Door, *more: Any) -> None:
-    """Prepare and call a door of a callable that doubles ``x``; every answer is right."""
+def called(step: FrontEnd, *more: Any) -> None:
+    """Prepare and call a front end of a callable that doubles ``x``; every answer is right."""
     for rows in (3, 4):
         if step.captures_ahead:
             step.prepare(torch.randn(rows, 3), *more)

@@ -1,4 +1,4 @@
-"""The two front doors on a GPU: ``graphed`` and ``CUDAGraphWrapper`` give eager's answers from graphs."""
+"""The two front ends on a GPU: ``graphed`` and ``CUDAGraphWrapper`` give eager's answers from graphs."""
 
 import pytest
 import torch

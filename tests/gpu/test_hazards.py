@@ -1,4 +1,4 @@
-"""What only a GPU can show, through the front doors: other threads, evictions, failed captures, generators, memory."""
+"""What only a GPU can show, through the front ends: other threads, evictions, failed captures, generators, memory."""
 
 import ctypes
 import threading

@@ -152,7 +152,7 @@ def test_an_evicted_size_begins_anew() -> None:
 
 
 def test_misses_outside_the_window_do_not_count() -> None:
-    """``capture_window`` is respected by the front door."""
+    """``capture_window`` is respected by the front end."""
     step = served([5, *[1] * 30, 5], capture_window=10)
     assert [entry.size for entry in step.entries] == [1]
 

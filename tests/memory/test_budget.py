@@ -1,4 +1,4 @@
-"""``MemoryBudget``: limits over several caches and front doors; whose graph goes, and what its owner notices."""
+"""``MemoryBudget``: limits over several caches and front ends; whose graph goes, and what its owner notices."""
 
 import gc
 import threading
@@ -150,46 +150,46 @@ def test_repr_is_a_status_line() -> None:
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
-    """What all front doors serve."""
+    """What all front ends serve."""
     return x * 2
 
 
-Door = tuple[Callable[[torch.Tensor], torch.Tensor], CUDAGraphStats]
+FrontEnd = tuple[Callable[[torch.Tensor], torch.Tensor], CUDAGraphStats]
 
 
-def by_graphed(budget: MemoryBudget) -> Door:
+def by_graphed(budget: MemoryBudget) -> FrontEnd:
     """``double`` behind ``graphed``."""
     step: Graphed[..., torch.Tensor] = graphed(double, dynamic={"x": 0}, sizes=(4,), capture_after=1, budget=budget)
     return step, step.stats
 
 
-def by_wrapper(budget: MemoryBudget) -> Door:
+def by_wrapper(budget: MemoryBudget) -> FrontEnd:
     """``double`` behind a wrapper."""
     wrapper = CUDAGraphWrapper(double, budget=budget)
     how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
     return lambda x: wrapper(x, **how), wrapper.get_stats()
 
 
-def by_manager(budget: MemoryBudget) -> Door:
+def by_manager(budget: MemoryBudget) -> FrontEnd:
     """``double`` behind a manager."""
     manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), capture_after=1), budget=budget)
     return lambda x: manager.execute_or_capture(4, 1, double, {"x": x}), manager.stats
 
 
 @pytest.mark.parametrize("make", [by_graphed, by_wrapper, by_manager])
-def test_a_front_door_whose_graph_another_evicted_captures_anew(make: Callable[[MemoryBudget], Door]) -> None:
-    """Two front doors that share room for one graph take turns, and every answer is eager's."""
+def test_a_front_end_whose_graph_another_evicted_captures_anew(make: Callable[[MemoryBudget], FrontEnd]) -> None:
+    """Two front ends that share room for one graph take turns, and every answer is eager's."""
     budget = MemoryBudget(max_cached_graphs=1)
-    doors = [make(budget), by_graphed(budget)]
+    front_ends = [make(budget), by_graphed(budget)]
     for turn in (1, 2, 3):
-        for serve, stats in doors:
+        for serve, stats in front_ends:
             for _ in range(4):
                 x = torch.randn(4, 3)
                 assert torch.equal(serve(x), x * 2)
             assert (stats.captures, stats.hits) == (turn, 2 * turn)
             assert budget.num_graphs == 1
     budget.check_integrity()
-    assert [stats.evictions for _, stats in doors] == [3, 2]
+    assert [stats.evictions for _, stats in front_ends] == [3, 2]
 
 
 def test_an_evicted_graph_gives_its_memory_back() -> None:

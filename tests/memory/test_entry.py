@@ -81,7 +81,7 @@ def test_buffers_filled_by_hand_are_padded_again(entry: CUDAGraphEntry) -> None:
 
 
 def test_replays_are_counted(entry: CUDAGraphEntry) -> None:
-    """By the entry, and by the door that captured it."""
+    """By the entry, and by the front end that captured it."""
     assert entry.stats is not None
     before = entry.last_used
     entry.replay({"x": torch.ones(3, 3)})

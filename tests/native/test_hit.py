@@ -287,7 +287,7 @@ def test_an_evicted_entry_is_never_replayed(way: str) -> None:
     assert torch.equal(entry.inputs.views(ROWS)[0], held)
 
 
-def test_outputs_and_doors_are_collected() -> None:
+def test_outputs_and_front_ends_are_collected() -> None:
     """Neither an argument nor the callable is held after its last reference, nor an output without its graph."""
     layer = torch.nn.Linear(3, 3).eval()
     step = settled(layer, torch.randn(ROWS, 3), dynamic={"input": 0})
@@ -297,14 +297,14 @@ def test_outputs_and_doors_are_collected() -> None:
     argument = weakref.ref(x)
     del x
     assert argument() is None
-    door, entry, module = weakref.ref(step), weakref.ref(step.entries[0]), weakref.ref(layer)
+    front_end, entry, module = weakref.ref(step), weakref.ref(step.entries[0]), weakref.ref(layer)
     del step, layer
     gc.collect()
-    assert (door(), entry(), module(), out()) == (None, None, None, None)
+    assert (front_end(), entry(), module(), out()) == (None, None, None, None)
 
 
-def test_doors_are_copied_and_pickled() -> None:
-    """A copy of a door that has served by the core serves anew."""
+def test_front_ends_are_copied_and_pickled() -> None:
+    """A copy of a front end that has served by the core serves anew."""
     step = settled(torch.nn.Linear(3, 3).eval(), torch.randn(ROWS, 3), dynamic={"input": 0})
     for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
         x = torch.randn(ROWS, 3)
@@ -571,7 +571,7 @@ def test_a_replaced_call_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_replaced_method_of_servers_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The door looks for the method of the server's class anew when somebody has changed it."""
+    """The front end looks for the method of the server's class anew when somebody has changed it."""
     x = torch.randn(ROWS, 3)
     step = settled(lambda x: x * 2, x)
     assert served(step, x)[1]

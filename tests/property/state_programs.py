@@ -1,8 +1,8 @@
-"""Random programs with Python state, random mutations between their calls, and what a door makes of them.
+"""Random programs with Python state, random mutations between their calls, and what a front end makes of them.
 
-A program is data: parts (``state_parts``) in random places, a callable around them, a door with its options, and steps.
+A program is data: parts (``state_parts``) in random places, a callable around them, a front end, and steps.
 ``render`` gives its source, which is executed twice, so that two twins have equal weights, objects, classes and
-globals. One twin runs eagerly, the other behind the door, and after every step all that they hold is compared.
+globals. One twin runs eagerly, the other behind the front end, and after every step all that they hold is compared.
 
     python -m tests.property.state_runs 17 18     # from the root: runs two seeds, and prints them and what they came to
 """
@@ -43,7 +43,7 @@ def gc_find(holder, kind):
 """
 
 
-DOORS = ("graphed",) * 6 + (
+FRONT_ENDS = ("graphed",) * 6 + (
     "lengths",
     "lengths",
     "wrapper",
@@ -56,7 +56,7 @@ DOORS = ("graphed",) * 6 + (
     "streams_entry",
     "composite",
 )
-EXACT_DOORS = ("wrapper", "adaptive_wrapper", "streams")
+EXACT_FRONT_ENDS = ("wrapper", "adaptive_wrapper", "streams")
 MANAGED = (
     ("sleep()", "wake()"),
     ("wake()",),
@@ -66,11 +66,11 @@ MANAGED = (
     ("sleep()",),
 )
 """What may be said to ``graphed`` between calls."""
-GRAPHED_DOORS = ("graphed", "lengths")
-AHEAD_DOORS = ("replay_graph", "entry", "dispatcher", "streams", "streams_entry", "composite")
-STREAM_DOORS = ("streams", "streams_entry")
-"""Doors that run steps on threads of their own, where a ``threading.local`` is another."""
-PIECEWISE_DOORS = (*GRAPHED_DOORS, "wrapper", "adaptive_wrapper")
+GRAPHED_FRONT_ENDS = ("graphed", "lengths")
+AHEAD = ("replay_graph", "entry", "dispatcher", "streams", "streams_entry", "composite")
+STREAMS = ("streams", "streams_entry")
+"""Front ends that run steps on threads of their own, where a ``threading.local`` is another."""
+PIECEWISE_FRONT_ENDS = (*GRAPHED_FRONT_ENDS, "wrapper", "adaptive_wrapper")
 ALL_SIZES = (1, 2, 3, 4, 5)
 SIZES = ((4,), (2, 4), (1, 2, 4), (3, 5), (5,), ALL_SIZES)
 
@@ -91,7 +91,7 @@ class Step:
     """One step.
 
     A ``call``, ``prepare``, ``prewarm`` or ``renew`` with so many rows, a call of the ``other`` callable of the model
-    through a door of its own, a mutation ``do``, or a word to ``manage`` the door.
+    through a front end of its own, a mutation ``do``, or a word to ``manage`` the front end.
     """
 
     kind: str
@@ -109,7 +109,7 @@ class Program:
     uses: tuple[Use, ...]
     form: str
     output: str
-    door: str
+    front_end: str
     sizes: tuple[int, ...]
     mode: str
     options: tuple[tuple[str, Any], ...]
@@ -121,7 +121,9 @@ class Program:
     def is_exact(self) -> bool:
         """Whether no batch is padded, so that all numbers are eager's very bits."""
         manages = any(step.kind == "manage" for step in self.steps)
-        return self.door in EXACT_DOORS or (self.sizes == ALL_SIZES and self.door not in AHEAD_DOORS and not manages)
+        return self.front_end in EXACT_FRONT_ENDS or (
+            self.sizes == ALL_SIZES and self.front_end not in AHEAD and not manages
+        )
 
     def has(self, parts: Collection[str]) -> bool:
         """Whether it has one of these parts."""
@@ -133,11 +135,11 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
     rng = random.Random(seed)
     choose = Choose(rng)
     names = [rng.choice(only or tuple(SECTIONS)) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
-    door = rng.choice(DOORS)
+    front_end = rng.choice(FRONT_ENDS)
     unfit_ahead, unfit_streams = (MAKES_AT_FIRST | EXACT_ONLY) & set(names), OF_THREAD & set(names)
-    while (door in AHEAD_DOORS and unfit_ahead) or (door in STREAM_DOORS and unfit_streams):
-        door = rng.choice(DOORS)
-    mode = "PIECEWISE" if door in PIECEWISE_DOORS and rng.random() < 0.25 else "FULL"
+    while (front_end in AHEAD and unfit_ahead) or (front_end in STREAMS and unfit_streams):
+        front_end = rng.choice(FRONT_ENDS)
+    mode = "PIECEWISE" if front_end in PIECEWISE_FRONT_ENDS and rng.random() < 0.25 else "FULL"
     uses = []
     for name in names:
         places = [p for p, place in PLACES.items() if place.needs_rows or name not in NEEDS_SLOTS]
@@ -145,21 +147,24 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
             places.remove("break")
         if name in NEEDS_SLOTS:
             places.remove("partial")
-        if door in STREAM_DOORS:
+        if front_end in STREAMS:
             places.remove("threaded")
-        may_hide = door != "entry" and name not in (*MAKES_AT_FIRST, "cached")  # captures run other numbers of rows
+        may_hide = front_end != "entry" and name not in (
+            *MAKES_AT_FIRST,
+            "cached",
+        )  # captures run other rows
         at = rng.randint(1, 5) if may_hide and rng.random() < 0.1 else 0
         uses.append(Use(parse(name, choose), rng.choice(["inline", "inline", *places]), at))
     sizes = ALL_SIZES if set(names) & EXACT_ONLY else rng.choice(SIZES)
     options = _options(rng, names, mode)
     if any(use.rows for use in uses):
         options.pop("verify", None)  # nothing else finds such a branch
-    if "wrapper" in door and rng.random() < 0.2:
+    if "wrapper" in front_end and rng.random() < 0.2:
         options["inputs"] = "static"
     more: dict[str, Any] = {}
-    if door == "lengths":
+    if front_end == "lengths":
         options.pop("outputs", None)  # views of two outputs at once
-    if door in GRAPHED_DOORS:
+    if front_end in GRAPHED_FRONT_ENDS:
         if "slot_cache" in names and not set(names) & PADDING_WRITES and rng.random() < 0.7:
             more["pad"] = {"slots": 8}
             options["padding_writes"] = "allow"
@@ -174,7 +179,7 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
         tuple(uses),
         rng.choice(("module", *FORMS)),
         rng.choice(("h", *OUTPUTS)),
-        door,
+        front_end,
         sizes,
         mode,
         tuple(options.items()),
@@ -200,7 +205,7 @@ def _steps(rng: random.Random, choose: Choose, program: Program) -> list[Step]:
     steps: list[Step] = []
     rows = rng.choices(range(1, 6), k=rng.choice((1, 1, 2)))
     contexts = ("inference",) if program.has(KEEPS_TENSORS) else ("inference", "enable_grad")
-    has_other = program.door not in (*AHEAD_DOORS, "lengths") and rng.random() < 0.15
+    has_other = program.front_end not in (*AHEAD, "lengths") and rng.random() < 0.15
 
     def calls(count: int) -> None:
         for _ in range(count):
@@ -209,18 +214,18 @@ def _steps(rng: random.Random, choose: Choose, program: Program) -> list[Step]:
             kind = "other" if has_other and rng.random() < 0.4 else "call"
             steps.append(Step(kind, now, rng.randrange(1000), code=context))
 
-    if program.door in AHEAD_DOORS:
+    if program.front_end in AHEAD:
         for n in sorted({*rows, rng.randint(1, 5)}, reverse=True):
             steps.append(Step("prepare", n, rng.randrange(1000)))
-    elif program.door in GRAPHED_DOORS and rng.random() < 0.2 and not program.has(MAKES_AT_FIRST):
+    elif program.front_end in GRAPHED_FRONT_ENDS and rng.random() < 0.2 and not program.has(MAKES_AT_FIRST):
         steps.append(Step("prewarm", rng.choice(rows), rng.randrange(1000)))
     calls(rng.randint(2, 5))
     for _ in range(rng.randint(2, 6)):
         for _ in range(rng.choice((1, 1, 1, 2))):
             steps.append(_mutation(rng, choose, program))
-        if program.door == "graphed" and rng.random() < 0.08 and not program.has(EXACT_ONLY):
+        if program.front_end == "graphed" and rng.random() < 0.08 and not program.has(EXACT_ONLY):
             steps += [Step("manage", code=code) for code in rng.choice(MANAGED)]
-        if program.door in AHEAD_DOORS and rng.random() < 0.4:
+        if program.front_end in AHEAD and rng.random() < 0.4:
             steps.append(Step("renew", rng.choice(rows), rng.randrange(1000)))
         calls(rng.randint(1, 5))
     return steps
@@ -309,7 +314,7 @@ def mutation_source(program: Program, step: Step) -> str:
 def served(program: Program) -> str:
     """How a program is served, in one line."""
     options = {"sizes": program.sizes, "mode": program.mode, **dict(program.options), **dict(program.more)}
-    return f"{program.door}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+    return f"{program.front_end}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
 
 def steps(program: Program) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs random programs with Python state on two twins, one eagerly and one behind a door, and makes failures small."""
+"""Runs random programs with Python state on two twins, one eager, one behind a front end; makes failures small."""
 
 import contextlib
 import dataclasses
@@ -20,10 +20,10 @@ import graphdispatch
 from graphdispatch import CUDAGraphOptions, GraphDispatchError
 from graphdispatch.memory.outputs import OutputView
 
-from ..behaviour.doors import DOORS
-from .lengths_door import LengthsDoor
+from ..behaviour.front_ends import FRONT_ENDS
+from .lengths_front_end import LengthsFrontEnd
 from .state_compare import Twins
-from .state_programs import AHEAD_DOORS, Program, Step, draw, listing, mutation_source, render
+from .state_programs import AHEAD, Program, Step, draw, listing, mutation_source, render
 
 CONTEXTS: dict[str, Any] = {"": torch.no_grad, "inference": torch.inference_mode, "enable_grad": torch.enable_grad}
 _ERRORS = (LookupError, RuntimeError, TypeError, AttributeError, AssertionError, StopIteration)
@@ -213,13 +213,13 @@ class Run:
         options = CUDAGraphOptions(**dict(program.options), gc_disable=False)
         settings: dict[str, Any] = {"sizes": program.sizes, "mode": program.mode, "options": options}
         with self.got.ambient():
-            self.doors = {
-                name: {**DOORS, "lengths": LengthsDoor}[program.door](
+            self.front_ends = {
+                name: {**FRONT_ENDS, "lengths": LengthsFrontEnd}[program.front_end](
                     getattr(self.got.module, name), dynamic=_DYNAMIC, **settings, **dict(program.more)
                 )
                 for name in {_CALLABLES.get(step.kind, "FN") for step in program.steps} | {"FN"}
             }
-        self.door = self.latest = self.doors["FN"]
+        self.front_end = self.latest = self.front_ends["FN"]
         self.buffers: dict[tuple[bool, str, int], tuple[Tensor, ...]] = {}
         self.static = options.inputs == "static"
         self.exact = program.is_exact
@@ -241,12 +241,12 @@ class Run:
                 if found is not None:
                     self.outcome.violation = found
                     break
-            self.outcome.hits = sum(door.hits for door in self.doors.values())
-            self.outcome.captures = sum(door.captures for door in self.doors.values())
-            self.outcome.reasons = {str(k): v for k, v in self.door.reasons.items()}
+            self.outcome.hits = sum(front_end.hits for front_end in self.front_ends.values())
+            self.outcome.captures = sum(front_end.captures for front_end in self.front_ends.values())
+            self.outcome.reasons = {str(k): v for k, v in self.front_end.reasons.items()}
         finally:
-            for door in self.doors.values():
-                door.close()
+            for front_end in self.front_ends.values():
+                front_end.close()
             self.want.close()
             self.got.close()
         return self.outcome
@@ -256,12 +256,12 @@ class Run:
             want, got = self.want.do(step), self.got.do(step)
             return None if want == got else Violation("mutation", number, f"raised {want} and {got}")
         if step.kind == "manage":
-            eval(f"door.{step.code}", {"door": self.door.step})
+            eval(f"front_end.{step.code}", {"front_end": self.front_end.step})
             return None
         if step.kind in _CALLABLES:
             return self._call(number, step, _CALLABLES[step.kind])
-        how = {"prepare": self.door.prepare, "renew": self.door.renew}.get(step.kind)
-        _, error = self.got.call(how or self.door.step.prewarm, batch(step.rows, step.seed))
+        how = {"prepare": self.front_end.prepare, "renew": self.front_end.renew}.get(step.kind)
+        _, error = self.got.call(how or self.front_end.step.prewarm, batch(step.rows, step.seed))
         if error is None or isinstance(error, GraphDispatchError):
             return None
         # The callable's own error, as eager would have raised it here; what it did before is undone.
@@ -274,9 +274,9 @@ class Run:
         if self.static:  # the caller fills the same tensors in place each time, and state may keep them
             mine, others = self._filled(False, name, mine), self._filled(True, name, others)
         want, error = self.want.call(getattr(self.want.module, name), mine, step.code)
-        self.latest = self.doors[name]
+        self.latest = self.front_ends[name]
         got, raised = self.got.call(self.latest, others, step.code)
-        self.has_raised = error is not None and raised is not None and self.program.door in AHEAD_DOORS
+        self.has_raised = error is not None and raised is not None and self.program.front_end in AHEAD
         if self.has_raised:
             return None
         if type(error) is not type(raised):
@@ -284,7 +284,7 @@ class Run:
                 self.has_raised = True
                 return None
             kind = "refused" if isinstance(raised, GraphDispatchError) else "error"
-            return Violation(kind, number, f"eager raised {error!r}, the door {raised!r}")
+            return Violation(kind, number, f"eager raised {error!r}, the front end {raised!r}")
         # Footgun rows ``output_is_argument`` and ``output_is_view_of_argument``: outputs are copies, equal but apart.
         twins = Twins(exact=self.exact, shared=False)
         text = twins.difference([*mine, want], [*others, got], "(*args, output)")
@@ -374,8 +374,8 @@ def _smaller(program: Program, violation: Violation) -> Iterator[Program]:
         yield but(options=program.options[:index] + program.options[index + 1 :])
     for index in range(len(program.more)):
         yield but(more=program.more[:index] + program.more[index + 1 :])
-    if program.door != "graphed":
-        yield but(door="graphed", steps=tuple(s for s in steps if s.kind in ("call", "do")))
+    if program.front_end != "graphed":
+        yield but(front_end="graphed", steps=tuple(s for s in steps if s.kind in ("call", "do")))
 
 
 def failure(seed: int, *, only: tuple[str, ...] = ()) -> str | None:

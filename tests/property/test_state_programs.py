@@ -1,4 +1,4 @@
-"""Random programs with Python state under random mutations: behind every door, answers and state are eager's.
+"""Random programs with Python state under random mutations: behind every front end, answers and state are eager's.
 
 ``make fuzz`` draws new seeds. It makes as many programs as its profile says, or as fit into GRAPHDISPATCH_FUZZ_SECONDS.
 """
@@ -27,7 +27,7 @@ def test_each_kind_of_state_is_seen_or_refused(part: str) -> None:
 @settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(start=st.integers(0, 2**40))
 def test_random_programs_are_eagers(start: int) -> None:
-    """Programs of several kinds of state, through a random door with random options."""
+    """Programs of several kinds of state, through a random front end with random options."""
     end = time.monotonic() + SECONDS / settings().max_examples
     for seed in itertools.count(start):
         found = failure(seed)

@@ -178,7 +178,7 @@ IN_CORE = {
     "Signature.match",
     "StaticInputs.load",
 }
-"""What the core does itself in every hit, behind every door."""
+"""What the core does itself in every hit, behind every front end."""
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=BOUNDS)
 def bound(request: pytest.FixtureRequest) -> Bound:
-    """Each door's settled call in turn."""
+    """Each front end's settled call in turn."""
     return BOUNDS[request.param]
 
 
@@ -277,7 +277,7 @@ def test_a_hit_makes_few_calls(bound: Bound) -> None:
 
 @pytest.mark.skipif(CORE is None, reason="there is no core")
 def test_a_hit_in_the_core_runs_no_python(bound: Bound) -> None:
-    """Where there is a core, no door's hit runs the Python that the core stands for."""
+    """Where there is a core, no front end's hit runs the Python that the core stands for."""
     _, call = bound.make()
     below = {name for depth, name in own_calls(call) if depth}
     assert "Server.step" not in below, "this is no hit"

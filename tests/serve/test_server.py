@@ -1,4 +1,4 @@
-"""The server behind every door: what it keeps of calls, and how much of it."""
+"""The server behind every front end: what it keeps of calls, and how much of it."""
 
 import threading
 from typing import Any

@@ -81,7 +81,7 @@ def test_without_it_nothing_is_compared() -> None:
 
 
 def test_wrappers_compare_too() -> None:
-    """The front door for engines goes the same way."""
+    """The front end for engines goes the same way."""
     wrapper = CUDAGraphWrapper(_hidden, options=CUDAGraphOptions(verify_every=2))
     descriptor = BatchDescriptor(4)
     call = {"batch_descriptor": descriptor, "cudagraph_runtime_mode": CUDAGraphMode.FULL}

@@ -1,4 +1,4 @@
-"""A front door for random programs: their rows are lengths, beside a batch of which they know nothing."""
+"""A front end for random programs: their rows are lengths, beside a batch of which they know nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 
 import graphdispatch as gd
 
-from ..behaviour.doors import GraphedDoor
+from ..behaviour.front_ends import GraphedFrontEnd
 
-__all__ = ["LengthsDoor"]
+__all__ = ["LengthsFrontEnd"]
 
 
 class _Front:
@@ -29,7 +29,7 @@ class _Front:
         return getattr(self._graphed, name)
 
 
-class LengthsDoor(GraphedDoor):
+class LengthsFrontEnd(GraphedFrontEnd):
     """``graphed`` with two dynamic dimensions; the sizes are lengths."""
 
     name = "lengths"

@@ -1,7 +1,7 @@
-"""Every front door of the library behind one face, so that one test body runs through each of them.
+"""Every front end of the library behind one face, so that one test body runs through each of them.
 
-A ``Door`` wraps one callable. A test calls it like the callable itself; the adapter tells the front door the number of
-rows in its own terms (a descriptor, a key, a batch size). ``features.py`` says what a door cannot express.
+A ``FrontEnd`` wraps one callable. A test calls it like the callable itself; the adapter tells it the number of
+rows in its own terms (a descriptor, a key, a batch size). ``features.py`` says what a front end cannot express.
 """
 
 from collections import Counter
@@ -13,13 +13,13 @@ import torch
 import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, Reason
 
-from .door import Door
+from .front_end import FrontEnd
 
-__all__ = ["DOORS"]
+__all__ = ["FRONT_ENDS"]
 
 
-class _Capturing(Door):
-    """What doors share whose front captures by itself, and counts what it does."""
+class _Capturing(FrontEnd):
+    """What front ends share whose front captures by itself, and counts what it does."""
 
     front: Any
 
@@ -47,7 +47,7 @@ class _Capturing(Door):
         assert self.front.is_frozen is is_frozen
 
 
-class GraphedDoor(_Capturing):
+class GraphedFrontEnd(_Capturing):
     name = "graphed"
 
     def _open(self, **more: Any) -> None:
@@ -75,7 +75,7 @@ class GraphedDoor(_Capturing):
         self.step.clear()
 
 
-class WrapperDoor(_Capturing):
+class WrapperFrontEnd(_Capturing):
     """Each number of rows is a descriptor of its own, captured and compared when it comes."""
 
     name = "wrapper"
@@ -102,12 +102,12 @@ class WrapperDoor(_Capturing):
         self.wrapper.clear_cache()
 
 
-class AdaptiveWrapperDoor(WrapperDoor):
+class AdaptiveWrapperFrontEnd(WrapperFrontEnd):
     name = "adaptive_wrapper"
     kind = gd.AdaptiveCUDAGraphWrapper
 
 
-class ManagerDoor(_Capturing):
+class ManagerFrontEnd(_Capturing):
     """``execute_or_capture``: the manager pads, captures and serves."""
 
     name = "execute_or_capture"
@@ -128,17 +128,21 @@ class ManagerDoor(_Capturing):
         self.manager.reset()
 
 
-def _manager(door: Door) -> gd.CUDAGraphManager:
-    """A manager with the sizes and options of a door, which captures a size when it comes first."""
-    most = max(door.sizes)
+def _manager(front: FrontEnd) -> gd.CUDAGraphManager:
+    """A manager with the sizes and options of a front end, which captures a size when it comes first."""
+    most = max(front.sizes)
     config = gd.CUDAGraphConfig(
-        capture_sizes=door.sizes, max_batch_size=most, capture_after=1, options=door.options, mode=CUDAGraphMode.FULL
+        capture_sizes=front.sizes,
+        max_batch_size=most,
+        capture_after=1,
+        options=front.options,
+        mode=CUDAGraphMode.FULL,
     )
     return gd.CUDAGraphManager(config)
 
 
-class _Ahead(Door):
-    """What doors share whose graphs the caller captures: by ``capture_graph``, or as an entry of a wrapper.
+class _Ahead(FrontEnd):
+    """What front ends share whose graphs the caller captures: by ``capture_graph``, or as an entry of a wrapper.
 
     A wrapper gives the entries of PIECEWISE graphs and of static inputs, which have one number of rows each.
     """
@@ -185,7 +189,7 @@ class _Ahead(Door):
         self.prepare(*args, **kwargs)
 
     def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
-        """Give a new entry to the front door."""
+        """Give a new entry to the front end."""
 
     def explanation(self, *args: Any) -> str | None:
         return None if self.refusal is None else str(self.refusal)
@@ -209,7 +213,7 @@ class _Ahead(Door):
             self.source.clear_cache()
 
 
-class ReplayDoor(_Ahead):
+class ReplayFrontEnd(_Ahead):
     """``replay_graph``: what it refuses with nothing copied is run by the caller, as an engine would."""
 
     name = "replay_graph"
@@ -253,7 +257,7 @@ class ReplayDoor(_Ahead):
         return self.manager.replay_graph(rows, 1, inputs)
 
 
-class EntryDoor(ReplayDoor):
+class EntryFrontEnd(ReplayFrontEnd):
     """``CUDAGraphEntry.replay``, for those who were given the entry alone."""
 
     name = "entry"
@@ -281,7 +285,7 @@ class EntryDoor(ReplayDoor):
         return entry.replay(inputs)
 
 
-class DispatcherDoor(_Ahead):
+class DispatcherFrontEnd(_Ahead):
     """``CudagraphDispatcher`` with registered entries: dispatched with a key of as many tokens as rows."""
 
     name = "dispatcher"
@@ -315,7 +319,7 @@ class DispatcherDoor(_Ahead):
         return self.dispatcher.stats.reasons
 
 
-class StreamsEntryDoor(DispatcherDoor):
+class StreamsEntryFrontEnd(DispatcherFrontEnd):
     name = "streams_entry"
 
     def _made(self) -> Any:
@@ -329,7 +333,7 @@ class StreamsEntryDoor(DispatcherDoor):
         super().close()
 
 
-class StreamsDoor(StreamsEntryDoor):
+class StreamsFrontEnd(StreamsEntryFrontEnd):
     """``StreamDispatcher.capture``, on one stream, since a model that writes state must not run on two at once."""
 
     name = "streams"
@@ -352,7 +356,7 @@ class StreamsDoor(StreamsEntryDoor):
         self.dispatcher.clear_cache()
 
 
-class CompositeDoor(DispatcherDoor):
+class CompositeFrontEnd(DispatcherFrontEnd):
     """``CompositeDispatcher`` whose member has the entries."""
 
     name = "composite"
@@ -367,17 +371,17 @@ class CompositeDoor(DispatcherDoor):
         self.member.register_graph(gd.DispatchKey(size, size), entry)
 
 
-_KINDS: tuple[type[Door], ...] = (
-    GraphedDoor,
-    WrapperDoor,
-    AdaptiveWrapperDoor,
-    ManagerDoor,
-    ReplayDoor,
-    EntryDoor,
-    DispatcherDoor,
-    StreamsDoor,
-    StreamsEntryDoor,
-    CompositeDoor,
+_KINDS: tuple[type[FrontEnd], ...] = (
+    GraphedFrontEnd,
+    WrapperFrontEnd,
+    AdaptiveWrapperFrontEnd,
+    ManagerFrontEnd,
+    ReplayFrontEnd,
+    EntryFrontEnd,
+    DispatcherFrontEnd,
+    StreamsFrontEnd,
+    StreamsEntryFrontEnd,
+    CompositeFrontEnd,
 )
-DOORS: dict[str, type[Door]] = {kind.name: kind for kind in _KINDS}
-"""Every door by its name, in the order of the table."""
+FRONT_ENDS: dict[str, type[FrontEnd]] = {kind.name: kind for kind in _KINDS}
+"""Every front end by its name, in the order of the table."""

@@ -1,4 +1,4 @@
-"""Faults behind every front door: eager's answer or an error that says what happened, once, and nothing half-made."""
+"""Faults behind every front end: eager's answer or an error that says what happened, once, and nothing half-made."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,17 +11,17 @@ from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.errors import ReplayError
 from graphdispatch.reasons import Reason
 
-from .door import Door
 from .features import needs
+from .front_end import FrontEnd
 from .inject import DeviceFaults, ambient, are_free
 
-Open = Callable[..., Door]
+Open = Callable[..., FrontEnd]
 LATER = 40
 """Calls after which a graph that failed serves again, or has been given up."""
 
 
 @contextmanager
-def contained(step: Door) -> Iterator[None]:
+def contained(step: FrontEnd) -> Iterator[None]:
     """The block leaves the ambient state and the locks as they must be, and counts each of its calls once."""
     backend = get_backend("cpu")
     before, calls, counted = ambient(backend), step.calls, _counted(step)
@@ -33,7 +33,7 @@ def contained(step: Door) -> Iterator[None]:
         assert _counted(step) - counted <= step.calls - calls
 
 
-def _counted(step: Door) -> int:
+def _counted(step: FrontEnd) -> int:
     return step.hits + step.reasons.total()
 
 
@@ -44,7 +44,7 @@ class Pure:
         """Three operators."""
         return ((x + 1) * 2).relu()
 
-    def agrees(self, step: Door, rows: int = 4) -> None:
+    def agrees(self, step: FrontEnd, rows: int = 4) -> None:
         """One call whose answer is eager's, counted once."""
         x, counted = torch.randn(rows, 3), _counted(step)
         with contained(step):
@@ -66,7 +66,7 @@ class Counting(Pure):
     def answer(self, x: torch.Tensor) -> torch.Tensor:
         return super().answer(x) + self.count
 
-    def agrees(self, step: Door, rows: int = 4) -> None:
+    def agrees(self, step: FrontEnd, rows: int = 4) -> None:
         before = int(self.count)
         x, counted = torch.randn(rows, 3), _counted(step)
         with contained(step):

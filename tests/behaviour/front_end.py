@@ -1,4 +1,4 @@
-"""``Door``: the one face of all front doors."""
+"""``FrontEnd``: the one face of all front ends."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -11,19 +11,19 @@ from torch.utils._pytree import tree_leaves
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 
-__all__ = ["Door"]
+__all__ = ["FrontEnd"]
 
 
-class Door(ABC):
-    """One callable behind one front door. Close it after use.
+class FrontEnd(ABC):
+    """One callable behind one front end. Close it after use.
 
-    ``sizes`` are the capture sizes of doors that pad; ``dynamic`` names the batch dimensions; ``options`` and
-    ``outputs`` are as in ``CUDAGraphOptions``. Other options are those of ``graphed`` that the door has.
+    ``sizes`` are the capture sizes of front ends that pad; ``dynamic`` names the batch dimensions; ``options`` and
+    ``outputs`` are as in ``CUDAGraphOptions``. Other options are those of ``graphed`` that the front end has.
     """
 
     name: ClassVar[str]
     captures_ahead: ClassVar[bool] = False
-    """Whether the caller captures before it serves (``prepare``). Such a door captures nothing by itself."""
+    """Whether the caller captures before it serves (``prepare``). Such a front end captures nothing by itself."""
     order: ClassVar[tuple[int, ...]] = (3, 4, 3)
     """The numbers of rows of the calls after which graphs serve three rows and four."""
 
@@ -52,7 +52,7 @@ class Door(ABC):
         self._open(**more)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Serve one call through the door. Raises what the door raises."""
+        """Serve one call through the front end. Raises what the front end raises."""
         hits, before = self.hits, Counter(self.reasons)
         self.calls += 1
         try:
@@ -65,7 +65,7 @@ class Door(ABC):
     @property
     @abstractmethod
     def plain(self) -> Callable[[torch.Tensor], Any]:
-        """The front door alone, for a callable of one tensor ``x``: for a model that calls it from within."""
+        """The front end alone, for a callable of one tensor ``x``: for a model that calls it from within."""
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture ahead with an example call, where that is the caller's job. A refusal is kept in ``refusal``."""
@@ -76,14 +76,14 @@ class Door(ABC):
         assert not self.captures_ahead
 
     def forget(self, tag: str) -> None:
-        """Tell the door, or the owner of its graphs, that something changed that no guard sees."""
+        """Tell the front end, or the owner of its graphs, that something changed that no guard sees."""
         raise NotImplementedError
 
     def freeze(self, is_frozen: bool) -> None:
         """Forbid captures and comparisons, or allow them again."""
         raise NotImplementedError
 
-    def settle(self, batch: Callable[[int], tuple[Any, ...]]) -> "Door":
+    def settle(self, batch: Callable[[int], tuple[Any, ...]]) -> "FrontEnd":
         """Prepare it and call it until a graph serves whatever can be served."""
         if self.captures_ahead:
             for rows in (3, 4):
@@ -93,7 +93,7 @@ class Door(ABC):
         return self
 
     def reason(self) -> Reason | None:
-        """The reason of the latest call; None where the door counts none for a call that a graph served."""
+        """The reason of the latest call; None where the front end counts none for a call that a graph served."""
         return self._reason
 
     def was_hit(self) -> bool:
@@ -103,13 +103,13 @@ class Door(ABC):
     def check(self, expected: Reason, *, everywhere: bool = True) -> None:
         """The latest call was served by a graph if ``expected`` says so, and else it was not.
 
-        ``graphed`` must give exactly this reason; with ``everywhere=False`` no other door is asked.
+        ``graphed`` must give exactly this reason; with ``everywhere=False`` no other front end is asked.
         """
         if everywhere:
             assert self.was_hit() is expected.is_graph, f"{self.name}: {self.reason()} instead of {expected}"
 
     def explanation(self, *args: Any) -> str | None:
-        """What the door says of such a call in words, or None where it says nothing."""
+        """What the front end says of such a call in words, or None where it says nothing."""
         return None
 
     @property
@@ -124,7 +124,7 @@ class Door(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the door holds."""
+        """Release what the front end holds."""
 
     @abstractmethod
     def _open(self) -> None: ...
