@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import graphdispatch as gd
-from graphdispatch.integrations.vllm import PLAN, SWITCH, TRACE, platform, register, switch
+from graphdispatch.integrations.vllm import PLAN, SWITCH, TRACE, register, switch
+from graphdispatch.integrations.vllm.switch import platform
 
 CPU_PLATFORM = "graphdispatch.integrations.vllm.platform.GraphCpuPlatform"
 

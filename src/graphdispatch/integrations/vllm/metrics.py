@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 from prometheus_client import Counter
+from vllm.platforms import current_platform
 from vllm.v1.metrics import loggers
 
 __all__ = ["GraphStatLogger", "stat_loggers"]
@@ -12,12 +13,13 @@ _theirs = loggers.load_stat_logger_plugin_factories
 
 
 def stat_loggers() -> list[Any]:
-    """The stat loggers of the installed plug-ins, and ours.
+    """The stat loggers of the installed plug-ins, and ours unless this library declined what is started.
 
     Takes the place of vLLM's function, which reads the entry points ``vllm.stat_logger_plugins``. One of ours there
     would have vLLM keep statistics even where this library is switched off.
     """
-    return [*_theirs(), GraphStatLogger]
+    declines = getattr(current_platform, "declines", False)
+    return [*_theirs(), *([] if declines else [GraphStatLogger])]
 
 
 class GraphStatLogger(loggers.StatLoggerBase):

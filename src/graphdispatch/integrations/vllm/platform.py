@@ -1,25 +1,46 @@
 """vLLM's CPU platform with graphs."""
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
+from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
 from ...backends import get_backend
+from .support import why_not
 
 __all__ = ["GraphCpuPlatform"]
 
+_logger = init_logger("vllm.graphdispatch")
 _ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 _HERE = "graphdispatch.integrations.vllm"
 
 
 class GraphCpuPlatform(CpuPlatform):
-    """The CPU as a device whose steps graphs may serve: vLLM's own options say which (``cudagraph_mode``, sizes)."""
+    """The CPU as a device whose steps graphs may serve: vLLM's own options say which (``cudagraph_mode``, sizes).
+
+    A configuration that graphs do not serve gets what it would get of vLLM's own platform.
+    """
+
+    declines: ClassVar[bool] = False
+    """Whether the latest configuration of this process has no graphs of this library."""
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        """Where vLLM first shows its platform a configuration: decide whether graphs serve it."""
+        from vllm.config import CUDAGraphMode  # here, since it asks for the platform
+
+        is_wanted = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        reason = why_not(vllm_config) if is_wanted else None
+        cls.declines = not is_wanted or reason is not None
+        if reason is not None:
+            _logger.warning("graphdispatch does not serve this vLLM: %s", reason)
+        super().apply_config_platform_defaults(vllm_config)
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
-        """Yes."""
-        return True
+        """Whether the configuration that vLLM is making may keep its graphs."""
+        return not cls.declines
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
@@ -33,9 +54,12 @@ class GraphCpuPlatform(CpuPlatform):
 
     @classmethod
     def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
-        """vLLM's choice; its plain attention as one that graphs may hold."""
+        """vLLM's choice; its plain attention as one that graphs may hold, where there are graphs."""
+        from vllm.config import CUDAGraphMode, get_current_vllm_config  # here, since it asks for the platform
+
         chosen: str = super().get_attn_backend_cls(*args, **kwargs)
-        return f"{_HERE}.attention.GraphCpuAttention" if chosen == _ATTENTION else chosen
+        has_graphs = get_current_vllm_config().compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        return f"{_HERE}.attention.GraphCpuAttention" if chosen == _ATTENTION and has_graphs else chosen
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -45,15 +69,14 @@ class GraphCpuPlatform(CpuPlatform):
         """
         from vllm.config import CompilationMode, CUDAGraphMode  # here, since it asks for the platform
 
-        compilation = vllm_config.compilation_config
+        compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
         sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
         mode, graphs = compilation.mode, compilation.cudagraph_mode
-        parallel = vllm_config.parallel_config
-        wants_graphs = graphs is not None and graphs != CUDAGraphMode.NONE
-        if wants_graphs and parallel.worker_cls == "auto":
-            parallel.worker_cls = f"{_HERE}.worker.GraphCpuWorker"
+        has_graphs = graphs != CUDAGraphMode.NONE
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = f"{_HERE}.{'worker.GraphCpuWorker' if has_graphs else 'plain.PlainCpuWorker'}"
         super().check_and_update_config(vllm_config)
-        if not wants_graphs:
+        if not has_graphs:
             return
         compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = sizes, largest
         if graphs.has_piecewise_cudagraphs() and mode == CompilationMode.VLLM_COMPILE:

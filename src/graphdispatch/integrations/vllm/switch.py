@@ -56,10 +56,10 @@ def platform() -> str | None:
 def register() -> None:
     """Switch on in this process what the environment asks for. May be called any number of times.
 
-    Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change. ``GRAPHDISPATCH_VLLM`` has vLLM's
-    model runner decide by this library. ``GRAPHDISPATCH_VLLM_TRACE`` names a file to which the engine's steps go, and
-    ``GRAPHDISPATCH_VLLM_PLAN`` a plan whose sizes vLLM captures unless it is given others. Raises ``ConfigError`` for
-    a file that is no plan, and ``OSError``.
+    Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change. ``GRAPHDISPATCH_VLLM=decisions`` has
+    vLLM's model runner decide by this library; with ``graphs`` the platform's worker does. ``GRAPHDISPATCH_VLLM_TRACE``
+    names a file to which the engine's steps go, and ``GRAPHDISPATCH_VLLM_PLAN`` a plan whose sizes vLLM captures unless
+    it is given others. Raises ``ConfigError`` for a file that is no plan, and ``OSError``.
     """
     choice, trace, sizes = (os.environ.get(name, "") for name in (SWITCH, TRACE, PLAN))
     if choice not in ("", *_CHOICES):
@@ -76,8 +76,9 @@ def register() -> None:
         record_steps(import_module(_SCHEDULER).Scheduler, trace)
     if sizes and _ARGUMENTS in sys.modules:  # elsewhere nobody makes a configuration
         use_plan(sys.modules[_ARGUMENTS].EngineArgs, sizes)
-    if choice:
+    if choice == "decisions":
         _replace(_DISPATCHER, "CudagraphDispatcher", import_module(".dispatcher", __package__).CudagraphDispatcher)
+    if choice:
         _replace(_LOGGERS, "load_stat_logger_plugin_factories", import_module(".metrics", __package__).stat_loggers)
 
 

@@ -13,11 +13,12 @@ from vllm.envs import enable_envs_cache
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from ...decide.engine import mode_of
 from ...reasons import Reason
 from ..engine import on_all_ranks
+from .dispatcher import CudagraphDispatcher
+from .plain import PlainCpuWorker
 from .wrapper import GraphTotals, StaticGraphWrapper, graph_stats
 
 __all__ = ["GraphCpuModelRunner", "GraphCpuWorker"]
@@ -121,18 +122,14 @@ class GraphCpuModelRunner(CPUModelRunner):
             )
 
 
-class GraphCpuWorker(CPUWorker):
+class GraphCpuWorker(PlainCpuWorker):
     """A CPU worker whose model runner has graphs."""
 
     def init_device(self) -> None:
-        """Make the model runner. Model Runner V2 for the CPU stays vLLM's own, and without graphs."""
+        """Make the model runner, and have it decide by this library."""
         super().init_device()
-        if type(self.model_runner) is CPUModelRunner:
-            self.model_runner.__class__ = GraphCpuModelRunner
-        else:
-            _logger.warning(
-                "graphdispatch does not serve %s on the CPU; its steps run eagerly", type(self.model_runner)
-            )
+        self.model_runner.__class__ = GraphCpuModelRunner
+        self.model_runner.cudagraph_dispatcher = CudagraphDispatcher(self.vllm_config)
 
     def graph_totals(self) -> dict[str, dict[str, Any]]:
         """What this worker's graphs did, by mode, as plain data: ``llm.collective_rpc("graph_totals")`` asks all.
@@ -148,6 +145,5 @@ class GraphCpuWorker(CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, then capture."""
         times = super().compile_or_warm_up_model()
-        if isinstance(self.model_runner, GraphCpuModelRunner):
-            self.model_runner.capture_model()
+        self.model_runner.capture_model()
         return times
