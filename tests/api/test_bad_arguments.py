@@ -154,51 +154,6 @@ def test_a_mistake_that_cannot_be_printed(mistake: str) -> None:
         calls[mistake]()
 
 
-@pytest.mark.parametrize(
-    "out",
-    [
-        (torch.zeros(4, 3),),
-        {"y": torch.zeros(4, 3)},
-        torch.zeros(4, 3, dtype=torch.float64),
-        torch.zeros(2, 3),
-        torch.zeros(3),
-    ],
-)
-@pytest.mark.parametrize("captures_at", [1, 2])
-def test_out_that_does_not_fit_loses_nothing(out: Any, captures_at: int) -> None:
-    """The error has the answer of the one run, and the caller's tensors are as they were."""
-    count = torch.zeros(1)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x * count
-
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=captures_at, out=out)
-    for calls in (1, 2, 3):
-        with pytest.raises(gd.ConfigError, match="out") as caught:
-            step(torch.full((3, 3), 2.0))
-        assert count.item() == calls
-        assert torch.equal(caught.value.answer, torch.full((3, 3), 2.0 * calls))  # type: ignore[arg-type]
-
-
-def test_out_is_written_whole_or_not_at_all() -> None:
-    """A nest of which the second tensor does not fit leaves the first as it was."""
-    out = (torch.zeros(4, 3), torch.zeros(4, 2))
-    step = gd.graphed(lambda x: (x * 2, x * 3), dynamic={"x": 0}, sizes=(4,), out=out)
-    with pytest.raises(gd.ConfigError, match="out"):
-        step(X)
-    assert not out[0].any()
-
-
-def test_out_with_a_tensor_too_many() -> None:
-    """A tensor where the callable returns a constant is a mistake, in every call and above the largest size."""
-    out = (torch.zeros(4, 3), torch.zeros(4, 3))
-    step = gd.graphed(lambda x: (x * 2, 5), dynamic={"x": 0}, sizes=(4,), capture_after=1, out=out)
-    for rows in (3, 4, 5, 3):
-        with pytest.raises(gd.ConfigError, match="out"):
-            step(torch.ones(rows, 3))
-
-
 @pytest.mark.parametrize("how", [{"mode": "default"}, {"mode": "reduce-overhead"}, {"options": {"trace": True}}])
 def test_the_compiler_may_say_how_to_generate_code(how: dict[str, Any]) -> None:
     """``torch.compile`` passes its ``mode`` and ``options`` to a backend; they say nothing to one without code."""

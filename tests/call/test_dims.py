@@ -395,7 +395,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a bad pad": ({"dynamic": {"x": {0: "b", 1: Dim("s", pad="nil")}}}, r"pad\['x'\] must be a Pad"),
     "short combinations": ({"dynamic": {"x": BOTH}, "sizes": [(4, 8), (4,)]}, "a size for each of"),
     "equal combinations": ({"dynamic": {"x": BOTH}, "sizes": [(4, 8), (4, 8)]}, "each once"),
-    "out": ({"dynamic": {"x": BOTH}, "out": torch.ones(4, 8)}, "out must be left out"),
 }
 
 

@@ -53,7 +53,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         *,
         memory_budget_bytes: int | None = None,
         budget: MemoryBudget | None = None,
-        out: Any = None,
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -65,7 +64,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             memory_budget_bytes=memory_budget_bytes,
             eviction=Probation(min_replays_to_keep, Frecency()),
             budget=budget,
-            out=out,
             backend=backend,
             pool=pool,
         )

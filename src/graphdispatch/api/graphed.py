@@ -60,7 +60,6 @@ def graphed(
     sizes: str | Sequence[int] | SizePlan | PathLike[str] = "auto",
     mode: str | CUDAGraphMode = "FULL",
     outputs: str | None = None,
-    out: Any = None,
     strict: bool = False,
     backend: str = "auto",
     max_cached_graphs: int | None = None,
@@ -91,9 +90,8 @@ def graphed(
     ``eviction`` (as in ``CUDAGraphConfig``) says which graph goes; callables may share ``budget``.
     ``outputs`` (default: as in ``options``): ``"clone"`` gives the caller copies, ``"view"`` a handle (``.get()``) that
     raises ``StaleOutputError`` after the next replay, ``"ring:3"`` such a handle on the next of three preallocated
-    copies, which raises after three further calls, ``"static"`` the graph's own tensors. ``out``, a tensor or a nest of
-    them with at least ``max_size`` rows, is where all outputs go: a call returns views of its first rows, the next call
-    overwrites them, a batch that needs more is an error. ``strict`` raises ``FallbackError`` instead of an eager step.
+    copies, which raises after three further calls, ``"static"`` the graph's own tensors.
+    ``strict`` raises ``FallbackError`` instead of an eager step.
 
     ``mode`` is ``"FULL"`` (one graph for the call), ``"PIECEWISE"`` (graphs between the parts that ``eager_break``
     marks), ``"NONE"``, or ``"FULL_AND_PIECEWISE"`` or ``"FULL_DECODE_ONLY"``, which serve uniform decode batches by
@@ -108,12 +106,12 @@ def graphed(
     settings |= {"capture_after": capture_after, "capture_window": capture_window}
     settings["options"] = _options(options, outputs)
     chosen = _loaded(sizes), max_size, max_cached_graphs
-    config, rules = _read(fn, (dynamic, {} if pad is None else pad, static), chosen, settings, out)
-    return _made(fn, config, budget, out, rules, _checked_kind(uniform_decode, config))
+    config, rules = _read(fn, (dynamic, {} if pad is None else pad, static), chosen, settings)
+    return _made(fn, config, budget, rules, _checked_kind(uniform_decode, config))
 
 
 def _read(
-    fn: Callable[..., Any], arguments: Any, sizes: tuple[Any, int | None, int | None], settings: Any, out: Any
+    fn: Callable[..., Any], arguments: Any, sizes: tuple[Any, int | None, int | None], settings: Any
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
     """The configuration and the rules that the options of ``graphed`` stand for."""
     dynamic = arguments[0]
@@ -121,7 +119,7 @@ def _read(
         if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
             from .sizes import grid_config  # here, since most callables have one dynamic dimension
 
-            return grid_config(fn, arguments, sizes, settings, out)
+            return grid_config(fn, arguments, sizes, settings)
         return roomy_config(*sizes, settings), make_rules(fn, *arguments)
     except ConfigError as error:
         from .sizes import in_short_names
@@ -142,7 +140,6 @@ def _made(
     fn: Callable[P, R],
     config: CUDAGraphConfig,
     budget: MemoryBudget | None,
-    out: Any,
     rules: ArgumentRules,
     uniform_decode: Callable[..., bool] | None,
 ) -> "Graphed[P, R]":
@@ -151,7 +148,6 @@ def _made(
         config.options,
         make_cache(config, budget),
         backend=get_backend(config.backend) if config.backend != "auto" else None,
-        out=out,
         strict=config.strict,
         max_groups=config.max_signatures,
         judges_gain=config.options.verify and not config.strict,
@@ -229,8 +225,8 @@ class Graphed(Lifecycle, Generic[P, R]):
         """Not these: they hold the server, which a copy makes anew."""
 
     def _recipe(self) -> Any:
-        shared = (self._graphs.cache.budget, self._graphs.handout.out)
-        return _made, (self._server.fn, self._config, *shared, self._rules, self._uniform_decode), {}, {}
+        budget = self._graphs.cache.budget
+        return _made, (self._server.fn, self._config, budget, self._rules, self._uniform_decode), {}, {}
 
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:

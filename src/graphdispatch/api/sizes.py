@@ -21,7 +21,6 @@ def grid_config(
     arguments: tuple[Mapping[str, Any], Mapping[str, Any], Iterable[str]],
     sizes: tuple[Any, int | None, int | None],
     settings: Mapping[str, Any],
-    out: Any,
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
     """The configuration and the rules from ``(dynamic, pad, static)`` and ``(sizes, max_size, max_graphs)``.
 
@@ -41,8 +40,6 @@ def grid_config(
         given = {name: grid.rule_of(grid.axes[0], name, name) for name in grid.places}
         pads = {name: rule for name, rule in given.items() if rule is not None}
         return config, rules._replace(pad={**rules.pad, **pads})
-    if out is not None:
-        raise ConfigError(f"out must be left out with several dynamic dimensions, as {[a.name for a in grid.axes]}")
     rules = rules._replace(grid=grid, pad={name: as_pad(name, rule) for name, rule in pad.items()})
     if max_graphs is None:
         most = max(config.max_cached_graphs, len(_table(SizeTable.of(config.resolve(), config.mode), grid).sizes))

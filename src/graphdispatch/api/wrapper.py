@@ -44,9 +44,8 @@ class CUDAGraphWrapper(Lifecycle):
     not fit runs eagerly, with a reason in ``get_stats()``.
 
     ``eviction`` says which graph goes when ``max_cached_graphs`` or ``memory_budget_bytes`` is reached; ``budget`` is
-    one that several wrappers share. ``out``, a tensor or a nest of them, is where all outputs go; the next call
-    overwrites them. ``backend`` and ``pool`` share memory between wrappers that never run at the same time. Other
-    attributes are those of the runnable. Thread-safe.
+    one that several wrappers share. ``backend`` and ``pool`` share memory between wrappers that never run at the same
+    time. Other attributes are those of the runnable. Thread-safe.
     """
 
     _graphs: GraphSet
@@ -63,7 +62,6 @@ class CUDAGraphWrapper(Lifecycle):
         memory_budget_bytes: int | None = None,
         eviction: str | EvictionPolicy = "frecency",
         budget: MemoryBudget | None = None,
-        out: Any = None,
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -83,7 +81,7 @@ class CUDAGraphWrapper(Lifecycle):
         stats = CUDAGraphStats(knows_rows=False)
         cache = GraphCache(max_cached_graphs, memory_budget_bytes, eviction=eviction, budget=budget, stats=stats)
         self._server = Server(
-            runnable, self.options, cache, backend=backend, pool=pool, out=out, eager_captures=self._captures_at_once
+            runnable, self.options, cache, backend=backend, pool=pool, eager_captures=self._captures_at_once
         )
         self._graphs = self._server.graphs
         self._routes = Routes(self._make_route)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
@@ -21,8 +21,8 @@ from ..memory.backoff import Quarantine
 from ..memory.budget import Victim
 from ..memory.cache import GraphCache, StateKey
 from ..memory.entry import CUDAGraphEntry
-from ..memory.handout import Handout
 from ..memory.inputs import StaticInputs, inputs_for
+from ..memory.outputs import OutputView
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
@@ -31,6 +31,9 @@ from ..state.guards import StateGuard
 from ..stats import EvictionReason
 from .group import RETRY, GraphGroup, Route
 from .ledger import Ledger
+
+if TYPE_CHECKING:
+    from ..memory.buffers import OutputRing
 
 __all__ = ["Capturer", "GraphSet"]
 
@@ -47,8 +50,7 @@ class Capturer(NamedTuple):
 
 class GraphSet:
     """Captures, verifies and releases the graphs of ``fn``. Its methods are called with ``lock`` held, unless they
-    say otherwise; ``cache`` and ``pool`` may be shared with other sets. ``out``, a tensor or a nest of them, is where
-    all outputs go."""
+    say otherwise; ``cache`` and ``pool`` may be shared with other sets."""
 
     def __init__(
         self,
@@ -58,10 +60,8 @@ class GraphSet:
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
-        out: Any = None,
         capturer: Capturer | None = None,
     ) -> None:
-        self.handout = Handout(options, out)
         self.fn = fn
         self.options = options
         self.cache = cache
@@ -147,9 +147,21 @@ class GraphSet:
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""
         failures = Quarantine[int](RETRY, self.options.max_failures)
-        buffers = self.handout.make_buffers(inputs.capacity)
+        buffers = self._make_ring(inputs.capacity)
         group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures, buffers=buffers)
         return group
+
+    def _make_ring(self, capacity: int) -> "OutputRing | None":
+        """The place for copies of a group's outputs of at most ``capacity`` rows, with ``outputs="ring:N"``."""
+        if not self.options.ring_length:
+            return None
+        from ..memory.buffers import OutputRing  # here, since most outputs are copied anew
+
+        return OutputRing(self.options.ring_length, capacity)
+
+    def give(self, answer: Any) -> Any:
+        """What an eager step returned, as a hit would hand it out. Needs no lock."""
+        return OutputView(answer, None) if self.options.returns_handles else answer
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -261,7 +273,7 @@ class GraphSet:
                     unread.free()
                 for group in owned:
                     if not group.all_entries:
-                        group.buffers = self.handout.make_buffers(group.inputs.capacity)
+                        group.buffers = self._make_ring(group.inputs.capacity)
 
     def refresh(self) -> None:
         """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.

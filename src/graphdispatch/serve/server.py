@@ -66,7 +66,6 @@ class Server(EagerPath):
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
-        out: Any = None,
         strict: bool = False,
         max_groups: int = 1024,
         eager_captures: bool = False,
@@ -74,9 +73,7 @@ class Server(EagerPath):
         judges_gain: bool = False,
         capturer: Capturer | None = None,
     ) -> None:
-        super().__init__(
-            GraphSet(fn, options, cache, backend=backend, pool=pool, out=out, capturer=capturer), strict=strict
-        )
+        super().__init__(GraphSet(fn, options, cache, backend=backend, pool=pool, capturer=capturer), strict=strict)
         self.graphs.judges_gain = judges_gain
         self.max_groups = max_groups
         self.keeps_examples = False
@@ -117,7 +114,6 @@ class Server(EagerPath):
             self.count(choice)
             self._remember(choice)
             if choice.group is not None:
-                self.graphs.handout.check_room(choice.group.rule, choice.rows, route.table.largest)
                 done, answer = self.perform(choice)
                 if done:
                     return answer
@@ -190,8 +186,8 @@ class Server(EagerPath):
         """Note a refusal that stands for a while, so that such calls need not take the slow path until it may end."""
         group, size, admission = choice.group, choice.size, self.graphs.cache.admission
         loses = choice.entry is not None and choice.decision.reason is Reason.NO_GAIN
-        if group is None or (choice.entry is not None and not loses) or self.graphs.handout.out is not None:
-            return  # where outputs go to the caller's tensors, each call is checked for room
+        if group is None or (choice.entry is not None and not loses):
+            return
         calls = _CALLS_THAT_LOSE if loses else 0
         if choice.decision.reason is Reason.PAYS_LATER:
             calls = min(_CALLS_THAT_LOSE, self.graphs.ledger.misses_that_pay() - group.misses[size])
@@ -376,4 +372,4 @@ class Server(EagerPath):
         answer = result.take_answer()
         if result.entry is not None:
             answer = result.entry.with_values(answer, choice.rows)
-        return self.graphs.handout.give(answer)
+        return self.graphs.give(answer)
