@@ -53,9 +53,10 @@ class Choice(NamedTuple):
 class Server(EagerPath):
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
-    At most ``max_groups`` signatures are kept; one without a graph gives way to a new one. With ``eager_captures`` a
-    key is captured at its first miss while the cache has room. ``strict`` raises ``FallbackError`` instead of an eager
-    step. Thread-safe: a hit takes no lock but its pool's; ``choose`` and what it calls are called with ``lock`` held.
+    At most ``max_groups`` signatures are kept, unless the options have another number; one without a graph gives way to
+    a new one. With ``eager_captures`` a key is captured at its first miss while the cache has room. ``strict`` raises
+    ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's; ``choose`` and what it
+    calls are called with ``lock`` held.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Server(EagerPath):
     ) -> None:
         super().__init__(GraphSet(fn, options, cache, backend=backend, pool=pool, capturer=capturer), strict=strict)
         self.graphs.judges_gain = judges_gain
-        self.max_groups = max_groups
+        self.max_groups = options.max_signatures or max_groups
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
         self.times_replays = times_replays
