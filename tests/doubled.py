@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.reasons import Reason
+from graphdispatch import Graphed, Reason, graphed
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,9 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.api.adaptive_wrapper import AdaptiveCUDAGraphWrapper
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, Reason
+from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
-from graphdispatch.memory.budget import MemoryBudget
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
 
 FULL = CUDAGraphMode.FULL
 

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch import BatchDescriptor, CUDAGraphMode, DispatchKey
+from graphdispatch import CUDAGraphMode
+from graphdispatch.engines import BatchDescriptor, DispatchKey
+
+from ..helpers import AT_ONCE
 
 KEY = DispatchKey(3, 3)
 FULL = CUDAGraphMode.FULL
@@ -29,7 +32,7 @@ X = torch.ones(3, 3)
 
 def served() -> Any:
     """A graphed callable with a graph."""
-    step = gd.graphed(double, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(double, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for rows in (3, 4, 3):
         step(torch.ones(rows, 3))
     return step
@@ -87,7 +90,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         "batch_descriptor",
     ),
     "wrapper get_entry": (wrapper, lambda w: w.get_entry([3]), "descriptor"),
-    "wrapper budget": (wrapper, lambda w: gd.CUDAGraphWrapper(double, budget=3), "budget"),  # type: ignore[arg-type]
+    "wrapper budget": (wrapper, lambda w: gd.CUDAGraphWrapper(double, options=gd.CUDAGraphOptions(budget=3)), "budget"),  # type: ignore[arg-type]
     "wrapper backend": (wrapper, lambda w: gd.CUDAGraphWrapper(double, backend="cpu", pool=3), "backend"),  # type: ignore[arg-type]
     "manager tag": (manager, lambda m: m.invalidate(3), "tag"),
     "manager sleep tag": (manager, lambda m: m.sleep(None), "tag"),
@@ -130,7 +133,7 @@ def test_a_mistake_is_one_line(mistake: str) -> None:
     """A wrong argument is a ``ConfigError`` (``GuardError`` for an input) of one line that names it."""
     make, call, name = MISTAKES[mistake]
     target = make()
-    with pytest.raises((gd.ConfigError, gd.GuardError), match=name) as caught:
+    with pytest.raises((gd.ConfigError, gd.errors.GuardError), match=name) as caught:
         call(target)
     assert "\n" not in str(caught.value)
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch import MemoryBudget, Reason
 from graphdispatch.errors import ConfigError
-from graphdispatch.memory.budget import MemoryBudget
-from graphdispatch.reasons import Reason
 
 from ..doubled import batch, make, reason
 

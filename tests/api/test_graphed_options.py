@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.call.padding import Pad
-from graphdispatch.config import CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, Pad, Reason, graphed
+from graphdispatch.engines import OutputView
 from graphdispatch.errors import ConfigError, FallbackError, GraphDispatchError
-from graphdispatch.memory.outputs import OutputView
-from graphdispatch.reasons import Reason
 
 from ..doubled import batch, make, reason
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -463,7 +461,7 @@ def test_variadic_arguments_are_named_after_their_parameter(dynamic: dict[str, i
     def add(*inputs: torch.Tensor) -> torch.Tensor:
         return inputs[0] + 2 * inputs[1]
 
-    step = graphed(add, dynamic=dynamic, sizes=(4,), capture_after=1)
+    step = graphed(add, dynamic=dynamic, sizes=(4,), options=AT_ONCE)
     with torch.no_grad():
         for rows in (4, 3, 4, 3):
             a, b = torch.randn(rows, 2), torch.randn(rows, 2)

@@ -8,14 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.manager import CUDAGraphManager
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import eager_break
-from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, OutputView
 from graphdispatch.errors import ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
-from graphdispatch.memory.outputs import OutputView
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 PIECEWISE = CUDAGraphMode.PIECEWISE

@@ -132,7 +132,10 @@ def _manager(door: Door) -> gd.CUDAGraphManager:
     """A manager with the sizes and options of a door, which captures a size when it comes first."""
     most = max(door.sizes)
     config = gd.CUDAGraphConfig(
-        capture_sizes=door.sizes, max_batch_size=most, capture_after=1, options=door.options, mode=CUDAGraphMode.FULL
+        capture_sizes=door.sizes,
+        max_batch_size=most,
+        options=door.options.replace(capture_after=1),
+        mode=CUDAGraphMode.FULL,
     )
     return gd.CUDAGraphManager(config)
 
@@ -229,7 +232,7 @@ class ReplayDoor(_Ahead):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self._replay(self.rows(args, kwargs), self.named(args, kwargs))
-        except gd.GuardError:
+        except gd.errors.GuardError:
             self._refused[Reason.ARGUMENTS_CHANGED] += 1
         except gd.ReplayError as error:
             if error.had_effects:
@@ -244,7 +247,7 @@ class ReplayDoor(_Ahead):
         def serve(x: torch.Tensor) -> Any:
             try:
                 return manager.replay_graph(len(x), 1, {"x": x})
-            except (gd.GuardError, gd.ReplayError):
+            except (gd.errors.GuardError, gd.ReplayError):
                 return fn(x)
 
         return serve
@@ -269,7 +272,7 @@ class EntryDoor(ReplayDoor):
         def serve(x: torch.Tensor) -> Any:
             try:
                 return entry.replay({"x": x})
-            except (gd.GuardError, gd.ReplayError):
+            except (gd.errors.GuardError, gd.ReplayError):
                 return fn(x)
 
         return serve

@@ -5,11 +5,10 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.reasons import Reason
 
 from ..sized import entry
 

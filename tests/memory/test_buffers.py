@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.api.manager import CUDAGraphManager
+from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
-from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
 from graphdispatch.memory.buffers import OutputRing
-from graphdispatch.memory.outputs import OutputRule, Outputs, OutputView
-from graphdispatch.reasons import Reason
+from graphdispatch.memory.outputs import OutputRule, Outputs
+
+from ..helpers import AT_ONCE
 
 CAPACITY = 8
 ROWS = OutputRule((((0, 1),),))
@@ -88,7 +88,7 @@ def test_a_hit_allocates_nothing(pool: Pool) -> None:
 
 def test_graphed_with_a_ring() -> None:
     """Graphs and eager steps alike return handles; each is right for N - 1 further calls."""
-    step = graphed(lambda x: {"y": x * 2}, dynamic={"x": 0}, sizes=(2, 4), outputs="ring:2", capture_after=1)
+    step = graphed(lambda x: {"y": x * 2}, dynamic={"x": 0}, sizes=(2, 4), outputs="ring:2", options=AT_ONCE)
     kept: list[tuple[torch.Tensor, OutputView]] = []
     for turn, rows in enumerate([4, 4, 3, 2, 9, 4, 1, 2, 4, 4, 3, 4]):
         x = torch.full((rows, 2), float(turn))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import graphdispatch
 from graphdispatch import CUDAGraphOptions, GraphDispatchError
-from graphdispatch.memory.outputs import OutputView
+from graphdispatch.engines import OutputView
 
 from ..behaviour.doors import DOORS
 from .lengths_door import LengthsDoor

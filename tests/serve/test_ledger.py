@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import Graphed, graphed
+from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.call.spec import FlatCall
 from graphdispatch.capture.request import CaptureResult
-from graphdispatch.reasons import Reason
 from graphdispatch.serve.ledger import Ledger
 
 ROWS = 4

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.plan import Plan, PlannedGraph
-from graphdispatch.plan.prediction import Prewarmer, SizePredictor
+from graphdispatch.plan import CostModel, Plan
+from graphdispatch.plan.plan import PlannedGraph
 from graphdispatch.plan.profile import Profile
-from graphdispatch.reasons import Reason
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -234,7 +231,7 @@ def test_a_callable_that_calls_itself_keeps_its_own_decision() -> None:
     def outer(x: torch.Tensor, again: bool) -> Any:
         return step(x, False) if again else x * 2
 
-    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), capture_after=9)
+    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=9))
     step(torch.randn(5, 3), True)
     assert step.last_decision is not None
     assert step.last_decision.rows == 5

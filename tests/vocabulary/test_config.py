@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions
+from graphdispatch.config import parse_mode
+from graphdispatch.engines import CUDAGraphConfig, named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.sizes import NAMED_SIZES, named_sizes
+from graphdispatch.sizes import NAMED_SIZES
 
 BAD_CONFIG: list[tuple[str, Any, str]] = [
     ("mode", "HALF", r"one of NONE \(0\), .*FULL_AND_PIECEWISE \(4\), got 'HALF'"),
@@ -105,7 +106,7 @@ def test_nested_options_are_named_with_their_place() -> None:
 def test_several_bad_values_are_all_named() -> None:
     """One error lists all that is wrong, so that it is mended in one go."""
     with pytest.raises(ConfigError, match=r"max_seq_len must .*; max_signatures must "):
-        CUDAGraphConfig(max_seq_len=0, max_signatures=0)
+        CUDAGraphConfig(max_seq_len=0, options=CUDAGraphOptions(max_signatures=0))
 
 
 def test_an_unknown_option_is_refused() -> None:
