@@ -4,26 +4,16 @@ A configuration is frozen and never written back to: ``"auto"`` turns into concr
 ``ResolvedConfig``. Every bad value is a ``ConfigError`` that names the option, what was expected and what was given.
 """
 
-import reprlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_serializer,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
 from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
+from .settings import Settings
 from .sizes import NAMED_SIZES, are_min_batches, check_sizes, resolve_sizes
 
 __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "resized", "roomy_config"]
@@ -78,72 +68,7 @@ def _checked_outputs(value: str) -> str:
     return value
 
 
-class _Options(BaseModel):
-    """A frozen set of options, given by keyword, whose every bad value is a ``ConfigError``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
-
-    def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise self._config_error(error) from None
-
-    @classmethod
-    def model_validate(cls, obj: Any, **how: Any) -> Self:
-        """An instance from a mapping or an instance, as pydantic's; raises ``ConfigError``."""
-        try:
-            return super().model_validate(obj, **how)
-        except ValidationError as error:
-            raise cls._config_error(error) from None
-
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Self:
-        """The object that ``to_dict`` described; missing options take their defaults. Raises ``ConfigError``."""
-        return cls.model_validate(dict(d) if isinstance(d, Mapping) else d)
-
-    @classmethod
-    def or_default(cls, given: Self | None, name: str) -> Self:
-        """``given``, or the defaults for None. Raises ``ConfigError`` that names the argument for anything else."""
-        if given is not None and not isinstance(given, cls):
-            raise ConfigError(
-                f"{name} must be a {cls.__name__} or None, got {reprlib.repr(given)}; {cls.__name__}.from_dict() makes "
-                "one of a mapping"
-            )
-        return given or cls()
-
-    def to_dict(self) -> dict[str, Any]:
-        """All options as plain data that JSON can hold; ``from_dict`` reads it back."""
-        return self.model_dump(mode="json")
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with some options changed, validated like a new one. Raises ``ConfigError``."""
-        kept = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**(kept | changes))
-
-    @classmethod
-    def _config_error(cls, error: ValidationError) -> ConfigError:
-        problems = dict.fromkeys(cls._describe(details) for details in error.errors(include_url=False))
-        return ConfigError("; ".join(problems))
-
-    @classmethod
-    def _describe(cls, details: ErrorDetails) -> str:
-        where = ".".join(map(str, details["loc"]))
-        if details["type"] == "extra_forbidden":
-            expected = f"expected one of {', '.join(cls.model_fields)}"
-            if cls is CUDAGraphConfig and where in CUDAGraphOptions.model_fields:
-                expected = f"give options=CUDAGraphOptions({where}=...)"
-            return f"option {where!r} is unknown to {cls.__name__}; {expected}"
-        cause = details.get("ctx", {}).get("error")
-        if cause is not None:
-            # Raised by a validator of ours, which names the option, or by the options nested in this one.
-            text = str(cause)
-            return text if text.startswith(where) else f"{where}: {text}"
-        expected = details["msg"].removeprefix("Input should be ")
-        return f"{where or cls.__name__} must be {expected}, got {reprlib.repr(details['input'])}"
-
-
-class CUDAGraphOptions(_Options):
+class CUDAGraphOptions(Settings):
     """How a front end captures, checks, replays and keeps graphs, and within which limits.
 
     Frozen, hashable, given by keyword. A front end refuses an option that it cannot honour with ``ConfigError``.
@@ -266,7 +191,7 @@ class CUDAGraphOptions(_Options):
         return self.outputs == "view" or self.ring_length > 0
 
 
-class CUDAGraphConfig(_Options):
+class CUDAGraphConfig(Settings):
     """Which batches are served by graphs, and in which mode. Frozen, hashable, given by keyword.
 
     Sizes count rows of the batch.
@@ -352,6 +277,12 @@ class CUDAGraphConfig(_Options):
         """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size."""
         sizes = len(self.resolve().sizes) + len(self.resolve(mixed=True).sizes)
         return self.options.max_cached_graphs or max(_MOST_GRAPHS, sizes)
+
+    @classmethod
+    def _remedy(cls, unknown: str) -> str:
+        if unknown in CUDAGraphOptions.model_fields:
+            return f"give options=CUDAGraphOptions({unknown}=...)"
+        return super()._remedy(unknown)
 
     @classmethod
     def disabled(cls) -> Self:

@@ -94,7 +94,7 @@ def test_new_habits_displace_old_ones() -> None:
 
 def test_bytes_are_limited() -> None:
     """Static inputs and outputs count, and what is out of use goes for them."""
-    wrapper = make(memory_budget_bytes=10_000, min_replays_to_keep=0)
+    wrapper = make(options=CUDAGraphOptions(memory_budget_bytes=10_000), min_replays_to_keep=0)
     for width in (100, 100, 400, 400, 100, 1000):
         x = torch.randn(1, width)
         for _ in range(3):
@@ -181,7 +181,7 @@ def test_prewarm_of_too_many_shapes_is_refused() -> None:
 def test_a_budget_is_shared() -> None:
     """Two wrappers with room for one graph together take turns."""
     budget = MemoryBudget(max_cached_graphs=1)
-    first, second = make(budget=budget), make(budget=budget)
+    first, second = make(options=CUDAGraphOptions(budget=budget)), make(options=CUDAGraphOptions(budget=budget))
     for _ in range(2):
         for wrapper in (first, second):
             serve(wrapper, *[4] * 4)

@@ -13,14 +13,16 @@ from graphdispatch.backends import get_backend
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, OutputView
 from graphdispatch.errors import ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
+from ..helpers import with_options
+
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 PIECEWISE = CUDAGraphMode.PIECEWISE
 
 
 def make(**settings: Any) -> CUDAGraphManager:
     """A manager with the sizes 2, 4 and 8 that captures at once."""
-    defaults: dict[str, Any] = {"capture_sizes": (2, 4, 8), "max_batch_size": 8, "capture_after": 1}
-    return CUDAGraphManager(CUDAGraphConfig(**(defaults | settings)))
+    defaults: dict[str, Any] = {"capture_sizes": (2, 4, 8), "max_batch_size": 8}
+    return CUDAGraphManager(CUDAGraphConfig(**with_options(defaults | settings, capture_after=1)))
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, Reason
 
+from ..helpers import with_options
 from .door import Door
 
 __all__ = ["DOORS"]
@@ -51,8 +52,8 @@ class GraphedDoor(_Capturing):
     name = "graphed"
 
     def _open(self, **more: Any) -> None:
-        how: dict[str, Any] = {"sizes": self.sizes, "mode": self.mode, "options": self.options, "capture_after": 1}
-        self.front = self.step = gd.graphed(self.fn, dynamic=self.dynamic, **(how | more))
+        how: dict[str, Any] = {"sizes": self.sizes, "mode": self.mode, "options": self.options}
+        self.front = self.step = gd.graphed(self.fn, dynamic=self.dynamic, **with_options(how | more, capture_after=1))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.step(*args, **kwargs)

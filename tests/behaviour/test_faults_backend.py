@@ -30,8 +30,7 @@ def serve(model: Model, **settings: Any) -> Graphed[..., Any]:
         dynamic={"x": 0, "slots": 0},
         backend="faulty",
         sizes=settings.pop("sizes", (3, 5)),
-        capture_after=1,
-        options=CUDAGraphOptions(**settings.pop("options", {})),
+        options=CUDAGraphOptions(capture_after=1, **settings.pop("options", {})),
         **settings,
     )
 
@@ -211,7 +210,7 @@ def test_a_replay_that_fails_behind_a_write_is_an_error(faults: Faults) -> None:
 
 def test_a_manager_runs_a_failed_replay_eagerly(faults: Faults) -> None:
     """As the other front doors do: the graph is compared with eager, whose answer the caller gets, and serves again."""
-    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), capture_after=1))
+    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), options=AT_ONCE))
 
     def double(x: Tensor) -> Tensor:
         return x * 2
@@ -227,7 +226,7 @@ def test_a_manager_runs_a_failed_replay_eagerly(faults: Faults) -> None:
 
 def test_a_manager_runs_a_call_without_result_once(faults: Faults) -> None:
     """A capture that fails after the step has run does not run it again, whatever it returned."""
-    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), capture_after=1))
+    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), options=AT_ONCE))
     state = torch.zeros(4, 2)
     faults.set("end", 1)
     manager.execute_or_capture(4, 1, lambda x: (state.add_(x), None)[1], {"x": torch.ones(4, 2)})

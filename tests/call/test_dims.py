@@ -14,7 +14,7 @@ from graphdispatch.errors import ConfigError, FallbackError
 from graphdispatch.extents import LONGEST, Extents, axes_of
 from graphdispatch.native.bound import CORE
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, with_options
 
 SEQ = Dim("seq", sizes=[8, 16])
 BOTH = {0: "batch", 1: SEQ}
@@ -52,7 +52,7 @@ class Encoder(nn.Module):
 
 def served(fn: Callable[..., Any], *names: str, **how: Any) -> Graphed[..., Any]:
     """``fn`` with these arguments by batch and sequence."""
-    how = {"sizes": [2, 4], "capture_after": 1} | how
+    how = with_options({"sizes": [2, 4]} | how, capture_after=1)
     return graphed(fn, dynamic=dict.fromkeys(names, BOTH), **how)
 
 

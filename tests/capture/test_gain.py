@@ -11,7 +11,7 @@ from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
 from graphdispatch.memory.gain import Gain
 from graphdispatch.native.tape import TAPE
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, with_options
 
 ROWS = 4
 CAPTURE, FAST, SLOW = 1e-3, 1e-3, 2e-3
@@ -46,7 +46,7 @@ def _no_gradients() -> Iterator[None]:
 
 def serve(durations: Iterable[float], fn: Callable[..., Any] | None = None, **options: Any) -> Graphed[..., Any]:
     """A served callable on such a clock, which captures at once."""
-    options = {"sizes": (ROWS,), "capture_after": 1, **options}
+    options = with_options({"sizes": (ROWS,), **options}, capture_after=1)
     step = graphed(fn or (lambda x: x * 2), dynamic={"x": 0}, **options)
     step._graphs.clock = Clock(durations)
     return step

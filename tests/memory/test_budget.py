@@ -13,7 +13,6 @@ from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphMan
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
 
-from ..helpers import AT_ONCE
 from ..sized import Sized, entry, filled, gone
 
 
@@ -169,7 +168,8 @@ def by_wrapper(budget: MemoryBudget) -> Door:
 
 def by_manager(budget: MemoryBudget) -> Door:
     """``double`` behind a manager."""
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), options=AT_ONCE), budget=budget)
+    options = CUDAGraphOptions(capture_after=1, budget=budget)
+    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), options=options))
     return lambda x: manager.execute_or_capture(4, 1, double, {"x": x}), manager.stats
 
 

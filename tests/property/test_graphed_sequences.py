@@ -80,10 +80,13 @@ class Sequences(RuleBasedStateMachine):
             sizes=sizes,
             mode=mode,
             outputs=outputs,
-            capture_after=capture_after,
-            max_cached_graphs=max_graphs,
-            eviction=eviction,
-            options=CUDAGraphOptions(padding_writes="allow", verify_every=verify_every),
+            options=CUDAGraphOptions(
+                padding_writes="allow",
+                verify_every=verify_every,
+                capture_after=capture_after,
+                max_cached_graphs=max_graphs,
+                eviction=eviction,
+            ),
         )
         self.step, self.reference = serve(self.model), serve(self.other)
         self._serve(plan, rows, None)

@@ -14,6 +14,8 @@ from graphdispatch.plan import CostModel, Plan
 from graphdispatch.plan.plan import PlannedGraph
 from graphdispatch.plan.profile import Profile
 
+from ..helpers import with_options
+
 SIZES = (1, 2, 4, 8, 16)
 
 
@@ -32,7 +34,7 @@ def model() -> torch.nn.Module:
 
 def make(model: torch.nn.Module, **options: Any) -> Graphed[..., Any]:
     """The model with the sizes of these tests."""
-    return graphed(model, dynamic={"input": 0}, **({"sizes": SIZES} | options))
+    return graphed(model, dynamic={"input": 0}, **with_options({"sizes": SIZES} | options))
 
 
 def serves(step: Graphed[..., Any], model: torch.nn.Module, rows: int) -> Reason:

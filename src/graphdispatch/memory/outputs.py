@@ -39,6 +39,7 @@ __all__ = [
     "fixed_rule",
     "is_same_value",
     "learn_output_rule",
+    "make_ring",
 ]
 
 
@@ -216,6 +217,15 @@ class Outputs:
     def nbytes(self) -> int:
         """The size of all output tensors, wherever they lie."""
         return sum(tensor.nbytes for _, tensor in self._tensors)
+
+
+def make_ring(length: int, capacity: int) -> "OutputRing | None":
+    """A ring of ``length`` copies of at most ``capacity`` rows; None for no copies."""
+    if not length:
+        return None
+    from .buffers import OutputRing  # here, since most outputs are copied anew
+
+    return OutputRing(length, capacity)
 
 
 def first_rows(tensor: torch.Tensor, dims: tuple[tuple[Any, ...], ...], rows: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
@@ -22,7 +22,7 @@ from ..memory.budget import Victim
 from ..memory.cache import GraphCache, StateKey
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs, inputs_for
-from ..memory.outputs import OutputView
+from ..memory.outputs import OutputView, make_ring
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
@@ -31,9 +31,6 @@ from ..state.guards import StateGuard
 from ..stats import EvictionReason
 from .group import RETRY, GraphGroup, Route
 from .ledger import Ledger
-
-if TYPE_CHECKING:
-    from ..memory.buffers import OutputRing
 
 __all__ = ["Capturer", "GraphSet"]
 
@@ -147,17 +144,9 @@ class GraphSet:
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""
         failures = Quarantine[int](RETRY, self.options.max_failures)
-        buffers = self._make_ring(inputs.capacity)
+        buffers = make_ring(self.options.ring_length, inputs.capacity)
         group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures, buffers=buffers)
         return group
-
-    def _make_ring(self, capacity: int) -> "OutputRing | None":
-        """The place for copies of a group's outputs of at most ``capacity`` rows, with ``outputs="ring:N"``."""
-        if not self.options.ring_length:
-            return None
-        from ..memory.buffers import OutputRing  # here, since most outputs are copied anew
-
-        return OutputRing(self.options.ring_length, capacity)
 
     def give(self, answer: Any) -> Any:
         """What an eager step returned, as a hit would hand it out. Needs no lock."""
@@ -273,7 +262,7 @@ class GraphSet:
                     unread.free()
                 for group in owned:
                     if not group.all_entries:
-                        group.buffers = self._make_ring(group.inputs.capacity)
+                        group.buffers = make_ring(self.options.ring_length, group.inputs.capacity)
 
     def refresh(self) -> None:
         """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.
