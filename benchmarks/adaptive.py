@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.demo.trace import Step, generate_trace, read_trace
-from graphdispatch.descriptors import DispatchKey
-from graphdispatch.modes import DispatchMode
-from graphdispatch.sizes import named_sizes
+from graphdispatch.engines import (
+    AdaptiveDispatchPolicy,
+    DefaultDispatchPolicy,
+    DispatchKey,
+    DispatchMode,
+    DispatchPolicy,
+    named_sizes,
+)
 
 from .timing import Effort, Row, row
 

@@ -4,7 +4,7 @@ from statistics import median
 
 import torch
 
-from graphdispatch import named_sizes
+from graphdispatch.engines import named_sizes
 
 from .decoder import tiny_step
 from .timing import Effort, Row

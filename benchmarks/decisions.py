@@ -11,11 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from graphdispatch.api.dispatcher import CudagraphDispatcher
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
-from graphdispatch.descriptors import BatchDescriptor, DispatchKey
-from graphdispatch.modes import CUDAGraphMode as Mode
-from graphdispatch.sizes import named_sizes
+from graphdispatch import CUDAGraphMode as Mode
+from graphdispatch.engines import BatchDescriptor, CudagraphDispatcher, CudagraphKeyDispatcher, DispatchKey, named_sizes
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row, interleaved, row

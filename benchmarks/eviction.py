@@ -18,10 +18,10 @@ from random import Random
 from typing import NamedTuple
 
 from graphdispatch.demo.trace import generate_trace
+from graphdispatch.engines import named_sizes
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
 from graphdispatch.memory.foreign import entry_around
-from graphdispatch.sizes import named_sizes
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
 from graphdispatch.serve.hit import HitPath
@@ -77,7 +77,7 @@ def _total(**tensors: Tensor) -> Tensor:
 def _settled(inputs: int, count: int, fn: Callable[..., Tensor]) -> tuple[Graphed[..., Tensor], dict[str, Tensor]]:
     """A served function whose next call of the batch is a hit."""
     names = [f"x{number}" for number in range(inputs)]
-    step = graphed(fn, dynamic=dict.fromkeys(names, 0), sizes=(_SIZE,), capture_after=1)
+    step = graphed(fn, dynamic=dict.fromkeys(names, 0), sizes=(_SIZE,), options=CUDAGraphOptions(capture_after=1))
     for shift in range(5):
         batch = {name: torch.randn(count, 16) + shift for name in names}
         step(**batch)

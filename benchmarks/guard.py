@@ -56,7 +56,7 @@ def _python_check(guard: StateGuard) -> Callable[[], bool]:
 def _settled(layers: int, *, guard: bool) -> Graphed[[Tensor], Tensor]:
     model = _Model(layers).eval()
     step = graphed(
-        model, dynamic={"x": 0}, sizes=(_SIZE,), capture_after=1, options=CUDAGraphOptions(guard_weights=guard)
+        model, dynamic={"x": 0}, sizes=(_SIZE,), options=CUDAGraphOptions(guard_weights=guard, capture_after=1)
     )
     for _ in range(3):
         step(torch.randn(_SIZE, 16))

@@ -7,7 +7,8 @@ from time import thread_time
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CostModel, Dim, Graphed, GridPlan, graphed, plan_capture_grid
+from graphdispatch import Dim, Graphed, GridPlan, graphed, plan_capture_grid
+from graphdispatch.plan import CostModel
 
 from .timing import Effort, Row
 

@@ -4,7 +4,7 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from torch import nn
 
-from graphdispatch import Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.metrics import PrometheusCollector
 
 from .timing import Effort, Row, row
@@ -28,7 +28,9 @@ def rows(effort: Effort) -> list[Row]:
 def _served(x: torch.Tensor) -> Graphed[..., torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval()
-    served: Graphed[..., torch.Tensor] = graphed(model, dynamic={"input": 0}, sizes=[_SIZE], capture_after=1)
+    served: Graphed[..., torch.Tensor] = graphed(
+        model, dynamic={"input": 0}, sizes=[_SIZE], options=CUDAGraphOptions(capture_after=1)
+    )
     for _ in range(4):
         served(torch.randn_like(x))
     return served

@@ -13,13 +13,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from graphdispatch import CUDAGraphStats, Reason
 from graphdispatch.demo.trace import generate_trace
+from graphdispatch.engines import named_sizes
+from graphdispatch.plan import Workload, plan_capture_sizes
 from graphdispatch.plan.autoplan import AutoPlan
-from graphdispatch.plan.planner import plan_capture_sizes
-from graphdispatch.plan.workload import Workload
-from graphdispatch.reasons import Reason
-from graphdispatch.sizes import named_sizes
-from graphdispatch.stats import CUDAGraphStats
 
 from .timing import Effort, Row
 

@@ -21,7 +21,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
-from graphdispatch import graphed
+from graphdispatch import CUDAGraphOptions, graphed
 from graphdispatch.demo import PRESETS, Decoder
 
 from .timing import Effort, Row, Seconds, compared
@@ -95,7 +95,7 @@ class _Prepared:
 
 def _compare(model: Model, mode: str, count: int, dynamic: _Prepared, turns: int) -> list[Row]:
     batch = model.batch(count)
-    serve = graphed(model.make(count), dynamic=model.dynamic, sizes=(count,), capture_after=1)
+    serve = graphed(model.make(count), dynamic=model.dynamic, sizes=(count,), options=CUDAGraphOptions(capture_after=1))
     peers = [_Prepared("graphed()", serve), *_others(model, count), dynamic]
     batches = [model.batch(count), model.batch(count), batch]
     ready = [peer for peer in peers if peer.prepare(batches)]

@@ -9,10 +9,8 @@ from time import perf_counter
 
 import numpy as np
 
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.planner import plan_capture_sizes
-from graphdispatch.plan.workload import Workload
+from graphdispatch import CUDAGraphMode
+from graphdispatch.plan import CostModel, Workload, plan_capture_sizes
 
 from .timing import Effort, Row
 

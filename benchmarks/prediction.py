@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphdispatch.demo.trace import generate_trace
-from graphdispatch.descriptors import DispatchKey
-from graphdispatch.plan.prediction import Prewarmer, SizePredictor
-from graphdispatch.sizes import named_sizes
+from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor, named_sizes
 
 from .timing import Effort, Row
 

@@ -10,18 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
-from graphdispatch.decide.policies import DefaultDispatchPolicy
+from graphdispatch import CUDAGraphMode
+from graphdispatch.engines import AdaptiveDispatchPolicy, CudagraphKeyDispatcher, DefaultDispatchPolicy, named_sizes
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan import CostModel, Workload
 from graphdispatch.plan.scheduler import SchedulerModel
 from graphdispatch.plan.traffic import Requests
-from graphdispatch.plan.workload import Workload
 from graphdispatch.simulation.simulator import simulate
-from graphdispatch.sizes import named_sizes
 
 from .timing import Effort, Row
 

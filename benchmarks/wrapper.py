@@ -5,7 +5,8 @@ from typing import Literal
 
 import torch
 
-from graphdispatch import BatchDescriptor, CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
 from .timing import Effort, Row, row
 

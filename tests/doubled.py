@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.reasons import Reason
+from graphdispatch import Graphed, Reason, graphed
+
+from .helpers import with_options
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -16,7 +17,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 def make(fn: Callable[..., Any] = double, **options: Any) -> Graphed[..., Any]:
     """Sizes two and four, captured at the first sighting, unless ``options`` say otherwise."""
-    return graphed(fn, **({"dynamic": {"x": 0}, "sizes": (2, 4), "capture_after": 1} | options))
+    return graphed(fn, **with_options({"dynamic": {"x": 0}, "sizes": (2, 4)} | options, capture_after=1))
 
 
 def reason(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> Reason:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.call.breaks import eager_break
+from graphdispatch import CUDAGraphMode, Graphed, eager_break, graphed
 from graphdispatch.capture.piecewise import PiecewiseGraph
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.engines import BatchDescriptor
+
+from .helpers import with_options
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 ONE = BatchDescriptor(1)
@@ -18,7 +18,7 @@ ONE = BatchDescriptor(1)
 
 def pieces(fn: Callable[..., Any], sizes: tuple[int, ...] = (4,), **options: Any) -> Graphed[..., Any]:
     """``fn`` of one tensor ``x`` whose rows are dimension 0, served in pieces and captured at once."""
-    served = graphed(fn, dynamic={"x": 0}, sizes=sizes, mode="PIECEWISE", capture_after=1, **options)
+    served = graphed(fn, dynamic={"x": 0}, sizes=sizes, mode="PIECEWISE", **with_options(options, capture_after=1))
     served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3))
     return served
 

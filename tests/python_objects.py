@@ -7,6 +7,8 @@ import torch
 
 from graphdispatch import graphed
 
+from .helpers import with_options
+
 __all__ = ["Box", "Slotted", "check_reading", "served"]
 
 
@@ -30,7 +32,7 @@ class Slotted:
 
 def served(fn: Callable[..., Any], **options: Any) -> Any:
     """``fn`` behind ``graphed``, with graphs of four rows."""
-    return graphed(fn, dynamic={"x": 0}, sizes=(4,), **options)
+    return graphed(fn, dynamic={"x": 0}, sizes=(4,), **with_options(options))
 
 
 def check_reading(number: Callable[[], Any], change: Callable[[], Any]) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from graphdispatch.backends import Graph
+from graphdispatch.engines import CUDAGraphEntry
 from graphdispatch.memory.budget import Victim
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.memory.entry import CUDAGraphEntry
 from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import AdaptiveDispatchPolicy, DispatchKey, DispatchMode, Graphed, graphed
+from graphdispatch import Graphed, graphed
 from graphdispatch.backends import Timer
+from graphdispatch.engines import AdaptiveDispatchPolicy, DispatchKey, DispatchMode
 
 from .bench import Bench, Row, percentile
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdispatch import named_sizes
 from graphdispatch.demo import Decoder
+from graphdispatch.engines import named_sizes
 
 from .bench import Bench, Figures, Row
 from .decode import Inputs, make_decoder, prewarmed

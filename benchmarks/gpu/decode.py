@@ -6,8 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from graphdispatch import CUDAGraphOptions, Graphed, Pad, eager_break, graphed, named_sizes
+from graphdispatch import CUDAGraphOptions, Graphed, Pad, eager_break, graphed
 from graphdispatch.demo import PRESETS, Decoder, DecoderConfig
+from graphdispatch.engines import named_sizes
 
 from .bench import Bench, Call, Figures, Row, difference, latencies, percentile
 from .peers import PaddedRawGraphs, compiled, mark_step

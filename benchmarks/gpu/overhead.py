@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import BatchDescriptor, CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
 from .bench import Bench, Call, Row, interleaved
 from .peers import compiled, cuda_peers, mark_step, raw_graph

@@ -1,29 +1,19 @@
-"""Validated configuration: what to capture (``CUDAGraphConfig``) and how one wrapper works (``CUDAGraphOptions``).
+"""Validated configuration: what to capture (``CUDAGraphConfig``), how, and within which limits (``CUDAGraphOptions``).
 
 A configuration is frozen and never written back to: ``"auto"`` turns into concrete sizes in a second object, the
 ``ResolvedConfig``. Every bad value is a ``ConfigError`` that names the option, what was expected and what was given.
 """
 
-import reprlib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_serializer,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, model_validator
 
 from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
+from .settings import Settings
 from .sizes import NAMED_SIZES, are_min_batches, check_sizes, resolve_sizes
 
 __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "resized", "roomy_config"]
@@ -31,6 +21,7 @@ __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode"
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
 _LONGEST_RING = 64
+_MOST_GRAPHS = 64
 
 _Count = Annotated[int, Field(ge=1)]
 _MinBatches = Annotated[tuple[_Count, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
@@ -77,116 +68,84 @@ def _checked_outputs(value: str) -> str:
     return value
 
 
-class _Options(BaseModel):
-    """A frozen set of options, given by keyword, whose every bad value is a ``ConfigError``."""
+class CUDAGraphOptions(Settings):
+    """How a front end captures, checks, replays and keeps graphs, and within which limits.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    Frozen, hashable, given by keyword. A front end refuses an option that it cannot honour with ``ConfigError``.
 
-    def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise self._config_error(error) from None
-
-    @classmethod
-    def model_validate(cls, obj: Any, **how: Any) -> Self:
-        """An instance from a mapping or an instance, as pydantic's; raises ``ConfigError``."""
-        try:
-            return super().model_validate(obj, **how)
-        except ValidationError as error:
-            raise cls._config_error(error) from None
-
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Self:
-        """The object that ``to_dict`` described; missing options take their defaults. Raises ``ConfigError``."""
-        return cls.model_validate(dict(d) if isinstance(d, Mapping) else d)
-
-    @classmethod
-    def or_default(cls, given: Self | None, name: str) -> Self:
-        """``given``, or the defaults for None. Raises ``ConfigError`` that names the argument for anything else."""
-        if given is not None and not isinstance(given, cls):
-            raise ConfigError(
-                f"{name} must be a {cls.__name__} or None, got {reprlib.repr(given)}; {cls.__name__}.from_dict() makes "
-                "one of a mapping"
-            )
-        return given or cls()
-
-    def to_dict(self) -> dict[str, Any]:
-        """All options as plain data that JSON can hold; ``from_dict`` reads it back."""
-        return self.model_dump(mode="json")
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with some options changed, validated like a new one. Raises ``ConfigError``."""
-        kept = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**(kept | changes))
-
-    @classmethod
-    def _config_error(cls, error: ValidationError) -> ConfigError:
-        problems = dict.fromkeys(cls._describe(details) for details in error.errors(include_url=False))
-        return ConfigError("; ".join(problems))
-
-    @classmethod
-    def _describe(cls, details: ErrorDetails) -> str:
-        where = ".".join(map(str, details["loc"]))
-        if details["type"] == "extra_forbidden":
-            return f"option {where!r} is unknown to {cls.__name__}; expected one of {', '.join(cls.model_fields)}"
-        cause = details.get("ctx", {}).get("error")
-        if cause is not None:
-            # Raised by a validator of ours, which names the option, or by the options nested in this one.
-            text = str(cause)
-            return text if text.startswith(where) else f"{where}: {text}"
-        expected = details["msg"].removeprefix("Input should be ")
-        return f"{where or cls.__name__} must be {expected}, got {reprlib.repr(details['input'])}"
-
-
-class CUDAGraphOptions(_Options):
-    """How one wrapper captures, checks and replays. Frozen, hashable, given by keyword."""
+    Args:
+        debug_log_enable: Log each replay at DEBUG level. Captures, evictions and the first eager call for each reason
+            are lines at INFO in any case.
+        gc_disable: Freeze the garbage collector around captures, since a collection inside one can free what it
+            records.
+        weak_ref_output: Let all graphs of a pool use the same memory for their outputs, which are copied out at once.
+            None does so wherever they are copied, that is unless ``outputs`` is ``"view"`` or ``"static"``.
+        validate_addresses: Compare the addresses of static inputs on each call.
+        inputs: ``"copy"`` copies the arguments into buffers of the graph on each call; ``"static"`` uses the caller's
+            tensors as the buffers: fill those in place before each call.
+        outputs: What a replay returns: ``"clone"``, a copy that the caller owns; ``"view"``, a handle on graph memory,
+            which raises ``StaleOutputError`` once a later replay overwrote it; ``"ring:N"``, such a handle on the next
+            of N preallocated copies, good for N - 1 further calls; ``"static"``, the graph's own tensors, unguarded.
+        warmup_iterations: Runs before a capture, so that lazy initialisation does not end up in the graph.
+        verify: Compare a new graph with eager on its first replay and on the next, different batch. ``graphed`` also
+            compares their times, on the CPU and without ``strict``: a graph that is slower is given up, and padded
+            batches for which eager is faster run eagerly (``no_gain``).
+        verify_every: Compare a graph with eager again once in so many of its replays: what no guard can see (a counter
+            or a global of Python that the capture froze) is found then. None never does.
+        rtol: Relative tolerance of that comparison. None chooses by dtype.
+        atol: Absolute tolerance of that comparison. None chooses by dtype.
+        state_limit_bytes: The most bytes of state that are saved and put back around a capture; more means no capture.
+        padding_writes: Whether padding rows may change state that the real rows leave alone (scratch rows):
+            ``"refuse"`` or ``"allow"``.
+        guard_weights: Compare at each hit what a graph read of the callable's state: where its weights and buffers lie,
+            attributes, variables, hooks, settings. False compares none of it; whoever changes anything of it clears the
+            graphs.
+        breaks: Where PIECEWISE graphs break: ``"marked"``, where the code is marked; ``"auto"``, also wherever a
+            capture fails.
+        max_breaks: The most automatic breaks of one callable.
+        max_eager_share: The largest share of a call's operators that automatic breaks may run, from 0 to 1; with more
+            there is no capture.
+        max_failures: Failed captures of one key after which it stays eager; one that rebinds its state is tried ever
+            more rarely.
+        capture_after: Sightings of a size before it is captured, if it pays; 1 captures at once, whatever it costs.
+            None: 2, and 1 in ``CUDAGraphWrapper``.
+        capture_window: Those sightings count only within so many uses (replays in the process, and sightings).
+        max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
+            a time. One without a graph gives way to a new one, and one that is used no more does so in time. None: 32
+            in ``graphed``, 1024 elsewhere.
+        max_cached_graphs: The most graphs kept at once. None: 64, and one for each capture size if those are more.
+        memory_budget_bytes: The most bytes that graphs may hold: their pool, static inputs, outputs and what is their
+            own. None: no limit.
+        eviction: Which graph goes when there is no room: ``"frecency"``, ``"gdsf"``, ``"lfu"``, ``"lru"``, or the name
+            of an installed policy.
+        budget: A ``MemoryBudget`` that several front ends share, or None.
+    """
 
     debug_log_enable: bool = False
-    """Log each replay at DEBUG level. Captures, evictions and the first eager call for each reason are lines at INFO in
-    any case."""
     gc_disable: bool = True
-    """Freeze the garbage collector around captures, since a collection inside one can free what it records."""
     weak_ref_output: bool | None = None
-    """Let all graphs of a pool use the same memory for their outputs, which are copied out at once; None does so
-    wherever they are copied, that is unless ``outputs`` is ``"view"`` or ``"static"``."""
     validate_addresses: bool = True
-    """Compare the addresses of static inputs on each call."""
     inputs: Literal["copy", "static"] = "copy"
-    """Copy the arguments into buffers of the graph on each call, or use the caller's tensors as the buffers: fill those
-    in place before each call."""
     outputs: Annotated[str, AfterValidator(_checked_outputs)] = "clone"
-    """What a replay returns: a copy that the caller owns; ``"view"``, a handle on graph memory, which raises
-    ``StaleOutputError`` once a later replay overwrote it; ``"ring:N"``, such a handle on the next of N preallocated
-    copies, good for N further calls; ``"static"``, the graph's own tensors, unguarded."""
     warmup_iterations: _Count = 1
-    """Runs before a capture, so that lazy initialisation does not end up in the graph."""
     verify: bool = True
-    """Compare a new graph with eager on its first replay and on the next, different batch. ``graphed`` also compares
-    their times, on the CPU and without ``strict``: a graph that is slower is given up, and padded batches for which
-    eager is faster run eagerly (``no_gain``)."""
     verify_every: _Count | None = None
-    """Compare a graph with eager again once in so many of its replays: what no guard can see (a counter or a global
-    of Python that the capture froze) is found then. None never does."""
     rtol: _Tolerance = None
-    """Relative tolerance of that comparison; None chooses by dtype."""
     atol: _Tolerance = None
-    """Absolute tolerance of that comparison; None chooses by dtype."""
     state_limit_bytes: Annotated[int, Field(ge=0)] = 2**28
-    """The most bytes of state that are saved and put back around a capture; more means no capture."""
     padding_writes: Literal["refuse", "allow"] = "refuse"
-    """Whether padding rows may change state that the real rows leave alone (scratch rows)."""
     guard_weights: bool = True
-    """Compare at each hit what a graph read of the callable's state: where its weights and buffers lie, attributes,
-    variables, hooks, settings. False compares none of it; whoever changes anything of it clears the graphs."""
     breaks: Literal["marked", "auto"] = "marked"
-    """Where PIECEWISE graphs break: where the code is marked, or also wherever a capture fails."""
     max_breaks: _Count = 16
-    """The most automatic breaks of one callable."""
     max_eager_share: Annotated[float, Field(ge=0, le=1)] = 0.75
-    """The largest share of a call's operators that automatic breaks may run; with more there is no capture."""
     max_failures: _Count = 3
-    """Failed captures of one key after which it stays eager; one that rebinds its state is tried ever more rarely."""
+    capture_after: _Count | None = None
+    capture_window: _Count = 4096
+    max_signatures: _Count | None = None
+    max_cached_graphs: _Count | None = None
+    memory_budget_bytes: _Count | None = None
+    eviction: str = "frecency"
+    budget: Any = None  # the configuration knows nothing of memory; the front end checks what it is given
 
     @model_validator(mode="after")
     def _weak_outputs_are_cloned(self) -> Self:
@@ -196,6 +155,25 @@ class CUDAGraphOptions(_Options):
                 "nothing would keep the returned memory alive"
             )
         return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as plain data that JSON can hold; ``from_dict`` reads it back.
+
+        Raises ``ConfigError`` with a ``budget``, which front ends share as an object.
+        """
+        if self.budget is not None:
+            raise ConfigError(
+                f"budget must be None where options are written as data, got {shown(self.budget)}; write "
+                "options.replace(budget=None), and give the budget again to what reads them"
+            )
+        return super().to_dict()
+
+    def refuse(self, names: Sequence[str], front_end: str, remedy: str) -> None:
+        """Raise ``ConfigError`` if one of the options ``names`` is set, which ``front_end`` cannot honour."""
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ConfigError(f"options.{name} must be left out for {front_end}, got {shown(value)}; {remedy}")
 
     @property
     def shares_outputs(self) -> bool:
@@ -213,52 +191,42 @@ class CUDAGraphOptions(_Options):
         return self.outputs == "view" or self.ring_length > 0
 
 
-class CUDAGraphConfig(_Options):
-    """Which batches are served by graphs, in which mode, and within which limits. Frozen, hashable, given by keyword.
+class CUDAGraphConfig(Settings):
+    """Which batches are served by graphs, and in which mode. Frozen, hashable, given by keyword.
 
     Sizes count rows of the batch.
+
+    Args:
+        mode: How batches are served, as a mode, its name in any case, or its value; ``NONE`` switches graphs off.
+        backend: The name of a backend; ``"auto"`` follows the device of the arguments.
+        capture_sizes: ``"auto"`` (vLLM's sizes) or a name of ``named_sizes``, which both end at ``max_batch_size``; a
+            ``Plan``; or the sizes themselves, strictly increasing.
+        mixed_capture_sizes: The same for batches that are not uniform decode, in a mode that tells them apart. None: as
+            ``capture_sizes``. A plan given as ``capture_sizes`` brings both.
+        eager_below: For each of explicit ``capture_sizes``, the smallest batch that its graph serves; smaller ones run
+            eagerly. None: each serves all batches above the next smaller size. A plan brings what it knows to be
+            faster.
+        mixed_eager_below: The same for ``mixed_capture_sizes``.
+        max_batch_size: The largest batch that a graph may serve, in rows.
+        max_seq_len: The longest sequence that a graph may serve, in tokens.
+        pad_batches: Serve a batch by the next larger size; False serves only exact sizes.
+        strict: Raise ``FallbackError`` where a call would otherwise run eagerly.
+        options: How graphs are captured, replayed and kept.
     """
 
     mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
-    """How batches are served, as a mode, its name in any case, or its value; ``NONE`` switches graphs off."""
     backend: str = "auto"
-    """The name of a backend; ``"auto"`` follows the device of the arguments."""
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
-    """``"auto"`` (vLLM's sizes) or a name of ``named_sizes``, which both end at ``max_batch_size``; a ``Plan``; or the
-    sizes themselves, strictly increasing."""
     mixed_capture_sizes: Annotated[
         str | tuple[int, ...] | None, BeforeValidator(lambda v: None if v is None else _parse_capture_sizes(v))
     ] = None
-    """The same for batches that are not uniform decode, in a mode that tells them apart; None: as ``capture_sizes``.
-    A plan given as ``capture_sizes`` brings both."""
     eager_below: _MinBatches = None
-    """For each of explicit ``capture_sizes``, the smallest batch that its graph serves; smaller ones run eagerly. None:
-    each serves all batches above the next smaller size. A plan brings what it knows to be faster."""
     mixed_eager_below: _MinBatches = None
-    """The same for ``mixed_capture_sizes``."""
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
-    """The largest batch that a graph may serve, in rows."""
     max_seq_len: _Count = 8192
-    """The longest sequence that a graph may serve, in tokens."""
     pad_batches: bool = True
-    """Serve a batch by the next larger size; False serves only exact sizes."""
-    max_cached_graphs: _Count = 64
-    """The most graphs kept at once."""
-    memory_budget_bytes: _Count | None = None
-    """The most bytes that graphs may hold: their pool, static inputs, outputs and what is their own; None: no limit."""
-    eviction: str = "frecency"
-    """Which graph goes when there is no room: ``frecency``, ``gdsf``, ``lfu``, ``lru``, or an installed policy."""
-    capture_after: _Count = 2
-    """Sightings of a size before it is captured, if it pays; 1 captures at once, whatever it costs."""
-    capture_window: _Count = 4096
-    """Those sightings count only if they come within so many uses (replays in the process, and sightings)."""
-    max_signatures: _Count = 32
-    """The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at a time; one
-    without a graph gives way to a new one, and one that is used no more does so in time."""
     strict: bool = False
-    """Raise ``FallbackError`` where a call would otherwise run eagerly."""
     options: CUDAGraphOptions = CUDAGraphOptions()
-    """How each graph is captured and replayed."""
 
     @field_serializer("mode", when_used="json")
     def _mode_by_name(self, mode: CUDAGraphMode) -> str:
@@ -297,6 +265,24 @@ class CUDAGraphConfig(_Options):
                     "raise max_batch_size or drop the size"
                 )
         return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings as plain data that JSON can hold; ``from_dict`` reads it back. Raises as
+        ``CUDAGraphOptions.to_dict``."""
+        options = self.options.to_dict()
+        return super().to_dict() | {"options": options}
+
+    @property
+    def max_cached_graphs(self) -> int:
+        """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size."""
+        sizes = len(self.resolve().sizes) + len(self.resolve(mixed=True).sizes)
+        return self.options.max_cached_graphs or max(_MOST_GRAPHS, sizes)
+
+    @classmethod
+    def _remedy(cls, unknown: str) -> str:
+        if unknown in CUDAGraphOptions.model_fields:
+            return f"give options=CUDAGraphOptions({unknown}=...)"
+        return super()._remedy(unknown)
 
     @classmethod
     def disabled(cls) -> Self:
@@ -367,12 +353,10 @@ class ResolvedConfig(NamedTuple):
         return self.sizes[-1] if self.sizes else 0
 
 
-def roomy_config(
-    sizes: object, max_size: int | None, max_graphs: int | None, settings: Mapping[str, Any]
-) -> CUDAGraphConfig:
-    """A configuration with room for every size: the largest size given is the largest batch, and all are kept.
+def roomy_config(sizes: object, max_size: int | None, settings: Mapping[str, Any]) -> CUDAGraphConfig:
+    """A configuration whose largest batch is the largest size given, unless ``max_size`` says otherwise.
 
-    ``max_size`` and ``max_graphs`` say otherwise; ``settings`` are other options. Raises ``ConfigError``.
+    ``settings`` are other options. Raises ``ConfigError``.
     """
     settings = dict(settings)
     all_sizes = _parse_capture_sizes(sizes)
@@ -380,9 +364,7 @@ def roomy_config(
         max_size = max(all_sizes, default=None) if max_size is None else max_size
     if max_size is not None:
         settings["max_batch_size"] = max_size
-    config = CUDAGraphConfig.model_validate({"capture_sizes": sizes, **settings})
-    needed = max(config.max_cached_graphs, len(config.resolve().sizes) + len(config.resolve(mixed=True).sizes))
-    return config.replace(max_cached_graphs=needed if max_graphs is None else max_graphs)
+    return CUDAGraphConfig.model_validate({"capture_sizes": sizes, **settings})
 
 
 def resized(config: CUDAGraphConfig, sizes: object) -> CUDAGraphConfig:

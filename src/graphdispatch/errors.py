@@ -24,12 +24,7 @@ class GraphDispatchError(Exception):
 
 
 class ConfigError(GraphDispatchError, ValueError):
-    """An option or argument is wrong. The message names it, says what was expected and what to do.
-
-    ``answer`` is what the callable returned if the mistake shows only then (an ``out=`` that its outputs do not fit).
-    """
-
-    answer: object = None
+    """An option or argument is wrong. The message names it, says what was expected and what to do."""
 
 
 class BackendError(GraphDispatchError, RuntimeError):

@@ -6,14 +6,9 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.api.adaptive_wrapper import AdaptiveCUDAGraphWrapper
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, Reason
+from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
-from graphdispatch.memory.budget import MemoryBudget
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
 
 FULL = CUDAGraphMode.FULL
 
@@ -99,7 +94,7 @@ def test_new_habits_displace_old_ones() -> None:
 
 def test_bytes_are_limited() -> None:
     """Static inputs and outputs count, and what is out of use goes for them."""
-    wrapper = make(memory_budget_bytes=10_000, min_replays_to_keep=0)
+    wrapper = make(options=CUDAGraphOptions(memory_budget_bytes=10_000), min_replays_to_keep=0)
     for width in (100, 100, 400, 400, 100, 1000):
         x = torch.randn(1, width)
         for _ in range(3):
@@ -186,7 +181,7 @@ def test_prewarm_of_too_many_shapes_is_refused() -> None:
 def test_a_budget_is_shared() -> None:
     """Two wrappers with room for one graph together take turns."""
     budget = MemoryBudget(max_cached_graphs=1)
-    first, second = make(budget=budget), make(budget=budget)
+    first, second = make(options=CUDAGraphOptions(budget=budget)), make(options=CUDAGraphOptions(budget=budget))
     for _ in range(2):
         for wrapper in (first, second):
             serve(wrapper, *[4] * 4)

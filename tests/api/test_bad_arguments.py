@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch import BatchDescriptor, CUDAGraphMode, DispatchKey
+from graphdispatch import CUDAGraphMode
+from graphdispatch.engines import BatchDescriptor, DispatchKey
+
+from ..helpers import AT_ONCE
 
 KEY = DispatchKey(3, 3)
 FULL = CUDAGraphMode.FULL
@@ -29,7 +32,7 @@ X = torch.ones(3, 3)
 
 def served() -> Any:
     """A graphed callable with a graph."""
-    step = gd.graphed(double, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(double, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for rows in (3, 4, 3):
         step(torch.ones(rows, 3))
     return step
@@ -87,7 +90,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         "batch_descriptor",
     ),
     "wrapper get_entry": (wrapper, lambda w: w.get_entry([3]), "descriptor"),
-    "wrapper budget": (wrapper, lambda w: gd.CUDAGraphWrapper(double, budget=3), "budget"),  # type: ignore[arg-type]
+    "wrapper budget": (wrapper, lambda w: gd.CUDAGraphWrapper(double, options=gd.CUDAGraphOptions(budget=3)), "budget"),  # type: ignore[arg-type]
     "wrapper backend": (wrapper, lambda w: gd.CUDAGraphWrapper(double, backend="cpu", pool=3), "backend"),  # type: ignore[arg-type]
     "manager tag": (manager, lambda m: m.invalidate(3), "tag"),
     "manager sleep tag": (manager, lambda m: m.sleep(None), "tag"),
@@ -130,7 +133,7 @@ def test_a_mistake_is_one_line(mistake: str) -> None:
     """A wrong argument is a ``ConfigError`` (``GuardError`` for an input) of one line that names it."""
     make, call, name = MISTAKES[mistake]
     target = make()
-    with pytest.raises((gd.ConfigError, gd.GuardError), match=name) as caught:
+    with pytest.raises((gd.ConfigError, gd.errors.GuardError), match=name) as caught:
         call(target)
     assert "\n" not in str(caught.value)
 
@@ -152,51 +155,6 @@ def test_a_mistake_that_cannot_be_printed(mistake: str) -> None:
     }
     with pytest.raises(gd.ConfigError, match="Unprintable"):
         calls[mistake]()
-
-
-@pytest.mark.parametrize(
-    "out",
-    [
-        (torch.zeros(4, 3),),
-        {"y": torch.zeros(4, 3)},
-        torch.zeros(4, 3, dtype=torch.float64),
-        torch.zeros(2, 3),
-        torch.zeros(3),
-    ],
-)
-@pytest.mark.parametrize("captures_at", [1, 2])
-def test_out_that_does_not_fit_loses_nothing(out: Any, captures_at: int) -> None:
-    """The error has the answer of the one run, and the caller's tensors are as they were."""
-    count = torch.zeros(1)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x * count
-
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=captures_at, out=out)
-    for calls in (1, 2, 3):
-        with pytest.raises(gd.ConfigError, match="out") as caught:
-            step(torch.full((3, 3), 2.0))
-        assert count.item() == calls
-        assert torch.equal(caught.value.answer, torch.full((3, 3), 2.0 * calls))  # type: ignore[arg-type]
-
-
-def test_out_is_written_whole_or_not_at_all() -> None:
-    """A nest of which the second tensor does not fit leaves the first as it was."""
-    out = (torch.zeros(4, 3), torch.zeros(4, 2))
-    step = gd.graphed(lambda x: (x * 2, x * 3), dynamic={"x": 0}, sizes=(4,), out=out)
-    with pytest.raises(gd.ConfigError, match="out"):
-        step(X)
-    assert not out[0].any()
-
-
-def test_out_with_a_tensor_too_many() -> None:
-    """A tensor where the callable returns a constant is a mistake, in every call and above the largest size."""
-    out = (torch.zeros(4, 3), torch.zeros(4, 3))
-    step = gd.graphed(lambda x: (x * 2, 5), dynamic={"x": 0}, sizes=(4,), capture_after=1, out=out)
-    for rows in (3, 4, 5, 3):
-        with pytest.raises(gd.ConfigError, match="out"):
-            step(torch.ones(rows, 3))
 
 
 @pytest.mark.parametrize("how", [{"mode": "default"}, {"mode": "reduce-overhead"}, {"options": {"trace": True}}])

@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.composite import CompositeDispatcher
-from graphdispatch.api.dispatcher import CudagraphDispatcher
-from graphdispatch.api.registry import CUDAGraphRegistry
-from graphdispatch.api.stats import DispatchStats
-from graphdispatch.api.streams import StreamDispatcher
+from graphdispatch import Reason
 from graphdispatch.backends import get_backend
-from graphdispatch.config import CUDAGraphConfig
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch.engines import (
+    CompositeDispatcher,
+    CUDAGraphConfig,
+    CudagraphDispatcher,
+    CUDAGraphEntry,
+    CUDAGraphRegistry,
+    DispatchKey,
+    DispatchStats,
+    StreamDispatcher,
+)
 from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
-from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
 KEY = DispatchKey(2, 2)

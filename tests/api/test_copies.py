@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch import BatchDescriptor, CUDAGraphMode, DispatchKey, DispatchMode, Reason
+from graphdispatch import CUDAGraphMode, Reason
+from graphdispatch.engines import BatchDescriptor, DispatchKey, DispatchMode
+
+from ..helpers import AT_ONCE
 
 HOW: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
@@ -42,7 +45,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(3, 3)
-        self.step = gd.graphed(self.run, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+        self.step = gd.graphed(self.run, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """One layer."""
@@ -162,7 +165,12 @@ def test_eviction_begins_anew(copied: Callable[[Any], Any]) -> None:
 def test_a_budget_is_shared_by_copies_and_made_anew_by_a_pickle() -> None:
     """It bounds what this process holds."""
     budget = gd.MemoryBudget(2**20, 3)
-    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(4,), budget=budget, capture_after=1)
+    step = gd.graphed(
+        torch.nn.Linear(3, 3).eval(),
+        dynamic={"input": 0},
+        sizes=(4,),
+        options=gd.CUDAGraphOptions(budget=budget, capture_after=1),
+    )
     other = copy.deepcopy(step)
     serve(step)
     serve(other)
@@ -173,7 +181,7 @@ def test_a_budget_is_shared_by_copies_and_made_anew_by_a_pickle() -> None:
 
 def test_views_are_copied_with_their_values() -> None:
     """A copy of a handle has tensors of its own; a stale one cannot be copied."""
-    step = gd.graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), outputs="view", capture_after=1)
+    step = gd.graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), outputs="view", options=AT_ONCE)
     serve(step)
     view = step(torch.ones(3, 3))
     kept = copy.deepcopy(view)
@@ -185,13 +193,13 @@ def test_views_are_copied_with_their_values() -> None:
 
 def test_graphs_and_memory_are_not_copied(copied: Callable[[Any], Any]) -> None:
     """An entry, a graph and the result of a step under way say so in one line."""
-    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
     serve(step)
     entry = step.entries[0]
     streams = gd.StreamDispatcher(torch.nn.Linear(3, 3).eval(), 1)
     result = streams.submit(DispatchKey(3, 3), torch.ones(3, 3))
     for thing in (entry, entry.graph, result, streams.workers[0], streams.workers[0].stream):
-        with pytest.raises(gd.CopyError, match=type(thing).__name__) as caught:
+        with pytest.raises(gd.errors.CopyError, match=type(thing).__name__) as caught:
             copied(thing)
         assert "\n" not in str(caught.value)
     streams.close()
@@ -204,7 +212,7 @@ def test_pools_and_backends_are_shared() -> None:
     wrapper = gd.CUDAGraphWrapper(torch.nn.Linear(3, 3).eval(), backend=backend, pool=pool)
     assert copy.deepcopy({"a": wrapper, "pool": pool})["pool"] is pool
     assert pickle.loads(pickle.dumps(backend)) is backend
-    with pytest.raises(gd.CopyError, match="Pool"):
+    with pytest.raises(gd.errors.CopyError, match="Pool"):
         pickle.dumps(wrapper)
 
 

@@ -7,17 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.dispatcher import CudagraphDispatcher
-from graphdispatch.api.registry import CUDAGraphRegistry
-from graphdispatch.api.wrapper import CUDAGraphWrapper
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 from graphdispatch.backends import get_backend
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
-from graphdispatch.descriptors import BatchDescriptor, DispatchKey
+from graphdispatch.engines import (
+    BatchDescriptor,
+    CudagraphDispatcher,
+    CUDAGraphEntry,
+    CUDAGraphRegistry,
+    CUDAGraphWrapper,
+    DefaultDispatchPolicy,
+    DispatchKey,
+    DispatchMode,
+    DispatchPolicy,
+)
 from graphdispatch.errors import ConfigError
-from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.modes import CUDAGraphMode, DispatchMode
-from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
 EAGER, FULL, PIECEWISE, HYBRID = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.HYBRID

@@ -6,18 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.composite import CompositeDispatcher
-from graphdispatch.api.dispatcher import CudagraphDispatcher
-from graphdispatch.api.registry import CUDAGraphRegistry
-from graphdispatch.api.streams import StreamDispatcher
+from graphdispatch import CUDAGraphOptions, Reason
 from graphdispatch.backends import get_backend
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.decide.policies import DefaultDispatchPolicy
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch.engines import (
+    CompositeDispatcher,
+    CudagraphDispatcher,
+    CUDAGraphEntry,
+    CUDAGraphRegistry,
+    DefaultDispatchPolicy,
+    DispatchKey,
+    DispatchMode,
+    StreamDispatcher,
+)
 from graphdispatch.errors import ConfigError, ReplayError
-from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.modes import DispatchMode
-from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
 TIMEOUT_S = 30.0

@@ -6,15 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.api.manager import CUDAGraphManager
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphConfig
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode, Graphed, Reason, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
 from graphdispatch.errors import CaptureError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
 from graphdispatch.stats import EvictionReason
+
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +33,7 @@ class Packed:
 def make() -> tuple[Packed, Graphed[..., Any]]:
     """A callable and its graphed form, warm at two sizes."""
     packed = Packed()
-    step = graphed(packed, dynamic={"x": 0}, sizes=(2, 4), capture_after=1)
+    step = graphed(packed, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
     for rows in (4, 4, 2, 2):
         step(torch.randn(rows, 3))
     assert len(step.entries) == 2
@@ -89,7 +86,7 @@ def test_sleep_gives_all_memory_back() -> None:
 def test_weights_may_move_in_sleep() -> None:
     """The usual reason to sleep: weights go away and come back elsewhere."""
     model = torch.nn.Linear(3, 3).eval()
-    step = graphed(model, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    step = graphed(model, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(4, 3))
     step.sleep("offload")
@@ -128,7 +125,7 @@ def test_the_wrapper_sleeps_and_forgets() -> None:
 def test_the_manager_sleeps_and_forgets() -> None:
     """The same by batch size and sequence length; an explicit capture says that it is asleep."""
     packed = Packed()
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1))
+    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE))
 
     def run(x: torch.Tensor) -> Any:
         return manager.execute_or_capture(len(x), 1, packed, {"x": x})

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import graphdispatch as gd
+from graphdispatch import Reason
 from graphdispatch.errors import CaptureError, ConfigError, FallbackError, ReplayError
-from graphdispatch.reasons import Reason
+
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def test_a_prewarmed_callable_serves_every_batch_frozen() -> None:
 
 def test_what_was_not_compared_runs_eagerly() -> None:
     """A new size, a new number of rows, and a second batch of a new graph each wait for ``unfreeze``."""
-    step = gd.graphed(double, dynamic={"x": 0}, sizes=(4, 8), capture_after=1)
+    step = gd.graphed(double, dynamic={"x": 0}, sizes=(4, 8), options=AT_ONCE)
     step(torch.randn(4, 3))
     step.freeze()
     reasons = []
@@ -95,7 +97,7 @@ def test_graphs_of_another_state_are_checked_again_too() -> None:
         return x * held["scale"]
 
     options = gd.CUDAGraphOptions(verify_every=4)
-    step = gd.graphed(scaled, dynamic={"x": 0}, sizes=(4,), capture_after=1, options=options)
+    step = gd.graphed(scaled, dynamic={"x": 0}, sizes=(4,), options=options.replace(capture_after=1))
     for scale in (2.0, 3.0):
         held["scale"] = scale
         for _ in range(3):

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch import MemoryBudget, Reason
 from graphdispatch.errors import ConfigError
-from graphdispatch.memory.budget import MemoryBudget
-from graphdispatch.reasons import Reason
 
 from ..doubled import batch, make, reason
 
@@ -148,39 +147,6 @@ def test_a_call_that_the_rules_do_not_fit_is_odd_once_one_has_fitted() -> None:
     assert "dynamic['y'] = 0, but the tensor has no dimensions" in step.explain(batch(4), y=torch.tensor(1.0))
     assert torch.equal(step(x := batch(4), y=torch.tensor(1.0)), x * 2 + 1)
     assert reason(step, batch(4), y=y) is Reason.EXACT
-
-
-@pytest.mark.parametrize(("prewarmed", "rows"), [(False, 6), (True, 6), (True, 7)])
-def test_a_batch_that_out_has_no_room_for_is_refused_before_it_runs(prewarmed: bool, rows: int) -> None:
-    """Above the largest size, with or without a capture that has shown what follows the batch: no state moves."""
-    state = torch.zeros(())
-
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        state.add_(1)
-        return x * 2, x.sum(0)
-
-    step = make(fn, out=(torch.zeros(5, 3), torch.zeros(3)))
-    if prewarmed:
-        step.prewarm(batch(4))
-    with pytest.raises(
-        ConfigError, match=rf"out has no room for {rows} rows in a tensor of shape \(5, 3\); give a larger"
-    ):
-        step(batch(rows))
-    assert int(state) == 0
-    got, total = step(x := batch(5))
-    assert torch.equal(got, x * 2)
-    assert torch.equal(total, x.sum(0))
-    assert step.last_decision.reason is Reason.ABOVE_LARGEST_SIZE
-
-
-def test_what_follows_the_batch_is_known_from_the_capture() -> None:
-    """Whichever dimension it is; what is as large as the largest size by chance may stay so."""
-    constant = torch.ones(5)
-    step = make(lambda x: (x.t() * 2, constant + 1), out=(torch.zeros(3, 6), torch.zeros(5)))
-    step.prewarm(batch(4))
-    assert torch.equal(step(x := batch(6))[0], x.t() * 2)
-    with pytest.raises(ConfigError, match=r"out has no room for 7 rows in a tensor of shape \(3, 6\)"):
-        step(batch(7))
 
 
 @dataclass

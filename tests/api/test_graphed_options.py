@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.call.padding import Pad
-from graphdispatch.config import CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, Pad, Reason, graphed
+from graphdispatch.engines import OutputView
 from graphdispatch.errors import ConfigError, FallbackError, GraphDispatchError
-from graphdispatch.memory.outputs import OutputView
-from graphdispatch.reasons import Reason
 
-from ..doubled import batch, make, reason
+from ..doubled import batch, double, make, reason
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -331,9 +329,6 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "^sizes must be at most max_size=3, got 4; raise max_size",
     ),
     "max_size zero": ({"max_size": 0}, "^max_size must be greater than or equal to 1, got 0"),
-    "negative budget": ({"memory_budget_bytes": -1}, "memory_budget_bytes must be greater than or equal to 1, got -1"),
-    "no cache": ({"max_cached_graphs": 0}, "max_cached_graphs must be greater than or equal to 1"),
-    "capture_after": ({"capture_after": 0}, "capture_after must be greater than or equal to 1"),
     "mode": ({"mode": "PIECE"}, "mode must be one of"),
     "outputs": ({"outputs": "copy"}, "outputs must be 'clone', 'view', 'static' or 'ring:N'"),
     "backend": ({"backend": "tpu"}, "tpu"),
@@ -355,7 +350,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "static is no names": ({"static": 5}, "static must name arguments, got 5"),
     "a name is no text": ({"dynamic": {0: 0}}, "dynamic must name arguments by text, got 0"),
     "budget is bytes": (
-        {"budget": 1 << 20},
+        {"options": CUDAGraphOptions(budget=1 << 20)},
         "budget must be a MemoryBudget or None, got 1048576; memory_budget_bytes=",
     ),
     "uniform_decode": ({"uniform_decode": True}, "uniform_decode must be a function of a call's arguments, got True"),
@@ -368,7 +363,7 @@ def test_bad_option_is_an_error(name: str) -> None:
     """Every bad option is refused when the step is made, in a sentence that names it."""
     options, words = BAD_OPTIONS[name]
     with pytest.raises(GraphDispatchError, match=words):
-        make(**options)
+        graphed(double, **({"dynamic": {"x": 0}, "sizes": (2, 4)} | options))
 
 
 def test_callable_is_required() -> None:
@@ -463,7 +458,7 @@ def test_variadic_arguments_are_named_after_their_parameter(dynamic: dict[str, i
     def add(*inputs: torch.Tensor) -> torch.Tensor:
         return inputs[0] + 2 * inputs[1]
 
-    step = graphed(add, dynamic=dynamic, sizes=(4,), capture_after=1)
+    step = graphed(add, dynamic=dynamic, sizes=(4,), options=AT_ONCE)
     with torch.no_grad():
         for rows in (4, 3, 4, 3):
             a, b = torch.randn(rows, 2), torch.randn(rows, 2)

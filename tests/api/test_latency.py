@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import (
+from graphdispatch import Reason, ReplayError
+from graphdispatch.backends import get_backend
+from graphdispatch.engines import (
     AdaptiveDispatchPolicy,
     CompositeDispatcher,
     CUDAGraphConfig,
@@ -16,13 +18,10 @@ from graphdispatch import (
     DispatchKey,
     DispatchMode,
     DispatchPolicy,
-    MockCUDAGraph,
-    Reason,
-    ReplayError,
     StreamDispatcher,
     create_dispatch_key,
 )
-from graphdispatch.backends import get_backend
+from graphdispatch.testing import MockCUDAGraph
 
 WIDE = 1 << 20
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.manager import CUDAGraphManager
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import eager_break
-from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, OutputView
 from graphdispatch.errors import ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
-from graphdispatch.memory.outputs import OutputView
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
+
+from ..helpers import with_options
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 PIECEWISE = CUDAGraphMode.PIECEWISE
@@ -23,8 +21,8 @@ PIECEWISE = CUDAGraphMode.PIECEWISE
 
 def make(**settings: Any) -> CUDAGraphManager:
     """A manager with the sizes 2, 4 and 8 that captures at once."""
-    defaults: dict[str, Any] = {"capture_sizes": (2, 4, 8), "max_batch_size": 8, "capture_after": 1}
-    return CUDAGraphManager(CUDAGraphConfig(**(defaults | settings)))
+    defaults: dict[str, Any] = {"capture_sizes": (2, 4, 8), "max_batch_size": 8}
+    return CUDAGraphManager(CUDAGraphConfig(**with_options(defaults | settings, capture_after=1)))
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

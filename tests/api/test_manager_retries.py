@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.manager import CUDAGraphManager
-from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager
 from graphdispatch.errors import ConfigError
-from graphdispatch.reasons import Reason
 
 X = torch.ones(4, 3)
 
@@ -22,7 +21,9 @@ def unsafe(x: torch.Tensor) -> torch.Tensor:
 def manager(**options: int) -> CUDAGraphManager:
     """One that captures four rows at once."""
     settings = CUDAGraphOptions(**options)
-    return CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1, options=settings))
+    return CUDAGraphManager(
+        CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=settings.replace(capture_after=1))
+    )
 
 
 def serve(served: CUDAGraphManager, fn: Callable[[torch.Tensor], torch.Tensor], times: int) -> list[int]:

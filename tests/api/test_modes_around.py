@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import Reason, graphed
 
+from ..helpers import AT_ONCE
+
 
 @pytest.fixture(autouse=True)
 def _no_gradients() -> Iterator[None]:
@@ -35,7 +37,7 @@ class Tripled(TorchDispatchMode):
 
 
 def _served() -> Any:
-    step = graphed(lambda x: x.sin(), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(lambda x: x.sin(), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(4, 3))
     assert step.stats.hits == 1
@@ -45,7 +47,7 @@ def _served() -> Any:
 @pytest.mark.parametrize(("mode", "factor"), [(Doubled, 2), (Tripled, 3)])
 def test_a_mode_sees_the_operators(mode: Callable[[], AbstractContextManager[Any]], factor: int) -> None:
     """A call within it gives eager's answer, and captures nothing; after it graphs serve again."""
-    step, fresh = _served(), graphed(lambda x: x.sin(), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step, fresh = _served(), graphed(lambda x: x.sin(), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     x = torch.randn(4, 3)
     with mode():
         for _ in range(3):
@@ -62,14 +64,14 @@ def test_a_mode_sees_the_operators(mode: Callable[[], AbstractContextManager[Any
 
 def test_another_default_device_is_another_call() -> None:
     """What the callable makes lies on that device; a graph of the same device serves."""
-    step = graphed(lambda x: (x + 1, torch.ones(2)), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(lambda x: (x + 1, torch.ones(2)), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(4, 3))
     assert step.stats.hits == 1
     with torch.device("meta"):
         x = torch.randn(4, 3, device="cpu")
         assert step(x)[1].device.type == "meta"
-    other = graphed(lambda x: (x + 1, torch.ones(2)), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    other = graphed(lambda x: (x + 1, torch.ones(2)), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     with torch.device("cpu"):
         for _ in range(4):
             other(torch.randn(4, 3))
@@ -91,7 +93,7 @@ def test_a_trace_holds_the_operators() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_capture_is_made_after_a_trace() -> None:
     """One that would begin within a trace waits."""
-    step = graphed(lambda x: x.sin(), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(lambda x: x.sin(), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     traced = torch.jit.trace(lambda x: step(x) * 2, (torch.randn(4, 3),), check_trace=False)
     x = torch.randn(4, 3)
     assert torch.equal(traced(x), x.sin() * 2)
@@ -104,7 +106,7 @@ def test_transforms_over_a_served_callable() -> None:
     x = torch.randn(5, 4, 3)
     assert torch.equal(torch.vmap(step)(x), x.sin())
     layer = torch.nn.Linear(3, 3)
-    layer.step = graphed(layer.forward, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    layer.step = graphed(layer.forward, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(3):
         layer.step(torch.randn(4, 3))
     weights = {name: torch.stack([value.detach(), value.detach() * 2]) for name, value in layer.named_parameters()}

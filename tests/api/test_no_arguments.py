@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch import BatchDescriptor, CUDAGraphMode, CUDAGraphOptions, DispatchKey, Reason
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
+from graphdispatch.engines import BatchDescriptor, DispatchKey
+
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,7 @@ class Engine:
 
 def graphed(engine: Engine) -> tuple[Callable[[], Any], Callable[[], int]]:
     """``graphed`` with no batch dimension."""
-    step = gd.graphed(engine.forward, dynamic={}, capture_after=1)
+    step = gd.graphed(engine.forward, dynamic={}, options=AT_ONCE)
     return step, lambda: step.stats.hits
 
 
@@ -54,7 +57,7 @@ def engine_wrapper(engine: Engine) -> tuple[Callable[[], Any], Callable[[], int]
 
 def manager(engine: Engine) -> tuple[Callable[[], Any], Callable[[], int]]:
     """A manager, with no inputs."""
-    config = gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1)
+    config = gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE)
     front_end = gd.CUDAGraphManager(config)
     return lambda: front_end.execute_or_capture(4, 1, engine.forward, {}), lambda: front_end.stats.hits
 
@@ -87,7 +90,7 @@ def test_buffers_are_read_and_written_once_a_call(front_end: str) -> None:
 def test_constants_select_the_graph() -> None:
     """``forward_fn(mode)``: each constant has a graph of its own."""
     held = torch.ones(4, 3)
-    step = gd.graphed(lambda mode: held * (2 if mode == "two" else 3), dynamic={}, capture_after=1)
+    step = gd.graphed(lambda mode: held * (2 if mode == "two" else 3), dynamic={}, options=AT_ONCE)
     for number in range(8):
         held.add_(1)
         mode = "two" if number % 2 else "three"
@@ -105,7 +108,7 @@ def test_a_frozen_value_is_found_by_the_second_call() -> None:
         def __call__(self) -> torch.Tensor:
             return held * torch.from_numpy(__import__("numpy").full(3, float(next(values))))
 
-    step = gd.graphed(Odd(), dynamic={}, capture_after=1)
+    step = gd.graphed(Odd(), dynamic={}, options=AT_ONCE)
     for _ in range(4):
         step()
     assert step.stats.hits == 0
@@ -123,7 +126,7 @@ def test_a_buffer_that_is_replaced_is_captured_anew() -> None:
             return self.ids * 2
 
     model = Holder()
-    step = gd.graphed(model, dynamic={}, capture_after=1)
+    step = gd.graphed(model, dynamic={}, options=AT_ONCE)
     for _ in range(3):
         step()
     model.ids = torch.full((4,), 5.0)
@@ -135,7 +138,7 @@ def test_a_buffer_that_is_replaced_is_captured_anew() -> None:
 
 def test_nothing_to_read_is_refused() -> None:
     """A callable with no tensor among its arguments and in its reach has no device to be captured for."""
-    step = gd.graphed(lambda n: n + 1, dynamic={}, capture_after=1)
+    step = gd.graphed(lambda n: n + 1, dynamic={}, options=AT_ONCE)
     assert [step(3), step(3)] == [4, 4]
     assert step.stats.reasons == {Reason.NO_TENSORS: 2}
     padded = gd.graphed(torch.nn.Linear(3, 3), dynamic={"input": 0})

@@ -7,17 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.api.dispatcher import CudagraphDispatcher
-from graphdispatch.api.registry import CUDAGraphRegistry
-from graphdispatch.api.streams import StreamDispatcher
+from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.backends import get_backend
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
-from graphdispatch.decide.policies import DefaultDispatchPolicy
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch.engines import (
+    CudagraphDispatcher,
+    CUDAGraphEntry,
+    CudagraphKeyDispatcher,
+    CUDAGraphRegistry,
+    DefaultDispatchPolicy,
+    DispatchKey,
+    DispatchMode,
+    EntryState,
+    StreamDispatcher,
+)
 from graphdispatch.errors import ConfigError
-from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.modes import CUDAGraphMode, DispatchMode, EntryState
-from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
 FULL, PIECEWISE = DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE

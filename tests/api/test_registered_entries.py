@@ -61,7 +61,7 @@ def test_gradients_are_not_lost(by: str) -> None:
 def test_an_entry_refuses_what_requires_a_gradient() -> None:
     """Before anything is copied, so that it can be replayed afterwards."""
     entry, _ = captured(nn.Linear(3, 3).eval())
-    with pytest.raises(gd.GuardError, match="input 'input' requires a gradient, which no graph gives"):
+    with pytest.raises(gd.errors.GuardError, match="input 'input' requires a gradient, which no graph gives"):
         entry.replay({"input": torch.ones(4, 3, requires_grad=True)})
     assert entry.replay({"input": torch.ones(4, 3)}).shape == (4, 3)
 

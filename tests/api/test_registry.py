@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.registry import CUDAGraphRegistry
-from graphdispatch.config import CUDAGraphConfig
+from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphRegistry, EntryState
 from graphdispatch.errors import CaptureError, ConfigError, GuardError, ReplayError
-from graphdispatch.modes import EntryState
-from graphdispatch.reasons import Reason
 
+from ..helpers import with_options
 from ..spy import Spy
 
 
@@ -231,7 +230,7 @@ def test_a_call_without_tensors_is_refused(registry: CUDAGraphRegistry) -> None:
 
 def test_the_count_is_limited() -> None:
     """The least recently used graph makes room, and is counted."""
-    registry = CUDAGraphRegistry(CUDAGraphConfig(max_cached_graphs=2))
+    registry = CUDAGraphRegistry(CUDAGraphConfig(options=CUDAGraphOptions(max_cached_graphs=2)))
     for length in (1, 2):
         registry.capture(4, length, double, {"x": (4, 3)})
     registry.get(4, 1).replay({"x": torch.ones(4, 3)})  # type: ignore[union-attr]
@@ -248,7 +247,7 @@ def test_the_bytes_are_limited() -> None:
     one = alone.capture(4, 1, double, {"x": (4, 3)}).inputs.nbytes
     held = alone.memory_bytes
     limit = held + 2 * one
-    registry = CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=limit, **sizes))
+    registry = CUDAGraphRegistry(CUDAGraphConfig(**with_options(sizes, memory_budget_bytes=limit)))
     first = registry.capture(4, 1, double, {"x": (4, 3)})
     second = registry.capture(4, 2, double, {"x": (4, 3, 1)})
     registry.capture(4, 3, double, {"x": (4, 3, 1, 1)})
@@ -257,7 +256,9 @@ def test_the_bytes_are_limited() -> None:
     assert first.state is EntryState.EVICTED
     budget = held - 1
     with pytest.raises(CaptureError, match=f"holds {held} bytes, for which there is no room in .*={budget}"):
-        CUDAGraphRegistry(CUDAGraphConfig(memory_budget_bytes=budget, **sizes)).capture(4, 1, double, {"x": (4, 3)})
+        CUDAGraphRegistry(CUDAGraphConfig(**with_options(sizes, memory_budget_bytes=budget))).capture(
+            4, 1, double, {"x": (4, 3)}
+        )
     assert (first.key, second.key) == ((4, 1), (4, 2))
 
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch import BatchDescriptor, CUDAGraphMode
+from graphdispatch import CUDAGraphMode
 from graphdispatch.capture.attempt import CaptureAttempt
+from graphdispatch.engines import BatchDescriptor
+
+from ..helpers import AT_ONCE
 
 SIZE = 4
 
@@ -29,9 +32,9 @@ class Sleeper:
         self.model = torch.nn.Linear(3, 3).eval()
         self.x = torch.randn(SIZE, 3)
         if kind == "graphed":
-            self.front_end: Any = gd.graphed(self.model, dynamic={"input": 0}, sizes=(SIZE,), capture_after=1)
+            self.front_end: Any = gd.graphed(self.model, dynamic={"input": 0}, sizes=(SIZE,), options=AT_ONCE)
         elif kind == "manager":
-            config = gd.CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, capture_after=1)
+            config = gd.CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, options=AT_ONCE)
             self.front_end = gd.CUDAGraphManager(config)
         else:
             wrapper = gd.CUDAGraphWrapper if kind == "wrapper" else gd.AdaptiveCUDAGraphWrapper
@@ -160,7 +163,7 @@ def test_memory_is_given_back_at_once(how: str) -> None:
     """No cycle of objects keeps inputs, outputs or plans until Python's collector runs."""
     width = 20_011
     before = len(_large(SIZE * width * 4))
-    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(1, SIZE), capture_after=1)
+    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(1, SIZE), options=AT_ONCE)
     for rows in (SIZE, SIZE, SIZE, 1, 1, 1, SIZE):
         step(torch.randn(rows, width))
     assert len(_large(SIZE * width * 4)) > before
@@ -181,7 +184,7 @@ def test_a_capture_that_fails_late_gives_its_memory_back(monkeypatch: pytest.Mon
         raise gd.CaptureError("no use", gd.Reason.NO_GAIN)
 
     monkeypatch.setattr(CaptureAttempt, "_judge", judge)
-    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(SIZE,), capture_after=1)
+    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(SIZE,), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(SIZE, 3))
     assert step.stats.captures == 0

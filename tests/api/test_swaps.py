@@ -18,14 +18,18 @@ import pytest
 import torch
 
 import graphdispatch
-from graphdispatch.api.dispatcher import CudagraphDispatcher
+from graphdispatch import CUDAGraphMode
 from graphdispatch.api.registered import RegisteredGraphs
-from graphdispatch.api.registry import CUDAGraphRegistry
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
 from graphdispatch.decide.table import KeyTable
-from graphdispatch.descriptors import BatchDescriptor, DispatchKey
-from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.modes import CUDAGraphMode, DispatchMode
+from graphdispatch.engines import (
+    BatchDescriptor,
+    CudagraphDispatcher,
+    CUDAGraphEntry,
+    CudagraphKeyDispatcher,
+    CUDAGraphRegistry,
+    DispatchKey,
+    DispatchMode,
+)
 from graphdispatch.testing import MockCUDAGraph
 
 READERS = 32

@@ -6,16 +6,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from graphdispatch.api.dispatcher import CudagraphDispatcher
-from graphdispatch.api.streams import StreamDispatcher
-from graphdispatch.api.wrapper import CUDAGraphWrapper
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 from graphdispatch.backends import get_backend
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.decide.policies import DefaultDispatchPolicy
-from graphdispatch.descriptors import BatchDescriptor, DispatchKey
+from graphdispatch.engines import (
+    BatchDescriptor,
+    CudagraphDispatcher,
+    CUDAGraphWrapper,
+    DefaultDispatchPolicy,
+    DispatchKey,
+    DispatchMode,
+    StreamDispatcher,
+)
 from graphdispatch.errors import CaptureError, ConfigError
-from graphdispatch.modes import CUDAGraphMode, DispatchMode
-from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
 from ..compiled_operators import compiled_operator

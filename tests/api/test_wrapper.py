@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError, StaleOutputError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
 
 from ..spy import Spy
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from graphdispatch.auditing.audit import audit
+from graphdispatch import audit
 from graphdispatch.demo.models import tiny
 
 from . import examples

@@ -12,12 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.auditing.audit import audit
-from graphdispatch.auditing.result import Audit
-from graphdispatch.call.breaks import eager_break
+from graphdispatch import Audit, CUDAGraphOptions, audit, eager_break, graphed
 from graphdispatch.cli.app import main
-from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError
 from graphdispatch.report import audit_report
 

@@ -13,6 +13,8 @@ from graphdispatch.backends import get_backend
 from graphdispatch.backends.compiled import CompiledRegion
 from graphdispatch.backends.cpu.recorder import Recorder
 
+from ..helpers import AT_ONCE
+
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
     pytest.mark.filterwarnings("ignore"),
@@ -45,7 +47,7 @@ def test_compiled_model_is_served() -> None:
     torch.manual_seed(1)
     model = Counting().eval()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    served = graphed(torch.compile(model, fullgraph=True), dynamic={"x": 0}, sizes=[4], capture_after=1)
+    served = graphed(torch.compile(model, fullgraph=True), dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
     plain = Counting().eval()
     plain.load_state_dict(weights)
     for rows in (4, 4, 3, 3, 4, 3):
@@ -97,7 +99,7 @@ def test_python_inside_compiled_code_is_refused() -> None:
         return x * scale[0]
 
     scaled.register_fake(torch.empty_like)
-    served = graphed(torch.compile(lambda x: scaled(x + 1) + 1), dynamic={"x": 0}, sizes=[4], capture_after=1)
+    served = graphed(torch.compile(lambda x: scaled(x + 1) + 1), dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
     x = torch.randn(4, 3)
     for scale[0] in (2.0, 3.0, 4.0):
         assert torch.equal(served(x), (x + 1) * scale[0] + 1)

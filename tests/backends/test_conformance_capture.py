@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch import Reason
 from graphdispatch.backends import Backend, Graph, Pool
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
-from graphdispatch.reasons import Reason
 
 Draw = Callable[..., torch.Tensor]
 Record = Callable[..., tuple[Graph, Any]]

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.registry import CUDAGraphRegistry
+from graphdispatch import Reason
 from graphdispatch.backends import Backend, Graph, Pool, get_backend, register_backend
 from graphdispatch.backends.cpu import CPUBackend
-from graphdispatch.config import CUDAGraphConfig
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphRegistry
 from graphdispatch.errors import BackendError
-from graphdispatch.reasons import Reason
 
 Draw = Callable[..., torch.Tensor]
 Record = Callable[..., tuple[Graph, Any]]

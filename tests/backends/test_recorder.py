@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from graphdispatch import Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
-from graphdispatch.reasons import Reason
 
 from ..compiled_operators import compiled_operator
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.graphed import graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.operators import forbidden
 from graphdispatch.backends.standins import HostReads, SaysCapturing
 from graphdispatch.errors import CaptureError
-from graphdispatch.reasons import Reason
 
 from_name = torch.cuda.is_current_stream_capturing
 """The function as code has it that imported it by name."""

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdispatch.api.graphed import graphed
+from graphdispatch import graphed
 from graphdispatch.stats import EvictionReason
+
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ class _Library:
 def test_growth_after_the_capture_makes_the_graph_stale() -> None:
     """The storage grows where it stands; the graph that read the old one is released and captured anew."""
     library = _Library()
-    step = graphed(library, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(library, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(4, 8))
     assert (step.stats.captures, step.stats.hits) == (1, 1)
@@ -51,7 +53,7 @@ def test_it_is_held_while_a_graph_reads_it() -> None:
     """A library that drops its workspace does not take it away from the graph; a released graph lets go of it."""
     library = _Library()
     space = StorageWeakRef(library.spaces["float32"]["main"].untyped_storage())
-    step = graphed(library, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(library, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     x = torch.randn(4, 8)
     step(x)
     assert step.entries[0].workspaces is not None
@@ -66,6 +68,6 @@ def test_it_is_held_while_a_graph_reads_it() -> None:
 def test_guarded_memory_is_not_compared_twice() -> None:
     """Parameters and inputs are the business of others."""
     model = torch.nn.Linear(3, 3).eval()
-    step = graphed(model, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    step = graphed(model, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
     step(torch.randn(4, 3))
     assert step.entries[0].workspaces is None

@@ -13,6 +13,7 @@ import torch
 import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, Reason
 
+from ..helpers import with_options
 from .front_end import FrontEnd
 
 __all__ = ["FRONT_ENDS"]
@@ -51,8 +52,8 @@ class GraphedFrontEnd(_Capturing):
     name = "graphed"
 
     def _open(self, **more: Any) -> None:
-        how: dict[str, Any] = {"sizes": self.sizes, "mode": self.mode, "options": self.options, "capture_after": 1}
-        self.front = self.step = gd.graphed(self.fn, dynamic=self.dynamic, **(how | more))
+        how: dict[str, Any] = {"sizes": self.sizes, "mode": self.mode, "options": self.options}
+        self.front = self.step = gd.graphed(self.fn, dynamic=self.dynamic, **with_options(how | more, capture_after=1))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.step(*args, **kwargs)
@@ -134,8 +135,7 @@ def _manager(front: FrontEnd) -> gd.CUDAGraphManager:
     config = gd.CUDAGraphConfig(
         capture_sizes=front.sizes,
         max_batch_size=most,
-        capture_after=1,
-        options=front.options,
+        options=front.options.replace(capture_after=1),
         mode=CUDAGraphMode.FULL,
     )
     return gd.CUDAGraphManager(config)
@@ -233,7 +233,7 @@ class ReplayFrontEnd(_Ahead):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self._replay(self.rows(args, kwargs), self.named(args, kwargs))
-        except gd.GuardError:
+        except gd.errors.GuardError:
             self._refused[Reason.ARGUMENTS_CHANGED] += 1
         except gd.ReplayError as error:
             if error.had_effects:
@@ -248,7 +248,7 @@ class ReplayFrontEnd(_Ahead):
         def serve(x: torch.Tensor) -> Any:
             try:
                 return manager.replay_graph(len(x), 1, {"x": x})
-            except (gd.GuardError, gd.ReplayError):
+            except (gd.errors.GuardError, gd.ReplayError):
                 return fn(x)
 
         return serve
@@ -273,7 +273,7 @@ class EntryFrontEnd(ReplayFrontEnd):
         def serve(x: torch.Tensor) -> Any:
             try:
                 return entry.replay({"x": x})
-            except (gd.GuardError, gd.ReplayError):
+            except (gd.errors.GuardError, gd.ReplayError):
                 return fn(x)
 
         return serve

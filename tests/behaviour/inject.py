@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphdispatch import eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.cpu.program import Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
-from graphdispatch.call.breaks import eager_break
 
 from ..spy import Spy
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.api.manager import CUDAGraphManager
-from graphdispatch.config import CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
-from graphdispatch.reasons import Reason
 from graphdispatch.stats import EvictionReason
 
+from ..helpers import AT_ONCE
 from ..spy import Spy
 from .inject import DeviceGoneError, Faults, FaultyBackend, Model, batch, nothing_left_behind
 
@@ -31,8 +30,7 @@ def serve(model: Model, **settings: Any) -> Graphed[..., Any]:
         dynamic={"x": 0, "slots": 0},
         backend="faulty",
         sizes=settings.pop("sizes", (3, 5)),
-        capture_after=1,
-        options=CUDAGraphOptions(**settings.pop("options", {})),
+        options=CUDAGraphOptions(capture_after=1, **settings.pop("options", {})),
         **settings,
     )
 
@@ -98,7 +96,7 @@ def test_a_failed_size_is_tried_again_ever_later_and_at_last_no_more(faults: Fau
 def test_a_quarantine_outlives_the_weights(faults: Faults) -> None:
     """Other weights alone get no new try, since the state may change with each call; ``invalidate`` gives one."""
     layer = torch.nn.Linear(3, 3).eval()
-    step = graphed(layer, dynamic={"input": 0}, sizes=(3,), capture_after=1, backend="faulty")
+    step = graphed(layer, dynamic={"input": 0}, sizes=(3,), options=AT_ONCE, backend="faulty")
     faults.set("end", 1)
     step(torch.randn(3, 3))
     assert step.last_decision.reason is Reason.CAPTURE_FAILED
@@ -160,7 +158,7 @@ def test_a_second_try_whose_call_raises_is_not_the_callers(faults: Faults) -> No
             raise ValueError("only once")
         return x * 2
 
-    step = graphed(fickle, dynamic={"x": 0}, sizes=(3, 5), capture_after=1, backend="faulty")
+    step = graphed(fickle, dynamic={"x": 0}, sizes=(3, 5), options=AT_ONCE, backend="faulty")
     step(torch.randn(5, 2))
 
     def fail() -> BaseException:
@@ -212,7 +210,7 @@ def test_a_replay_that_fails_behind_a_write_is_an_error(faults: Faults) -> None:
 
 def test_a_manager_runs_a_failed_replay_eagerly(faults: Faults) -> None:
     """As the other front ends do: the graph is compared with eager, whose answer the caller gets, and serves again."""
-    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), capture_after=1))
+    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), options=AT_ONCE))
 
     def double(x: Tensor) -> Tensor:
         return x * 2
@@ -228,7 +226,7 @@ def test_a_manager_runs_a_failed_replay_eagerly(faults: Faults) -> None:
 
 def test_a_manager_runs_a_call_without_result_once(faults: Faults) -> None:
     """A capture that fails after the step has run does not run it again, whatever it returned."""
-    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), capture_after=1))
+    manager = CUDAGraphManager(CUDAGraphManager().config.replace(backend="faulty", capture_sizes=(4,), options=AT_ONCE))
     state = torch.zeros(4, 2)
     faults.set("end", 1)
     manager.execute_or_capture(4, 1, lambda x: (state.add_(x), None)[1], {"x": torch.ones(4, 2)})

@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphdispatch.api.dispatcher import CudagraphDispatcher
-from graphdispatch.api.graphed import graphed
-from graphdispatch.call.breaks import eager_break
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch import Reason, eager_break, graphed
+from graphdispatch.engines import CudagraphDispatcher, DispatchKey
 from graphdispatch.errors import ReplayError
 from graphdispatch.memory.foreign import entry_around
-from graphdispatch.reasons import Reason
 from graphdispatch.testing import MockCUDAGraph
 
+from ..helpers import AT_ONCE
 from .inject import nothing_left_behind
 
 KEY = DispatchKey(3, 3)
@@ -48,7 +46,7 @@ def test_a_pad_function_that_raises(at: int) -> None:
         switch()
         padding.zero_()
 
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, pad={"x": pad}, sizes=(4,), capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, pad={"x": pad}, sizes=(4,), options=AT_ONCE)
     for number in range(8):
         x = torch.randn(3, 2)
         switch.error = TroubleError() if number == at else None
@@ -69,7 +67,7 @@ class StopAfterCopy(TorchDispatchMode):
 
 def test_rows_of_a_copy_that_failed_are_no_padding() -> None:
     """An interrupted batch leaves its rows in the buffer; the next, smaller one is padded over them."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(8,), capture_after=1)
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
     for rows in (3, 8, 3, 8, 2):
         step(torch.randn(rows, 2))
     with pytest.raises(KeyboardInterrupt), StopAfterCopy():
@@ -91,7 +89,7 @@ def test_a_break_that_raises(at: int, error: type[BaseException]) -> None:
         switch()
         return x + 1
 
-    step = graphed(lambda x: middle(x * 2) * 3, dynamic={"x": 0}, sizes=(4,), capture_after=1, mode="PIECEWISE")
+    step = graphed(lambda x: middle(x * 2) * 3, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, mode="PIECEWISE")
     for number in range(6):
         x = torch.randn(4, 2)
         switch.error = error() if number == at else None
@@ -114,7 +112,7 @@ def test_a_model_that_raises_is_decided_and_counted(number: int) -> None:
         switch()
         return x * 2
 
-    step = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(model, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(number):
         step(torch.randn(4, 2))
     switch.error = TroubleError("mine")
@@ -173,6 +171,6 @@ def test_a_packet_of_operators_is_no_state() -> None:
     """That ``torch.ops`` remembers an overload on its first use is no rebinding by the model."""
     packet = torch.ops.aten.rsub
     vars(packet).pop("Tensor", None)
-    step = graphed(lambda x: packet.Tensor(x, x), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(lambda x: packet.Tensor(x, x), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     step(torch.randn(4, 2))
     assert step.last_decision.reason is Reason.CAPTURED_NOW

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from graphdispatch import Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.errors import ReplayError
-from graphdispatch.reasons import Reason
 
 from .features import needs
 from .front_end import FrontEnd

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdispatch.api.graphed import graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.capture.collector import paused_collector
-from graphdispatch.reasons import Reason
 
+from ..helpers import AT_ONCE
 from .inject import Faults, FaultyBackend
 
 CAPTURES = 1000
@@ -26,7 +26,7 @@ def living() -> int:
 @pytest.mark.parametrize(("point", "times"), [("end", CAPTURES), ("arena", 50), ("replay", 50)])
 def test_failed_captures_leave_nothing(backend: FaultyBackend, faults: Faults, point: str, times: int) -> None:
     """After a thousand of them there are as many tensors, tracked bytes and threads as after the first ten."""
-    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1, backend="faulty")
+    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, backend="faulty")
     x = torch.randn(4, 2)
 
     def fail() -> None:
@@ -47,7 +47,7 @@ def test_failed_captures_leave_nothing(backend: FaultyBackend, faults: Faults, p
 
 def test_failed_replays_leave_nothing(backend: FaultyBackend, faults: Faults) -> None:
     """A replay that fails and is compared and serves again, many times."""
-    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1, backend="faulty")
+    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, backend="faulty")
 
     def fail(number: int) -> None:
         faults.set("replay", 1)
@@ -68,7 +68,7 @@ def test_failed_replays_leave_nothing(backend: FaultyBackend, faults: Faults) ->
 
 def test_a_failed_call_holds_no_batch(backend: FaultyBackend, faults: Faults) -> None:
     """What is kept of a failure is text: the batch and the traceback go with the call, without the collector's help."""
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4), capture_after=1, backend="faulty")
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE, backend="faulty")
     step(torch.randn(2, 2))  # torch imports more on its first use, and keeps the frames that asked for it
     with paused_collector():
         faults.set("end", 1)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.config import CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.errors import ReplayError
 
 from .inject import FailAt, Model, batch, nothing_left_behind
@@ -40,9 +39,8 @@ def serve(model: Model) -> Graphed[..., Any]:
         dynamic={"x": 0, "slots": 0},
         pad={"slots": 7},
         sizes=(4,),
-        capture_after=1,
         mode="PIECEWISE" if model.kind == "broken" else "FULL",
-        options=CUDAGraphOptions(padding_writes="allow"),
+        options=CUDAGraphOptions(padding_writes="allow", capture_after=1),
     )
 
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch.api.graphed import graphed
+from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import eager_break
 from graphdispatch.capture.collector import paused_collector, swept_collector
 from graphdispatch.errors import CaptureError
-from graphdispatch.reasons import Reason
 
+from ..helpers import AT_ONCE
 from .inject import FailAt, nothing_left_behind
 
 
@@ -30,7 +29,7 @@ def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
     """The calling thread copies in and out itself: it waits for what the stream has, and for the replay."""
     weight = torch.randn(256, 256)
     middle = eager_break(lambda h: h * 2) if mode == "PIECEWISE" else lambda h: h * 2
-    step = graphed(lambda x: middle(x @ weight) @ weight, dynamic={"x": 0}, sizes=(64,), capture_after=1, mode=mode)
+    step = graphed(lambda x: middle(x @ weight) @ weight, dynamic={"x": 0}, sizes=(64,), options=AT_ONCE, mode=mode)
     for _ in range(3):
         step(torch.randn(64, 256))
     stream = get_backend("cpu").make_stream()
@@ -50,7 +49,7 @@ def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
 def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
     """Its failure is told to who synchronizes it; the next calls of the graph, elsewhere, are served."""
     backend = get_backend("cpu")
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(4, 2))
     stream = backend.make_stream()
@@ -73,7 +72,7 @@ def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
 def test_a_failed_stream_tells_its_own_next_call() -> None:
     """A call on a stream whose earlier work failed gets that failure, once; nothing was copied or counted."""
     backend = get_backend("cpu")
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(4, 2))
     hits = step.stats.hits
@@ -91,7 +90,7 @@ def test_a_failed_stream_tells_its_own_next_call() -> None:
 def test_stale_graphs_serve_nobody_while_they_are_released() -> None:
     """Between the release of one graph whose weights moved and that of the next, a call gets none of them."""
     layer = torch.nn.Linear(3, 3).eval()
-    step = graphed(layer, dynamic={"input": 0}, sizes=(2, 4), capture_after=1)
+    step = graphed(layer, dynamic={"input": 0}, sizes=(2, 4), options=AT_ONCE)
     for number in range(3):
         for rows in (2, 4):
             step(torch.full((rows, 3), float(number)))
@@ -118,7 +117,7 @@ def test_captures_that_fail_beside_calls_that_are_served() -> None:
     def model(x: Tensor) -> Tensor:
         return (x @ weight).relu() + x
 
-    step = graphed(model, dynamic={"x": 0}, sizes=(2, 4), capture_after=1)
+    step = graphed(model, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(4, 3))
     done = threading.Event()
@@ -126,7 +125,7 @@ def test_captures_that_fail_beside_calls_that_are_served() -> None:
     @torch.no_grad()
     def failing() -> None:
         for index in range(0, 60, 3):
-            beside = graphed(model, dynamic={"x": 0}, sizes=(2,), capture_after=1)
+            beside = graphed(model, dynamic={"x": 0}, sizes=(2,), options=AT_ONCE)
             with FailAt(index, KeyboardInterrupt()), suppress(KeyboardInterrupt):
                 for _ in range(9):
                     beside(torch.ones(2, 3))

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graphdispatch import Reason, eager_break, get_backend
+from graphdispatch import Reason, eager_break
+from graphdispatch.backends import get_backend
 
 from .features import needs
 from .front_end import FrontEnd

@@ -7,6 +7,8 @@ import torch
 
 from graphdispatch import Dim, Graphed, Reason, graphed
 
+from ..helpers import AT_ONCE
+
 DIMS = {0: "batch", 1: Dim("seq", sizes=[8])}
 SEQUENCE_MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "attention": lambda x: (x @ x.transpose(1, 2)).softmax(2) @ x,
@@ -24,7 +26,7 @@ LENGTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def tried(fn: Callable[..., torch.Tensor]) -> Graphed[..., torch.Tensor]:
     """``fn`` after calls of many lengths, each compared with eager."""
-    step = graphed(fn, dynamic={"x": DIMS}, sizes=[4], capture_after=1)
+    step = graphed(fn, dynamic={"x": DIMS}, sizes=[4], options=AT_ONCE)
     for length in (8, 8, 7, 6, 5, 4, 3, 2, 1, 8, 7, 4, 3):
         x = torch.randn(4, length, 3) - 1
         torch.testing.assert_close(step(x), fn(x), rtol=1e-4, atol=1e-6)
@@ -49,7 +51,7 @@ def test_sequence_mixed_instead() -> None:
         scores = (x @ x.transpose(1, 2)).masked_fill(mask[:, None] == 0, -1e9)
         return scores.softmax(2) @ x
 
-    step = graphed(attend, dynamic={"x": DIMS, "mask": {0: "batch", 1: "seq"}}, sizes=[4], capture_after=1)
+    step = graphed(attend, dynamic={"x": DIMS, "mask": {0: "batch", 1: "seq"}}, sizes=[4], options=AT_ONCE)
     for length in (8, 8, 7, 6, 5, 4, 3, 2, 1, 8, 7, 4, 3):
         x, mask = torch.randn(4, length, 3), torch.ones(4, length)
         torch.testing.assert_close(step(x, mask), attend(x, mask), rtol=1e-4, atol=1e-6)
@@ -73,7 +75,7 @@ def test_length_in_python_instead() -> None:
     def mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return (x * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
 
-    step = graphed(mean, dynamic={"x": DIMS, "mask": {0: "batch", 1: "seq"}}, sizes=[4], capture_after=1)
+    step = graphed(mean, dynamic={"x": DIMS, "mask": {0: "batch", 1: "seq"}}, sizes=[4], options=AT_ONCE)
     for length in (8, 8, 5, 5, 3, 2, 5):
         x, mask = torch.randn(3, length, 3), torch.ones(3, length)
         torch.testing.assert_close(step(x, mask), mean(x, mask), rtol=1e-4, atol=1e-6)

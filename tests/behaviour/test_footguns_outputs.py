@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from graphdispatch import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, Reason, StaleOutputError
+from graphdispatch import CUDAGraphMode, Reason, StaleOutputError
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
 from .features import needs
 from .front_end import FrontEnd

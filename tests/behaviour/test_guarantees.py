@@ -7,8 +7,10 @@ import numpy as np
 import torch
 
 import graphdispatch as gd
-from graphdispatch import CUDAGraphOptions, DispatchKey, DispatchMode, Reason
+from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch.engines import DispatchKey, DispatchMode
 
+from ..helpers import AT_ONCE
 from .features import needs
 from .fixtures import one_tensor
 from .front_end import FrontEnd
@@ -140,7 +142,7 @@ def test_inside_capture(settled: Open) -> None:
     step = settled(lambda x: x + 1)
     serve = step.plain
     hits = step.hits
-    outer = gd.graphed(lambda x: serve(x) * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    outer = gd.graphed(lambda x: serve(x) * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(4):
         x = torch.randn(4, 3)
         assert torch.equal(outer(x), (x + 1) * 2)

@@ -49,7 +49,7 @@ def test_copied_with_its_model(settled: Open, how: str) -> None:
         return copy.deepcopy(held) if how == "deepcopy" else pickle.loads(pickle.dumps(held))
 
     if name == "entries":
-        with pytest.raises(gd.CopyError, match="CUDAGraphEntry"):
+        with pytest.raises(gd.errors.CopyError, match="CUDAGraphEntry"):
             copied()
         return
     other = copied()
@@ -70,7 +70,7 @@ def test_copied_shallowly(settled: Open) -> None:
     step = settled(model, dynamic={"input": 0})
     name, front = front_of(step)
     if name == "entries":
-        with pytest.raises(gd.CopyError, match="CUDAGraphEntry"):
+        with pytest.raises(gd.errors.CopyError, match="CUDAGraphEntry"):
             copy.copy(next(iter(front.values())))
         return
     twin = twin_of(step, copy.copy(front), model)
@@ -117,7 +117,7 @@ def test_fork_while_a_thread_captures(opened: Open) -> None:
     def serve() -> None:
         assert gc.isenabled()
         with torch.no_grad():
-            with contextlib.suppress(gd.BackendError):  # a stream's thread stayed in the parent
+            with contextlib.suppress(gd.errors.BackendError):  # a stream's thread stayed in the parent
                 step.settle(lambda rows: (torch.randn(rows, 3),))
             x = torch.randn(3, 3)
             assert torch.equal(step(x), x * 2)

@@ -10,12 +10,14 @@ import torch
 import graphdispatch as gd
 from graphdispatch.call.arrays import as_tensors
 
+from ..helpers import with_options
+
 CPU = torch.device("cpu")
 
 
 def manager(**settings: Any) -> gd.CUDAGraphManager:
     """A manager that captures at once."""
-    return gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(2, 4, 8), max_batch_size=8, **settings))
+    return gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(2, 4, 8), max_batch_size=8, **with_options(settings)))
 
 
 def double(x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.reasons import Reason
+from graphdispatch import Graphed, Reason, graphed
 
 transformers = pytest.importorskip("transformers")
 _COMMON = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

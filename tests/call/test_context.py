@@ -6,11 +6,10 @@ import threading
 import pytest
 import torch
 
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.call.context import cudagraph_context, current_context
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode
+from graphdispatch.call.context import current_context
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 

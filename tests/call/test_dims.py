@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CUDAGraphOptions, Dim, Graphed, Pad, graphed
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, Pad, Reason, graphed
 from graphdispatch.errors import ConfigError, FallbackError
 from graphdispatch.extents import LONGEST, Extents, axes_of
 from graphdispatch.native.bound import CORE
-from graphdispatch.reasons import Reason
+
+from ..helpers import AT_ONCE, with_options
 
 SEQ = Dim("seq", sizes=[8, 16])
 BOTH = {0: "batch", 1: SEQ}
@@ -51,7 +52,7 @@ class Encoder(nn.Module):
 
 def served(fn: Callable[..., Any], *names: str, **how: Any) -> Graphed[..., Any]:
     """``fn`` with these arguments by batch and sequence."""
-    how = {"sizes": [2, 4], "capture_after": 1} | how
+    how = with_options({"sizes": [2, 4]} | how, capture_after=1)
     return graphed(fn, dynamic=dict.fromkeys(names, BOTH), **how)
 
 
@@ -220,7 +221,7 @@ def test_three_dimensions() -> None:
         return x * 2 + y[None, :, None] + square.diagonal(dim1=0, dim2=1)
 
     dims = {"x": {0: "a", 1: Dim("b", [4, 8]), 2: Dim("c", [2, 4])}, "y": {0: "b"}, "square": {0: "c", 1: "c"}}
-    step = graphed(fn, dynamic=dims, sizes=[2, 4], capture_after=1)
+    step = graphed(fn, dynamic=dims, sizes=[2, 4], options=AT_ONCE)
     for shape in [(3, 5, 2), (3, 5, 2), (4, 8, 4), (1, 2, 3), (2, 7, 4), (1, 1, 1), (3, 6, 2), (3, 5, 2)] * 2:
         x, y, square = torch.randn(shape), torch.randn(shape[1]), torch.randn(shape[2], shape[2])
         close(step(x, y, square), fn(x, y, square))
@@ -236,7 +237,7 @@ def test_pad_rules_by_argument_and_dimension() -> None:
 
     dim = Dim("seq", [4], pad={"x": 7, "y": Pad.repeat_last()})
     step = graphed(
-        fn, dynamic={"x": {0: "batch", 1: dim}, "y": {0: "batch", 1: "seq"}}, sizes=[3], capture_after=1, pad={"x": 5}
+        fn, dynamic={"x": {0: "batch", 1: dim}, "y": {0: "batch", 1: "seq"}}, sizes=[3], options=AT_ONCE, pad={"x": 5}
     )
     for _ in range(4):
         x, y = torch.randn(2, 3), torch.randn(2, 3)
@@ -252,7 +253,7 @@ def test_pad_rules_by_argument_and_dimension() -> None:
 
 def test_a_named_dimension_alone_is_its_number() -> None:
     """A single name, of one dimension of each argument, is served as its number would be."""
-    step = graphed(lambda x: x * 2, dynamic={"x": {-1: Dim("seq", [4, 8], pad=3)}}, capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic={"x": {-1: Dim("seq", [4, 8], pad=3)}}, options=AT_ONCE)
     for length in (3, 3, 5, 5, 8, 2, 3, 5):
         x = torch.randn(2, length)
         assert torch.equal(step(x), x * 2)
@@ -267,7 +268,7 @@ def test_a_call_without_one_dimension() -> None:
         return (z if x is None else x * 2) + (0 if y is None else y[None, :])
 
     dims = {"x": {0: "batch", 1: "seq"}, "y": {0: Dim("seq", [4, 8])}}
-    step = graphed(fn, dynamic=dims, sizes=[2, 4], capture_after=1)
+    step = graphed(fn, dynamic=dims, sizes=[2, 4], options=AT_ONCE)
     z = torch.ones(())
     for _ in range(3):
         for x, y in (
@@ -395,7 +396,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a bad pad": ({"dynamic": {"x": {0: "b", 1: Dim("s", pad="nil")}}}, r"pad\['x'\] must be a Pad"),
     "short combinations": ({"dynamic": {"x": BOTH}, "sizes": [(4, 8), (4,)]}, "a size for each of"),
     "equal combinations": ({"dynamic": {"x": BOTH}, "sizes": [(4, 8), (4, 8)]}, "each once"),
-    "out": ({"dynamic": {"x": BOTH}, "out": torch.ones(4, 8)}, "out must be left out"),
 }
 
 
@@ -481,7 +481,7 @@ def test_comparisons_can_be_left_out() -> None:
 
 def test_long_dimensions_are_compared_at_their_shortest() -> None:
     """Of a size above 64 elements the shortest length is compared beside the batch, and all longer ones are served."""
-    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [64, 200])}}, sizes=[2], capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [64, 200])}}, sizes=[2], options=AT_ONCE)
     for length in (150, 170, 65, 66, 199, 200, 110):
         x = torch.randn(2, length)
         assert torch.equal(step(x), x * 2)
@@ -491,7 +491,7 @@ def test_long_dimensions_are_compared_at_their_shortest() -> None:
 def test_a_short_branch_of_a_long_dimension_is_found() -> None:
     """Code that takes another branch below some length is found at the capture, whatever came before."""
     fn = MIXERS["short"]
-    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [200])}}, sizes=[2], capture_after=1)
+    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [200])}}, sizes=[2], options=AT_ONCE)
     for length in (150, 170, 11, 180, 5, 12):
         x = torch.randn(2, length)
         assert torch.equal(step(x), fn(x))
@@ -525,7 +525,7 @@ def test_masks_with_a_rule_are_not_looked_at() -> None:
     masks of which a one hides are served by a rule."""
     hides = Dim("seq", [8, 16], pad={"mask": 1})
     dims = {"x": {0: "batch", 1: hides}, "mask": {0: "batch", 1: "seq"}}
-    step = graphed(lambda x, mask: attend(x, 1 - mask), dynamic=dims, sizes=[4], capture_after=1)
+    step = graphed(lambda x, mask: attend(x, 1 - mask), dynamic=dims, sizes=[4], options=AT_ONCE)
     for length in (11, 11, 11, 12, 9, 10, 13, 15):
         x, mask = torch.randn(3, length, 4), torch.zeros(3, length)
         close(step(x, mask), attend(x, 1 - mask))
@@ -557,7 +557,7 @@ def test_each_length_is_compared_before_it_is_served() -> None:
     def fn(x: Tensor) -> Tensor:
         return x * 3 if x.shape[1] == 57 else x * 2
 
-    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [32, 64])}}, sizes=[4], capture_after=1)
+    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [32, 64])}}, sizes=[4], options=AT_ONCE)
     for length in (62, 63, 61, 58, 59, 62, 58, 57, 57, 58, 57):
         x = torch.randn(4, length)
         assert torch.equal(step(x), fn(x))
@@ -570,7 +570,7 @@ def test_a_branch_on_the_number_of_elements_is_found() -> None:
     def fn(x: Tensor) -> Tensor:
         return x * 3 if x.numel() < 110 else x * 2
 
-    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [32, 64])}}, sizes=[2, 4], capture_after=1)
+    step = graphed(fn, dynamic={"x": {0: "b", 1: Dim("s", [32, 64])}}, sizes=[2, 4], options=AT_ONCE)
     for shape in [(4, 62), (4, 63), (4, 40), (4, 33), (3, 62), (3, 60), (4, 33), (3, 40), (3, 34), (3, 35)] * 2:
         x = torch.randn(shape)
         assert torch.equal(step(x), fn(x))
@@ -578,7 +578,7 @@ def test_a_branch_on_the_number_of_elements_is_found() -> None:
 
 def test_both_ends_of_a_size_are_served_by_few_comparisons() -> None:
     """A capture and the comparison after it compare up to eight further lengths each, so that most calls are hits."""
-    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [16, 32])}}, sizes=[4], capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [16, 32])}}, sizes=[4], options=AT_ONCE)
     for length in [*range(32, 16, -1)] * 2:
         x = torch.randn(4, length)
         assert torch.equal(step(x), x * 2)
@@ -595,7 +595,7 @@ def test_padding_that_writes_elsewhere_is_named() -> None:
         return batch * 2, cache[slots] * 0.5
 
     length = {0: Dim("length", sizes=[4])}
-    step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": length, "slots": {0: "length"}}, sizes=[3], capture_after=1)
+    step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": length, "slots": {0: "length"}}, sizes=[3], options=AT_ONCE)
     for slots in ([1, 2, 3, 5], [7, 6, 5, 4], [4, 6, 8]):  # and padding rows take slot 0
         step(torch.ones(3), torch.randn(len(slots), 4), torch.tensor(slots))
     assert step.last_decision is not None
@@ -611,7 +611,7 @@ def test_lengths_that_no_call_brought_are_named() -> None:
         return batch * 2, x + torch.rand(4) * 0 if x.shape[0] == 2 else x * 1
 
     length = Dim("length", sizes=[1, 2, 3], pad={"x": "repeat_last"})
-    step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": {0: length}}, sizes=[3], capture_after=1)
+    step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": {0: length}}, sizes=[3], options=AT_ONCE)
     for rows in (3, 2):
         x, drawn = torch.randn(2, 4), []
         for run in (step, fn):

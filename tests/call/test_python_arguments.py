@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from graphdispatch.api.graphed import graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.errors import ConfigError
-from graphdispatch.reasons import Reason
 
 
 class Named(dict[str, torch.Tensor]):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from graphdispatch import Reason
 from graphdispatch.call.inputs import NO_MATCH
 from graphdispatch.call.rules import ArgumentRules
 from graphdispatch.call.signature import Signature, refusal
 from graphdispatch.call.spec import Leaf
 from graphdispatch.errors import ConfigError
-from graphdispatch.reasons import Reason
 
 CPU = torch.device("cpu")
 ROWS = {"x": 0}

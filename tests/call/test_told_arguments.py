@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CUDAGraphEntry, CUDAGraphManager, GuardError, Reason, graphed
+from graphdispatch import Reason, graphed
+from graphdispatch.engines import CUDAGraphEntry, CUDAGraphManager
+from graphdispatch.errors import GuardError
 from graphdispatch.memory.told import Told
 from graphdispatch.state.notes import TENSOR_NAMES, told_by
 from graphdispatch.state.tensors import TENSOR_READERS
+
+from ..helpers import AT_ONCE
 
 
 def plain(rows: int) -> Tensor:
@@ -174,7 +178,7 @@ def test_alike_calls_are_served() -> None:
     def fn(x: Tensor) -> Tensor:
         return x + (1 if x._version > 100 else 0)
 
-    served = graphed(fn, dynamic={"x": 0}, sizes=[4], capture_after=1)
+    served = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
     with torch.no_grad():
         for _ in range(10):
             served(torch.randn(4, 3))
@@ -249,7 +253,7 @@ def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:
     def fn(x: Tensor) -> Tensor:
         return x * getattr(x, "scale", 2.0)
 
-    served = graphed(fn, dynamic={"x": 0}, sizes=[4], capture_after=1)
+    served = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
     with torch.no_grad():
         for _ in range(3):
             served(torch.randn(4, 3))

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from graphdispatch.api.graphed import graphed
+from graphdispatch import graphed
 
 
 class _Reading(nn.Module):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason
-from graphdispatch.api.graphed import graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.capture.piecewise import PiecewiseGraph
 
 
@@ -38,8 +37,7 @@ def automatic(model: nn.Module, **options: object) -> Graphed[..., torch.Tensor]
         model,
         dynamic={"x": 0},
         max_size=8,
-        capture_after=1,
-        options=CUDAGraphOptions(breaks="auto", **options),  # type: ignore[arg-type]
+        options=CUDAGraphOptions(breaks="auto", **options, capture_after=1),  # type: ignore[arg-type]
     )
 
 

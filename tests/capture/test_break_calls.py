@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.api.wrapper import CUDAGraphWrapper
+from graphdispatch import Graphed, Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Stream
-from graphdispatch.call.breaks import eager_break
+from graphdispatch.engines import CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
-from graphdispatch.reasons import Reason
 
+from ..helpers import AT_ONCE
 from ..pieces import FULL, ONE, PIECEWISE, agrees, graph_of, host_scale, pieces
 from ..spy import Spy
 
@@ -267,7 +266,7 @@ def test_what_a_side_stream_writes_is_written_once(side: Stream) -> None:
         return x + cache
 
     fn = overlapped(side, attention)
-    served = graphed(fn, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
+    served = graphed(fn, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
     twin = torch.zeros(3)
     for _ in range(5):
         x = torch.randn(4, 3)

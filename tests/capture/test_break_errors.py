@@ -7,16 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.api.wrapper import CUDAGraphWrapper
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import eager_break
 from graphdispatch.call.marks import ACTIVE
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
-from graphdispatch.reasons import Reason
 
+from ..helpers import AT_ONCE
 from ..pieces import ONE, PIECEWISE, agrees, host_scale, pieces
 from ..spy import Spy
 
@@ -39,7 +36,7 @@ def switched(before: Callable[[Tensor], Any], after: Callable[[Tensor], Any]) ->
         got = flip(x * 1)
         return x + (got[0] if isinstance(got, (tuple, list)) else got).sum()  # type: ignore[no-any-return]
 
-    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
+    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
     for scale in (1.0, 2.0):
         served(x=torch.full((4, 3), scale))
     agreed = torch.full((4, 3), 3.0)
@@ -86,7 +83,7 @@ def test_a_changed_result_behind_an_effect_is_an_error(change: str) -> None:
         flip(x * 1)
         return x + steps
 
-    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
+    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
     for scale in (1.0, 2.0, 3.0):
         served(x=torch.full((4, 3), scale))
     with pytest.raises(ReplayError, match=message) as caught:
@@ -104,7 +101,7 @@ def test_a_changing_row_of_a_cache_is_not_copied_over_another() -> None:
     """A break that returns now one and now another row of a cache is refused, and the cache stays as it was."""
     cache = torch.arange(12.0).view(4, 3)
     row = eager_break(lambda x: cache[int(x[0, 0])])
-    served = graphed(lambda x: row(x) + x * 0, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
+    served = graphed(lambda x: row(x) + x * 0, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
     for index in (0, 1, 2, 1, 3):
         x = torch.full((4, 3), float(index))
         assert torch.equal(served(x=x), cache[index].expand(4, 3))
@@ -123,7 +120,7 @@ def test_what_a_break_keeps_for_later_parts_is_refused() -> None:
         fill(x + 1)
         return x + mask[0]
 
-    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
+    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
     x = torch.randn(4, 3)
     assert torch.equal(served(x=x), x + (x + 1) * 2)
     assert served.last_decision is not None
@@ -134,7 +131,7 @@ def test_what_a_break_keeps_for_later_parts_is_refused() -> None:
 def test_an_unsafe_operator_between_breaks_names_its_line() -> None:
     """Marks do not allow the parts around them more than a FULL capture does."""
     served = graphed(
-        lambda x: host_scale(x) + x.sum().item(), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1
+        lambda x: host_scale(x) + x.sum().item(), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE
     )
     served(x=torch.randn(4, 3))
     assert served.last_decision is not None
@@ -186,7 +183,7 @@ def test_what_a_call_wrote_to_its_argument_before_it_raised_stays(raises_in: str
         return x.mul_(0.5) * 1 + table[ids]
 
     model, mode = (with_state, "FULL") if raises_in == "graph with state" else (with_break, "PIECEWISE")
-    served = graphed(model, dynamic={"x": 0, "ids": 0}, sizes=(4,), mode=mode, capture_after=1)
+    served = graphed(model, dynamic={"x": 0, "ids": 0}, sizes=(4,), mode=mode, options=AT_ONCE)
     for number in range(3):
         served(torch.randn(rows, 3), torch.full((rows,), number))
     assert served.last_decision is not None
@@ -215,7 +212,7 @@ def test_rows_that_cannot_be_copied_are_no_error_of_the_call() -> None:
         steps.add_(1)
         return x * 2
 
-    served = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1, pad={"x": pad})
+    served = graphed(model, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, pad={"x": pad})
     for _ in range(3):
         served(torch.randn(2, 3))
     assert served.last_decision is not None
@@ -246,7 +243,7 @@ def test_a_capture_after_a_failed_one_still_refuses_another() -> None:
     """A break that failed does not make the backend lose count of the captures that are open."""
     fuse = Fuse()
     fuse.blown = fuse.only_in_capture = True
-    served = graphed(lambda x: fuse(x + 1), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
+    served = graphed(lambda x: fuse(x + 1), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
     served(x=torch.randn(4, 3))
     backend = get_backend("cpu")
     with backend.begin_capture(backend.make_pool()):
@@ -265,7 +262,7 @@ def test_a_model_that_catches_a_break_s_exception_gets_no_graph() -> None:
         except ValueError:
             return (x + 1) * 2 + 1
 
-    served = graphed(lambda x: model(x), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", capture_after=1)
+    served = graphed(lambda x: model(x), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
     x = torch.randn(4, 3)
     assert torch.equal(served(x=x), (x + 1) * 2 + 1)
     assert served.last_decision is not None
@@ -282,7 +279,7 @@ def test_a_replay_that_fails_on_the_slow_path_gives_eagers_answer() -> None:
     def part(x: torch.Tensor) -> torch.Tensor:
         return x[:1].expand(rows[0], 2) * 2
 
-    step = graphed(lambda x: part(x + 1).sum(0), dynamic={}, mode="PIECEWISE", capture_after=1)
+    step = graphed(lambda x: part(x + 1).sum(0), dynamic={}, mode="PIECEWISE", options=AT_ONCE)
     x = torch.randn(3, 2)
     with torch.no_grad():
         step(x)

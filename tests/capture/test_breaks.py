@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch.api.wrapper import CUDAGraphWrapper
+from graphdispatch import CUDAGraphMode, eager_break, remove_eager_break
 from graphdispatch.backends import get_backend
 from graphdispatch.call import marks
-from graphdispatch.call.breaks import eager_break, is_marked, remove_eager_break
+from graphdispatch.call.breaks import is_marked
 from graphdispatch.call.marks import ACTIVE, BREAKS
 from graphdispatch.capture.piecewise import PiecewiseGraph
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import CaptureError, ConfigError
-from graphdispatch.modes import CUDAGraphMode
 
 from ..spy import Spy
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.reasons import Reason
+from graphdispatch import CUDAGraphOptions, Reason, graphed
+
+from ..helpers import AT_ONCE
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _cache = torch.zeros(8, 3)
@@ -66,7 +66,7 @@ def test_a_capture_from_arguments_that_share_written_memory_is_refused(
     fn: Step, arguments: Callable[[], tuple[Any, Any]], verify: bool
 ) -> None:
     """A graph would write to copies, which share no memory; the call runs eagerly, once, and says why."""
-    step = graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,), capture_after=1, options=CUDAGraphOptions(verify=verify))
+    step = graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,), options=CUDAGraphOptions(verify=verify, capture_after=1))
     x, y = arguments()
     states = [x, y, _cache]
     before = [state.clone() for state in states]
@@ -84,7 +84,7 @@ def test_a_capture_from_arguments_that_share_written_memory_is_refused(
 
 def test_arguments_that_share_memory_which_is_only_read_are_captured() -> None:
     """Copies of memory that nobody writes are as good as the memory."""
-    step = graphed(lambda x, y: x + y, dynamic={"x": 0, "y": 0}, sizes=(4,), capture_after=1)
+    step = graphed(lambda x, y: x + y, dynamic={"x": 0, "y": 0}, sizes=(4,), options=AT_ONCE)
     x, y = _one_tensor()
     assert torch.equal(step(x, y), x * 2)
     assert step.last_decision is not None

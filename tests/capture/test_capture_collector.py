@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.adaptive_wrapper import AdaptiveCUDAGraphWrapper
-from graphdispatch.api.graphed import graphed
+from graphdispatch import CUDAGraphOptions, graphed
 from graphdispatch.capture.collector import swept_collector
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
 
 from ..spy import Spy
 

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import eager_break
 from graphdispatch.call.signature import ForeignSignature
 from graphdispatch.call.spec import CallSpec, FlatCall
 from graphdispatch.capture.capturer import capture_entry, verify_entry, warm_up
 from graphdispatch.capture.piecewise import break_figures
 from graphdispatch.capture.request import CaptureRequest
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.engines import BatchDescriptor, EntryState
 from graphdispatch.memory.inputs import StaticInputs
-from graphdispatch.modes import CUDAGraphMode, EntryState
-from graphdispatch.reasons import Reason
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ class Steps:
 
     def __init__(self, fn: Callable[..., Any], mode: str = "FULL", **options: Any) -> None:
         chosen = CUDAGraphOptions(**options)
-        self.served = graphed(fn, dynamic={}, mode=mode, options=chosen, capture_after=1)
+        self.served = graphed(fn, dynamic={}, mode=mode, options=chosen.replace(capture_after=1))
 
     def __call__(self, *args: Tensor) -> Any:
         return self.served(*args)

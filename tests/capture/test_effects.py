@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from graphdispatch import Reason
 from graphdispatch.capture.effects import EffectRecorder, redo, undo
 from graphdispatch.capture.regions import element_offsets, first_uncovered
 from graphdispatch.errors import CaptureError
-from graphdispatch.reasons import Reason
 
 LIMIT = 1 << 20
 Write = Callable[[torch.Tensor], object]

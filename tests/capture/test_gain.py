@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphOptions, Dim, Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
 from graphdispatch.memory.gain import Gain
 from graphdispatch.native.tape import TAPE
-from graphdispatch.reasons import Reason
+
+from ..helpers import AT_ONCE, with_options
 
 ROWS = 4
 CAPTURE, FAST, SLOW = 1e-3, 1e-3, 2e-3
@@ -45,7 +46,7 @@ def _no_gradients() -> Iterator[None]:
 
 def serve(durations: Iterable[float], fn: Callable[..., Any] | None = None, **options: Any) -> Graphed[..., Any]:
     """A served callable on such a clock, which captures at once."""
-    options = {"sizes": (ROWS,), "capture_after": 1, **options}
+    options = with_options({"sizes": (ROWS,), **options}, capture_after=1)
     step = graphed(fn or (lambda x: x * 2), dynamic={"x": 0}, **options)
     step._graphs.clock = Clock(durations)
     return step
@@ -165,7 +166,7 @@ def test_padding_that_loses_is_measured_anew_after_invalidate() -> None:
 def test_the_smallest_batch_of_several_dimensions_is_timed() -> None:
     """The calls that come say little of it, and most batches are compared beside others."""
     dynamic = {"x": {0: "batch", 1: Dim("seq", sizes=[8], pad=0.0)}}
-    step = graphed(lambda x: x * 2, dynamic=dynamic, sizes=(4,), capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic=dynamic, sizes=(4,), options=AT_ONCE)
     step._graphs.clock = Clock(chain(timed((4e-3, 2e-3, 1), (3e-3, 2e-3, 1), (1e-3, 2e-3, 5)), cycle((3e-3, FAST))))
     found = []
     for shape in ((3, 7), (3, 6), (1, 1), (1, 1), (3, 5), (3, 5)):

@@ -2,8 +2,7 @@
 
 import torch
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.reasons import Reason
+from graphdispatch import Reason, graphed
 
 
 def _mixes(x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:

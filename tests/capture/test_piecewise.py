@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.api.wrapper import CUDAGraphWrapper
+from graphdispatch import CUDAGraphMode, Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import eager_break
-from graphdispatch.call.context import cudagraph_context
 from graphdispatch.capture.piecewise import EagerPart, break_figures
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
+from graphdispatch.engines import CUDAGraphWrapper, cudagraph_context
 
+from ..helpers import AT_ONCE
 from ..pieces import FULL, ONE, PIECEWISE, agrees, graph_of, host_scale, pieces
 from ..spy import Spy
 
@@ -70,7 +67,7 @@ def test_a_break_may_read_values_back() -> None:
     """Control flow on values, which a FULL capture refuses, is right at each replay."""
     model = lambda x: host_scale(x + 1) - 1  # noqa: E731
     agrees(pieces(model), times=8)
-    full = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    full = graphed(model, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     full(x=torch.randn(4, 3))
     assert full.last_decision is not None
     assert full.last_decision.reason is Reason.CAPTURE_UNSAFE

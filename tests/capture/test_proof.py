@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
-from graphdispatch import Graphed
+from graphdispatch import Graphed, Reason
 from graphdispatch.capture.effects import EffectRecorder
-from graphdispatch.reasons import Reason
+
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def test_a_slot_that_padding_overwrites_is_noticed_while_it_holds_zeros(write: A
         write(cache, slot, x)
         return x * 2
 
-    step = gd.graphed(fn, dynamic={"x": 0, "slot": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"x": 0, "slot": 0}, sizes=(4,), options=AT_ONCE)
     for slots in ([5, 6, 7, 8][:first], [1, 2, 3, 4], [5, 6, 7], [0, 1, 2], [5, 6, 7], [3, 4]):
         x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
         step(x, slot)
@@ -100,7 +101,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def test_independent_rows_are_served_padded(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     """No model whose rows are independent is refused."""
     model = make().to(dtype).eval()
-    step = gd.graphed(lambda x: model(x), dynamic={"x": 0}, sizes=(8,), capture_after=1)
+    step = gd.graphed(lambda x: model(x), dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
     for rows in (5, 8, 3, 5, 3):
         x = torch.randn(rows, 32).to(dtype)
         torch.testing.assert_close(step(x), model(x), rtol=2e-2, atol=2e-2)
@@ -119,7 +120,7 @@ def test_a_given_pad_rule_is_kept() -> None:
         return scores.softmax(-1) @ v
 
     for sizes in ((5, 8, 3, 5, 3), (8, 8, 5, 5, 3, 5)):
-        step = gd.graphed(fn, dynamic={"x": 0, "segment": 0}, pad={"segment": -1}, sizes=(8,), capture_after=1)
+        step = gd.graphed(fn, dynamic={"x": 0, "segment": 0}, pad={"segment": -1}, sizes=(8,), options=AT_ONCE)
         for rows in sizes:
             x, segment = torch.randn(rows, 8), torch.arange(rows) // 2
             torch.testing.assert_close(step(x, segment), fn(x, segment))
@@ -128,7 +129,7 @@ def test_a_given_pad_rule_is_kept() -> None:
 
 def test_rows_that_are_left_may_hold_anything() -> None:
     """``Pad.leave`` promises nothing: what an earlier, larger batch left there must not change real rows either."""
-    step = gd.graphed(lambda x: x + x.amax(0) * 0.1, dynamic={"x": 0}, pad={"x": "leave"}, sizes=(5,), capture_after=1)
+    step = gd.graphed(lambda x: x + x.amax(0) * 0.1, dynamic={"x": 0}, pad={"x": "leave"}, sizes=(5,), options=AT_ONCE)
     for rows in (4, 4, 5, 4):
         x = torch.rand(rows, 3) + (9 if rows == 5 else 1)
         assert torch.equal(step(x), x + x.amax(0) * 0.1)
@@ -151,8 +152,8 @@ def test_a_callable_may_refuse_numbers_that_no_batch_held(
     fn: Callable[[torch.Tensor], torch.Tensor], first: int
 ) -> None:
     """Such a failure says nothing about its rows; rows that depend on each other are found all the same."""
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
-    mixing = gd.graphed(lambda x: fn(x) - x.amax(0), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    mixing = gd.graphed(lambda x: fn(x) - x.amax(0), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for rows in (first, 4, 3, 3, 2, 3):
         x = torch.rand(rows, 3) * 7
         assert torch.equal(step(x), fn(x))
@@ -182,7 +183,7 @@ def test_the_caller_sees_one_execution() -> None:
         x.mul_(2)
         return x + torch.rand(3) + torch.rand(3, generator=ours)
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     theirs = torch.Generator().manual_seed(1)
     torch.manual_seed(7)
     got = []
@@ -198,7 +199,7 @@ def test_the_caller_sees_one_execution() -> None:
 
 def test_the_proof_says_what_changed() -> None:
     """The entry keeps it, and ``explain`` prints it."""
-    step = gd.graphed(lambda x: (x * 2, x - x.amax(0)), dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(lambda x: (x * 2, x - x.amax(0)), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     step(torch.rand(3, 3))
     proof = step.entries[0].proof
     assert proof is not None
@@ -221,7 +222,7 @@ def test_a_bounded_maximum_beside_a_cache(mode: str) -> None:
         return cache[slots]
 
     options = gd.CUDAGraphOptions(padding_writes="allow")
-    step = gd.graphed(fn, dynamic={"x": 0, "slots": 0}, sizes=(4,), mode=mode, capture_after=1, options=options)
+    step = gd.graphed(fn, dynamic={"x": 0, "slots": 0}, sizes=(4,), mode=mode, options=options.replace(capture_after=1))
     for _ in range(3):
         x, slots = torch.rand(3, 4) + 1, torch.randperm(8)[:3] + 1
         assert torch.equal(step(x, slots), fn(x, slots))
@@ -244,7 +245,7 @@ def test_groups_of_rows_are_compared_within_the_tolerance(mixes: bool) -> None:
         sums = torch.empty(len(ids), 48).index_copy(0, order, torch._grouped_mm(table[ids][order], experts, ends))
         return sums - sums.amax(0) if mixes else sums
 
-    step = gd.graphed(fn, dynamic={"ids": 0}, sizes=(8,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"ids": 0}, sizes=(8,), options=AT_ONCE)
     for _ in range(5):
         ids = torch.randint(0, 100, (5,))
         assert torch.allclose(step(ids), fn(ids), rtol=1e-4, atol=1e-4)

@@ -16,10 +16,12 @@ from graphdispatch import graphed
 from graphdispatch.backends.insight import COMPILER, reveal_operators
 from graphdispatch.capture import eager_run, effects, quiet
 from graphdispatch.capture.effects import EffectRecorder
-from graphdispatch.modes import EntryState
+from graphdispatch.engines import EntryState
 from graphdispatch.native.tape import TAPE
 from graphdispatch.state.trace import CodeTrace
 from graphdispatch.state.walk import StateWalk
+
+from ..helpers import AT_ONCE
 
 pytestmark = pytest.mark.skipif(not TAPE.wait(), reason="runs are watched in Python")
 X, INDEX, MASK = torch.linspace(-1, 1, 24).reshape(4, 6), torch.tensor([1, 0]), torch.tensor([True, False] * 3)
@@ -227,7 +229,7 @@ def test_lengths_are_compared_by_quiet_runs(monkeypatch: pytest.MonkeyPatch) -> 
                 lambda ids, table=table, at=at: _step(ids, table, at),
                 dynamic={"ids": {0: "batch", 1: "seq"}},
                 sizes=[(4, 8)],
-                capture_after=1,
+                options=AT_ONCE,
             )
             for seed, (rows, length) in enumerate([(4, 8), (3, 6), (2, 5), (4, 7), (4, 5), (1, 8), (2, 5), (4, 4)] * 3):
                 ids = torch.randint(0, 20, (rows, length), generator=torch.Generator().manual_seed(seed))
@@ -251,7 +253,7 @@ def test_comparisons_for_the_graphs_sake_are_quiet(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(eager_run, "_run_watched", noted)
     with torch.inference_mode(False), torch.no_grad():
-        served = graphed(lambda x: x.float() * 2, dynamic={"x": 0}, sizes=(4, 8), capture_after=1)
+        served = graphed(lambda x: x.float() * 2, dynamic={"x": 0}, sizes=(4, 8), options=AT_ONCE)
         served.prewarm(torch.arange(8.0).reshape(2, 4), sizes=[4])
         assert len(skimmed) > 1
         assert skimmed == [False, *([True, False] if stops else [True]) * (len(skimmed) // (1 + stops))][: len(skimmed)]

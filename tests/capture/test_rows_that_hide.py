@@ -9,6 +9,8 @@ from torch import Tensor
 
 import graphdispatch as gd
 
+from ..helpers import AT_ONCE, with_options
+
 TABLE = torch.randn(50, 16, generator=torch.Generator().manual_seed(5))
 BY_IDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "minimum": lambda x, ids: x + ids.amin(),
@@ -43,7 +45,7 @@ def _inference() -> Iterator[None]:
 def test_zeros_in_each_early_batch(name: str, how: str, ahead: bool) -> None:
     """Padding of zeros is neutral while each batch holds a zero, and later it is not."""
     fn = BY_IDS[name]
-    step = gd.graphed(fn, dynamic={"x": 0, "ids": 0}, sizes=(4, 8), capture_after=1, **HOW[how])
+    step = gd.graphed(fn, dynamic={"x": 0, "ids": 0}, sizes=(4, 8), **with_options(HOW[how], capture_after=1))
     if ahead:
         step.prewarm(torch.randn(3, 3), torch.tensor([0, 3, 5]))
     for _ in range(4):
@@ -72,7 +74,7 @@ def test_small_numbers_in_each_early_batch(name: str, how: str, ahead: bool) -> 
     """Padding of zeros is neutral while each batch holds numbers near zero, and later it is not."""
     fn, numbers = BY_NUMBERS[name], torch.Generator().manual_seed(1)
     pad: Any = {"default": {}, "rule": {"x": 0.0}, "left": {"x": "leave"}}[how]
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4, 8), capture_after=1, pad=pad)
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4, 8), options=AT_ONCE, pad=pad)
     place = torch.tensor([[0.01], [1.0], [1.0]])
     if ahead:
         step.prewarm(torch.rand(3, 3, generator=numbers) * 9 * place)
@@ -93,7 +95,7 @@ def test_each_early_mask_hides_something(kind: torch.dtype, how: str) -> None:
         return x * (1 + (mask == 1).all())
 
     pad = {"pad": {"mask": 0}} if how == "rule" else {}
-    step = gd.graphed(fn, dynamic={"x": 0, "mask": 0}, sizes=(4,), capture_after=1, **pad)
+    step = gd.graphed(fn, dynamic={"x": 0, "mask": 0}, sizes=(4,), **with_options(pad, capture_after=1))
     for _ in range(4):
         mask = torch.ones(3, 5).index_put_((torch.arange(3), torch.randperm(5)[:3]), torch.tensor(0.0)).to(kind)
         x = torch.randn(3, 3)
@@ -119,7 +121,7 @@ def test_along_a_sequence(name: str, rule: bool) -> None:
     fn, numbers = BY_TOKENS[name], torch.Generator().manual_seed(1)
     seq = gd.Dim("seq", sizes=[8, 16], pad={"mask": 0} if rule else {})
     dynamic = {"ids": {0: "batch", 1: seq}, "mask": {0: "batch", 1: "seq"}}
-    step = gd.graphed(fn, dynamic=dynamic, sizes=(2, 4), capture_after=1)
+    step = gd.graphed(fn, dynamic=dynamic, sizes=(2, 4), options=AT_ONCE)
     for number in range(60):
         rows, length = (int(torch.randint(low, high, (), generator=numbers)) for low, high in ((1, 5), (2, 17)))
         ids = torch.randint(int(number >= 20), 50, (rows, length), generator=numbers)
@@ -138,7 +140,7 @@ def test_rows_that_do_not_depend_are_served() -> None:
         inside = (torch.arange(9) >= spans[:, :1]) & (torch.arange(9) < spans[:, 1:])
         return TABLE[ids] + TABLE[:1][kinds] + inside.float().sum(1, keepdim=True)
 
-    step = gd.graphed(fn, dynamic={"ids": 0, "spans": 0, "kinds": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"ids": 0, "spans": 0, "kinds": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(8):
         begin = torch.randint(0, 4, (3, 1))
         spans = torch.cat([begin, begin + torch.randint(1, 5, (3, 1))], 1)
@@ -156,7 +158,7 @@ def test_narrow_types_are_served(kind: torch.dtype) -> None:
     def fn(x: Tensor, flags: Tensor) -> Tensor:
         return (x.to(torch.float32).to(torch.int64) % 5) * flags.to(torch.int64)
 
-    step = gd.graphed(fn, dynamic={"x": 0, "flags": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"x": 0, "flags": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(5):
         x, flags = (torch.rand(3, 4) * 9).to(kind), torch.randint(0, 2, (3, 4)).to(kind)
         assert torch.equal(step(x, flags), fn(x, flags))

@@ -13,6 +13,8 @@ import graphdispatch as gd
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.native.bound import CORE
 
+from ..helpers import with_options
+
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
@@ -40,7 +42,7 @@ def fn(x: torch.Tensor) -> torch.Tensor:
 
 def served(**options: Any) -> gd.Graphed[..., torch.Tensor]:
     """A callable without graphs yet."""
-    return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1, **options)
+    return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), **with_options(options, capture_after=1))
 
 
 def test_a_cold_callable_captures_under_the_compiler() -> None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import graphdispatch as gd
+from graphdispatch import Reason
 from graphdispatch.errors import ConfigError
-from graphdispatch.reasons import Reason
 
+from ..helpers import AT_ONCE
 from ..spy import Spy
 
 FULL = gd.CUDAGraphMode.FULL
@@ -34,7 +35,7 @@ def test_memory_that_nothing_wrote_is_not_compared(dtype: torch.dtype) -> None:
         state[:, 1] = 7
         return torch.cat([out, out], 1)
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for rows in (4, 4, 4, 3, 3):
         x = torch.randn(rows, 3).mul(9).to(dtype)
         assert torch.equal(step(x)[:, 6:9], x)
@@ -53,7 +54,7 @@ def test_what_was_written_is_still_compared() -> None:
         out[:, :3] = x * hidden[0]
         return out
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     step(torch.randn(4, 3))
     hidden[0] = 3.0
     step(torch.randn(4, 3))
@@ -148,7 +149,7 @@ def test_deterministic_torch_fills_new_memory(name: str, toggled: bool) -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return BLANK[name](x), (x * 2).exp()
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     try:
         for call in range(10):
             torch.use_deterministic_algorithms(not toggled or call >= 4)

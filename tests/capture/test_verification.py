@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.capture.verify import Tolerance, difference, tolerance_for
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.modes import EntryState
-from graphdispatch.reasons import Reason
+from graphdispatch.engines import EntryState
 
+from ..helpers import AT_ONCE, with_options
 from ..spy import Spy
 
 
@@ -25,7 +24,7 @@ def _inference() -> Iterator[None]:
 
 def make(fn: Callable[[torch.Tensor], Any], **options: Any) -> Graphed[..., Any]:
     """A step of one size, four rows, captured at the first sighting."""
-    return graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1, **options)
+    return graphed(fn, dynamic={"x": 0}, sizes=(4,), **with_options(options, capture_after=1))
 
 
 def reasons(step: Graphed[..., Any], *batches: torch.Tensor) -> list[Reason]:
@@ -224,7 +223,7 @@ def test_a_batch_of_equal_rows_proves_nothing(first: torch.Tensor, pad: str) -> 
     def mixes(x: torch.Tensor) -> torch.Tensor:
         return x * 0.5 + x.mean(0)
 
-    step = graphed(mixes, dynamic={"x": 0}, sizes=(4,), capture_after=1, pad={"x": pad})
+    step = graphed(mixes, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, pad={"x": pad})
     for x in (first, torch.randn(4, 3), torch.randn(3, 3), torch.randn(3, 3)):
         assert torch.equal(step(x), mixes(x))
 
@@ -236,7 +235,7 @@ def test_each_argument_must_tell_its_rows_apart() -> None:
         return x.flip(0) + ids[:, None]
 
     step = graphed(
-        mixes, dynamic={"x": 0, "ids": 0}, sizes=(4,), capture_after=1, pad={"x": "repeat_last", "ids": "zero"}
+        mixes, dynamic={"x": 0, "ids": 0}, sizes=(4,), options=AT_ONCE, pad={"x": "repeat_last", "ids": "zero"}
     )
     ids = torch.arange(1, 5)
     for rows in (1, 1, 1, 3, 3, 2):
@@ -251,7 +250,7 @@ def test_a_constant_argument_does_not_keep_padded_batches_eager(others_differ: b
     def embed(ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         return (ids + kinds)[:, None] * 0.5
 
-    step = graphed(embed, dynamic={"ids": 0, "kinds": 0}, sizes=(4,), capture_after=1)
+    step = graphed(embed, dynamic={"ids": 0, "kinds": 0}, sizes=(4,), options=AT_ONCE)
     found = []
     for _ in range(20):
         ids = torch.randint(1, 9, (3,)) if others_differ else torch.zeros(3, dtype=torch.int64)

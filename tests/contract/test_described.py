@@ -144,7 +144,7 @@ def test_a_stream_dispatcher_can_run_eager_steps_on_its_streams() -> None:
 def test_a_manager_serves_in_every_mode(mode: gd.CUDAGraphMode, first: str) -> None:
     """Configured, set later, and set where the configuration was disabled: decode and mixed batches are right."""
     config = gd.CUDAGraphConfig.disabled() if first == "from disabled" else gd.CUDAGraphConfig(mode=mode)
-    manager = gd.CUDAGraphManager(config.replace(capture_after=1))
+    manager = gd.CUDAGraphManager(config.replace(options=gd.CUDAGraphOptions(capture_after=1)))
     if first != "configured":
         manager.mode = mode
     assert (manager.mode, manager.is_enabled) == (mode, mode.has_graphs())

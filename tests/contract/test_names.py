@@ -1,6 +1,5 @@
-"""The public names: one list in three places, each documented, and importing them costs nothing until they are used."""
+"""The public names: listed once, each documented, and importing them costs nothing until they are used."""
 
-import ast
 import inspect
 import re
 import subprocess
@@ -12,10 +11,12 @@ from types import ModuleType
 import pytest
 
 import graphdispatch
+from graphdispatch import engines, errors, plan
+
+from .described import ATTRIBUTES, PROPERTIES, SIGNATURES
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB = ROOT / "src" / "graphdispatch" / "__init__.pyi"
-PUBLIC = [name for name in graphdispatch.__all__ if name != "__version__"]
+SEEDS = sorted({"GraphEntry", *(name.partition(".")[0] for name in (*SIGNATURES, *PROPERTIES, *ATTRIBUTES))})
 
 
 def python(code: str, *options: str) -> str:
@@ -25,73 +26,62 @@ def python(code: str, *options: str) -> str:
     return done.stdout.strip()
 
 
-def test_type_checkers_see_the_same_names() -> None:
-    """The stub re-exports exactly ``__all__``, and the module ``metrics``."""
-    stubbed = set()
-    for node in ast.parse(STUB.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            if node.module is None:
-                assert ast.unparse(node) == "from . import metrics as metrics"
-                continue
-            assert all(alias.asname == alias.name for alias in node.names), ast.unparse(node)
-            stubbed |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.AnnAssign):
-            stubbed.add(ast.unparse(node.target))
-    assert stubbed == set(graphdispatch.__all__)
+def test_the_top_level_is_small() -> None:
+    """25 names, which ``dir`` shows; four of them are modules."""
+    names = graphdispatch.__all__
+    assert len(names) == len(set(names)) == 25
+    assert dir(graphdispatch) == sorted(names)
+    assert {name for name in names if isinstance(getattr(graphdispatch, name), ModuleType)} == {
+        "engines",
+        "errors",
+        "metrics",
+        "plan",
+    }
 
 
-def test_the_stub_imports_from_where_the_names_live() -> None:
-    """A name of the stub and the same name at run time are one object's."""
-    for node in ast.parse(STUB.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            for alias in node.names:
-                assert graphdispatch._HOME_OF[alias.name] == node.module
+@pytest.mark.parametrize("module", [graphdispatch, engines, errors, plan], ids=lambda module: module.__name__)
+def test_names_resolve_and_are_documented(module: ModuleType) -> None:
+    """Each is there, and says what it is in words of its own, not in a base's or those made for its class."""
+    for name in set(module.__all__) - {"__version__"}:
+        value = getattr(module, name)
+        assert value.__doc__, name
+        assert not value.__doc__.startswith(f"{name}("), name
+        assert not inspect.isclass(value) or vars(value).get("__doc__"), name
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_name_resolves_and_is_documented(name: str) -> None:
-    """It is what its home calls so, not a module, and says what it is."""
-    value = graphdispatch.__getattr__(name)
-    assert not isinstance(value, ModuleType)
-    assert value.__doc__
-    # A class without one of its own may show one that was made for it, or its base's.
-    assert not value.__doc__.startswith(f"{name}(")
-    assert not inspect.isclass(value) or vars(value).get("__doc__")
+def test_all_seed_names_are_described() -> None:
+    """There are 26 of them."""
+    assert len(SEEDS) == 26
 
 
-def test_names_are_listed_once_and_in_order() -> None:
-    """``dir`` shows exactly the public names."""
-    assert len(set(graphdispatch.__all__)) == len(graphdispatch.__all__)
-    assert dir(graphdispatch) == sorted(graphdispatch.__all__)
+@pytest.mark.parametrize("name", SEEDS)
+def test_a_seed_name_resolves_at_the_top(name: str) -> None:
+    """It is the one of ``engines``, and is listed there."""
+    assert name in engines.__all__
+    assert getattr(graphdispatch, name) is getattr(engines, name)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     """As of any module."""
     with pytest.raises(AttributeError, match="module 'graphdispatch' has no attribute 'nothing'"):
         _ = graphdispatch.nothing  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"module 'graphdispatch\.engines' has no attribute 'nothing'"):
+        _ = engines.nothing  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    "module", ["", ".config", ".sizes", ".stats", ".decide.decision", ".decide.policies", ".testing", ".cli"]
+    "module",
+    [
+        *("", ".engines", ".plan", ".errors", ".testing", ".cli"),
+        *(".config", ".sizes", ".stats", ".decide.decision", ".decide.policies"),
+    ],
 )
 def test_deciding_and_configuring_need_no_torch(module: str) -> None:
     """Importing the package, its vocabulary, configuration, decisions or command line does not load torch."""
     assert python(f"import graphdispatch{module}, sys; print('torch' in sys.modules)") == "False"
 
 
-COMPANIONS = (
-    "plan",
-    "metrics",
-    "report",
-    "auditing",
-    "simulation",
-    "calibration",
-    "ranks",
-    "integrations",
-    "demo",
-    "cli",
-    "testing",
-)
+COMPANIONS = {"plan", "engines", "metrics", "report", "auditing", "integrations", "demo", "cli", "testing"}
 SERVE_AND_LIST_MODULES = """
 import sys
 import torch
@@ -101,27 +91,21 @@ serve = graphdispatch.graphed(layer, dynamic={"input": 0}, max_size=4)
 for rows in (3, 3, 4, 3):
     serve(torch.randn(rows, 4))
 assert serve.stats.hits == 1
-print(*(module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "graphdispatch"))
+print(*(name for name in sys.modules if name.startswith("graphdispatch.")))
 """
 
 
 def test_serving_loads_no_companion() -> None:
-    """A callable that is captured, compared and replayed loads the rooms of the core and one backend, and no more than
-    15,650 lines of the package.
-
-    About a tenth of them see Python state (``state/``); captures need it, so it cannot be left out.
-    """
-    package = Path(graphdispatch.__file__).parent
-    loaded = [Path(file) for file in python(SERVE_AND_LIST_MODULES).split() if file.endswith(".py")]
-    rooms = {path.relative_to(package).parts[0] for path in loaded}
-    assert "serve" in rooms
-    assert rooms & set(COMPANIONS) == set()
-    assert not any(path.parent.name == "cuda" for path in loaded)
-    assert sum(path.read_text().count("\n") for path in loaded) < 15_650
+    """A callable that is captured, compared and replayed loads the core and one backend."""
+    loaded = [name.split(".")[1:] for name in python(SERVE_AND_LIST_MODULES).split()]
+    packages = {parts[0] for parts in loaded}
+    assert "serve" in packages
+    assert packages & COMPANIONS == set()
+    assert ["backends", "cuda"] not in loaded
 
 
 def test_importing_gives_no_warning() -> None:
-    """Neither the package nor its front doors."""
+    """Neither the package nor its front ends."""
     code = "import graphdispatch as g; g.CUDAGraphManager, g.CUDAGraphWrapper, g.CudagraphDispatcher, g.Graphed"
     assert python(code, "-W", "error") == ""
 

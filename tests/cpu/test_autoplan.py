@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch import CUDAGraphMode, Graphed, Reason, graphed
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan import CostModel, Plan
 from graphdispatch.plan.autoplan import AutoPlan, IdleAction
-from graphdispatch.plan.cost import CostModel
 from graphdispatch.plan.pauses import Pauses
-from graphdispatch.plan.plan import Plan, PlannedGraph
+from graphdispatch.plan.plan import PlannedGraph
 from graphdispatch.plan.profile import Profile
-from graphdispatch.reasons import Reason
 
 SLOPED = CostModel.of(1000.0, lambda n: 8.0 + 100.0 * n)
 """Padding is dear beside whatever a capture takes here."""

@@ -8,14 +8,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, eager_break
 from graphdispatch.calibration.calibrate import calibrate
-from graphdispatch.call.breaks import eager_break
 from graphdispatch.cli.app import main
 from graphdispatch.cli.calibrate import _warn_of_noise
-from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import CaptureError, ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.cost import CostModel, Curve
+from graphdispatch.plan import CostModel
+from graphdispatch.plan.cost import Curve
 
 from ..spy import Spy
 

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.call.breaks import is_marked
 from graphdispatch.capture.piecewise import BreakFigures
 from graphdispatch.cli.demo import print_result
@@ -32,8 +33,6 @@ from graphdispatch.demo import (
 from graphdispatch.demo.result import Pieces, StepRecord
 from graphdispatch.demo.run import largest_size
 from graphdispatch.errors import BackendError, ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
 
 CONFIG = DecoderConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=50, window=12)
 

@@ -19,13 +19,15 @@ import torch
 
 import graphdispatch as gd
 
+from ..helpers import with_options
+
 prometheus = pytest.importorskip("prometheus_client")
 
 
 def served(**options: Any) -> gd.Graphed[..., Any]:
     """A callable with room for two graphs, which has captured, padded, evicted and refused."""
     layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
-    serve = gd.graphed(layer, dynamic={"input": 0}, sizes=(2, 4, 8), max_cached_graphs=2, **options)
+    serve = gd.graphed(layer, dynamic={"input": 0}, sizes=(2, 4, 8), **with_options(options, max_cached_graphs=2))
     serve.prewarm(torch.randn(8, 4), sizes=[8, 4])
     for rows in (3, 3, 7, 2, 2, 2, 2, 9):
         serve(torch.randn(rows, 4))

@@ -13,7 +13,7 @@ sdk = pytest.importorskip("opentelemetry.sdk.metrics")
 def served() -> gd.Graphed[..., Any]:
     """A callable that captured, compared, hit, evicted and refused."""
     layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
-    serve = gd.graphed(layer, dynamic={"input": 0}, sizes=(4, 8), max_cached_graphs=1)
+    serve = gd.graphed(layer, dynamic={"input": 0}, sizes=(4, 8), options=gd.CUDAGraphOptions(max_cached_graphs=1))
     for rows in (3, 3, 4, 3, 7, 7, 9):
         serve(torch.randn(rows, 4))
     return serve

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch import CUDAGraphMode, Reason
+from graphdispatch.engines import Agreement, RankConsensus, RankVote
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.ranks.consensus import Agreement, RankConsensus, RankVote, decode_votes, encode_vote, merge_votes
-from graphdispatch.reasons import Reason
+from graphdispatch.ranks.consensus import decode_votes, encode_vote, merge_votes
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("rank_worker.py")

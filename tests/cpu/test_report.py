@@ -15,16 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, eager_break, graphed
 from graphdispatch.backends.base import Graph
-from graphdispatch.call.breaks import eager_break
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan import CostModel, Plan, Workload, plan_capture_sizes
 from graphdispatch.plan.compare import Comparison, compare
-from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.plan import Plan, PlannedGraph
-from graphdispatch.plan.planner import plan_capture_sizes
-from graphdispatch.plan.workload import Workload
+from graphdispatch.plan.plan import PlannedGraph
 from graphdispatch.report import Report, callable_report, plan_report
 from graphdispatch.report.page import Chart, Content, Section, Table, make_report
 from graphdispatch.report.served import least_step_ms, padding_of, shares_of
@@ -105,7 +101,9 @@ def served() -> Graphed[..., Any]:
     def double(x: torch.Tensor) -> torch.Tensor:
         return middle(x + 1) - 1
 
-    call = graphed(double, dynamic={"x": 0}, sizes=(2, 4, 8), mode="PIECEWISE", max_cached_graphs=2)
+    call = graphed(
+        double, dynamic={"x": 0}, sizes=(2, 4, 8), mode="PIECEWISE", options=CUDAGraphOptions(max_cached_graphs=2)
+    )
     with torch.no_grad():
         for rows in [4, 4, 3, 3, 3, 2, 2, 1, 1, 9, 9]:
             call(torch.randn(rows, 3))

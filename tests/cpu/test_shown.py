@@ -14,7 +14,7 @@ from graphdispatch.units import count, milliseconds, percent, storage
 
 from .test_report import HOSTILE, planned, served
 
-STEPS = gd.Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
+STEPS = gd.plan.Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
 CALLS = [(1, 8), (2, 8), (2, 16), (3, 12), (2, 16)]
 
 
@@ -78,9 +78,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "stats": lambda: served().stats,
     "no calls": gd.CUDAGraphStats,
     "decisions": dispatched,
-    "plan": lambda: gd.plan_capture_sizes(STEPS, max_graphs=3),
-    "no graphs": lambda: gd.Plan(gd.CUDAGraphMode.FULL, ()),
-    "evaluation": lambda: gd.plan_capture_sizes(STEPS, max_graphs=3).evaluate(STEPS),
+    "plan": lambda: gd.plan.plan_capture_sizes(STEPS, max_graphs=3),
+    "no graphs": lambda: gd.plan.Plan(gd.CUDAGraphMode.FULL, ()),
+    "evaluation": lambda: gd.plan.plan_capture_sizes(STEPS, max_graphs=3).evaluate(STEPS),
     "grid": lambda: gd.plan_capture_grid(CALLS, max_graphs=3),
     "grid evaluation": lambda: gd.plan_capture_grid(CALLS, max_graphs=3).evaluate(CALLS),
     "audit": hostile_audit,
@@ -125,7 +125,7 @@ def test_counters_are_those_of_the_object() -> None:
 
 def test_a_plan_shows_its_graphs() -> None:
     """Each with its mode and what it serves, and the proof; an evaluation shows its figures."""
-    plan = gd.plan_capture_sizes(STEPS, max_graphs=3)
+    plan = gd.plan.plan_capture_sizes(STEPS, max_graphs=3)
     shown = Shown(plan)
     assert [row[:2] for row in shown.rows[1:]] == [[str(graph.size), graph.mode.name] for graph in plan.graphs]
     assert plan.proof is not None

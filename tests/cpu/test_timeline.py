@@ -13,13 +13,15 @@ import graphdispatch as gd
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.serve.hits import Hit
 
+from ..helpers import with_options
+
 CALLS = (3, 3, 4, 3, 7, 7, 9, 3)
 
 
 def served(**options: Any) -> gd.Graphed[..., Any]:
     """A callable with room for one graph."""
     layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
-    return gd.graphed(layer, dynamic={"input": 0}, sizes=(4, 8), max_cached_graphs=1, **options)
+    return gd.graphed(layer, dynamic={"input": 0}, sizes=(4, 8), **with_options(options, max_cached_graphs=1))
 
 
 def run(serve: Callable[..., Any], calls: tuple[int, ...] = CALLS) -> None:

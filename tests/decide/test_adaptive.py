@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy, bucket_of
+from graphdispatch.decide.adaptive import bucket_of
 from graphdispatch.demo.trace import generate_trace
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch.engines import AdaptiveDispatchPolicy, DispatchKey, DispatchMode, named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import DispatchMode
-from graphdispatch.sizes import named_sizes
 
 EAGER, GRAPH, PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 BOTH = (GRAPH, EAGER)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode as Mode
+from graphdispatch.engines import BatchDescriptor, CudagraphKeyDispatcher
 from graphdispatch.errors import ConfigError, FallbackError
-from graphdispatch.modes import CUDAGraphMode as Mode
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 DECODE_ONLY, BOTH = Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.decide.decision import Decision, SizeTable
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
+from graphdispatch import CUDAGraphMode, Decision, Reason
+from graphdispatch.decide.decision import SizeTable
+from graphdispatch.engines import BatchDescriptor
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
 sizes = st.lists(st.integers(1, 60), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))

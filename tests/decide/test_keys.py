@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode as Mode
+from graphdispatch import Reason
+from graphdispatch.engines import BatchDescriptor, CudagraphKeyDispatcher
 from graphdispatch.errors import ConfigError, FallbackError
-from graphdispatch.modes import CUDAGraphMode as Mode
-from graphdispatch.reasons import Reason
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 FULL_DECODE_ONLY, FULL_AND_PIECEWISE = Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE

@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch.engines import DefaultDispatchPolicy, DispatchKey, DispatchMode, DispatchPolicy
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import DispatchMode
 
 EAGER, FULL, PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 

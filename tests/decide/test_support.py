@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 
-from graphdispatch.decide.support import AttentionSupport as Support
-from graphdispatch.decide.support import resolve_cudagraph_mode
+from graphdispatch import CUDAGraphMode as Mode
+from graphdispatch.engines import AttentionSupport as Support
+from graphdispatch.engines import resolve_cudagraph_mode
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode as Mode
 
 NEVER, SINGLE, UNIFORM, ALWAYS = Support
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
+from graphdispatch import CUDAGraphMode as Mode
+from graphdispatch import Reason
 from graphdispatch.decide.table import KeyTable
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.engines import BatchDescriptor
 from graphdispatch.errors import ConfigError, FallbackError
-from graphdispatch.modes import CUDAGraphMode as Mode
-from graphdispatch.reasons import Reason
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from graphdispatch import Reason
 from graphdispatch.backends.base import Graph
 from graphdispatch.backends.cuda import CUDABackend
 from graphdispatch.backends.cuda.pool import CUDAPool
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
-from graphdispatch.reasons import Reason
 
 pytestmark = pytest.mark.gpu
 

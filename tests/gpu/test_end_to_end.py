@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import graphdispatch as gd
+from graphdispatch import Reason
 from graphdispatch.backends.cuda import CUDABackend
-from graphdispatch.reasons import Reason
+
+from ..helpers import AT_ONCE
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +59,7 @@ def test_outputs_belong_to_the_caller(cuda: CUDABackend, model: Block) -> None:
 
 def test_weights_are_cast_by_the_graph(cuda: CUDABackend, model: Block) -> None:
     """Under autocast: no copy of a weight is taken from the region, none is left to it, and weights may be written."""
-    decode = gd.graphed(model, dynamic={"x": 0}, sizes=(8,), capture_after=1)
+    decode = gd.graphed(model, dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
     batches = [torch.randn(8, 32, device=cuda.device) for _ in range(4)]
     for _ in range(2):
         with torch.no_grad():

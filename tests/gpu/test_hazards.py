@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import graphdispatch as gd
+from graphdispatch import Reason
 from graphdispatch.backends.cuda import CUDABackend
-from graphdispatch.reasons import Reason
+
+from ..helpers import AT_ONCE
 
 pytestmark = pytest.mark.gpu
 
@@ -102,7 +104,9 @@ def test_captures_beside_another_threads_work(model: torch.nn.Module) -> None:
 
 def test_evicted_graphs_take_no_workspace_with_them(model: torch.nn.Module) -> None:
     """With room for two of four sizes each capture evicts a graph; what stays is right, whatever takes the memory."""
-    served = gd.graphed(model, dynamic={"input": 0}, sizes=ROWS, max_cached_graphs=2, capture_after=1)
+    served = gd.graphed(
+        model, dynamic={"input": 0}, sizes=ROWS, options=gd.CUDAGraphOptions(max_cached_graphs=2, capture_after=1)
+    )
     for rows in (8, 4, 8, 2, 8, 1, 8, 4, 2, 1, 8, 4):
         for _ in range(3):
             agrees(served, model, rows)
@@ -165,7 +169,7 @@ def test_a_failed_capture_leaves_the_process_healthy(
         pytest.skip("the CUDA runtime's symbols are not visible in this process")
     older = gd.graphed(model, dynamic={"input": 0}, sizes=(4,))
     older.prewarm(batch(4))
-    served = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    served = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     x = batch(4)
     for _ in range(2):
         torch.testing.assert_close(served(x=x), fn(x))
@@ -181,7 +185,7 @@ def test_random_numbers_are_eagers(cuda: CUDABackend) -> None:
     def noisy(x: Tensor) -> Tensor:
         return torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x)
 
-    served = gd.graphed(noisy, dynamic={"x": 0}, sizes=(4,), capture_after=2)
+    served = gd.graphed(noisy, dynamic={"x": 0}, sizes=(4,), options=gd.CUDAGraphOptions(capture_after=2))
     batches = [torch.randn(4, 64, device=cuda.device) for _ in range(8)]
     torch.cuda.manual_seed(7)
     expected = [noisy(x) for x in batches]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphdispatch import Reason
 from graphdispatch.backends.base import CAPTURE_LOCK, Graph
 from graphdispatch.backends.cuda import CUDABackend
 from graphdispatch.backends.cuda.errors import diagnose
 from graphdispatch.backends.cuda.pool import CUDAPool
 from graphdispatch.errors import CaptureError, ReplayError
-from graphdispatch.reasons import Reason
 
 from .scripted_cuda import ScriptedCUDA, ScriptedStream
 

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
+from graphdispatch import Reason
 from graphdispatch.backends.cuda import CUDABackend
 from graphdispatch.backends.cuda.errors import diagnose
 from graphdispatch.errors import BackendError, CaptureError
-from graphdispatch.reasons import Reason
 
 
 @pytest.mark.parametrize(

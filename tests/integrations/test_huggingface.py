@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
+from graphdispatch import CUDAGraphMode, Reason, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
 transformers = pytest.importorskip("transformers")
 TOKENS = 64

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.reasons import Reason
 
+from ..helpers import with_options
 from ..sized import entry
 
 
@@ -111,7 +111,7 @@ def test_options_are_checked(options: tuple[int, ...], named: str) -> None:
 
 def served(sizes: Iterable[int], **options: object) -> Graphed[..., torch.Tensor]:
     """A step that was called once with a batch of each of these sizes, every answer compared with eager's."""
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=tuple(range(1, 41)), **options)  # type: ignore[call-overload]
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=tuple(range(1, 41)), **with_options(options))  # type: ignore[call-overload]
     for size in sizes:
         x = torch.randn(size, 2)
         assert torch.equal(step(x), x * 2)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch import Reason
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.backoff import Backoff, Failure, Quarantine
-from graphdispatch.reasons import Reason
 
 WHY = Reason.CALL_RAISED
 BACKOFFS = st.builds(

@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.api.manager import CUDAGraphManager
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphConfig
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, CUDAGraphStats, Graphed, MemoryBudget, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper, EntryState
 from graphdispatch.errors import ConfigError, IntegrityError
-from graphdispatch.memory.budget import MemoryBudget
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.modes import CUDAGraphMode, EntryState
-from graphdispatch.stats import CUDAGraphStats
 
 from ..sized import Sized, entry, filled, gone
 
@@ -159,20 +153,23 @@ FrontEnd = tuple[Callable[[torch.Tensor], torch.Tensor], CUDAGraphStats]
 
 def by_graphed(budget: MemoryBudget) -> FrontEnd:
     """``double`` behind ``graphed``."""
-    step: Graphed[..., torch.Tensor] = graphed(double, dynamic={"x": 0}, sizes=(4,), capture_after=1, budget=budget)
+    step: Graphed[..., torch.Tensor] = graphed(
+        double, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=1, budget=budget)
+    )
     return step, step.stats
 
 
 def by_wrapper(budget: MemoryBudget) -> FrontEnd:
     """``double`` behind a wrapper."""
-    wrapper = CUDAGraphWrapper(double, budget=budget)
+    wrapper = CUDAGraphWrapper(double, options=CUDAGraphOptions(budget=budget))
     how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
     return lambda x: wrapper(x, **how), wrapper.get_stats()
 
 
 def by_manager(budget: MemoryBudget) -> FrontEnd:
     """``double`` behind a manager."""
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), capture_after=1), budget=budget)
+    options = CUDAGraphOptions(capture_after=1, budget=budget)
+    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), options=options))
     return lambda x: manager.execute_or_capture(4, 1, double, {"x": x}), manager.stats
 
 
@@ -196,7 +193,7 @@ def test_an_evicted_graph_gives_its_memory_back() -> None:
     """Static inputs and outputs go with the last graph that uses them, and are there again for the next."""
     budget = MemoryBudget(max_cached_graphs=1, eviction="lru")
     step: Graphed[..., torch.Tensor] = graphed(
-        lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), capture_after=1, budget=budget
+        lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=1, budget=budget)
     )
     for width in (10, 5000, 20):
         for _ in range(4):

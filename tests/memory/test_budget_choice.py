@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from graphdispatch import MemoryBudget
 from graphdispatch.backends.base import Graph, Pool
-from graphdispatch.memory.budget import MemoryBudget, Victim
+from graphdispatch.engines import CUDAGraphEntry, EntryState
+from graphdispatch.memory.budget import Victim
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.modes import EntryState
 from graphdispatch.stats import EvictionReason
 
 from ..sized import Sized, entry, filled, gone

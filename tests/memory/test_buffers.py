@@ -1,28 +1,19 @@
-"""Outputs in preallocated memory: a ring of copies, and tensors that the caller gives."""
+"""Outputs in preallocated memory: a ring of copies."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.api.manager import CUDAGraphManager
+from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
-from graphdispatch.call.rules import make_rules
-from graphdispatch.call.spec import CallSpec
-from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
-from graphdispatch.decide.decision import SizeTable
-from graphdispatch.errors import CaptureError, ConfigError, StaleOutputError
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, OutputView
+from graphdispatch.errors import CaptureError, StaleOutputError
 from graphdispatch.memory.buffers import OutputRing
-from graphdispatch.memory.cache import GraphCache
-from graphdispatch.memory.given import CallerBuffers, copy_into
-from graphdispatch.memory.outputs import OutputRule, Outputs, OutputView
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
-from graphdispatch.serve.graphs import GraphSet
-from graphdispatch.serve.group import Route
+from graphdispatch.memory.outputs import OutputRule, Outputs
+
+from ..helpers import AT_ONCE
 
 CAPACITY = 8
 ROWS = OutputRule((((0, 1),),))
@@ -97,7 +88,7 @@ def test_a_hit_allocates_nothing(pool: Pool) -> None:
 
 def test_graphed_with_a_ring() -> None:
     """Graphs and eager steps alike return handles; each is right for N - 1 further calls."""
-    step = graphed(lambda x: {"y": x * 2}, dynamic={"x": 0}, sizes=(2, 4), outputs="ring:2", capture_after=1)
+    step = graphed(lambda x: {"y": x * 2}, dynamic={"x": 0}, sizes=(2, 4), outputs="ring:2", options=AT_ONCE)
     kept: list[tuple[torch.Tensor, OutputView]] = []
     for turn, rows in enumerate([4, 4, 3, 2, 9, 4, 1, 2, 4, 4, 3, 4]):
         x = torch.full((rows, 2), float(turn))
@@ -116,118 +107,3 @@ def test_a_manager_with_a_ring() -> None:
     views = [manager.execute_or_capture(4, 1, lambda x: x + 1, {"x": torch.ones(4) * n}) for n in range(6)]
     assert all(isinstance(view, OutputView) for view in views)
     assert torch.equal(views[-1].get(), torch.full((4,), 6.0))
-
-
-GOOD = {"y": torch.zeros(CAPACITY, 2), "z": torch.zeros(())}
-
-
-def graphs_with(out: Any) -> tuple[GraphSet, Any]:
-    """A set that copies outputs into ``out``, and its group of calls of two columns."""
-    fn = lambda x: {"y": x * 2, "z": x.sum()}  # noqa: E731
-    graphs = GraphSet(fn, CUDAGraphOptions(verify=False), GraphCache(4), backend=get_backend("cpu"), out=out)
-    table = SizeTable.of_one(CAPACITY, CUDAGraphMode.FULL, pads=True)
-    route = Route(0, table, make_rules(fn, {"x": 0}, {}, ()))
-    made = graphs.make_group(0, route, CallSpec(fn, 1, ()), [torch.ones(4, 2)])
-    assert isinstance(made, tuple)
-    return graphs, made[0]
-
-
-def test_outputs_go_to_the_callers_tensors() -> None:
-    """The call returns views of their first rows; what was there behind those stays."""
-    out = {"y": torch.full((CAPACITY, 2), -1.0), "z": torch.full((), -1.0)}
-    graphs, group = graphs_with(out)
-    entry = graphs.capture(group, [torch.ones(4, 2)], 4, 4).entry
-    assert entry is not None
-    got = entry.serve([torch.full((3, 2), 2.0)], 3)
-    assert got["y"].data_ptr() == out["y"].data_ptr()
-    assert got["y"].tolist() == [[4.0, 4.0]] * 3
-    assert out["y"][3:].eq(-1).all()
-    assert got["z"].data_ptr() == out["z"].data_ptr()
-    assert graphs.memory_report().ring_bytes == 0
-
-
-def test_eager_steps_go_there_too() -> None:
-    """What an eager step returned is copied, and the same views come back."""
-    graphs, _ = graphs_with({"y": torch.zeros(CAPACITY, 2), "z": torch.zeros(())})
-    got = graphs.handout.give(graphs.fn(torch.ones(5, 2)))
-    assert got["y"].data_ptr() == graphs.handout.out["y"].data_ptr()
-    assert (got["y"].tolist(), got["z"].item()) == ([[2.0, 2.0]] * 5, 10.0)
-
-
-def test_an_eager_result_may_be_a_view_of_the_callers_tensor() -> None:
-    """Where it overlaps the place that it goes to, it is copied first."""
-    out = torch.arange(8.0)
-    assert copy_into(out, out[1:7]).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-
-
-def test_only_what_is_copied_may_be_placed() -> None:
-    """``out`` and a handle or graph memory contradict each other."""
-    with pytest.raises(ConfigError, match="out must come with outputs='clone', got outputs='view'"):
-        GraphSet(lambda x: x, CUDAGraphOptions(outputs="view"), GraphCache(4), out=torch.zeros(3))
-
-
-@pytest.mark.parametrize(
-    ("out", "words"),
-    [
-        (None, "out must be a tensor or a nest of tensors, got None"),
-        ([3], r"out must be a tensor or a nest of tensors, got \[3\]"),
-        (torch.zeros(3, requires_grad=True), "dense tensors that require no gradient"),
-        (torch.eye(3).to_sparse(), "dense tensors that require no gradient"),
-        (torch.zeros(1).expand(3), "that do not overlap in memory"),
-        ((GOOD["y"][:3], GOOD["y"][2:]), "that do not overlap in memory"),
-    ],
-)
-def test_unusable_tensors_are_refused_at_once(out: Any, words: str) -> None:
-    """What could never be written to is an error before anything runs."""
-    with pytest.raises(ConfigError, match=words):
-        CallerBuffers(out, CAPACITY)
-
-
-@pytest.mark.parametrize(
-    ("out", "words"),
-    [
-        (torch.zeros(CAPACITY, 2), "out must have the structure of the outputs, .*'y', 'z'"),
-        (GOOD | {"y": torch.zeros(7, 2)}, r"room for the outputs of 8 rows, \(8, 2\), got a tensor of shape \(7, 2\)"),
-        (GOOD | {"y": torch.zeros(8, 3)}, r"\(8, 2\), got a tensor of shape \(8, 3\)"),
-        (GOOD | {"y": torch.zeros(8, 2).double()}, "a tensor like 2 dimensions of torch.float32 .* torch.float64"),
-        (GOOD | {"z": torch.zeros(1)}, "a tensor like 0 dimensions of .* got 1 dimensions"),
-        (GOOD | {"z": 3}, "a tensor like 0 dimensions of .* got 3"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_at_the_capture(out: Any, words: str) -> None:
-    """Structure, room, type and device are compared when the graph is made, and the error reaches the caller."""
-    graphs, group = graphs_with(out)
-    with pytest.raises(ConfigError, match=words):
-        graphs.capture(group, [torch.ones(4, 2)], 4, 4)
-    assert len(graphs.cache) == 0
-
-
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        (torch.zeros(9, 2), r"no room for an output of shape \(9, 2\) in a tensor of shape \(8, 2\)"),
-        (torch.zeros(3, 2).half(), "a tensor like 2 dimensions of torch.float16"),
-        ((torch.zeros(3, 2),), "out must have the structure"),
-        (torch.zeros(3, 2, requires_grad=True), "requires a gradient; call under torch.no_grad"),
-    ],
-)
-def test_an_eager_result_that_does_not_fit_is_an_error(result: Any, words: str) -> None:
-    """It is neither cast nor cut nor left where the caller does not look."""
-    with pytest.raises(ConfigError, match=words):
-        copy_into(torch.zeros(CAPACITY, 2), result)
-
-
-def test_inference_tensors_are_refused_where_they_cannot_be_written() -> None:
-    """Outside of inference mode; inside, they serve."""
-    with torch.inference_mode():
-        out = torch.zeros(4)
-        assert copy_into(out, torch.ones(2)).tolist() == [1.0, 1.0]
-    with pytest.raises(ConfigError, match=r"got 1 dimensions of torch\.float32 on cpu, an inference tensor"):
-        copy_into(out, torch.ones(2))
-
-
-def test_what_the_callable_returns_itself_is_no_place_for_it(pool: Pool) -> None:
-    """A cache that is returned cannot be copied onto itself."""
-    cache = torch.zeros(CAPACITY)
-    with pytest.raises(ConfigError, match="out must not be memory that the callable itself returns"):
-        Outputs(cache[:2], ROWS, [False], "clone", pool, CallerBuffers(cache, CAPACITY))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch.backends.base import Pool
+from graphdispatch.engines import EntryState
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.modes import EntryState
 from graphdispatch.stats import EvictionReason
 
 from ..sized import Sized, entry, filled, gone

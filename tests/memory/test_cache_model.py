@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphdispatch.memory.budget import MemoryBudget, Victim
+from graphdispatch import MemoryBudget
+from graphdispatch.engines import CUDAGraphEntry, EntryState
+from graphdispatch.memory.budget import Victim
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.modes import EntryState
 from graphdispatch.stats import EvictionReason
 
 from ..sized import entry

@@ -5,13 +5,19 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.registry import CUDAGraphRegistry
-from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions
-from graphdispatch.descriptors import BatchDescriptor, DispatchKey
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions
+from graphdispatch.engines import (
+    BatchDescriptor,
+    CUDAGraphConfig,
+    CUDAGraphEntry,
+    CUDAGraphRegistry,
+    DispatchKey,
+    EntryState,
+    GraphEntry,
+)
 from graphdispatch.errors import GuardError, ReplayError
-from graphdispatch.memory.entry import CUDAGraphEntry, GraphEntry, WrittenSpans
+from graphdispatch.memory.entry import WrittenSpans
 from graphdispatch.memory.foreign import Replayable, entry_around
-from graphdispatch.modes import CUDAGraphMode, EntryState
 from graphdispatch.testing import MockCUDAGraph
 
 

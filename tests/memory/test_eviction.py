@@ -8,21 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.api.manager import CUDAGraphManager
-from graphdispatch.config import CUDAGraphConfig
+from graphdispatch import CUDAGraphOptions
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphEntry, CUDAGraphManager, EvictionPolicy
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory import eviction
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.memory.entry import CUDAGraphEntry
-from graphdispatch.memory.eviction import (
-    GDSF,
-    LFU,
-    LRU,
-    EvictionPolicy,
-    Frecency,
-    available_evictions,
-    make_eviction,
-)
+from graphdispatch.memory.eviction import GDSF, LFU, LRU, Frecency, available_evictions, make_eviction
 from graphdispatch.memory.probation import Probation
 
 from ..sized import MIB, entry, filled, gone
@@ -267,7 +258,10 @@ def test_an_installed_policy_is_found_by_its_name(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(eviction, "entry_points", lambda group: EntryPoints([point]) if group == point.group else ())
     assert "oldest" in available_evictions()
     assert isinstance(make_eviction("oldest"), Oldest)
-    assert isinstance(CUDAGraphManager(CUDAGraphConfig(eviction="oldest")).registry.cache.limit.eviction, Oldest)
+    assert isinstance(
+        CUDAGraphManager(CUDAGraphConfig(options=CUDAGraphOptions(eviction="oldest"))).registry.cache.limit.eviction,
+        Oldest,
+    )
 
 
 def test_an_installed_policy_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:

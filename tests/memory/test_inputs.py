@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch import Pad
 from graphdispatch.call.inputs import InputSpec
-from graphdispatch.call.padding import Pad, as_pad
+from graphdispatch.call.padding import as_pad
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.inputs import StaticInputs
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, eager_break, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import eager_break
-from graphdispatch.config import CUDAGraphOptions
+from graphdispatch.engines import named_sizes
 from graphdispatch.memory.accounting import bytes_of
-from graphdispatch.sizes import named_sizes
+
+from ..helpers import AT_ONCE
 
 QUICK = CUDAGraphOptions(gc_disable=False)  # no collection of the whole process around few captures
 
@@ -157,7 +157,7 @@ def test_a_report_is_plain_and_readable() -> None:
 
 def test_without_the_largest_the_pool_is_smaller() -> None:
     """What entries cost together counts shared memory once, and only what they keep of it."""
-    step = graphed(lambda x: x.cumsum(0).relu(), dynamic={"x": 0}, sizes=(8, 64), capture_after=1)
+    step = graphed(lambda x: x.cumsum(0).relu(), dynamic={"x": 0}, sizes=(8, 64), options=AT_ONCE)
     for rows in (8, 64):  # ascending: the second needs a larger arena than the first
         step(torch.randn(rows, 16))
     small, large = step.entries

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.memory.outputs import OutputView
+from graphdispatch import graphed
+from graphdispatch.engines import OutputView
+
+from ..helpers import AT_ONCE
 
 
 @dataclass
@@ -203,7 +205,7 @@ async def _async_generator(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("fn", [_coroutine, _generator, _async_generator])
 def test_code_that_runs_after_the_call_is_refused_at_once(fn: Callable[..., Any]) -> None:
     """No other run makes a coroutine that nobody awaits; the caller's own gives eager's answer."""
-    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     x = torch.randn(4, 2)
     for _ in range(3):
         made = step(x)
@@ -228,14 +230,14 @@ def test_attributes_of_an_output_are_no_result() -> None:
         return y  # type: ignore[no-any-return]
 
     for name, hits in (("scale", 0), ("_dynamo_note", 3)):
-        step = graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+        step = graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
         for _ in range(5):
             y: Any = step(torch.randn(4, 2), name)
             assert hits or y.scale == 3
         assert step.stats.hits == hits
     buffer: Any = torch.zeros(4, 2)
     buffer.scale = 3
-    kept: Any = graphed(lambda x: buffer.copy_(x), dynamic={}, capture_after=1)
+    kept: Any = graphed(lambda x: buffer.copy_(x), dynamic={}, options=AT_ONCE)
     for _ in range(5):
         assert kept(torch.randn(4, 2)).scale == 3
     assert kept.stats.hits == 3

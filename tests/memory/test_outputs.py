@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from graphdispatch import graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
+from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
-from graphdispatch.memory.outputs import OutputRule, Outputs, OutputView, check_values, learn_output_rule
-from graphdispatch.reasons import Reason
+from graphdispatch.memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
+
+from ..helpers import AT_ONCE
 
 
 class Pair(NamedTuple):
@@ -138,7 +140,7 @@ def test_an_expanded_output_is_handed_out(outputs: str, dim: int) -> None:
     def repeat(x: torch.Tensor) -> torch.Tensor:
         return (x * 2)[:, :1].expand(-1, 3) if dim else (x * 2).sum(1).expand(5, -1).t()
 
-    step = graphed(repeat, dynamic={"x": 0}, sizes=[4], outputs=outputs, capture_after=1)
+    step = graphed(repeat, dynamic={"x": 0}, sizes=[4], outputs=outputs, options=AT_ONCE)
     for rows in (4, 3, 4, 3, 3):
         x = torch.randn(rows, 3)
         got = step(x)

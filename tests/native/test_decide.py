@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch import CUDAGraphMode as Mode
+from graphdispatch.engines import CudagraphKeyDispatcher
 from graphdispatch.errors import ConfigError, FallbackError
-from graphdispatch.modes import CUDAGraphMode as Mode
 from graphdispatch.native import EXTENSION
 
 pytestmark = pytest.mark.skipif(EXTENSION is None, reason="the native core is not compiled, or turned off")

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import to_dlpack
 
-from graphdispatch import CUDAGraphRegistry, Graphed, graphed
+from graphdispatch import Graphed, graphed
+from graphdispatch.engines import CUDAGraphRegistry
 from graphdispatch.native.bound import ASKED, CORE
+
+from ..helpers import AT_ONCE
 
 pytestmark = pytest.mark.skipif(CORE is None or "clones" in ASKED, reason="torch makes the copies of outputs")
 ROWS, WIDTH = 4, 3
@@ -23,7 +26,7 @@ Step = Graphed[..., Any]
 
 def settled(fn: Callable[[Tensor], Any], rows: int = ROWS, width: int = WIDTH) -> Step:
     """``fn`` served by a verified graph, in a hit of which nobody has its outputs any more."""
-    step = graphed(fn, dynamic={"x": 0}, sizes=(rows,), capture_after=1)
+    step = graphed(fn, dynamic={"x": 0}, sizes=(rows,), options=AT_ONCE)
     with torch.no_grad():
         for _ in range(6):
             step(torch.randn(rows, width))

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch import CUDAGraphOptions, Graphed, Pad, ReplayError, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, Pad, Reason, ReplayError, graphed
 from graphdispatch.backends.tracing import compiler_at_work
+from graphdispatch.engines import EntryState
 from graphdispatch.memory.inputs import StaticInputs
 from graphdispatch.memory.replay import ReplayPlan
-from graphdispatch.modes import EntryState
 from graphdispatch.native.bound import ASKED, CORE
-from graphdispatch.reasons import Reason
 from graphdispatch.serve.hit import HitPath
 
+from ..helpers import AT_ONCE, with_options
 from .frames import frames_of
 
 pytestmark = pytest.mark.skipif(CORE is None, reason="the native core is not compiled, or turned off")
@@ -44,7 +44,7 @@ def _inference() -> Iterator[None]:
 
 def settled(fn: Callable[..., Any], *example: Any, dynamic: dict[str, int] | None = None, **options: Any) -> Any:
     """``fn`` served by graphs of four rows, with a verified graph of calls like the example."""
-    step = graphed(fn, dynamic=dynamic or {"x": 0}, sizes=(ROWS,), capture_after=1, **options)
+    step = graphed(fn, dynamic=dynamic or {"x": 0}, sizes=(ROWS,), **with_options(options, capture_after=1))
     for shift in range(4):
         step(*(value + shift if isinstance(value, Tensor) and not value.is_complex() else value for value in example))
     return step
@@ -64,7 +64,7 @@ def test_nothing_is_asked_of_python() -> None:
 
 def test_spellings_are_one_call(way: str) -> None:
     """Positions, keywords and any order of keywords lead to the same answer, by a graph."""
-    step = graphed(lambda x, y: x - 2 * y, dynamic={"x": 0, "y": 0}, sizes=(ROWS,), capture_after=1)
+    step = graphed(lambda x, y: x - 2 * y, dynamic={"x": 0, "y": 0}, sizes=(ROWS,), options=AT_ONCE)
     x, y = torch.randn(2, ROWS, 3)
     for shift in range(3):
         step(x + shift, y)
@@ -81,7 +81,7 @@ def test_a_nest_is_served(way: str) -> None:
         lambda x, pair: {"sum": x + pair["a"], "both": (x, pair["a"] * 2)},
         dynamic={"x": 0, "pair['a']": 0},
         sizes=(ROWS,),
-        capture_after=1,
+        options=AT_ONCE,
     )
     x, a = torch.randn(2, 3, 2)
     for shift in range(4):
@@ -128,7 +128,7 @@ def test_other_memory_orders_have_graphs_of_their_own(way: str) -> None:
         lambda: torch.randn(6, ROWS).t(),
         lambda: torch.randn(ROWS, 3, 2, 2).to(memory_format=torch.channels_last),
     ):
-        step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), capture_after=1)
+        step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), options=AT_ONCE)
         for _ in range(4):
             step(make())
         x = make()
@@ -141,7 +141,7 @@ def test_other_memory_orders_have_graphs_of_their_own(way: str) -> None:
 @pytest.mark.parametrize("pad", [Pad.zero(), Pad.value(7), Pad.repeat_last(), Pad.function(lambda p, r: p.fill_(2.5))])
 def test_padding_follows_its_rule(way: str, pad: Pad) -> None:
     """After larger and smaller batches in any order the rows behind the batch hold what the rule says."""
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, options=AT_ONCE)
     for rows in (1, 2, 3, 4, 3, 2, 1, 4, 1, 2, 3):
         step(torch.randn(rows, 2))
     for rows in (4, 1, 3, 2, 2, 4, 1):
@@ -175,7 +175,7 @@ def test_the_static_input_itself_can_be_given(way: str) -> None:
 
 def test_figures_are_counted(way: str) -> None:
     """Hits, rows, padding, replays and the decision are the same both ways."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), capture_after=1)
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), options=AT_ONCE)
     for rows in (3, 4, 3, 2, 2, 2):
         step(torch.randn(rows, 2))
     before, count, used = step.stats.to_dict(), step.entries[0].replay_count, step.entries[0].last_used
@@ -337,9 +337,7 @@ def test_threads_share_a_graph(way: str) -> None:
         lambda x: x * 2 + 1,
         dynamic={"x": 0},
         sizes=(2, 4, 8),
-        capture_after=1,
-        max_cached_graphs=2,
-        options=CUDAGraphOptions(),
+        options=CUDAGraphOptions(capture_after=1, max_cached_graphs=2),
     )
     wrong: list[Any] = []
 
@@ -372,7 +370,7 @@ def test_a_pad_that_raises_leaves_nothing_clean(way: str) -> None:
             raise ValueError("no padding today")
         padding.fill_(5)
 
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, capture_after=1)
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, options=AT_ONCE)
     for rows in (3, 4, 3, 3):
         step(torch.randn(rows, 2))
     fails[0] = True
@@ -388,7 +386,7 @@ def test_a_pad_that_raises_leaves_nothing_clean(way: str) -> None:
 
 def test_inputs_that_lie_apart_by_size_are_loaded_by_python(way: str) -> None:
     """Where the batch is not the slowest dimension, rows lie elsewhere for each size."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 1}, sizes=(2, 4), capture_after=1)
+    step = graphed(lambda x: x + 1, dynamic={"x": 1}, sizes=(2, 4), options=AT_ONCE)
     for rows in (1, 2, 3, 4, 1, 2, 3, 4, 3, 1):
         step(torch.randn(3, rows))
     for rows in (3, 1, 4, 2):
@@ -518,7 +516,7 @@ def test_a_hit_enters_no_frame() -> None:
 def test_calls_that_are_all_alike_become_hits(way: str) -> None:
     """Of one row of whole numbers no other batch can be made; another one of the caller's is compared as ever."""
     table = torch.rand(5, 2)
-    step = graphed(lambda ids: table[ids], dynamic={"ids": 0}, sizes=(1,), capture_after=1)
+    step = graphed(lambda ids: table[ids], dynamic={"ids": 0}, sizes=(1,), options=AT_ONCE)
     alike = torch.tensor([3])
     for _ in range(20):
         step(alike)
@@ -615,7 +613,7 @@ def test_values_of_one_kind_are_no_leaves_of_another(way: str) -> None:
     def fn(x: Any) -> Tensor:
         return x * 2 if isinstance(x, Tensor) else x[0] * 3
 
-    step = graphed(fn, dynamic={"x": 0, "x[0]": 0}, sizes=(ROWS,), capture_after=1)
+    step = graphed(fn, dynamic={"x": 0, "x[0]": 0}, sizes=(ROWS,), options=AT_ONCE)
     for number in range(12):
         x = torch.full((ROWS, 3), float(number))
         assert torch.equal(step(x), x * 2)

@@ -23,6 +23,8 @@ from graphdispatch.backends.cpu.program import Program, Step, loop, run_and_copy
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
 
+from ..helpers import AT_ONCE
+
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
 aten = torch.ops.aten
@@ -361,7 +363,7 @@ def test_a_cycle_through_a_tape_is_collected() -> None:
 def test_a_served_call_runs_natively() -> None:
     """What ``graphed`` replays are tapes, and eager's bits."""
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
-    step = graphed(model, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    step = graphed(model, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
     with torch.no_grad():
         for _ in range(3):
             x = torch.randn(4, 3)

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.workload import Workload
+from graphdispatch import CUDAGraphMode
+from graphdispatch.plan import CostModel, Workload
 
 
 class Case(NamedTuple):

@@ -13,11 +13,8 @@ from graphdispatch.cli.app import main
 from graphdispatch.cli.options import parse_bytes, parse_seconds, parse_share
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan import CostModel, Plan, Workload, plan_capture_sizes
 from graphdispatch.plan.dispatcher import planned_dispatcher
-from graphdispatch.plan.plan import Plan
-from graphdispatch.plan.planner import plan_capture_sizes
-from graphdispatch.plan.workload import Workload
 from graphdispatch.simulation.simulator import simulate
 
 RNG = np.random.default_rng(0)

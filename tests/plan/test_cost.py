@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch import CUDAGraphMode
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.cost import CostModel, Curve
+from graphdispatch.plan import CostModel
+from graphdispatch.plan.cost import Curve
 
 HEAD = '{"format": "graphdispatch.cost", "version": 1, "source": "stated", '
 

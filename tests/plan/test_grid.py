@@ -12,8 +12,10 @@ import graphdispatch as gd
 from graphdispatch.errors import ConfigError
 from graphdispatch.plan.grid import GridPlan, plan_capture_grid
 
-COST = gd.CostModel.of({1: 5.0, 64: 6.0}, {1: 1.0, 64: 4.0}, capture_ms={1: 10.0, 64: 30.0}, graph_bytes=1000.0)
-GAINING = gd.CostModel.of({1: 50.0, 99999: 500.0}, {1: 1.0, 99999: 400.0})  # eager is slower than any padding
+from ..helpers import AT_ONCE
+
+COST = gd.plan.CostModel.of({1: 5.0, 64: 6.0}, {1: 1.0, 64: 4.0}, capture_ms={1: 10.0, 64: 30.0}, graph_bytes=1000.0)
+GAINING = gd.plan.CostModel.of({1: 50.0, 99999: 500.0}, {1: 1.0, 99999: 400.0})  # eager is slower than any padding
 
 
 def traffic(seed: int, batches: int = 3, lengths: int = 3) -> dict[tuple[int, int], float]:
@@ -110,7 +112,7 @@ def test_bad_arguments_are_named(seen: Any, how: dict[str, Any], message: str) -
 def test_graphed_takes_the_plan() -> None:
     """Its combinations are the sizes, and each call takes the smallest that has room for it."""
     plan = plan_capture_grid({(2, 5): 3.0, (4, 5): 1.0, (4, 9): 1.0}, COST, max_graphs=2)
-    step = gd.graphed(torch.nn.Tanh(), dynamic={"input": {0: "batch", 1: "seq"}}, sizes=plan, capture_after=1)
+    step = gd.graphed(torch.nn.Tanh(), dynamic={"input": {0: "batch", 1: "seq"}}, sizes=plan, options=AT_ONCE)
     assert step.sizes == plan.points
     with torch.no_grad():
         for _ in range(3):

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch import CUDAGraphMode as Mode
 from graphdispatch.decide.table import KeyTable
-from graphdispatch.descriptors import BatchDescriptor as Key
+from graphdispatch.engines import BatchDescriptor as Key
+from graphdispatch.engines import CudagraphKeyDispatcher
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode as Mode
 from graphdispatch.plan.lint import LintCode, LintFinding, lint
 
 PIECEWISE, FULL = Mode.PIECEWISE, Mode.FULL

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from graphdispatch.errors import ConfigError
-from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan import CostModel, Workload, plan_capture_sizes
 from graphdispatch.plan.online import LiveTraffic, measured_cost, replan
-from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.prior import Prior
-from graphdispatch.plan.workload import Workload
 
 SLOPED = CostModel.of(lambda n: 1000.0, lambda n: 8 + 0.1 * n, capture_ms=50.0)
 FLAT = CostModel.of(100.0, 8.0, capture_ms=50.0)

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
+from graphdispatch import CUDAGraphMode
+from graphdispatch.engines import named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan import CostModel, Plan, Workload, plan_capture_sizes
 from graphdispatch.plan.compare import compare
-from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.plan import Plan, PlannedGraph
-from graphdispatch.plan.planner import plan_capture_sizes
-from graphdispatch.plan.workload import Workload
-from graphdispatch.sizes import named_sizes
+from graphdispatch.plan.plan import PlannedGraph
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 COST = CostModel.of(

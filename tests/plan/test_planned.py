@@ -5,15 +5,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from graphdispatch.config import CUDAGraphConfig
+from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.decide.decision import SizeTable
+from graphdispatch.engines import CUDAGraphConfig
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan import CostModel, Plan, Workload
 from graphdispatch.plan.dispatcher import planned_dispatcher
-from graphdispatch.plan.plan import Plan, PlannedGraph
-from graphdispatch.plan.workload import Workload
-from graphdispatch.reasons import Reason
+from graphdispatch.plan.plan import PlannedGraph
 from graphdispatch.simulation.simulator import simulate
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE

@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch import CUDAGraphMode
+from graphdispatch.engines import named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan import optimum
-from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.plan import Plan
-from graphdispatch.plan.planner import plan_capture_sizes
+from graphdispatch.plan import CostModel, Plan, Workload, optimum, plan_capture_sizes
 from graphdispatch.plan.prior import Prior
-from graphdispatch.plan.workload import Workload
-from graphdispatch.sizes import named_sizes
 
 from .brute_force import least_ms, random_case
 

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
 from graphdispatch.plan.pauses import Pauses
-from graphdispatch.plan.prediction import Prewarmer, SizePredictor
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 

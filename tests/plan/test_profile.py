@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from graphdispatch.errors import ConfigError
-from graphdispatch.plan.cost import CostModel
+from graphdispatch.plan import CostModel
 from graphdispatch.plan.profile import Profile
 
 PROFILE = Profile.of((4, 16), {9: 2.5, 3: 1.0}, CostModel.default())

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from graphdispatch.errors import ConfigError
-from graphdispatch.plan import Workload
+from graphdispatch.plan import Steps, Workload
 from graphdispatch.plan.readers import read_requests, read_trace
 from graphdispatch.plan.scheduler import SchedulerModel
-from graphdispatch.plan.traffic import Steps
 
 CSV = """step,t_ms,num_tokens,num_reqs,uniform_decode
 0,0.00,40,1,0

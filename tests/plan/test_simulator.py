@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
-from graphdispatch.decide.policies import DefaultDispatchPolicy
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, graphed
+from graphdispatch.engines import (
+    AdaptiveDispatchPolicy,
+    CudagraphKeyDispatcher,
+    DefaultDispatchPolicy,
+    DispatchKey,
+    DispatchMode,
+)
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.modes import CUDAGraphMode, DispatchMode
-from graphdispatch.plan import Workload
-from graphdispatch.plan.cost import CostModel
-from graphdispatch.reasons import Reason
+from graphdispatch.plan import CostModel, Workload
 from graphdispatch.simulation.simulator import simulate
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -137,7 +137,11 @@ def test_it_counts_what_graphed_counts(room: int) -> None:
     reasons, rows and evictions."""
     sizes = np.repeat(np.random.default_rng(3).integers(1, 10, 100), 4).tolist()
     step = graphed(
-        lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4, 8), max_size=8, max_cached_graphs=room, eviction="lru"
+        lambda x: x * 2,
+        dynamic={"x": 0},
+        sizes=(2, 4, 8),
+        max_size=8,
+        options=CUDAGraphOptions(max_cached_graphs=room, eviction="lru"),
     )
     for number, size in enumerate(sizes):
         step(torch.arange(number, number + 2.0 * size).reshape(size, 2))

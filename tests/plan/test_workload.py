@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphdispatch import CUDAGraphStats, Reason
 from graphdispatch.errors import ConfigError
 from graphdispatch.plan import Workload
-from graphdispatch.reasons import Reason
-from graphdispatch.stats import CUDAGraphStats
 
 
 def table(workload: Workload) -> dict[int, tuple[float, float]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from graphdispatch.memory.outputs import OutputView
+from graphdispatch.engines import OutputView
 
 from .calls import CONTEXTS, Plan
 from .device import IS_BIT_EXACT

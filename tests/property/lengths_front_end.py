@@ -8,6 +8,7 @@ import torch
 import graphdispatch as gd
 
 from ..behaviour.front_ends import GraphedFrontEnd
+from ..helpers import with_options
 
 __all__ = ["LengthsFrontEnd"]
 
@@ -47,5 +48,5 @@ class LengthsFrontEnd(GraphedFrontEnd):
             "ids": {0: "length"},
             "slots": {0: "length"},
         }
-        how: dict[str, Any] = {"sizes": [3], "mode": self.mode, "options": self.options, "capture_after": 1}
-        self.front = self.step = _Front(gd.graphed(both, dynamic=dynamic, **(how | more)))  # type: ignore[assignment]
+        how: dict[str, Any] = {"sizes": [3], "mode": self.mode, "options": self.options}
+        self.front = self.step = _Front(gd.graphed(both, dynamic=dynamic, **with_options(how | more, capture_after=1)))  # type: ignore[assignment]

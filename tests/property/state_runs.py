@@ -18,7 +18,7 @@ from torch import Tensor
 
 import graphdispatch
 from graphdispatch import CUDAGraphOptions, GraphDispatchError
-from graphdispatch.memory.outputs import OutputView
+from graphdispatch.engines import OutputView
 
 from ..behaviour.front_ends import FRONT_ENDS
 from .lengths_front_end import LengthsFrontEnd

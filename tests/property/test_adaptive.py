@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy, bucket_of
-from graphdispatch.descriptors import DispatchKey
-from graphdispatch.modes import DispatchMode
+from graphdispatch.decide.adaptive import bucket_of
+from graphdispatch.engines import AdaptiveDispatchPolicy, DispatchKey, DispatchMode
 
 MODES = (DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.EAGER)
 

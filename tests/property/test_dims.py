@@ -8,6 +8,8 @@ from hypothesis import given
 
 from graphdispatch import Dim, graphed
 
+from ..helpers import AT_ONCE
+
 Model = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
@@ -61,7 +63,7 @@ def test_each_call_has_eagers_answer(
     torch.manual_seed(seed)
     both = {0: "batch", 1: Dim("seq", sizes=lengths)}
     dims = {"x": both, "mask": {0: "batch", 1: "seq"}, "y": {0: "batch"}}
-    step = graphed(model, dynamic=dims, sizes=rows, capture_after=1)
+    step = graphed(model, dynamic=dims, sizes=rows, options=AT_ONCE)
     with torch.no_grad():
         for batch, length in [call for call in calls for _ in range(repeats)] + calls:
             x, mask = torch.randn(batch, length, 3), (torch.rand(batch, length) < 0.7).float()

@@ -15,12 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.call.breaks import eager_break
-from graphdispatch.config import CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, eager_break, graphed
+from graphdispatch.engines import OutputView
 from graphdispatch.errors import ConfigError, StaleOutputError
-from graphdispatch.memory.outputs import OutputView
-from graphdispatch.reasons import Reason
 
 from .calls import Plan, plans, sound_plans, twists
 from .compare import Done, assert_same, assert_same_outcome, assert_same_state, perform, snapshot
@@ -83,10 +80,13 @@ class Sequences(RuleBasedStateMachine):
             sizes=sizes,
             mode=mode,
             outputs=outputs,
-            capture_after=capture_after,
-            max_cached_graphs=max_graphs,
-            eviction=eviction,
-            options=CUDAGraphOptions(padding_writes="allow", verify_every=verify_every),
+            options=CUDAGraphOptions(
+                padding_writes="allow",
+                verify_every=verify_every,
+                capture_after=capture_after,
+                max_cached_graphs=max_graphs,
+                eviction=eviction,
+            ),
         )
         self.step, self.reference = serve(self.model), serve(self.other)
         self._serve(plan, rows, None)

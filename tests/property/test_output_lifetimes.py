@@ -6,10 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.config import CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, graphed
+from graphdispatch.engines import OutputView
 from graphdispatch.errors import StaleOutputError
-from graphdispatch.memory.outputs import OutputView
+
+from ..helpers import AT_ONCE
 
 _SIZES = (1, 2, 4)
 _QUICK = CUDAGraphOptions(gc_disable=False)
@@ -58,7 +59,7 @@ def test_a_handle_is_right_or_raises(outputs: str, mode: str, steps: list[int | 
 def test_clones_are_never_touched(rows: list[int], size: int) -> None:
     """Copies stay what they were, though all graphs write their outputs to the same memory."""
     with torch.no_grad():
-        step = graphed(lambda x: x.cumsum(1), dynamic={"x": 0}, sizes=tuple(sorted({size, 4})), capture_after=1)
+        step = graphed(lambda x: x.cumsum(1), dynamic={"x": 0}, sizes=tuple(sorted({size, 4})), options=AT_ONCE)
         kept = [(x, step(x)) for x in (torch.full((n, 3), float(i)) for i, n in enumerate(rows))]
         for x, got in kept:
             assert torch.equal(got, x.cumsum(1))

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.call.breaks import eager_break
+from graphdispatch import eager_break, graphed
 
+from ..helpers import AT_ONCE
 from .device import DEVICE
 
 WIDTH = 4
@@ -141,7 +141,7 @@ def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> N
     generator = torch.Generator().manual_seed(seed)
     model = Node(root, generator).to(DEVICE)
     twin = copy.deepcopy(model)
-    served = graphed(lambda x: model(x.clone()), dynamic={"x": 0}, sizes=SIZES, mode="PIECEWISE", capture_after=1)
+    served = graphed(lambda x: model(x.clone()), dynamic={"x": 0}, sizes=SIZES, mode="PIECEWISE", options=AT_ONCE)
     with torch.no_grad():
         for count in (*rows, 3) * 3:
             x = torch.randn(count, WIDTH, generator=generator).to(DEVICE)
@@ -163,7 +163,7 @@ def test_a_full_graph_gives_the_same_as_pieces(root: Tree, seed: int) -> None:
         sizes=(2, 4),
         mode="FULL_AND_PIECEWISE",
         uniform_decode=lambda x, decode: decode,
-        capture_after=1,
+        options=AT_ONCE,
     )
     with torch.no_grad():
         for _ in range(3):

@@ -3,10 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.config import CUDAGraphConfig
+from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.decide.decision import SizeTable
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
+from graphdispatch.engines import CUDAGraphConfig
 from graphdispatch.sizes import NAMED_SIZES
 
 _SIZES = st.one_of(

@@ -8,11 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.modes import CUDAGraphMode
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
+from ..helpers import AT_ONCE
 from .calls import Plan
 from .compare import assert_same_outcome, perform
 from .models import PLAIN, RandomModel, Spec, specs
@@ -59,7 +58,7 @@ def test_threads_share_one_graphed(spec: Spec, sequences: list[list[Plan]], max_
         model,
         dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0},
         sizes=(1, 2, 4),
-        max_cached_graphs=max_graphs,
+        options=CUDAGraphOptions(max_cached_graphs=max_graphs),
     )
     in_threads(model, [[(step, plan) for plan in plans] for plans in sequences], exact=False)
     step.check_integrity()
@@ -88,7 +87,7 @@ def test_threads_share_one_wrapper(spec: Spec, sequences: list[list[Plan]]) -> N
 def test_clearing_under_calls(spec: Spec, sequences: list[list[Plan]]) -> None:
     """``clear()`` from a thread of its own takes graphs away under the others, and no answer suffers."""
     model = spec.build()
-    step = graphed(model, dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0}, sizes=(2, 4), capture_after=1)
+    step = graphed(model, dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0}, sizes=(2, 4), options=AT_ONCE)
 
     def clears(*args: Any, **kwargs: Any) -> Any:
         step.clear()

@@ -6,10 +6,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphOptions
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.modes import CUDAGraphMode
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
 from .calls import Plan, plans, sound_plans
 from .compare import assert_same_outcome, assert_same_state, perform

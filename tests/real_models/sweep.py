@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from graphdispatch.api.graphed import graphed
+from graphdispatch import CUDAGraphStats, graphed
 from graphdispatch.capture.verify import difference, tolerance_for
-from graphdispatch.stats import CUDAGraphStats
 
 from .families import Case, build_cases, cases_of
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Dim, eager_break, graphed
 
+from ..helpers import AT_ONCE
+
 LENGTHS = (16, 16, 16, 8, 5, 9, 13, 7, 14, 15, 3)
 
 
@@ -158,7 +160,7 @@ def test_a_branch_on_rows_and_length(
     def fn(x: Tensor) -> Tensor:
         return x * 3 if relation(*x.shape[:2]) else x * 2
 
-    served = graphed(fn, dynamic={"x": {0: "batch", 1: Dim("seq", sizes=[8])}}, sizes=[4], capture_after=1)
+    served = graphed(fn, dynamic={"x": {0: "batch", 1: Dim("seq", sizes=[8])}}, sizes=[4], options=AT_ONCE)
     if prewarms:
         served.prewarm(torch.randn(*first, 3))
     chance = random.Random(0)
@@ -192,7 +194,7 @@ def test_a_branch_below_some_product(branch: Callable[[Model, Tensor], Tensor]) 
         torch.manual_seed(0)
         models.append(Small(branch, 0, 6).eval())
     rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[8])}
-    served = graphed(models[1], dynamic={"x": rules}, sizes=[4], capture_after=1)
+    served = graphed(models[1], dynamic={"x": rules}, sizes=[4], options=AT_ONCE)
     generator = torch.Generator().manual_seed(1)
     for number, shape in enumerate(SHAPES * 4):
         x = torch.randn((*shape, 4), generator=generator)

@@ -7,25 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Pad, Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
 from graphdispatch.backends.cpu.graph import CPUPool
-from graphdispatch.call.padding import Pad
 from graphdispatch.call.rules import make_rules
 from graphdispatch.call.spec import CallSpec
-from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.decide.decision import SizeTable
 from graphdispatch.demo.decoder import PRESETS, Decoder
+from graphdispatch.engines import named_sizes
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.memory.accounting import EntryMemory, MemoryReport
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
 from graphdispatch.serve.estimate import _extrapolate, estimate_memory
 from graphdispatch.serve.graphs import GraphSet
 from graphdispatch.serve.group import GraphGroup, Route
-from graphdispatch.sizes import named_sizes
 
 SIZES = sorted(named_sizes("vllm", 128), reverse=True)
 

@@ -12,22 +12,20 @@ import pytest
 import torch
 
 import graphdispatch
-from graphdispatch import (
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import (
     BatchDescriptor,
     CUDAGraphConfig,
     CudagraphDispatcher,
     CUDAGraphManager,
-    CUDAGraphMode,
-    CUDAGraphOptions,
     CUDAGraphWrapper,
     DispatchKey,
-    Graphed,
-    graphed,
 )
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
-from graphdispatch.reasons import Reason
 from graphdispatch.serve.hit import HitPath
+
+from ..helpers import AT_ONCE
 
 SIZE = 4
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
@@ -35,7 +33,7 @@ _PACKAGE = str(Path(graphdispatch.__file__).parent)
 
 def settled_graphed(latest: int = SIZE - 1) -> tuple[Graphed[..., Any], Callable[[], Any]]:
     """A graphed module that served ``latest`` rows, and a padded call of it that is a hit."""
-    step = graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(SIZE,), capture_after=1)
+    step = graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(SIZE,), options=AT_ONCE)
     x = torch.randn(SIZE - 1, 3)
     with torch.no_grad():
         for rows in (SIZE - 1, SIZE, SIZE - 1, latest):
@@ -98,8 +96,7 @@ def settled_decoder(rows: int) -> tuple[Graphed[..., Any], Callable[[], Any]]:
         dynamic=dict.fromkeys(("token_ids", "slots", "positions", "lengths"), 0),
         pad={"slots": 2 * SIZE, "lengths": 1},
         sizes=(SIZE,),
-        capture_after=1,
-        options=CUDAGraphOptions(padding_writes="allow"),
+        options=CUDAGraphOptions(padding_writes="allow", capture_after=1),
     )
 
     def batch(rows: int, step: int = 0) -> dict[str, torch.Tensor]:
@@ -115,7 +112,7 @@ def settled_decoder(rows: int) -> tuple[Graphed[..., Any], Callable[[], Any]]:
 
 def settled_manager() -> tuple[CUDAGraphManager, Callable[[], Any]]:
     """A manager, and a padded batch that its graph serves."""
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, capture_after=1))
+    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, options=AT_ONCE))
     model = torch.nn.Linear(3, 3).eval()
 
     @torch.no_grad()
@@ -288,7 +285,7 @@ def test_a_hit_in_the_core_runs_no_python(bound: Bound) -> None:
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_graphed_hit_in_the_core_runs_only_its_graph(gradients: bool) -> None:
     """Below the call of a graphed function, a hit in the core runs the guard and the graph, and nothing else."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(SIZE,), capture_after=1)
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(SIZE,), options=AT_ONCE)
     x = torch.ones(SIZE, 3)
     with torch.set_grad_enabled(gradients):
         for rows in (SIZE - 1, SIZE, SIZE - 1, SIZE):
@@ -318,7 +315,9 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_refused_call_in_the_core_runs_only_the_callable(reason: Reason, gradients: bool) -> None:
     """A call that is known to have no graph runs none of the package's Python, though other calls have graphs."""
-    step = graphed(a_step(torch.full((3,), 2.0)), dynamic={"x": 0}, sizes=(SIZE,), capture_after=2)
+    step = graphed(
+        a_step(torch.full((3,), 2.0)), dynamic={"x": 0}, sizes=(SIZE,), options=CUDAGraphOptions(capture_after=2)
+    )
     rows, tag = REFUSED[reason]
     with torch.set_grad_enabled(gradients):
         for _ in range(5):

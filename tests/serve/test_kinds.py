@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import Graphed, graphed
-from graphdispatch.reasons import Reason
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 
 ROWS = 4
 
@@ -25,7 +24,9 @@ def twice(x: torch.Tensor, other: Any = None) -> torch.Tensor:
 
 def serve(fn: Callable[..., Any] = twice, *, most: int = 2, capture_after: int = 1) -> Graphed[..., Any]:
     """A served callable that keeps few kinds of calls."""
-    return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), max_signatures=most, capture_after=capture_after)
+    return graphed(
+        fn, dynamic={"x": 0}, sizes=(ROWS,), options=CUDAGraphOptions(max_signatures=most, capture_after=capture_after)
+    )
 
 
 def call(step: Graphed[..., Any], columns: int, *others: Any) -> Reason:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import Graphed, graphed
+from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.call.spec import FlatCall
 from graphdispatch.capture.request import CaptureResult
-from graphdispatch.reasons import Reason
 from graphdispatch.serve.ledger import Ledger
+
+from ..helpers import with_options
 
 ROWS = 4
 EAGER_S, REPLAY_S, SPENT_S = 2e-3, 1e-3, 0.1
@@ -41,7 +42,7 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 
 def serve(fn: Callable[..., Any] = _twice, **options: Any) -> Graphed[..., Any]:
     """A served callable of one size; its calls are of another kind for each number of columns."""
-    return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), **{"max_signatures": 64, **options})
+    return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), **with_options(options, max_signatures=64))
 
 
 def call(step: Graphed[..., Any], columns: int) -> Reason:

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.plan import Plan, PlannedGraph
-from graphdispatch.plan.prediction import Prewarmer, SizePredictor
+from graphdispatch.plan import CostModel, Plan
+from graphdispatch.plan.plan import PlannedGraph
 from graphdispatch.plan.profile import Profile
-from graphdispatch.reasons import Reason
+
+from ..helpers import with_options
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -35,7 +34,7 @@ def model() -> torch.nn.Module:
 
 def make(model: torch.nn.Module, **options: Any) -> Graphed[..., Any]:
     """The model with the sizes of these tests."""
-    return graphed(model, dynamic={"input": 0}, **({"sizes": SIZES} | options))
+    return graphed(model, dynamic={"input": 0}, **with_options({"sizes": SIZES} | options))
 
 
 def serves(step: Graphed[..., Any], model: torch.nn.Module, rows: int) -> Reason:
@@ -234,7 +233,7 @@ def test_a_callable_that_calls_itself_keeps_its_own_decision() -> None:
     def outer(x: torch.Tensor, again: bool) -> Any:
         return step(x, False) if again else x * 2
 
-    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), capture_after=9)
+    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=9))
     step(torch.randn(5, 3), True)
     assert step.last_decision is not None
     assert step.last_decision.rows == 5

@@ -14,12 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import graphdispatch
-from graphdispatch import CUDAGraphOptions, Dim, Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
 from graphdispatch.memory.windows import WINDOWS
 from graphdispatch.native.bound import ASKED
-from graphdispatch.reasons import Reason
 from graphdispatch.serve.hit import HitPath
 from graphdispatch.serve.refused import RefusedCalls
+
+from ..helpers import AT_ONCE
 
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
 ROWS = 4
@@ -58,7 +59,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Reason]] = {
 def serve(fn: Callable[..., Any]) -> Graphed[..., Any]:
     """A graphed callable whose first argument has the batch."""
     options = CUDAGraphOptions(max_failures=1)
-    return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), capture_after=1, options=options)
+    return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), options=options.replace(capture_after=1))
 
 
 def frames_of(call: Callable[[], Any]) -> list[str]:
@@ -372,7 +373,7 @@ def test_a_refused_call_needs_no_lock_of_the_server() -> None:
 @torch.no_grad()
 def test_a_refused_batch_and_length_is_counted_by_its_cells() -> None:
     """As every other call with two dynamic dimensions is."""
-    step = graphed(unsafe, dynamic={"x": {0: "batch", 1: Dim("seq", [8])}}, sizes=[2], capture_after=1, pad={"x": 0})
+    step = graphed(unsafe, dynamic={"x": {0: "batch", 1: Dim("seq", [8])}}, sizes=[2], options=AT_ONCE, pad={"x": 0})
     for _ in range(10):
         step(torch.ones(2, 5))
     assert step.stats.rows == {10: 10}

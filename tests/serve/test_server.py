@@ -7,13 +7,11 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.api.manager import CUDAGraphManager
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphConfig
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
+from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
+
+from ..helpers import AT_ONCE
 
 FULL = CUDAGraphMode.FULL
 
@@ -50,7 +48,9 @@ def test_a_wrapper_remembers_so_many_descriptors() -> None:
 
 def test_a_manager_remembers_so_many_lengths() -> None:
     """A thousand sequence lengths share one guard, one server and one set of static inputs."""
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1000))
+    manager = CUDAGraphManager(
+        CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=CUDAGraphOptions(capture_after=1000))
+    )
     x = torch.randn(4, 3)
     with torch.no_grad():
         for seq_len in range(1, 1500):
@@ -64,7 +64,7 @@ def test_a_manager_remembers_so_many_lengths() -> None:
 
 def test_a_server_that_was_forgotten_captures_no_more() -> None:
     """A call that found its server just before ``sleep`` runs eagerly, and leaves nothing in the pool."""
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1))
+    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE))
     x = torch.randn(4, 3)
     with torch.no_grad():
         manager.execute_or_capture(4, 1, double, {"x": x})
@@ -95,7 +95,7 @@ def test_nothing_is_prewarmed_while_asleep() -> None:
 def test_weights_assigned_while_awake_are_seen_after_a_second_wake() -> None:
     """``wake`` of what is awake changes nothing: the guard goes on comparing with the captured weights."""
     model = torch.nn.Linear(3, 3).eval().requires_grad_(False)
-    step = gd.graphed(model, dynamic={"input": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(model, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
     with torch.no_grad():
         for rows in (3, 4, 3):
             step(torch.randn(rows, 3))
@@ -107,7 +107,7 @@ def test_weights_assigned_while_awake_are_seen_after_a_second_wake() -> None:
 
 def test_a_hit_needs_no_lock_of_the_server() -> None:
     """New numbers of rows of a verified graph are served while another thread holds the lock that captures take."""
-    step = gd.graphed(double, dynamic={"x": 0}, sizes=(8,), capture_after=1)
+    step = gd.graphed(double, dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
     answers: list[Any] = []
     with torch.no_grad():
         for rows in range(1, 9):  # each is compared once

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import Dim, EntryState, Graphed, graphed
-from graphdispatch.reasons import Reason
+from graphdispatch import Dim, Graphed, Reason, graphed
+from graphdispatch.engines import EntryState
 from graphdispatch.serve.hits import Hit
 
+from ..helpers import AT_ONCE, with_options
 from ..spy import Spy
 
 ROWS = 4
@@ -25,7 +26,7 @@ def _no_gradients() -> Iterator[None]:
 
 def serve(fn: Callable[..., Any], **options: Any) -> Graphed[..., Any]:
     """A served callable that captures at once."""
-    return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), capture_after=1, **options)
+    return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), **with_options(options, capture_after=1))
 
 
 def is_settled(step: Graphed[..., Any], rows: int = ROWS) -> bool:
@@ -109,7 +110,7 @@ def test_the_comparison_leaves_no_effects() -> None:
 @pytest.mark.parametrize("x", [torch.ones(ROWS, 3, dtype=torch.int64), torch.arange(3)[None]])
 def test_where_no_other_batch_can_be_made_all_stays(x: torch.Tensor) -> None:
     """Each call is served, and compared with the first."""
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(len(x),), capture_after=1)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(len(x),), options=AT_ONCE)
     for _ in range(ENOUGH):
         assert torch.equal(step(x), x * 2)
     assert [entry.state for entry in step.entries] == [EntryState.CAPTURED]
@@ -140,7 +141,7 @@ def test_zeros_tell_nothing_of_a_number_of_rows(dim: int) -> None:
     shapes = [(2, 4), (3, 4)] if dim == 0 else [(2, 2), (2, 3)]
     dynamic = {"x": {0: "batch", 1: Dim("length", sizes=[6])}} if dim else {"x": 0}
     with torch.no_grad():
-        step = graphed(fn, dynamic=dynamic, sizes=(5,), capture_after=1)
+        step = graphed(fn, dynamic=dynamic, sizes=(5,), options=AT_ONCE)
         step(torch.randn(shapes[0]))
         step(torch.zeros(shapes[1]))
         for _ in range(4):

@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.api.wrapper import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphOptions
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
-from graphdispatch.reasons import Reason
 
 from ..spy import Spy
 
@@ -31,7 +29,7 @@ def _unchanged() -> Any:
 
 def _step(every: int | None) -> Graphed[..., Any]:
     options = CUDAGraphOptions(verify_every=every)
-    return graphed(_hidden, dynamic={"x": 0}, sizes=(4,), capture_after=1, options=options)
+    return graphed(_hidden, dynamic={"x": 0}, sizes=(4,), options=options.replace(capture_after=1))
 
 
 def _reason(step: Graphed[..., Any]) -> Reason:

@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, eager_break, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.call.breaks import eager_break
 
 THREADS = 16
 CALLS = int(os.environ.get("GRAPHDISPATCH_SOAK_CALLS", "8000"))
@@ -111,9 +110,11 @@ class Soak:
                 net,
                 dynamic={"x": 0},
                 sizes=(1, 2, 4, 8),
-                max_cached_graphs=None if roomy else 5,
-                memory_budget_bytes=None if roomy else 1 << 20,
-                max_signatures=8,
+                options=CUDAGraphOptions(
+                    max_cached_graphs=None if roomy else 5,
+                    memory_budget_bytes=None if roomy else 1 << 20,
+                    max_signatures=8,
+                ),
                 mode="PIECEWISE" if index else "FULL",
             )
             for index, net in enumerate(self.nets)

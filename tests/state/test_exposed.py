@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
+from graphdispatch import Reason
 from graphdispatch.capture.effects import EffectRecorder
-from graphdispatch.reasons import Reason
 
 
 @pytest.fixture(autouse=True, params=[torch.no_grad, torch.inference_mode])

@@ -25,7 +25,9 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
-from graphdispatch.reasons import Reason
+from graphdispatch import Reason
+
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +174,7 @@ def test_an_event_that_is_set_later_is_seen() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return x + event.is_set() + shared.value + context.prec
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for change in (lambda: None, event.set, lambda: setattr(shared, "value", 5), lambda: setattr(context, "prec", 3)):
         change()
         for _ in range(6):

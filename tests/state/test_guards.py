@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.call.breaks import eager_break
+from graphdispatch import eager_break, graphed
 from graphdispatch.state.callables import same_callable
 from graphdispatch.state.guards import StateGuard, wants_gradient
 from graphdispatch.state.objects import same_objects

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, EntryState, eager_break
+from graphdispatch import CUDAGraphOptions, eager_break
+from graphdispatch.engines import EntryState
 
 from ..python_objects import Box, served
 

@@ -14,6 +14,7 @@ from graphdispatch import Reason, graphed
 from graphdispatch.state.trace import CodeTrace
 from graphdispatch.state.walk import StateWalk
 
+from ..helpers import AT_ONCE
 from ..python_objects import Box, Slotted, served
 
 
@@ -284,7 +285,7 @@ def test_environment_variables_that_a_call_sets_are_its_state(monkeypatch: pytes
         os.environ["GD_TURNS"] = str(int(os.environ["GD_TURNS"]) + 1)
         return x * 2
 
-    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     with torch.no_grad():
         for _ in range(3):
             step(torch.randn(3, 3))
@@ -295,7 +296,7 @@ def test_environment_variables_that_a_call_sets_are_its_state(monkeypatch: pytes
 def test_what_another_thread_changes_meanwhile_stays() -> None:
     """A capture that fails half-way puts back what the callable's code names, and nothing that only others change."""
     engine = Engine()
-    step = graphed(engine.step, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    step = graphed(engine.step, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     with torch.no_grad():
         step(torch.randn(3, 3))
     assert step.last_decision is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.call.breaks import eager_break
+from graphdispatch import eager_break
 
 from ..traced import guard_of
 

@@ -15,6 +15,8 @@ import graphdispatch as gd
 from graphdispatch.memory import windows
 from graphdispatch.state import objects
 
+from ..helpers import AT_ONCE
+
 
 class Gate(TorchDispatchMode):
     """Stops the calling thread at its ``stops_at``-th multiplication, until it is opened."""
@@ -35,7 +37,7 @@ class Gate(TorchDispatchMode):
 
 def served(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A callable that is captured at its first call."""
-    return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
 
 
 @pytest.mark.parametrize("other_is", ["eager", "hit"])

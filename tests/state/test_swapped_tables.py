@@ -10,6 +10,8 @@ from torch import nn
 
 from graphdispatch import graphed
 
+from ..helpers import AT_ONCE
+
 
 class Half:
     def factor(self) -> float:
@@ -109,7 +111,7 @@ def test_a_replaced_table_is_seen(swap: Callable[[nn.Module], None]) -> None:
     """Be the guard native or not."""
     torch.manual_seed(0)
     model = make()
-    serve = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    serve = graphed(model, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     with torch.no_grad():
         for _ in range(6):
             serve(torch.randn(4, 4))
@@ -128,7 +130,7 @@ def bounded(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("place", [globals(), vars(builtins)], ids=["global", "builtin"])
 def test_a_hidden_or_replaced_builtin_is_seen(place: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """A global variable hides the builtin of its name; somebody else may replace the builtin itself."""
-    serve = graphed(bounded, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+    serve = graphed(bounded, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     x = torch.ones(4, 1)
     for _ in range(5):
         serve(x)
@@ -164,7 +166,7 @@ def test_a_forward_of_an_object_is_followed(change: str, name: str) -> None:
 
     setattr(model, name, through(other.forward))
     with torch.no_grad():
-        serve = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+        serve = graphed(model, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
         for _ in range(4):
             serve(torch.randn(4, 4))
         assert serve.stats.hits
@@ -193,7 +195,7 @@ def test_an_attribute_that_a_text_spells_is_read() -> None:
     """``"{0.scale}".format(config)``."""
     model = Written()
     with torch.no_grad():
-        serve = graphed(model, dynamic={"x": 0}, sizes=(4,), capture_after=1)
+        serve = graphed(model, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
         for _ in range(4):
             serve(torch.randn(4, 4))
         assert serve.stats.hits

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
-from graphdispatch.reasons import Reason
+from graphdispatch import Reason
 
 from ..python_objects import check_reading
 

@@ -101,5 +101,5 @@ def test_a_plan_of_recorded_steps_has_its_sizes_captured(tmp_path: Path) -> None
     command = [sys.executable, "-m", "graphdispatch", "plan", str(trace), "--max-graphs", "6", "--output", str(plan)]
     subprocess.run(command, capture_output=True, check=True)
     planned = serve(tmp_path, "--requests", "40", "--modes", "FULL", "--plan", str(plan))["FULL"]
-    assert planned["warm"][0]["FULL"]["graphs"] == len(gd.Plan.load(plan).sizes) <= 6
+    assert planned["warm"][0]["FULL"]["graphs"] == len(gd.plan.Plan.load(plan).sizes) <= 6
     assert planned["padding"] < first["FULL"]["padding"]

@@ -113,7 +113,7 @@ def test_decisions_replace_the_dispatcher_and_add_counters(monkeypatch: pytest.M
     from vllm.v1.metrics import loggers
     from vllm.v1.worker import gpu_model_runner as runner
 
-    from graphdispatch.integrations.vllm.dispatcher import CudagraphDispatcher
+    from graphdispatch.engines import CudagraphDispatcher
 
     for module in (theirs, runner):
         monkeypatch.setattr(module, "CudagraphDispatcher", module.CudagraphDispatcher)
@@ -153,7 +153,7 @@ def test_the_sizes_of_a_plan_are_captured(
 ) -> None:
     """Unless the user gives sizes; called twice it does the same."""
     plan = tmp_path / "plan.json"
-    gd.Plan.from_sizes([2, 5, 9]).save(plan)
+    gd.plan.Plan.from_sizes([2, 5, 9]).save(plan)
     monkeypatch.setenv(PLAN, str(plan))
     register()
     register()

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget
+from graphdispatch.config import parse_mode
+from graphdispatch.engines import CUDAGraphConfig, named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.sizes import NAMED_SIZES, named_sizes
+from graphdispatch.sizes import NAMED_SIZES
 
 BAD_CONFIG: list[tuple[str, Any, str]] = [
     ("mode", "HALF", r"one of NONE \(0\), .*FULL_AND_PIECEWISE \(4\), got 'HALF'"),
@@ -28,12 +29,6 @@ BAD_CONFIG: list[tuple[str, Any, str]] = [
     ("max_batch_size", 2**40, r"less than or equal to 1048576, got 1099511627776"),
     ("max_seq_len", -1, r"greater than or equal to 1, got -1"),
     ("pad_batches", "yes", r"a valid boolean, got 'yes'"),
-    ("max_cached_graphs", 1.5, r"a valid integer, got 1.5"),
-    ("memory_budget_bytes", -1, r"greater than or equal to 1, got -1"),
-    ("memory_budget_bytes", 0, r"greater than or equal to 1, got 0"),
-    ("memory_budget_bytes", "2GiB", r"a valid integer, got '2GiB'"),
-    ("capture_after", 0, r"greater than or equal to 1, got 0"),
-    ("max_signatures", True, r"a valid integer, got True"),
     ("strict", 1, r"a valid boolean, got 1"),
     ("options", 3, r"a valid dictionary or instance of CUDAGraphOptions, got 3"),
 ]
@@ -52,6 +47,12 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
     ("state_limit_bytes", -1, r"greater than or equal to 0, got -1"),
     ("padding_writes", True, r"'refuse' or 'allow', got True"),
     ("max_failures", 0, r"greater than or equal to 1, got 0"),
+    ("max_cached_graphs", 1.5, r"a valid integer, got 1.5"),
+    ("memory_budget_bytes", -1, r"greater than or equal to 1, got -1"),
+    ("memory_budget_bytes", 0, r"greater than or equal to 1, got 0"),
+    ("memory_budget_bytes", "2GiB", r"a valid integer, got '2GiB'"),
+    ("capture_after", 0, r"greater than or equal to 1, got 0"),
+    ("max_signatures", True, r"a valid integer, got True"),
 ]
 
 
@@ -104,14 +105,31 @@ def test_nested_options_are_named_with_their_place() -> None:
 
 def test_several_bad_values_are_all_named() -> None:
     """One error lists all that is wrong, so that it is mended in one go."""
-    with pytest.raises(ConfigError, match=r"max_seq_len must .*; max_signatures must "):
-        CUDAGraphConfig(max_seq_len=0, max_signatures=0)
+    with pytest.raises(ConfigError, match=r"max_batch_size must .*; max_seq_len must "):
+        CUDAGraphConfig(max_seq_len=0, max_batch_size=0)
 
 
 def test_an_unknown_option_is_refused() -> None:
     """A misspelt option is an error that lists the known ones."""
     with pytest.raises(ConfigError, match=r"'max_graphs' is unknown to CUDAGraphConfig; expected one of mode, backend"):
         CUDAGraphConfig(max_graphs=3)  # type: ignore[call-arg]
+
+
+def test_an_option_of_graphs_says_where_it_belongs() -> None:
+    """A limit is no setting of the configuration itself, and the error says where it goes."""
+    with pytest.raises(
+        ConfigError, match=r"'capture_after' is unknown .*; give options=CUDAGraphOptions\(capture_after="
+    ):
+        CUDAGraphConfig.from_dict({"capture_after": 1})
+
+
+def test_a_shared_budget_is_not_written_as_data() -> None:
+    """It is an object; options that have one refuse ``to_dict``, and so does the configuration around them."""
+    options = CUDAGraphOptions(budget=MemoryBudget(1 << 20))
+    for written in (options, CUDAGraphConfig(options=options)):
+        with pytest.raises(ConfigError, match=r"budget must be None .*replace\(budget=None\)"):
+            written.to_dict()
+    assert CUDAGraphOptions.from_dict(options.replace(budget=None).to_dict()) == CUDAGraphOptions()
 
 
 def test_only_a_mapping_is_read() -> None:
@@ -163,8 +181,12 @@ configs = st.builds(
     max_batch_size=st.integers(90, 400),
     max_seq_len=st.integers(1, 100),
     pad_batches=st.booleans(),
-    memory_budget_bytes=st.none() | st.integers(1, 2**40),
-    options=st.builds(CUDAGraphOptions, rtol=st.none() | st.floats(0, 1), outputs=st.sampled_from(["clone", "view"])),
+    options=st.builds(
+        CUDAGraphOptions,
+        rtol=st.none() | st.floats(0, 1),
+        outputs=st.sampled_from(["clone", "view"]),
+        memory_budget_bytes=st.none() | st.integers(1, 2**40),
+    ),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.descriptors import BatchDescriptor, DispatchKey, create_dispatch_key, get_padded_key
+from graphdispatch.engines import BatchDescriptor, DispatchKey, create_dispatch_key, get_padded_key
 from graphdispatch.errors import ConfigError
 
 keys = st.integers(1, 500).flatmap(

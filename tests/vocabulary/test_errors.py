@@ -4,9 +4,8 @@ import pickle
 
 import pytest
 
-from graphdispatch import errors
+from graphdispatch import Reason, errors
 from graphdispatch.errors import CaptureError, FallbackError, GraphDispatchError
-from graphdispatch.reasons import Reason
 
 
 @pytest.mark.parametrize("name", errors.__all__)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from graphdispatch.modes import CUDAGraphMode as Mode
-from graphdispatch.modes import DispatchMode, EntryState
+from graphdispatch import CUDAGraphMode as Mode
+from graphdispatch.engines import DispatchMode, EntryState
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from graphdispatch.reasons import Reason
+from graphdispatch import Reason
 
 
 @pytest.mark.parametrize("reason", Reason)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.decide.engine import get_cudagraph_sizes
+from graphdispatch import CUDAGraphMode
+from graphdispatch.engines import get_cudagraph_sizes, named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.sizes import NAMED_SIZES, check_sizes, named_sizes
+from graphdispatch.sizes import NAMED_SIZES, check_sizes
 
 FULL = CUDAGraphMode.FULL
 size_lists = st.sets(st.integers(1, 600), min_size=1, max_size=20).map(lambda sizes: tuple(sorted(sizes)))

@@ -5,11 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from graphdispatch.api.stats import DispatchStats
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.modes import DispatchMode
-from graphdispatch.reasons import Reason
-from graphdispatch.stats import CUDAGraphStats, Eviction, EvictionReason
+from graphdispatch import CUDAGraphStats, Reason
+from graphdispatch.engines import BatchDescriptor, DispatchMode, DispatchStats
+from graphdispatch.stats import Eviction, EvictionReason
 
 
 def test_rates_are_zero_before_the_first_call() -> None:

@@ -16,8 +16,7 @@ from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_count, shown
 from ..memory.admission import Admission
-from ..memory.budget import MemoryBudget
-from ..memory.eviction import Frecency
+from ..memory.eviction import EvictionPolicy, Frecency
 from ..memory.probation import Probation
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
@@ -51,26 +50,18 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         max_cached_graphs: int = 100,
         min_replays_to_keep: int = 3,
         *,
-        memory_budget_bytes: int | None = None,
-        budget: MemoryBudget | None = None,
-        out: Any = None,
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
-        super().__init__(
-            runnable,
-            runtime_mode,
-            options,
-            max_cached_graphs,
-            memory_budget_bytes=memory_budget_bytes,
-            eviction=Probation(min_replays_to_keep, Frecency()),
-            budget=budget,
-            out=out,
-            backend=backend,
-            pool=pool,
-        )
-        self._graphs.cache.admission = Admission()
+        self._min_replays = min_replays_to_keep
+        super().__init__(runnable, runtime_mode, options, max_cached_graphs, backend=backend, pool=pool)
+        remedy = "this wrapper has rules of its own; CUDAGraphWrapper takes the option"
+        self.options.refuse(("capture_after", "eviction"), "AdaptiveCUDAGraphWrapper", remedy)
+        self._graphs.cache.admission = Admission(window=self.options.capture_window)
         self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
+
+    def _own_eviction(self) -> EvictionPolicy:
+        return Probation(self._min_replays, Frecency())
 
     def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:
         """The ``top_k`` descriptors that came most often, each with its number of calls, the most frequent first.

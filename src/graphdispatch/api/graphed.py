@@ -16,7 +16,6 @@ from ..call.rules import ArgumentRules, callable_name, make_rules
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, check_callable
-from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
@@ -37,6 +36,8 @@ __all__ = ["Graphed", "graphed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_MOST_SIGNATURES = 32
 
 
 class SizePlan(Protocol):
@@ -60,68 +61,67 @@ def graphed(
     sizes: str | Sequence[int] | SizePlan | PathLike[str] = "auto",
     mode: str | CUDAGraphMode = "FULL",
     outputs: str | None = None,
-    out: Any = None,
     strict: bool = False,
     backend: str = "auto",
-    max_cached_graphs: int | None = None,
-    memory_budget_bytes: int | None = None,
-    eviction: str = "frecency",
-    budget: MemoryBudget | None = None,
-    capture_after: int = 2,
-    capture_window: int = 4096,
-    max_signatures: int = 32,
     uniform_decode: Callable[..., bool] | None = None,
     options: CUDAGraphOptions | None = None,
 ) -> "Graphed[P, R]":
     """Serve ``fn`` by graphs of a few sizes, padding each batch to the next; what cannot be served runs eagerly.
 
-    ``dynamic`` names the batch dimension of each argument that has one, ``{"input_ids": 0}``; an argument in a nest is
-    named by its path, ``"batch['ids']"``; ``{}`` is for none, of a callable that works on what it holds. Several
-    dimensions have names, ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``, and each name one length in a call; then
-    ``sizes`` are those of the first, or combinations such as ``(8, 64)``. Other tensors are copied whole; constants
-    select the graph; ``static`` names tensors whose address never changes, and objects that are the same each time.
-
-    ``pad`` gives the rule for padding rows of an argument: a ``Pad``, a number, ``"zero"`` (default),
-    ``"repeat_last"``, ``"leave"``, or a function ``(padding, real)``. Rows of the model must be independent of each
-    other; whether they are is checked when a graph is captured, and a model that mixes rows stays eager.
-
-    ``sizes`` are the sizes to capture, a name (``vllm``), a plan, or the path of a saved plan or profile; it is at most
-    ``max_size`` (default 256). A size is captured when seen for the ``capture_after``-th time within ``capture_window``
-    uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, the policy
-    ``eviction`` (as in ``CUDAGraphConfig``) says which graph goes; callables may share ``budget``.
-    ``outputs`` (default: as in ``options``): ``"clone"`` gives the caller copies, ``"view"`` a handle (``.get()``) that
-    raises ``StaleOutputError`` after the next replay, ``"ring:3"`` such a handle on the next of three preallocated
-    copies, which raises after three further calls, ``"static"`` the graph's own tensors. ``out``, a tensor or a nest of
-    them with at least ``max_size`` rows, is where all outputs go: a call returns views of its first rows, the next call
-    overwrites them, a batch that needs more is an error. ``strict`` raises ``FallbackError`` instead of an eager step.
-
-    ``mode`` is ``"FULL"`` (one graph for the call), ``"PIECEWISE"`` (graphs between the parts that ``eager_break``
-    marks), ``"NONE"``, or ``"FULL_AND_PIECEWISE"`` or ``"FULL_DECODE_ONLY"``, which serve uniform decode batches by
-    ``FULL`` graphs: ``uniform_decode`` is called with each call's arguments and says whether it is one.
+    Rows of the model must be independent of each other; whether they are is checked when a graph is captured, and a
+    model that mixes rows stays eager. A size is captured when it comes the second time (``options.capture_after``), or
+    by ``prewarm``. Constants among the arguments select the graph, and tensors without a batch dimension are copied
+    whole.
 
     Graphs are for inference. A call that needs gradients (gradients are on, and an input or a captured tensor requires
     one, or a module that does is in training mode) runs eagerly; every other call runs under ``torch.no_grad()``.
-    Raises ``ConfigError`` for a bad option, here where it can be told and else at the first call. Thread-safe.
+
+    Args:
+        fn: A module or any other callable; where no graph serves, it is called as it is.
+        dynamic: The batch dimension of each argument that has one, ``{"input_ids": 0}``. An argument in a nest is named
+            by its path, ``"batch['ids']"``; ``{}`` is for a callable that works on what it holds. Several dimensions
+            have names, ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``, and each name is one length in a call.
+        pad: The rule for padding rows of an argument: a ``Pad``, a number, ``"zero"`` (default), ``"repeat_last"``,
+            ``"leave"``, or a function ``(padding, real)``.
+        static: Names of tensors whose address never changes, and of objects that are the same each time.
+        max_size: The largest batch that a graph serves, in rows. None: the largest of ``sizes``, or 256.
+        sizes: The sizes to capture, a name (``"vllm"``), a plan, or the path of a saved plan. With several dimensions,
+            those of the first, or combinations such as ``(8, 64)``.
+        mode: ``"FULL"`` (one graph for the call), ``"PIECEWISE"`` (graphs between the parts that ``eager_break``
+            marks), ``"NONE"``, or ``"FULL_AND_PIECEWISE"`` or ``"FULL_DECODE_ONLY"``, which serve uniform decode
+            batches by ``FULL`` graphs.
+        outputs: ``"clone"`` returns copies that the caller owns; ``"view"`` a handle (``.get()``) that raises
+            ``StaleOutputError`` after the next replay; ``"ring:3"`` such a handle on the next of three preallocated
+            copies, which raises after three further calls; ``"static"`` the graph's own tensors. None: as in
+            ``options``.
+        strict: Raise ``FallbackError`` instead of an eager step.
+        backend: The name of a backend; ``"auto"`` follows the device of the arguments.
+        uniform_decode: Called with each call's arguments, in a mode that tells uniform decode batches from others: says
+            whether the call is one.
+        options: How graphs are captured, checked and kept: when a size is captured, how many graphs and bytes there may
+            be, which graph goes.
+
+    Returns:
+        A callable with the signature of ``fn``, thread-safe, whose attributes are those of ``fn``.
+
+    Raises:
+        ConfigError: An argument cannot be; raised here where that can be known, and else at the first call.
     """
-    settings: dict[str, Any] = {"mode": parse_mode(mode), "backend": backend, "strict": strict}
-    settings |= {"memory_budget_bytes": memory_budget_bytes, "eviction": eviction, "max_signatures": max_signatures}
-    settings |= {"capture_after": capture_after, "capture_window": capture_window}
-    settings["options"] = _options(options, outputs)
-    chosen = _loaded(sizes), max_size, max_cached_graphs
-    config, rules = _read(fn, (dynamic, {} if pad is None else pad, static), chosen, settings, out)
-    return _made(fn, config, budget, out, rules, _checked_kind(uniform_decode, config))
+    settings = {"mode": parse_mode(mode), "backend": backend, "strict": strict, "options": _options(options, outputs)}
+    config, rules = _read(fn, (dynamic, {} if pad is None else pad, static), (_loaded(sizes), max_size), settings)
+    return _made(fn, config, rules, _checked_kind(uniform_decode, config))
 
 
 def _read(
-    fn: Callable[..., Any], arguments: Any, sizes: tuple[Any, int | None, int | None], settings: Any, out: Any
+    fn: Callable[..., Any], arguments: Any, sizes: tuple[Any, int | None], settings: Mapping[str, Any]
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
-    """The configuration and the rules that the options of ``graphed`` stand for."""
+    """The configuration and the rules that the arguments of ``graphed`` stand for."""
     dynamic = arguments[0]
     try:
         if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
             from .sizes import grid_config  # here, since most callables have one dynamic dimension
 
-            return grid_config(fn, arguments, sizes, settings, out)
+            return grid_config(fn, arguments, sizes, settings)
         return roomy_config(*sizes, settings), make_rules(fn, *arguments)
     except ConfigError as error:
         from .sizes import in_short_names
@@ -141,19 +141,16 @@ def _loaded(sizes: Any) -> Any:
 def _made(
     fn: Callable[P, R],
     config: CUDAGraphConfig,
-    budget: MemoryBudget | None,
-    out: Any,
     rules: ArgumentRules,
     uniform_decode: Callable[..., bool] | None,
 ) -> "Graphed[P, R]":
     server = Server(
         fn,
         config.options,
-        make_cache(config, budget),
+        make_cache(config.options, config.max_cached_graphs),
         backend=get_backend(config.backend) if config.backend != "auto" else None,
-        out=out,
         strict=config.strict,
-        max_groups=config.max_signatures,
+        max_groups=_MOST_SIGNATURES,
         judges_gain=config.options.verify and not config.strict,
     )
     return Graphed(server, config, rules, uniform_decode)
@@ -229,8 +226,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         """Not these: they hold the server, which a copy makes anew."""
 
     def _recipe(self) -> Any:
-        shared = (self._graphs.cache.budget, self._graphs.handout.out)
-        return _made, (self._server.fn, self._config, *shared, self._rules, self._uniform_decode), {}, {}
+        return _made, (self._server.fn, self._config, self._rules, self._uniform_decode), {}, {}
 
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:

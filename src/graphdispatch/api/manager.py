@@ -13,7 +13,6 @@ from ..call.arrays import as_arrays, as_tensors
 from ..config import CUDAGraphConfig, parse_mode
 from ..decide.decision import Decision
 from ..errors import ConfigError, GuardError, ReplayError, check_callable, shown
-from ..memory.budget import MemoryBudget
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
@@ -30,7 +29,7 @@ class CUDAGraphManager(Lifecycle):
     """Decides by configuration which batches graphs serve, and serves them. Thread-safe.
 
     ``execute_or_capture`` is the whole job in one call. A batch whose ``seq_len`` is 1 is uniform decode; in mode
-    ``FULL_DECODE_ONLY`` only such batches are served by graphs. ``budget`` is one that other front doors share.
+    ``FULL_DECODE_ONLY`` only such batches are served by graphs.
 
     Inputs may be NumPy arrays. The function gets tensors in any case; on the CPU they share the arrays' memory. If all
     inputs are arrays, the outputs are arrays, too; handles (``options.outputs``) and dtypes that NumPy lacks stay.
@@ -38,11 +37,11 @@ class CUDAGraphManager(Lifecycle):
     ``Prewarmer.capture_one`` can drive a manager after ``keep_examples()``: ``captured_sizes`` are batch sizes.
     """
 
-    def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
+    def __init__(self, config: CUDAGraphConfig | None = None) -> None:
         self.config = CUDAGraphConfig.or_default(config, "config")
         self._mode = self.config.mode
         self._sizes = self.config.replace(mode=CUDAGraphMode.FULL)
-        self.registry = self._graphs = CUDAGraphRegistry(self.config, budget=budget)
+        self.registry = self._graphs = CUDAGraphRegistry(self.config)
         self.stats = self.registry.stats
         """What happened so far."""
 
@@ -82,7 +81,8 @@ class CUDAGraphManager(Lifecycle):
         latest = self.registry.latest()
         groups = self.registry.groups_of(latest, size, seq_len) if latest is not None else []
         if latest is None or not groups:
-            return self.config.capture_after == 1 and not self.registry.cache.is_full
+            cache = self.registry.cache
+            return cache.admission.capture_after == 1 and not cache.is_full
         server = latest.server
         with server.lock:
             return all(server.graphs.current(g, size) is None for g in groups) and any(

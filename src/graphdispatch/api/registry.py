@@ -21,7 +21,6 @@ from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, ConfigError, check_callable, check_count, check_type, shown
 from ..forking import make_lock
 from ..memory.accounting import MemoryReport, memory_report
-from ..memory.budget import MemoryBudget
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
@@ -68,10 +67,10 @@ class CUDAGraphRegistry(MadeAnew):
     A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every
     input's dimension 0 is the batch unless ``dynamic`` (name to dimension) says which inputs have one and where.
     A key has one graph, but for callers that capture what comes often, one for each callable. Of the callables without
-    a graph, the eight that were used last are remembered. ``budget`` is one that other doors share. Thread-safe.
+    a graph, the eight that were used last are remembered. Thread-safe.
     """
 
-    def __init__(self, config: CUDAGraphConfig | None = None, *, budget: MemoryBudget | None = None) -> None:
+    def __init__(self, config: CUDAGraphConfig | None = None) -> None:
         self.config = CUDAGraphConfig.or_default(config, "config")
         self._backend = get_backend(self.config.backend)
         self.device = self._backend.device
@@ -79,7 +78,7 @@ class CUDAGraphRegistry(MadeAnew):
         self._pool = self._backend.make_pool()
         self.stats = CUDAGraphStats()
         """Captures, replays, hits, misses and reasons over all graphs."""
-        self.cache = make_cache(self.config, budget, self.stats)
+        self.cache = make_cache(self.config.options, self.config.max_cached_graphs, stats=self.stats)
         """The graphs of all callables."""
         self._callables: list[_Callable] = []
         self._numbers = 0

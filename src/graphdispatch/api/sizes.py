@@ -19,34 +19,31 @@ __all__ = ["grid_config", "grid_route", "in_short_names", "other_sizes"]
 def grid_config(
     fn: Callable[..., Any],
     arguments: tuple[Mapping[str, Any], Mapping[str, Any], Iterable[str]],
-    sizes: tuple[Any, int | None, int | None],
+    sizes: tuple[Any, int | None],
     settings: Mapping[str, Any],
-    out: Any,
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
-    """The configuration and the rules from ``(dynamic, pad, static)`` and ``(sizes, max_size, max_graphs)``.
+    """The configuration and the rules from ``(dynamic, pad, static)`` and ``(sizes, max_size)``.
 
     A single dimension, one of each argument, is what its number would be. Raises ``ConfigError``.
     """
     dynamic, pad, static = arguments
     grid = read_grid(dynamic)
     rules = make_rules(fn, grid.first, pad, static)
-    chosen, max_size, max_graphs = sizes
+    chosen, max_size = sizes
     if _are_points(chosen):
         grid = grid._replace(chosen=tuple(grid.checked_points(chosen)))
         chosen, max_size = sorted({point[0] for point in grid.chosen}), None
     else:
         chosen, max_size = _of_first(grid, chosen, max_size)
-    config = roomy_config(chosen, max_size, max_graphs, settings)
+    config = roomy_config(chosen, max_size, settings)
     if len(grid.axes) == 1 and all(len(places) == 1 for places in grid.places.values()):
         given = {name: grid.rule_of(grid.axes[0], name, name) for name in grid.places}
         pads = {name: rule for name, rule in given.items() if rule is not None}
         return config, rules._replace(pad={**rules.pad, **pads})
-    if out is not None:
-        raise ConfigError(f"out must be left out with several dynamic dimensions, as {[a.name for a in grid.axes]}")
     rules = rules._replace(grid=grid, pad={name: as_pad(name, rule) for name, rule in pad.items()})
-    if max_graphs is None:
+    if config.options.max_cached_graphs is None:
         most = max(config.max_cached_graphs, len(_table(SizeTable.of(config.resolve(), config.mode), grid).sizes))
-        config = config.replace(max_cached_graphs=most)
+        config = config.replace(options=config.options.replace(max_cached_graphs=most))
     return config, rules
 
 

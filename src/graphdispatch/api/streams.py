@@ -24,6 +24,11 @@ from .workers import StreamResult, StreamWorker, first_registered
 
 __all__ = ["StreamDispatcher"]
 
+_NOT_HONOURED = (
+    *("capture_after", "capture_window", "max_signatures"),
+    *("max_cached_graphs", "memory_budget_bytes", "eviction", "budget"),
+)
+
 
 class StreamDispatcher(CudagraphDispatcher):
     """A ``CudagraphDispatcher`` over ``num_streams`` workers whose graphs run at the same time.
@@ -64,6 +69,7 @@ class StreamDispatcher(CudagraphDispatcher):
             raise ConfigError(f"eager must be 'caller' or 'worker', got {shown(eager)}")
         self.backend = backend or get_backend("auto")
         self.options = CUDAGraphOptions.or_default(options, "options")
+        self.options.refuse(_NOT_HONOURED, "StreamDispatcher", "it keeps max_cached_graphs= graphs for each worker")
         self._num_streams = num_streams
         super().__init__(eager_runner, policy, max_cached_graphs)
         self._selection = selection

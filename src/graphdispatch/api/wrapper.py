@@ -5,7 +5,7 @@ checks that the arguments are what that graph was captured with.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..backends import Backend, Pool
 from ..backends.tracing import untraced
@@ -16,10 +16,8 @@ from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_type, shown
-from ..memory.budget import MemoryBudget
-from ..memory.cache import GraphCache
+from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
-from ..memory.eviction import EvictionPolicy
 from ..modes import CUDAGraphMode
 from ..serve.graphs import GraphSet
 from ..serve.group import Route
@@ -27,6 +25,9 @@ from ..serve.routes import Routes
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
+
+if TYPE_CHECKING:
+    from ..memory.eviction import EvictionPolicy
 
 __all__ = ["CUDAGraphWrapper"]
 
@@ -43,10 +44,18 @@ class CUDAGraphWrapper(Lifecycle):
     takes the caller's tensors as the buffers and hands out the graph's own, as engines do. A call whose arguments do
     not fit runs eagerly, with a reason in ``get_stats()``.
 
-    ``eviction`` says which graph goes when ``max_cached_graphs`` or ``memory_budget_bytes`` is reached; ``budget`` is
-    one that several wrappers share. ``out``, a tensor or a nest of them, is where all outputs go; the next call
-    overwrites them. ``backend`` and ``pool`` share memory between wrappers that never run at the same time. Other
-    attributes are those of the runnable. Thread-safe.
+    Other attributes are those of the runnable. Thread-safe.
+
+    Args:
+        runnable: What is captured; it is called eagerly wherever no graph serves.
+        runtime_mode: ``FULL`` or ``PIECEWISE``.
+        options: How graphs are captured, replayed and kept; ``options.max_cached_graphs`` is refused.
+        max_cached_graphs: The most graphs kept at once.
+        backend: Where graphs run, given together with ``pool``. None follows the device of the arguments.
+        pool: The memory of the graphs, which wrappers share that never run at the same time.
+
+    Raises:
+        ConfigError: An argument or an option cannot be.
     """
 
     _graphs: GraphSet
@@ -60,10 +69,6 @@ class CUDAGraphWrapper(Lifecycle):
         options: CUDAGraphOptions | None = None,
         max_cached_graphs: int = 100,
         *,
-        memory_budget_bytes: int | None = None,
-        eviction: str | EvictionPolicy = "frecency",
-        budget: MemoryBudget | None = None,
-        out: Any = None,
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -81,9 +86,10 @@ class CUDAGraphWrapper(Lifecycle):
         self.runtime_mode = mode
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
-        cache = GraphCache(max_cached_graphs, memory_budget_bytes, eviction=eviction, budget=budget, stats=stats)
+        self.options.refuse(("max_cached_graphs",), "CUDAGraphWrapper", "give max_cached_graphs= to the wrapper itself")
+        cache = make_cache(self.options, max_cached_graphs, capture_after=1, eviction=self._own_eviction(), stats=stats)
         self._server = Server(
-            runnable, self.options, cache, backend=backend, pool=pool, out=out, eager_captures=self._captures_at_once
+            runnable, self.options, cache, backend=backend, pool=pool, eager_captures=self._captures_at_once
         )
         self._graphs = self._server.graphs
         self._routes = Routes(self._make_route)
@@ -128,6 +134,10 @@ class CUDAGraphWrapper(Lifecycle):
             with self._server.lock:
                 route = self._routes[batch_descriptor]
         return self._server.serve(route, args, kwargs)
+
+    def _own_eviction(self) -> "EvictionPolicy | None":
+        """What takes the place of the policy of the options."""
+        return None
 
     def _make_route(self, descriptor: Any) -> Route:
         """The route of a descriptor: one signature, whose shapes never change."""

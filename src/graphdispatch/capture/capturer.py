@@ -34,7 +34,7 @@ def capture_entry(request: CaptureRequest) -> CaptureResult:
 
     An error of the callable on the real rows passes through unchanged. Apart from that only these are raised:
     ``KeyboardInterrupt`` and its like, after everything was put back; ``DeviceLostError`` if nothing can be served any
-    more; ``CaptureError`` if what was written cannot be put back; ``ConfigError`` if ``out=`` does not fit.
+    more; ``CaptureError`` if what was written cannot be put back.
     """
     return _attempt(request, None)
 

@@ -16,7 +16,7 @@ from ..call.signature import Signature
 from ..call.spec import FlatCall
 from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
-from ..errors import CaptureError, ConfigError, GraphDispatchError, ReplayError, VerificationError
+from ..errors import CaptureError, GraphDispatchError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
@@ -27,7 +27,7 @@ from ..state.objects import CONSTANTS
 
 if TYPE_CHECKING:
     from ..decide.decision import SizeTable
-    from ..memory.buffers import OutputBuffers
+    from ..memory.buffers import OutputRing
     from .autobreak import AutoBreaks
     from .grid import GridCapture
 
@@ -55,7 +55,7 @@ class CaptureRequest:
     options: CUDAGraphOptions
     rule: OutputRule | None = None
     """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
-    buffers: "OutputBuffers | None" = None
+    buffers: "OutputRing | None" = None
     """Where copies of outputs go, if they go to preallocated memory."""
     table: "SizeTable | None" = None
     """The sizes that there are."""
@@ -164,13 +164,9 @@ def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> "Auto
 def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage: str) -> CaptureResult:
     """The result of a capture or verification that failed with ``error`` during ``stage``.
 
-    Raises ``DeviceLostError``. Raises a ``ConfigError`` as it is: the user gave something that does not fit (``out=``),
-    and no later try would mend that.
+    Raises ``DeviceLostError``.
     """
     request.backend.raise_if_lost(error)
-    if isinstance(error, ConfigError):
-        error.answer = answer
-        raise error
     reason = error.reason if isinstance(error, CaptureError) else request.backend.classify_error(error)
     if isinstance(error, VerificationError):
         reason = Reason.VERIFICATION_FAILED

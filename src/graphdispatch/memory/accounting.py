@@ -42,7 +42,7 @@ class MemoryReport(Shown):
     input_bytes: int
     """Static inputs; those of the caller (``inputs="static"``) are not counted."""
     ring_bytes: int
-    """Preallocated copies of outputs; those of the caller (``out=``) are not counted."""
+    """Preallocated copies of outputs."""
     entry_bytes: int
     driver_bytes: int
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..backends.base import Pool
-from ..config import CUDAGraphConfig
+from ..config import CUDAGraphOptions
 from ..errors import ConfigError, IntegrityError, shown
 from ..modes import EntryState
 from ..reasons import Reason
@@ -57,7 +57,6 @@ class GraphCache:
                 "bytes, and a MemoryBudget bounds several callables together"
             )
         self.limit = MemoryBudget(max_bytes, max_graphs, eviction=eviction)
-        self.budget = budget
         self.stats = stats or CUDAGraphStats()
         """Where evictions of this cache's entries are recorded."""
         self.admission = admission or Admission(1)
@@ -237,14 +236,22 @@ class GraphCache:
 
 
 def make_cache(
-    config: CUDAGraphConfig, budget: MemoryBudget | None = None, stats: CUDAGraphStats | None = None
+    options: CUDAGraphOptions,
+    max_graphs: int,
+    *,
+    capture_after: int = 2,
+    eviction: "EvictionPolicy | None" = None,
+    stats: CUDAGraphStats | None = None,
 ) -> GraphCache:
-    """The cache that a configuration describes."""
+    """A cache of at most ``max_graphs`` graphs within the limits of ``options``.
+
+    ``capture_after`` is the front end's own, where the options name none; ``eviction`` takes the place of theirs.
+    """
     return GraphCache(
-        config.max_cached_graphs,
-        config.memory_budget_bytes,
-        eviction=config.eviction,
-        budget=budget,
+        max_graphs,
+        options.memory_budget_bytes,
+        eviction=eviction or options.eviction,
+        budget=options.budget,
         stats=stats,
-        admission=Admission(config.capture_after, config.capture_window),
+        admission=Admission(options.capture_after or capture_after, options.capture_window),
     )

@@ -2,7 +2,6 @@
 
     clone     copies, one allocation each
     ring:N    a handle on the next of N preallocated copies; stale after N further calls of the signature
-    out=      copies in the caller's own tensors, of which the call returns the first rows
     view      a handle on graph memory; stale after the pool's next replay
     static    graph memory as it is
 
@@ -28,7 +27,7 @@ from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 
 if TYPE_CHECKING:
-    from .buffers import OutputBuffers, OutputRing
+    from .buffers import OutputRing
 
 __all__ = [
     "OutputRule",
@@ -40,6 +39,7 @@ __all__ = [
     "fixed_rule",
     "is_same_value",
     "learn_output_rule",
+    "make_ring",
 ]
 
 
@@ -134,8 +134,8 @@ class Outputs:
     """What one graph writes, cut to the real rows and handed out as the mode says.
 
     ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the
-    model returns) is handed out itself, as eager would. With ``buffers`` (a ring, or the caller's own tensors) what
-    is handed out is copied there: allocated, checked and cut once, so that a hit only copies.
+    model returns) is handed out itself, as eager would. With a ring as ``buffers`` what is handed out is copied
+    there: allocated, checked and cut once, so that a hit only copies.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Outputs:
         is_own: Sequence[bool],
         mode: str,
         pool: Pool,
-        buffers: "OutputBuffers | None" = None,
+        buffers: "OutputRing | None" = None,
     ) -> None:
         self.tree = tree
         self.rule = rule
@@ -165,7 +165,7 @@ class Outputs:
             from .buffers import OutputSpec  # here, since most outputs are copied anew
 
             parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
-            buffers.prepare([OutputSpec(*tensor, dims, own) for tensor, dims, own in parts], spec)
+            buffers.prepare([OutputSpec(tensor, dims, own) for (_, tensor), dims, own in parts])
 
     def taker(self, rows: int) -> Callable[[], Any]:
         """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
@@ -217,6 +217,15 @@ class Outputs:
     def nbytes(self) -> int:
         """The size of all output tensors, wherever they lie."""
         return sum(tensor.nbytes for _, tensor in self._tensors)
+
+
+def make_ring(length: int, capacity: int) -> "OutputRing | None":
+    """A ring of ``length`` copies of at most ``capacity`` rows; None for no copies."""
+    if not length:
+        return None
+    from .buffers import OutputRing  # here, since most outputs are copied anew
+
+    return OutputRing(length, capacity)
 
 
 def first_rows(tensor: torch.Tensor, dims: tuple[tuple[Any, ...], ...], rows: int) -> torch.Tensor:

@@ -106,7 +106,7 @@ class EagerPath(HitPath):
         graphs, stats = self.graphs, self.stats
         backend, pool = graphs.backend, graphs.pool
         is_odd = self.strict or graphs.options.returns_handles or route.entry is not None
-        if CORE is None or is_odd or graphs.handout.out is not None or backend is None or pool is None:
+        if CORE is None or is_odd or backend is None or pool is None:
             return None
         is_known = getattr(type(backend).is_capturing, "_is_known_to_core", False)
         is_captured = CAPTURE_LOCK._is_owned if is_known else backend.is_capturing  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ class EagerPath(HitPath):
             raise FallbackError(decision.explain(), decision.reason)
         run = WINDOWS.begin(self._reach)
         try:
-            return self.graphs.handout.give(self.fn(*args, **kwargs))
+            return self.graphs.give(self.fn(*args, **kwargs))
         finally:
             WINDOWS.end(run)
             self.local.decision = decision  # the callable may have called this object, too

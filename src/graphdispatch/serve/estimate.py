@@ -83,7 +83,7 @@ def estimate_memory(
 def _trial(graphs: GraphSet, group: GraphGroup) -> tuple[GraphSet, GraphGroup]:
     """An empty set of the same callable and options, with a pool, a cache and statistics of its own, and ``group``
     without its graphs in it."""
-    trial = GraphSet(graphs.fn, graphs.options, GraphCache(maxsize), backend=graphs.backend, out=graphs.handout.out)
+    trial = GraphSet(graphs.fn, graphs.options, GraphCache(maxsize), backend=graphs.backend)
     inputs = inputs_for(group.signature.inputs, group.inputs.capacity)
     return trial, trial.add_group(group.key, group.route, group.call, group.signature, inputs)
 

@@ -21,8 +21,8 @@ from ..memory.backoff import Quarantine
 from ..memory.budget import Victim
 from ..memory.cache import GraphCache, StateKey
 from ..memory.entry import CUDAGraphEntry
-from ..memory.handout import Handout
 from ..memory.inputs import StaticInputs, inputs_for
+from ..memory.outputs import OutputView, make_ring
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
@@ -47,8 +47,7 @@ class Capturer(NamedTuple):
 
 class GraphSet:
     """Captures, verifies and releases the graphs of ``fn``. Its methods are called with ``lock`` held, unless they
-    say otherwise; ``cache`` and ``pool`` may be shared with other sets. ``out``, a tensor or a nest of them, is where
-    all outputs go."""
+    say otherwise; ``cache`` and ``pool`` may be shared with other sets."""
 
     def __init__(
         self,
@@ -58,10 +57,8 @@ class GraphSet:
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
-        out: Any = None,
         capturer: Capturer | None = None,
     ) -> None:
-        self.handout = Handout(options, out)
         self.fn = fn
         self.options = options
         self.cache = cache
@@ -147,9 +144,13 @@ class GraphSet:
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""
         failures = Quarantine[int](RETRY, self.options.max_failures)
-        buffers = self.handout.make_buffers(inputs.capacity)
+        buffers = make_ring(self.options.ring_length, inputs.capacity)
         group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures, buffers=buffers)
         return group
+
+    def give(self, answer: Any) -> Any:
+        """What an eager step returned, as a hit would hand it out. Needs no lock."""
+        return OutputView(answer, None) if self.options.returns_handles else answer
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -261,7 +262,7 @@ class GraphSet:
                     unread.free()
                 for group in owned:
                     if not group.all_entries:
-                        group.buffers = self.handout.make_buffers(group.inputs.capacity)
+                        group.buffers = make_ring(self.options.ring_length, group.inputs.capacity)
 
     def refresh(self) -> None:
         """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.

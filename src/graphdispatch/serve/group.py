@@ -23,7 +23,7 @@ from ..reasons import Reason
 from .hits import Hit, Hits
 
 if TYPE_CHECKING:
-    from ..memory.buffers import OutputBuffers
+    from ..memory.buffers import OutputRing
     from .hits import Standing
     from .kinds import Changes
     from .refused import RefusedCalls
@@ -167,7 +167,7 @@ class GraphGroup:
     """The values of a call of two rows; empty if none is kept."""
     wants_example: bool = False
     """Whether the next call must take the slow path, which keeps an example."""
-    buffers: "OutputBuffers | None" = None
+    buffers: "OutputRing | None" = None
     """Where copies of outputs go, if they go to preallocated memory."""
     hits: Hits = field(init=False)
 

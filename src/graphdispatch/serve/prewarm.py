@@ -143,11 +143,12 @@ class CaptureBatch:
         self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
     ) -> None:
         """Capture the sizes of one route."""
-        graphs, mode, most = self._server.graphs, route.table.mode, self._config.max_cached_graphs
+        graphs, mode = self._server.graphs, route.table.mode
+        most = graphs.cache.limit.max_cached_graphs
         group, leaves = _example(self._server, route, args, kwargs)
         wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
         todo = [size for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None]
-        if len(todo) > most:
+        if most is not None and len(todo) > most:
             raise ConfigError(
                 f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or name "
                 "fewer in sizes="
@@ -174,7 +175,7 @@ class CaptureBatch:
         What a capture took beyond the estimate is expected of the next one too.
         """
         graphs, mode, latest, beyond, is_first = self._server.graphs, group.route.table.mode, 0.0, 0, True
-        seconds, limit = self._limits.max_seconds, self._limits.max_bytes or self._config.memory_budget_bytes
+        seconds, limit = self._limits.max_seconds, self._limits.max_bytes or self._config.options.memory_budget_bytes
         known = None
         if limit is not None and todo:
             with suppress(CaptureError):  # the captures themselves will tell

@@ -53,9 +53,10 @@ class Choice(NamedTuple):
 class Server(EagerPath):
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
-    At most ``max_groups`` signatures are kept; one without a graph gives way to a new one. With ``eager_captures`` a
-    key is captured at its first miss while the cache has room. ``strict`` raises ``FallbackError`` instead of an eager
-    step. Thread-safe: a hit takes no lock but its pool's; ``choose`` and what it calls are called with ``lock`` held.
+    At most ``max_groups`` signatures are kept, unless the options have another number; one without a graph gives way to
+    a new one. With ``eager_captures`` a key is captured at its first miss while the cache has room. ``strict`` raises
+    ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's; ``choose`` and what it
+    calls are called with ``lock`` held.
     """
 
     def __init__(
@@ -66,7 +67,6 @@ class Server(EagerPath):
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
-        out: Any = None,
         strict: bool = False,
         max_groups: int = 1024,
         eager_captures: bool = False,
@@ -74,11 +74,9 @@ class Server(EagerPath):
         judges_gain: bool = False,
         capturer: Capturer | None = None,
     ) -> None:
-        super().__init__(
-            GraphSet(fn, options, cache, backend=backend, pool=pool, out=out, capturer=capturer), strict=strict
-        )
+        super().__init__(GraphSet(fn, options, cache, backend=backend, pool=pool, capturer=capturer), strict=strict)
         self.graphs.judges_gain = judges_gain
-        self.max_groups = max_groups
+        self.max_groups = options.max_signatures or max_groups
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
         self.times_replays = times_replays
@@ -117,7 +115,6 @@ class Server(EagerPath):
             self.count(choice)
             self._remember(choice)
             if choice.group is not None:
-                self.graphs.handout.check_room(choice.group.rule, choice.rows, route.table.largest)
                 done, answer = self.perform(choice)
                 if done:
                     return answer
@@ -190,8 +187,8 @@ class Server(EagerPath):
         """Note a refusal that stands for a while, so that such calls need not take the slow path until it may end."""
         group, size, admission = choice.group, choice.size, self.graphs.cache.admission
         loses = choice.entry is not None and choice.decision.reason is Reason.NO_GAIN
-        if group is None or (choice.entry is not None and not loses) or self.graphs.handout.out is not None:
-            return  # where outputs go to the caller's tensors, each call is checked for room
+        if group is None or (choice.entry is not None and not loses):
+            return
         calls = _CALLS_THAT_LOSE if loses else 0
         if choice.decision.reason is Reason.PAYS_LATER:
             calls = min(_CALLS_THAT_LOSE, self.graphs.ledger.misses_that_pay() - group.misses[size])
@@ -376,4 +373,4 @@ class Server(EagerPath):
         answer = result.take_answer()
         if result.entry is not None:
             answer = result.entry.with_values(answer, choice.rows)
-        return self.graphs.handout.give(answer)
+        return self.graphs.give(answer)

@@ -36,9 +36,9 @@ class GraphedGeneration:
     A request of ``n`` rows that may need ``t`` tokens uses a static cache of ``n`` rows and the smallest of
     ``cache_lengths`` that holds ``t`` (default: powers of two from 64 up to what the model's positions allow, at most
     4,096). Caches are kept from request to request, at most ``max_caches`` of them, and each has one graph, which is
-    captured at the ``capture_after``-th decode step that uses it. Prefills run eagerly. A request of more than
-    ``max_batch_size`` prompts runs as before, and so does every request that graphs do not serve; ``stats.not_served``
-    and ``explain`` say why. ``options`` are those of ``graphed``.
+    captured at the first decode step that uses it. Prefills run eagerly. A request of more than ``max_batch_size``
+    prompts runs as before, and so does every request that graphs do not serve; ``stats.not_served`` and ``explain`` say
+    why. ``options`` are those of ``graphed``, but that ``capture_after`` is 1 if it is not given.
 
     The model's class is replaced by a subclass of the same name, and put back at the end of the block or by
     ``unpatch``, which releases caches and graphs as well. Copies and pickles of the model are of the original class.
@@ -53,7 +53,6 @@ class GraphedGeneration:
         cache_lengths: Iterable[int] | None = None,
         max_batch_size: int = 8,
         max_caches: int = 16,
-        capture_after: int = 1,
         options: CUDAGraphOptions | None = None,
     ) -> None:
         if not isinstance(model, GenerationMixin):
@@ -73,9 +72,11 @@ class GraphedGeneration:
         """The model's own call."""
         config = model.config.get_text_config(decoder=True)
         chosen = CUDAGraphOptions.or_default(options, "options")
+        if chosen.capture_after is None:
+            chosen = chosen.replace(capture_after=1)
         # Layers of linear attention have the same cache in both kinds, whatever the model says of itself.
         self._fits_static_cache = model._can_compile_fullgraph or KeptCache(config, 1).is_linear_alone
-        self._pool = SlotPool(self.plain_call, config, max_caches, capture_after, chosen)
+        self._pool = SlotPool(self.plain_call, config, max_caches, chosen)
         self._local = threading.local()
         self._lock = threading.Lock()
         self._requests = self._served = 0

@@ -67,13 +67,11 @@ class Slot:
 class SlotPool:
     """The slots of one model: at most ``most`` of them; the one that was used longest ago makes room. Thread-safe."""
 
-    def __init__(
-        self, step: Callable[..., Any], config: Any, most: int, capture_after: int, options: CUDAGraphOptions
-    ) -> None:
+    def __init__(self, step: Callable[..., Any], config: Any, most: int, options: CUDAGraphOptions) -> None:
         self._step = step
         self._config = config
         self._most = most
-        self._settings: dict[str, Any] = {"capture_after": capture_after, "options": options}
+        self._options = options
         self._lock = threading.Lock()
         self._slots: dict[SlotKey, Slot] = {}  # by use: the latest last
         self._past = BatchingStats()
@@ -126,7 +124,7 @@ class SlotPool:
 
     def _make(self, key: SlotKey) -> Slot:
         cache = KeptCache(self._config, key.length)
-        return Slot(key, cache, graphed(self._step, dynamic={}, static=CACHE_NAMES, **self._settings))
+        return Slot(key, cache, graphed(self._step, dynamic={}, static=CACHE_NAMES, options=self._options))
 
     def _make_room(self) -> list[Slot]:
         idle = [slot for slot in self._slots.values() if not slot.is_busy]
