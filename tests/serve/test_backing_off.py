@@ -22,7 +22,7 @@ from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.reasons import Reason
 from graphdispatch.stats import EvictionReason
 
-from .sized import entry
+from ..sized import entry
 
 FULL = CUDAGraphMode.FULL
 
