@@ -1,5 +1,8 @@
-"""Planning without a device: workloads, traffic models, cost models and capture plans. Needs numpy, never torch."""
+"""Which sizes to capture, for recorded traffic and within limits. Needs numpy; only ``CostModel.measure`` loads torch."""
 
-from .workload import Steps, Workload
+from .cost import CostModel
+from .plan import Evaluation, Plan
+from .planner import plan_sizes
+from .workload import Workload
 
-__all__ = ["Steps", "Workload"]
+__all__ = ["CostModel", "Evaluation", "Plan", "Workload", "plan_sizes"]

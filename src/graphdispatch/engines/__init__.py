@@ -1,0 +1,1 @@
+"""Companions for inference engines, beside the wrapper, the manager and the dispatchers."""
