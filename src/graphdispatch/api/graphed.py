@@ -85,10 +85,10 @@ def graphed(
     ``"repeat_last"``, ``"leave"``, or a function ``(padding, real)``. Rows of the model must be independent of each
     other; whether they are is checked when a graph is captured, and a model that mixes rows stays eager.
 
-    ``sizes`` are the sizes to capture, a name (``vllm``), a plan, or the path of a saved plan or profile; it is at most
-    ``max_size`` (default 256). A size is captured when seen for the ``capture_after``-th time within ``capture_window``
-    uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, the policy
-    ``eviction`` (as in ``CUDAGraphConfig``) says which graph goes; callables may share ``budget``.
+    ``sizes`` are the sizes to capture, a name (``vllm``), a plan, or the path of a saved plan (``plan.json``); it is
+    at most ``max_size`` (default 256). A size is captured when seen for the ``capture_after``-th time within
+    ``capture_window`` uses, or by ``prewarm``. When ``max_cached_graphs`` or ``memory_budget_bytes`` is reached, the
+    policy ``eviction`` (as in ``CUDAGraphConfig``) says which graph goes; callables may share ``budget``.
     ``outputs`` (default: as in ``options``): ``"clone"`` gives the caller copies, ``"view"`` a handle (``.get()``) that
     raises ``StaleOutputError`` after the next replay, ``"ring:3"`` such a handle on the next of three preallocated
     copies, which raises after three further calls, ``"static"`` the graph's own tensors. ``out``, a tensor or a nest of
@@ -130,12 +130,12 @@ def _read(
 
 
 def _loaded(sizes: Any) -> Any:
-    """``sizes``, or the plan or profile that was saved to a path."""
-    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and "." in sizes):
+    """``sizes``, or the plan that was saved to a path."""
+    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and sizes.endswith(".json")):
         return sizes
-    from ..plan.saved import read_sizes  # here, since serving must not load planning
+    from ..plan.plan import Plan  # here, since serving must not load planning
 
-    return read_sizes(sizes)
+    return Plan.load(sizes)
 
 
 def _made(

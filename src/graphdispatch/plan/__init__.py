@@ -1,4 +1,4 @@
-"""Which sizes to capture, for recorded traffic and within limits. Needs numpy; only ``CostModel.measure`` loads torch."""
+"""Which sizes to capture, for recorded traffic and within limits. Only ``CostModel.measure`` needs torch."""
 
 from .cost import CostModel
 from .plan import Evaluation, Plan

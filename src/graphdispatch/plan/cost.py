@@ -1,6 +1,7 @@
 """``CostModel``: what a step, a capture and a graph's memory cost by size; measured, stated, or the default."""
 
 from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
 
@@ -38,12 +39,12 @@ class Document(BaseModel):
         except ValidationError as error:
             raise ConfigError(_first_fault(error)) from None
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write it to ``path`` as JSON."""
         Path(path).write_text(self.model_dump_json(exclude_none=True) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | PathLike[str]) -> Self:
         """What was saved to ``path``.
 
         Raises:

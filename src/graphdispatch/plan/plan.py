@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from ..config import parse_mode
@@ -19,7 +20,7 @@ __all__ = ["Evaluation", "Plan", "weights_by_mode"]
 
 _Mode = Annotated[CUDAGraphMode, BeforeValidator(parse_mode), PlainSerializer(lambda mode: mode.name)]
 _Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
-_Sizes = tuple[_Size, ...] | tuple[Annotated[tuple[_Size, ...], Field(min_length=2)], ...]
+_Point = Annotated[tuple[_Size, ...], Field(min_length=2)]
 _MOST_NAMED = 8
 
 
@@ -70,7 +71,7 @@ class Plan(Document):
     """
 
     mode: _Mode = CUDAGraphMode.FULL
-    graphs: dict[_Mode, _Sizes]
+    graphs: dict[_Mode, tuple[_Size | _Point, ...]]
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -99,7 +100,8 @@ class Plan(Document):
             ConfigError: If a size or the name is wrong.
         """
         chosen = named_sizes(sizes, max_size) if isinstance(sizes, str) else tuple(sizes)
-        return cls(mode=mode, graphs=dict.fromkeys(_runtime_modes(parse_mode(mode)), chosen))
+        mode = parse_mode(mode)
+        return cls(mode=mode, graphs=dict.fromkeys(_runtime_modes(mode), chosen))
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -141,8 +143,8 @@ class Plan(Document):
             capture_ms += float(cost.at("capture_ms", cells).sum())
             graph_bytes += float(cost.at("graph_bytes", cells).sum())
             pool_bytes = max(pool_bytes, float(cost.at("pool_bytes", cells).max()))
-            missed = weights * (~hit & (cost.step_ms(mode, tokens) < eager_ms))
-            warnings += _warnings(mode, sizes, missed / workload.total, tokens, np.unique(index[hit & (weights > 0)]))
+            missed: Floats = np.where(~hit & (cost.step_ms(mode, tokens) < eager_ms), weights / workload.total, 0.0)
+            warnings += _warnings(mode, sizes, missed, tokens, np.unique(index[hit & (weights > 0)]))
         step, eager, served, real_tokens, padding_tokens = (float(each) for each in sums)
         return Evaluation(
             graphs=sum(map(len, self.graphs.values())),
@@ -177,7 +179,7 @@ def _warnings(
     mode: CUDAGraphMode, sizes: tuple[Shape, ...], missed: Floats, tokens: Floats, reached: Ints
 ) -> Iterable[str]:
     """What is wrong: ``missed`` are the shares of steps, by shape, that a larger graph would speed up."""
-    if missed.any():
+    if np.any(missed):
         yield (
             f"{percent(float(missed.sum()), 2)} of the steps are above the largest {mode.name} graphs, "
             f"{_words(sizes[-1])}, and run eagerly, though graphs would be faster: capture up to "
@@ -195,7 +197,7 @@ def _serving(sizes: tuple[Shape, ...], shapes: Ints) -> Ints:
     if points.shape[1] != shapes.shape[1]:
         raise ConfigError(f"workload must have the {points.shape[1]} dimensions of the plan, got {shapes.shape[1]}")
     order = np.argsort(_tokens(points), kind="stable")
-    fits = (points[order][None] >= shapes[:, None]).all(2)
+    fits: NDArray[np.bool_] = (points[order][None] >= shapes[:, None]).all(2)
     found: Ints = np.where(fits.any(1), order[fits.argmax(1)], -1)
     return found
 

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError, shown
 from ..stats import CUDAGraphStats
 
-__all__ = ["LARGEST_SIZE", "Floats", "Ints", "Shape", "Workload"]
+__all__ = ["LARGEST_SIZE", "Floats", "Ints", "Shape", "Workload", "read_rows"]
 
 LARGEST_SIZE = 2**20
 """The largest size in any dimension, as in ``CUDAGraphConfig``."""
@@ -83,17 +84,14 @@ class Workload:
         Raises:
             ConfigError: If there are no steps, a weight is impossible, or ``decode`` exceeds ``counts``.
         """
-        shapes = _checked_shapes("counts", list(counts))
-        uniform = counts if decode is None else decode
-        for name, weights in (("counts", counts), ("decode", uniform)):
-            for shape, weight in weights.items():
-                if not 0 <= weight <= (np.finfo(float).max if name == "counts" else counts.get(shape, -1)):
-                    limit = "a finite weight >= 0" if name == "counts" else f"from 0 to counts[{shape}]"
-                    raise ConfigError(f"{name}[{shape}] must be {limit}, got {weight}")
-        every, first = (np.array([weights.get(shape, 0.0) for shape in counts]) for weights in (counts, uniform))
+        shapes, uniform = _checked_shapes("counts", list(counts)), counts if decode is None else decode
+        every, first = (np.array([float(each.get(shape, 0.0)) for shape in counts]) for each in (counts, uniform))
         both = np.concatenate([first, every - first])
-        if not both.any():
-            raise ConfigError("counts must hold a shape with a weight above 0, got none")
+        if not (set(uniform) <= set(counts) and np.isfinite(both).all() and both.min() >= 0 and both.any()):
+            raise ConfigError(
+                "counts must hold finite weights from 0, one at least above 0, and decode for some of these shapes "
+                f"weights from 0 to theirs, got {shown(counts)} and {shown(decode)}"
+            )
         kept, kinds = both > 0, np.repeat([True, False], len(shapes))
         return cls(np.concatenate([shapes, shapes])[kept], kinds[kept], both[kept], False)
 
@@ -109,7 +107,7 @@ class Workload:
                 "stats must have counted calls by rows, got none: serve some traffic first; a wrapper's calls arrive "
                 "padded, and their real rows are not known"
             )
-        return cls.from_histogram(dict(stats.rows))
+        return cls.from_histogram({rows: float(count) for rows, count in stats.rows.items()})
 
     @classmethod
     def from_trace(cls, path: str | Path, columns: Sequence[str] = ("num_tokens",)) -> Self:
@@ -126,18 +124,26 @@ class Workload:
         Raises:
             ConfigError: If the file cannot be read. It names the file, and the line at fault.
         """
-        path = Path(path)
-        try:
-            if path.suffix == ".parquet":
-                return cls._of_records(path, _parquet(path), columns)
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-                text = file.read()
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        return cls._of_log(path, text) if _LOG_HEADER.search(text) else cls._of_records(path, _rows(path, text), columns)
+        if Path(path).suffix != ".parquet" and _LOG_HEADER.search(text := _text(path)):
+            return cls._of_log(path, text)
+        steps, kinds = [], []
+        for line, row in read_rows(path):
+            try:
+                steps.append(tuple(int(str(row[name])) for name in columns))
+                kinds.append(_is_decode(row, steps[-1]))
+                if not all(1 <= size <= LARGEST_SIZE for size in steps[-1]):
+                    raise ValueError
+            except (KeyError, TypeError, ValueError):
+                raise ConfigError(
+                    f"{path}, line {line}: expected {', '.join(columns)} from 1 to {LARGEST_SIZE}, and uniform_decode "
+                    f"as 0 or 1 and num_reqs as an integer if it has them, got {str(row)[:200]}"
+                ) from None
+        if not steps:
+            raise ConfigError(f"{path} has no steps; expected a header line and a line for each step")
+        return cls.from_steps(steps, kinds)
 
     @classmethod
-    def _of_log(cls, path: Path, text: str) -> Self:
+    def _of_log(cls, path: str | Path, text: str) -> Self:
         counts: dict[Shape, float] = {}
         decode: dict[Shape, float] = {}
         for tokens, mode, count in _LOG_ROW.findall(text):
@@ -147,32 +153,13 @@ class Workload:
             raise ConfigError(f"{path} has no rows in its tables; run vLLM with --cudagraph-metrics")
         return cls.from_histogram(counts, decode)
 
-    @classmethod
-    def _of_records(cls, path: Path, records: Iterable[tuple[int, Any]], columns: Sequence[str]) -> Self:
-        steps, kinds = [], []
-        for line, record in records:
-            try:
-                steps.append(tuple(int(str(record[name])) for name in columns))
-                kinds.append(_is_decode(record, steps[-1]))
-                if not all(1 <= size <= LARGEST_SIZE for size in steps[-1]):
-                    raise ValueError
-            except (KeyError, TypeError, ValueError):
-                raise ConfigError(
-                    f"{path}, line {line}: expected {', '.join(columns)} from 1 to {LARGEST_SIZE}, and uniform_decode "
-                    f"as 0 or 1 and num_reqs as an integer if it has them, got {str(record)[:200]}"
-                ) from None
-        if not steps:
-            raise ConfigError(f"{path} has no steps; expected a header line and a line for each step")
-        return cls.from_steps(steps, kinds)
-
     @cached_property
     def histogram(self) -> tuple[Ints, Floats, Floats]:
         """The different shapes in increasing order, with the weights of uniform decode steps and of all others."""
         shapes, index = np.unique(self.shapes, axis=0, return_inverse=True)
-        decode, mixed = (
-            np.bincount(index.ravel(), self.weights * kind, len(shapes)) for kind in (self.is_decode, ~self.is_decode)
-        )
-        return shapes, decode, mixed
+        parts = np.zeros((2, len(shapes)))
+        np.add.at(parts, (1 - self.is_decode, index.ravel()), self.weights)
+        return shapes, parts[0], parts[1]
 
     @property
     def total(self) -> float:
@@ -226,32 +213,38 @@ def _checked_shapes(name: str, values: Sequence[Any]) -> Ints:
     return array.astype(np.int64)
 
 
-def _rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """The rows of CSV or JSON lines, each with the number of its line."""
-    if text.lstrip().startswith("{"):
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except ValueError as error:
-                    raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
-    else:
-        reader = csv.DictReader(text.splitlines())
-        for record in reader:
-            yield reader.line_num, record
+def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a file of CSV, JSON lines or Parquet, also as .gz, each with its number: that of its line.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+    """
+    if Path(path).suffix == ".parquet":
+        try:
+            # Without pyarrow's threads: a process that ends soon after they ran may abort (apache/arrow#34314).
+            file = import_module("pyarrow.parquet").ParquetFile(path, pre_buffer=False)
+            yield from enumerate(file.read(use_threads=False).to_pylist(), 1)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"{path} cannot be read as Parquet, which needs pyarrow: {error}") from error
+        return
+    lines = _text(path).splitlines()
+    if not (lines and lines[0].startswith("{")):
+        reader = csv.DictReader(lines)
+        yield from ((reader.line_num, row) for row in reader)
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _text(path: str | Path) -> str:
     try:
-        parquet = import_module("pyarrow.parquet")
-    except ImportError:
-        raise ConfigError(f"{path} is Parquet, which needs pyarrow: pip install pyarrow") from None
-    # Without pyarrow's threads: a process that ends soon after they ran may abort (apache/arrow#34314).
-    try:
-        table = parquet.ParquetFile(path, pre_buffer=False).read(use_threads=False)
-    except ValueError as error:  # pyarrow's own errors are ValueErrors
-        raise ConfigError(f"{path} cannot be read as Parquet: {error}") from error
-    return enumerate(table.to_pylist(), 1)
+        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _is_decode(record: Mapping[str, Any], sizes: Sequence[int]) -> bool:
