@@ -140,6 +140,8 @@ class CostModel(Document):
         mode, sizes = parse_mode(mode), sorted(set(sizes))
         if mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
             raise ConfigError(f"mode must be FULL or PIECEWISE, got {mode.name}; measure each alone")
+        if not sizes:
+            raise ConfigError("sizes must hold at least one number of rows, got none")
         columns: dict[str, dict[int, float]] = {}
         for size in sizes:
             inputs, dims = _with_rows(example, dynamic, size)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from ..config import parse_mode
@@ -78,8 +77,8 @@ class Plan(Document):
         unknown = set(self.graphs) - set(_runtime_modes(self.mode))
         if unknown:
             raise ConfigError(f"graphs must be of the modes of {self.mode.name}, got {sorted(m.name for m in unknown)}")
-        if len({len(point) for point in map(_as_point, self.sizes)}) > 1:
-            raise ConfigError(f"graphs must all have the same number of dimensions, got {self.sizes}")
+        if len({len(_as_point(size)) for sizes in self.graphs.values() for size in sizes}) > 1:
+            raise ConfigError(f"graphs must all have the same number of dimensions, got {self.graphs}")
         for mode, sizes in self.graphs.items():
             if list(sizes) != sorted(set(sizes)):
                 raise ConfigError(f"graphs of {mode.name} must be in increasing order, each once, got {sizes}")
@@ -197,7 +196,7 @@ def _serving(sizes: tuple[Shape, ...], shapes: Ints) -> Ints:
     if points.shape[1] != shapes.shape[1]:
         raise ConfigError(f"workload must have the {points.shape[1]} dimensions of the plan, got {shapes.shape[1]}")
     order = np.argsort(_tokens(points), kind="stable")
-    fits: NDArray[np.bool_] = (points[order][None] >= shapes[:, None]).all(2)
+    fits = np.all(points[order][None] >= shapes[:, None], axis=2)
     found: Ints = np.where(fits.any(1), order[fits.argmax(1)], -1)
     return found
 
