@@ -26,11 +26,8 @@ from . import (
     guard,
     lengths,
     metrics,
-    online,
     peers,
     piecewise,
-    planning,
-    prediction,
     refused,
     wrapper,
 )
@@ -55,10 +52,7 @@ _PARTS = {
     "metrics": _Part(metrics.TITLE, metrics.rows),
     "decisions": _Part(decisions.TITLE, decisions.rows),
     "adaptive": _Part(adaptive.TITLE, adaptive.rows),
-    "prediction": _Part(prediction.TITLE, prediction.rows),
-    "online": _Part(online.TITLE, online.rows),
     "eviction": _Part(eviction.TITLE, eviction.rows),
-    "planning": _Part(planning.TITLE, planning.rows),
     "generate": _Part(generate.TITLE, generate.rows),
 }
 

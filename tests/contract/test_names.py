@@ -84,7 +84,6 @@ COMPANIONS = (
     "metrics",
     "report",
     "auditing",
-    "calibration",
     "ranks",
     "integrations",
     "demo",
