@@ -26,13 +26,9 @@ from . import (
     guard,
     lengths,
     metrics,
-    online,
     peers,
     piecewise,
-    planning,
-    prediction,
     refused,
-    simulate,
     wrapper,
 )
 from .timing import Effort, Row
@@ -56,12 +52,8 @@ _PARTS = {
     "metrics": _Part(metrics.TITLE, metrics.rows),
     "decisions": _Part(decisions.TITLE, decisions.rows),
     "adaptive": _Part(adaptive.TITLE, adaptive.rows),
-    "prediction": _Part(prediction.TITLE, prediction.rows),
-    "online": _Part(online.TITLE, online.rows),
     "eviction": _Part(eviction.TITLE, eviction.rows),
-    "planning": _Part(planning.TITLE, planning.rows),
     "generate": _Part(generate.TITLE, generate.rows),
-    "simulate": _Part(simulate.TITLE, simulate.rows),
 }
 
 

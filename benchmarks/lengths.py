@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Callable
+from itertools import product
 from time import thread_time
 
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import Dim, Graphed, GridPlan, graphed, plan_capture_grid
-from graphdispatch.plan import CostModel
+from graphdispatch import CostModel, Dim, Graphed, Plan, Workload, graphed, plan_sizes
 
 from .timing import Effort, Row
 
@@ -75,7 +75,7 @@ def _rows() -> list[Row]:
     calls = _calls()
     for ids, mask in calls[:20]:
         model(ids, mask)
-    sides = {name: _served(model, GridPlan.of(*grid)) for name, grid in _GRIDS.items()}
+    sides = {name: _served(model, Plan.from_sizes(product(*grid))) for name, grid in _GRIDS.items()}
     sides["batch alone"] = graphed(model, dynamic={"input_ids": 0, "attention_mask": 0}, sizes=(4, 8))
     found: list[Row] = []
     for name, side in sides.items():
@@ -87,22 +87,22 @@ def _rows() -> list[Row]:
             Row(f"{name}: calls that a graph served", 100 * side.stats.graph_ratio, unit="%"),
             Row(f"{name}: captures", side.stats.captures, unit=""),
         ]
-    made = GridPlan.of(*_BY_HAND)
-    shapes = [(ids.shape[0], ids.shape[1]) for ids, _ in calls]
-    plan = plan_capture_grid(shapes, _costs(model), max_graphs=len(made.points))
+    made = Plan.from_sizes(product(*_BY_HAND))
+    traffic, cost = Workload.from_steps([(ids.shape[0], ids.shape[1]) for ids, _ in calls]), _costs(model)
+    plan = plan_sizes(traffic, cost, max_graphs=len(made.sizes))
     both = _served(model, plan), _served(model, made)
     for side in both:
         _times(side, calls)
     planned, by_hand = _in_turns(*both, calls)
     found.append(
-        Row(f"{len(plan.points)} planned graphs over {len(made.points)} of a grid", _mean(planned), _mean(by_hand))
+        Row(f"{len(plan.sizes)} planned graphs over {len(made.sizes)} of a grid", _mean(planned), _mean(by_hand))
     )
-    expected = GridPlan(made.points, plan.cost).evaluate(shapes).step_ms
-    found.append(Row("the same by the cost model", 1e3 * plan.expected_ms, 1e3 * expected))
+    expected, by_hand_ms = (each.evaluate(traffic, cost).step_ms for each in (plan, made))
+    found.append(Row("the same by the cost model", 1e3 * expected, 1e3 * by_hand_ms))
     return found
 
 
-def _served(model: nn.Module, plan: GridPlan) -> Graphed[..., tuple[Tensor, Tensor]]:
+def _served(model: nn.Module, plan: Plan) -> Graphed[..., tuple[Tensor, Tensor]]:
     seq = Dim("seq", pad={"attention_mask": 0})
     dynamic = {"input_ids": {0: "batch", 1: seq}, "attention_mask": {0: "batch", 1: "seq"}}
     return graphed(model, dynamic=dynamic, sizes=plan)
@@ -147,9 +147,9 @@ def _costs(model: nn.Module) -> CostModel:
     eager, graph = {}, {}
     for batch, length in ((1, 16), (2, 32), (4, 40), (4, 64), (8, 48), (8, 64)):
         ids, mask = torch.randint(1, 1000, (batch, length)), torch.ones(batch, length, dtype=torch.long)
-        serve = _served(model, GridPlan(((batch, length),), CostModel.default()))
+        serve = _served(model, Plan.from_sizes([(batch, length)]))
         for _ in range(4):
             serve(torch.randint(1, 1000, (batch, length)), mask)
         for times, side in ((eager, model), (graph, serve)):
             times[batch * length] = 1e3 * sorted(_times(side, [(ids, mask)] * 30))[15]
-    return CostModel.of(eager, graph)
+    return CostModel(eager_ms=eager, full_ms=graph)

@@ -10,12 +10,9 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.units import count, milliseconds, percent, storage
+from graphdispatch.units import count, percent, storage
 
-from .test_report import HOSTILE, planned, served
-
-STEPS = gd.plan.Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
-CALLS = [(1, 8), (2, 8), (2, 16), (3, 12), (2, 16)]
+from .test_report import HOSTILE, served
 
 
 class Shown(HTMLParser):
@@ -78,15 +75,10 @@ MADE: dict[str, Callable[[], Any]] = {
     "stats": lambda: served().stats,
     "no calls": gd.CUDAGraphStats,
     "decisions": dispatched,
-    "plan": lambda: gd.plan.plan_capture_sizes(STEPS, max_graphs=3),
-    "no graphs": lambda: gd.plan.Plan(gd.CUDAGraphMode.FULL, ()),
-    "evaluation": lambda: gd.plan.plan_capture_sizes(STEPS, max_graphs=3).evaluate(STEPS),
-    "grid": lambda: gd.plan_capture_grid(CALLS, max_graphs=3),
-    "grid evaluation": lambda: gd.plan_capture_grid(CALLS, max_graphs=3).evaluate(CALLS),
     "audit": hostile_audit,
     "memory": lambda: served().memory_report(),
     "prewarm": lambda: prewarmed()[1],
-    "report": planned,
+    "report": lambda: served().report(),
 }
 
 
@@ -123,26 +115,6 @@ def test_counters_are_those_of_the_object() -> None:
     assert ["above_largest_size", "1", "50.00 %", gd.Reason.ABOVE_LARGEST_SIZE.text] in Shown(dispatched()).rows
 
 
-def test_a_plan_shows_its_graphs() -> None:
-    """Each with its mode and what it serves, and the proof; an evaluation shows its figures."""
-    plan = gd.plan.plan_capture_sizes(STEPS, max_graphs=3)
-    shown = Shown(plan)
-    assert [row[:2] for row in shown.rows[1:]] == [[str(graph.size), graph.mode.name] for graph in plan.graphs]
-    assert plan.proof is not None
-    assert f"expected {plan.proof.expected_ms:.3f} ms a step" in shown.text
-    result = plan.evaluate(STEPS)
-    assert {milliseconds(result.step_ms), storage(result.memory)} <= {*Shown(result).text.split("\n")}
-
-
-def test_a_grid_shows_its_points() -> None:
-    """By length; an evaluation shows its figures."""
-    plan = gd.plan_capture_grid(CALLS, max_graphs=3)
-    points = [(int(size), int(length)) for length, sizes in Shown(plan).rows[1:] for size in sizes.split()]
-    assert sorted(points) == sorted(plan.points)
-    result = plan.evaluate(CALLS)
-    assert {milliseconds(result.step_ms), percent(result.padding)} <= {*Shown(result).text.split("\n")}
-
-
 def test_memory_and_prewarm_are_shown() -> None:
     """Each part and graph with its bytes; what was captured, what was left out, and why."""
     serve, report = prewarmed()
@@ -171,7 +143,7 @@ def test_an_audit_shows_its_findings() -> None:
 
 def test_a_report_is_shown_in_a_frame() -> None:
     """The whole page, in a frame that runs scripts and can reach nothing around it."""
-    report = planned()
+    report = served().report()
     assert Shown(report).frames == [report.html]
     assert '<iframe sandbox="allow-scripts"' in report._repr_html_()
 
@@ -181,7 +153,7 @@ def test_showing_needs_no_plotly_and_is_loaded_when_it_shows() -> None:
     code = """
 import sys
 sys.modules["plotly"] = sys.modules["torch"] = None
-import graphdispatch.stats, graphdispatch.plan.plan
+import graphdispatch.stats
 assert not any("report" in name for name in sys.modules)
 assert "Nothing was called yet" in graphdispatch.stats.CUDAGraphStats()._repr_html_()
 """

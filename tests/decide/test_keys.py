@@ -276,13 +276,6 @@ def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
         CudagraphKeyDispatcher(**options)
 
 
-def test_the_lint_speaks_when_the_keys_are_initialised() -> None:
-    """A plan that leaves the largest decode batches without a full graph is warned of at the start."""
-    dispatcher = CudagraphKeyDispatcher(capture_sizes=[4, 8, 16], max_num_reqs=10, max_num_tokens=16)
-    with pytest.warns(UserWarning, match="batches of 9-10 tokens run in PIECEWISE graphs"):
-        dispatcher.initialize_cudagraph_keys(FULL_AND_PIECEWISE)
-
-
 def test_the_keys_are_a_live_view() -> None:
     """What changes in the dispatcher is seen in keys that were read before; what is changed there is a change of it."""
     dispatcher = made(FULL)

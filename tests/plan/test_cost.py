@@ -1,122 +1,115 @@
-"""``CostModel`` and its curves."""
+"""``CostModel``: costs by size, its file, and measurements of a real callable."""
 
-import itertools
-import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch import CUDAGraphMode
-from graphdispatch.errors import ConfigError
+from graphdispatch.call.breaks import eager_break
+from graphdispatch.errors import CaptureError, ConfigError
+from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan import CostModel
-from graphdispatch.plan.cost import Curve
 
-HEAD = '{"format": "graphdispatch.cost", "version": 1, "source": "stated", '
+from ..spy import Spy
 
-
-def test_a_curve_goes_through_its_points_and_straight_between() -> None:
-    """Flat below the first, and rising above the last as steeply as before it."""
-    curve = Curve.of({4: 2.0, 8: 3.0, 16: 7.0})
-    assert curve.at([1, 4, 6, 8, 12, 16, 32]).tolist() == [2.0, 2.0, 2.5, 3.0, 5.0, 7.0, 15.0]
-    assert curve.moved == 0.0
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
-def test_a_flat_end_does_not_hide_the_average_rise() -> None:
-    """Beyond its points a curve rises at least as on average: two equal last points must not make huge graphs free."""
-    assert Curve.of({1: 0.0, 9: 8.0, 17: 8.0}).at(33).item() == pytest.approx(16.0)
+def test_costs_lie_on_lines_between_points() -> None:
+    """Flat below the first point, rising on above the last, and one number for all sizes."""
+    cost = CostModel(eager_ms=7, full_ms={4: 3.0, 2: 1.0, 8: 5.0})
+    assert cost.at("eager_ms", [1, 500]).tolist() == [7, 7]
+    assert cost.step_ms(FULL, [1, 2, 3, 6, 8, 11]).tolist() == pytest.approx([1, 1, 2, 4, 5, 7])
 
 
-@given(points=st.dictionaries(st.integers(1, 5000), st.floats(0, 1e6), min_size=1, max_size=30))
-def test_a_fit_never_falls_and_keeps_the_mean(points: dict[int, float]) -> None:
-    """The isotonic fit of points without errors: rising, of the same mean, and itself where they rise already."""
-    curve = Curve.of(points)
-    fitted = curve.fitted
-    assert all(left <= right for left, right in itertools.pairwise(fitted))
-    assert math.fsum(fitted) == pytest.approx(math.fsum(curve.values))
-    rising = Curve(sizes=curve.sizes, values=fitted)
-    assert rising.fitted == fitted
-    assert rising.moved == 0.0
+@given(points=st.dictionaries(st.integers(1, 5000), st.floats(0, 1e6), min_size=1, max_size=20))
+def test_costs_never_fall_with_the_size(points: dict[int, float]) -> None:
+    """Whatever was measured: else the nearest graph would not be the fastest."""
+    values = CostModel(eager_ms=points).at("eager_ms", np.arange(1, 6000))
+    assert (np.diff(values) >= -1e-6).all()
 
 
-def test_errors_weigh_in_the_fit_and_are_kept() -> None:
-    """A point known well moves less than one known badly; the error bars are there to read."""
-    curve = Curve.of({1: (10.0, 1.0), 2: (7.0, 0.1)})
-    assert curve.fitted == (pytest.approx((10 + 700) / 101),) * 2
-    assert curve.moved == pytest.approx(1 - 710 / 1010)
-    assert curve.error_at([1, 2, 9]).tolist() == [1.0, 0.1, 0.1]
-    assert Curve.of(3.0).error_at([5]).tolist() == [0.0]
-
-
-def test_functions_are_sampled() -> None:
-    """Close to the function in between and beyond."""
-    curve = Curve.of(lambda n: 8 + 0.03 * n)
-    assert curve.at([1, 64, 1000, 30_000]) == pytest.approx([8.03, 9.92, 38.0, 908.0])
-
-
-def test_the_source_is_told() -> None:
-    """Points are measured, numbers and functions stated, and the default says that it is one."""
-    assert CostModel.of({1: 2.0}, {1: 1.0}).source == "measured"
-    assert CostModel.of(2.0, {1: 1.0}).source == "stated"
-    assert CostModel.default().source == "default"
-    assert repr(CostModel.default()) == "<CostModel default, eager and FULL and PIECEWISE>"
-    assert repr(CostModel.of({1: 2.0, 2: 1.0}, 1.0)) == (
-        "<CostModel stated, eager and FULL, fit moved points by up to 33.3 %>"
-    )
-
-
-def test_the_default_gains_nothing_by_large_graphs() -> None:
-    """Small eager steps wait for their launches; above 533 tokens eager is as fast as a FULL graph."""
-    cost = CostModel.default()
-    full = cost.graphs(CUDAGraphMode.FULL).step_ms
-    assert cost.eager_ms.at(1).item() > 2 * full.at(1).item()
-    assert cost.eager_ms.at([534, 8192, 20_000]) == pytest.approx(full.at([534, 8192, 20_000]), rel=1e-9)
-
-
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    """All of it, with errors."""
-    cost = CostModel.of({1: (2.0, 0.5), 8: (3.0, 0.5)}, {1: 1.0}, capture_ms=lambda n: 50.0 + n)
-    cost.save(tmp_path / "cost.json")
-    assert CostModel.load(tmp_path / "cost.json") == cost
+def test_it_saves_and_loads_exactly(tmp_path: Path) -> None:
+    """As JSON."""
+    CostModel.default().save(tmp_path / "cost.json")
+    assert CostModel.load(tmp_path / "cost.json") == CostModel.default()
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("options", "message"),
     [
-        ("{", "not valid at the whole"),
-        ('{"format": "graphdispatch.plan", "version": 1}', "not valid at format"),
-        ('{"format": "graphdispatch.cost", "version": 2, "eager_ms": {"sizes": [1], "values": [1.0]}}', "at version"),
-        ('{"eager_ms": {"sizes": [1], "values": [1.0]}}', "not valid at format"),
-        (HEAD + '"eager_ms": {"sizes": [2, 1], "values": [1.0, 1.0]}}', "increasing order"),
-        (HEAD + '"eager_ms": {"sizes": [1], "values": [NaN]}}', "eager_ms.values.0"),
-        (HEAD + '"eager_ms": {"sizes": [1], "values": [1e999]}}', "eager_ms.values.0"),
-        (HEAD + '"eager_ms": {"sizes": [99999999999999999999], "values": [1.0]}}', "eager_ms.sizes.0"),
-        (HEAD + '"eager_ms": {"sizes": [1], "values": [1.0]}, "__class__": "x"}', "__class__"),
+        ({}, "eager_ms: Field required"),
+        ({"eager_ms": {}}, "eager_ms: .* at least 1 item"),
+        ({"eager_ms": -1}, r"eager_ms\.1: .* greater than or equal to 0, got -1"),
+        ({"eager_ms": float("inf")}, "eager_ms.* finite number"),
+        ({"eager_ms": {0: 1}}, "eager_ms.* greater than or equal to 1"),
+        ({"eager_ms": 1, "half_ms": 2}, "half_ms: Extra inputs"),
     ],
 )
-def test_a_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    """With the file and the field at fault."""
-    path = tmp_path / "cost.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as raised:
-        CostModel.load(path)
-    assert "cost.json" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"eager_ms": 1.0}, "full_ms or piecewise_ms must be given"),
-        ({"eager_ms": -1.0, "full_ms": 1.0}, "eager_ms.values.0 is not valid"),
-        ({"eager_ms": 1.0, "full_ms": {}}, "full_ms must hold a point"),
-        ({"eager_ms": 1.0, "full_ms": {0: 1.0}}, "full_ms.sizes.0"),
-        ({"eager_ms": 1.0, "full_ms": lambda n: float("nan")}, "full_ms.values.0"),
-        ({"eager_ms": 1.0, "full_ms": 1.0, "pool_bytes": math.inf}, "pool_bytes.values.0"),
-    ],
-)
-def test_bad_costs_are_named(arguments: dict[str, Any], message: str) -> None:
-    """The argument, and which of its points."""
+def test_a_bad_cost_is_named(options: dict[str, Any], message: str) -> None:
+    """As are modes without figures."""
     with pytest.raises(ConfigError, match=message):
-        CostModel.of(**arguments)
+        CostModel(**options)
+    with pytest.raises(ConfigError, match="cost must know graphs of mode PIECEWISE; give piecewise_ms"):
+        CostModel(eager_ms=1, full_ms=1).step_ms(PIECEWISE, [1])
+
+
+def test_a_callable_is_measured() -> None:
+    """Steps, captures and bytes at each size; rows are repeated or left out, in whatever dimension they are."""
+    seen = Spy([])  # no guard takes its content for state
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(x.shape))
+        return x.mul(2).relu().sub(1).mul(weight)
+
+    example = {"x": torch.arange(12.0).view(3, 4), "weight": torch.ones(3, 1)}
+    cost = CostModel.measure(step, example, [2, 6], dynamic={"x": 1}, seconds=0.001)
+    assert {(3, 2), (3, 6)} <= set(seen)
+    assert cost.piecewise_ms is None
+    for name in ("eager_ms", "full_ms", "capture_ms", "graph_bytes", "pool_bytes"):
+        points = getattr(cost, name)
+        assert sorted(points) == [2, 6]
+        assert all(value >= 0 for value in points.values())
+    assert cost.eager_ms[2] > 0 < cost.capture_ms[6]
+    assert cost.graph_bytes[6] + cost.pool_bytes[6] >= 3 * 6 * 4
+
+
+def test_pieces_are_measured() -> None:
+    """By mode."""
+
+    @eager_break
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    cost = CostModel.measure(
+        lambda x: between(x * 2) * 3, {"x": torch.ones(2, 3)}, [2], mode="PIECEWISE", seconds=0.001
+    )
+    assert cost.full_ms is None
+    assert list(cost.piecewise_ms or ()) == [2]
+
+
+def test_what_cannot_be_captured_is_not_measured() -> None:
+    """It says why."""
+    with pytest.raises(CaptureError, match=r"no FULL graph of 2 rows: .*item"):
+        CostModel.measure(lambda x: x * x.sum().item(), {"x": torch.ones(2, 3)}, [2], seconds=0.001)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sizes": [0]}, "sizes must be an integer >= 1"),
+        ({"sizes": []}, "sizes must hold at least one"),
+        ({"example": {"x": 3}, "dynamic": {"x": 0}}, "example must hold a tensor 'x' with rows in dimension 0, got 3"),
+        ({"dynamic": {"y": 0}}, "example must hold a tensor 'y'"),
+        ({"mode": "FULL_AND_PIECEWISE"}, "mode must be FULL or PIECEWISE"),
+    ],
+)
+def test_a_bad_argument_is_named(changes: dict[str, Any], message: str) -> None:
+    """Before anything runs."""
+    arguments = {"example": {"x": torch.ones(2, 3)}, "sizes": [2]} | changes
+    with pytest.raises(ConfigError, match=message):
+        CostModel.measure(lambda x: x, **arguments)

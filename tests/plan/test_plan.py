@@ -1,139 +1,155 @@
-"""``Plan``: what it comes to on a workload, and its file."""
+"""``Plan``: what it comes to on a workload, its warnings, its file, and who takes it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from graphdispatch import CUDAGraphMode
-from graphdispatch.engines import named_sizes
+from graphdispatch.api.graphed import graphed
+from graphdispatch.config import CUDAGraphConfig
 from graphdispatch.errors import ConfigError
-from graphdispatch.plan import CostModel, Plan, Workload, plan_capture_sizes
-from graphdispatch.plan.compare import compare
-from graphdispatch.plan.plan import PlannedGraph
+from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
+from graphdispatch.sizes import named_sizes
 
-FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-COST = CostModel.of(
-    10.0, {1: 1.0, 8: 8.0}, {1: 2.0, 8: 9.0}, capture_ms=3.0, graph_bytes=5.0, pool_bytes={1: 1.0, 8: 8.0}
+FULL, PIECEWISE, BOTH = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE
+COST = CostModel(
+    eager_ms=10, full_ms={1: 1, 8: 8}, piecewise_ms={1: 2, 8: 9}, capture_ms=3, graph_bytes=5, pool_bytes={1: 1, 8: 8}
 )
 
 
 def test_figures_of_a_plan() -> None:
     """By hand: three of four steps are served, of 1, 3 and 4 tokens in graphs of 1, 4 and 4."""
-    workload = Workload.from_histogram(dict.fromkeys((1, 3, 4, 6), 1.0))
-    result = Plan.from_sizes((1, 4)).evaluate(workload, COST)
-    assert (result.hit_rate, result.eager_share) == (0.75, 0.25)
+    result = Plan.from_sizes((1, 4)).evaluate(Workload.from_histogram(dict.fromkeys((1, 3, 4, 6), 1.0)), COST)
+    assert (result.graphs, result.hit_rate, result.eager_ms) == (2, 0.75, 10.0)
     assert result.padding == pytest.approx(1 / 8)
     assert result.step_ms == pytest.approx((1 + 4 + 4 + 10) / 4)
-    assert result.eager_ms == 10.0
-    assert (result.graphs, result.capture_ms, result.graph_bytes, result.pool_bytes, result.memory) == (2, 6, 10, 4, 14)
-    assert (result.worst_padding, result.worst_size) == (1.0, 2)
-    assert result.to_dict()["memory"] == 14
-    assert str(result).startswith("2 graphs serve 75.0 % of steps with 12.50 % padding; 4.750 ms a step")
+    assert (result.capture_ms, result.memory) == (6, 14)
+    assert "padding          12.50 %" in str(result)
 
 
-def test_kinds_of_batch_go_to_their_own_graphs() -> None:
+def test_kinds_of_step_go_to_their_own_graphs() -> None:
     """Uniform decode to FULL, others to PIECEWISE, or eagerly where their mode has none; the pool is shared."""
     workload = Workload.from_histogram({2: 2.0}, {2: 1.0})
-    both = Plan.from_sizes((4,), mode=CUDAGraphMode.FULL_AND_PIECEWISE).evaluate(workload, COST)
-    assert both.step_ms == pytest.approx((4 + 5) / 2)
-    assert (both.graphs, both.graph_bytes, both.pool_bytes) == (2, 10, 4)
-    decode = Plan.from_sizes((4,), mode=CUDAGraphMode.FULL_DECODE_ONLY).evaluate(workload, COST)
-    assert decode.step_ms == pytest.approx((4 + 10) / 2)
-    assert decode.hit_rate == 0.5
+    both = Plan.from_sizes((4,), mode=BOTH).evaluate(workload, COST)
+    assert (both.step_ms, both.graphs, both.memory) == (pytest.approx((4 + 5) / 2), 2, 14)
+    decode = Plan.from_sizes((4,), mode="FULL_DECODE_ONLY").evaluate(workload, COST)
+    assert (decode.step_ms, decode.hit_rate) == (pytest.approx((4 + 10) / 2), 0.5)
 
 
 def test_a_plan_without_graphs_is_eager() -> None:
     """It serves nothing and costs nothing."""
-    result = Plan(FULL, ()).evaluate(Workload.from_histogram({3: 1.0}), COST)
-    assert (result.step_ms, result.hit_rate, result.memory, result.padding, result.worst_padding) == (10.0, 0, 0, 0, 0)
+    result = Plan(graphs={}).evaluate(Workload.from_histogram({3: 1.0}), COST)
+    assert (result.step_ms, result.hit_rate, result.memory, result.padding, result.warnings) == (10.0, 0, 0, 0, ())
 
 
-def test_sizes_by_name_and_by_size() -> None:
-    """By an engine's name, or as given."""
+def test_a_step_of_two_dimensions_runs_in_the_graph_of_the_fewest_tokens() -> None:
+    """Of those that it fits in both: (2, 3) fits (4, 4), not (8, 2), and (1, 2) the smaller of the two."""
+    plan = Plan.from_sizes([(4, 4), (8, 2)])
+    cost = CostModel(eager_ms=100, full_ms={1: 1, 32: 32})
+    result = plan.evaluate(Workload.from_steps([(2, 3), (5, 2), (8, 3)]), cost)
+    assert (result.step_ms, result.hit_rate) == (pytest.approx((16 + 16 + 100) / 3), pytest.approx(2 / 3))
+
+
+def test_a_cliff_above_the_largest_graph_is_a_warning() -> None:
+    """Steps that a larger graph would speed up, with the size to capture; not those that are faster eagerly."""
+    workload = Workload.from_steps([1, 2, 2, 6])
+    (cliff,) = Plan.from_sizes((1, 2)).evaluate(workload, COST).warnings
+    assert "25.00 % of the steps are above the largest FULL graphs, 2" in cliff
+    assert cliff.endswith("capture up to 6 tokens")
+    slow = CostModel(eager_ms={1: 3, 2: 3.5, 6: 4}, full_ms={1: 1, 6: 6})
+    assert Plan.from_sizes((1, 2)).evaluate(workload, slow).warnings == ()
+
+
+def test_a_graph_that_no_step_reaches_is_a_warning() -> None:
+    """Named by its size; of many, the first."""
+    (idle,) = Plan.from_sizes((1, 2, 4)).evaluate(Workload.from_steps([1, 3]), COST).warnings
+    assert idle == "no step reaches the FULL graphs of 2: drop them to free memory"
+    (many,) = Plan.from_sizes(range(1, 13)).evaluate(Workload.from_steps([12]), COST).warnings
+    assert "of 1, 2, 3, 4, 5, 6, 7, 8 and 3 more: drop" in many
+
+
+def test_sizes_by_name_and_by_mode() -> None:
+    """By an engine's name, or as given; each mode has its own."""
     assert Plan.from_sizes("sglang", 64).sizes == named_sizes("sglang", 64)
-    plan = Plan.from_sizes((2, 6), mode=CUDAGraphMode.FULL_AND_PIECEWISE)
-    assert plan.graphs == (
-        PlannedGraph(PIECEWISE, 2, 1),
-        PlannedGraph(PIECEWISE, 6, 3),
-        PlannedGraph(FULL, 2, 1),
-        PlannedGraph(FULL, 6, 3),
-    )
-    assert repr(plan) == "<Plan 2 PIECEWISE, 2 FULL graphs up to 6>"
-    with pytest.raises(ConfigError, match="sizes must be strictly increasing"):
-        Plan.from_sizes((6, 2))
-
-
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    """With its proof, and by an older file's replacement in one step."""
-    workload = Workload.from_histogram({3: 1.0, 9: 2.0, 50: 1.0}, {3: 1.0})
-    path = tmp_path / "plan.json"
-    for plan in (plan_capture_sizes(workload, max_graphs=5, mode="full_and_piecewise"), Plan.from_sizes("pow2", 8)):
-        plan.save(path)
-        assert Plan.load(path) == plan
-    assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
+    plan = Plan(mode=BOTH, graphs={FULL: (2, 6), PIECEWISE: (4,)})
+    assert (plan.sizes, plan.sizes_of(FULL), plan.sizes_of(PIECEWISE)) == ((2, 4, 6), (2, 6), (4,))
+    assert Plan.from_sizes((3,)).sizes_of(PIECEWISE) == ()
+    assert str(plan) == "<Plan 2 FULL and 1 PIECEWISE graphs up to 6>\nFULL       2 6\nPIECEWISE  4"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "plan",
     [
-        ({"version": 2}, "not valid at version"),
-        ({"format": "graphdispatch.cost"}, "not valid at format"),
-        ({"mode": "full"}, "not valid at mode"),
-        ({"mode": "PIECEWISE"}, "graphs must be of the modes of PIECEWISE"),
-        ({"graphs": [{"mode": "FULL", "size": 0, "min_batch": 1}]}, "not valid at graphs.0.size"),
-        ({"graphs": [{"mode": "FULL", "size": 1.5, "min_batch": 1}]}, "not valid at graphs.0.size"),
-        ({"graphs": [{"mode": "FULL", "size": 2**40, "min_batch": 1}]}, "not valid at graphs.0.size"),
-        ({"graphs": [{"mode": "FULL", "size": 4, "min_batch": 9}]}, "1 <= min_batch <= size"),
-        ({"graphs": [{"mode": "FULL", "size": 4, "min_batch": 1}] * 2}, "each once"),
-        ({"graphs": None}, "not valid at graphs"),
-        ({"extra": 1}, "not valid at extra"),
+        Plan.from_sizes((1, 2, 8)),
+        Plan(mode=BOTH, graphs={FULL: (2, 6), PIECEWISE: (4,)}),
+        Plan.from_sizes([(1, 8), (8, 64)]),
+        Plan(graphs={}),
+    ],
+    ids=str,
+)
+def test_it_saves_and_loads_exactly(plan: Plan, tmp_path: Path) -> None:
+    """As JSON, with modes by name."""
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert f'"mode":"{plan.mode.name}"' in (tmp_path / "plan.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "is no Plan that was saved: Invalid JSON"),
+        ("{}", "is no Plan that was saved: graphs: Field required"),
+        ('{"graphs": {"FULL": [0]}}', r"graphs\.FULL\.0.*greater than or equal to 1"),
+        ('{"graphs": {"FULL": [4, 2]}}', "graphs of FULL must be in increasing order"),
+        ('{"graphs": {"FULL": [2, [1, 2]]}}', "graphs must all have the same number of dimensions"),
+        ('{"graphs": {"PIECEWISE": [4]}}', r"graphs must be of the modes of FULL, got \['PIECEWISE'\]"),
+        ('{"mode": "sideways", "graphs": {}}', "mode must be one of"),
+        ('{"graphs": {}, "more": 1}', "more: Extra inputs"),
     ],
 )
-def test_a_bad_file_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """With the file and the field at fault."""
-    path = tmp_path / "plan.json"
-    Plan.from_sizes((2, 4)).save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ConfigError, match=message) as raised:
-        Plan.load(path)
-    assert "plan.json" in str(raised.value)
+def test_a_file_that_holds_no_plan_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    """It names the file and the field."""
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"plan\.json.*{message}"):
+        Plan.load(tmp_path / "plan.json")
 
 
-def test_a_report_tells_sizes_proof_and_what_is_unseen() -> None:
-    """Readable text: the sizes by mode, where eager is faster, and how far the guard reaches."""
-    workload = Workload.from_histogram({5: 10.0, 60: 1.0})
-    text = str(plan_capture_sizes(workload, max_graphs=40))
-    assert text.startswith("<Plan 40 FULL graphs up to 60>\nFULL: 1 2 3")
-    assert "the least within the budgets; costs: default" in text
-    assert "sizes that were not seen, up to 60: padded by at most 0.75 % of their tokens more" in text
-    gaps = plan_capture_sizes(
-        Workload.from_histogram({2: 1, 9: 1}), CostModel.of({1: 1, 9: 9}, 4.0), max_graphs=1, prior=0
-    )
-    assert "FULL: faster eagerly: 1-8" in str(gaps)
+def test_a_missing_file_and_bad_sizes_are_named(tmp_path: Path) -> None:
+    """Before anything else happens."""
+    with pytest.raises(ConfigError, match=r"none\.json cannot be read"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="name of capture sizes must be one of"):
+        Plan.from_sizes("mine")
+    with pytest.raises(ConfigError, match="workload must have the 1 dimensions of the plan, got 2"):
+        Plan.from_sizes((1, 2)).evaluate(Workload.from_steps([(1, 2)]))
 
 
-def test_a_comparison_judges_on_what_was_not_planned_for() -> None:
-    """Plans see the first half alone; each engine's sizes stand beside plans of all and of half their graphs."""
-    workload = Workload.from_steps([5] * 50 + [7] * 50)
-    rows = compare(workload, ("pow2", "vllm"), max_size=8, prior=0)
-    assert [(row.name, row.planned, row.share) for row in rows] == [
-        ("pow2", False, 1.0),
-        ("pow2", True, 1.0),
-        ("pow2", True, 0.5),
-        ("vllm", False, 1.0),
-        ("vllm", True, 1.0),
-        ("vllm", True, 0.5),
-    ]
-    assert rows[0].plan.sizes == (1, 2, 4, 8)
-    assert rows[0].result.padding == pytest.approx(1 / 7)
-    assert rows[1].plan.sizes == (5,)
-    assert rows[1].result.hit_rate == 0.0
-    assert rows[1].to_dict()["sizes"] == [5]
+def test_a_configuration_takes_the_sizes_of_each_mode() -> None:
+    """``capture_sizes`` are those of decode, ``mixed_capture_sizes`` the others."""
+    plan = Plan(mode=BOTH, graphs={FULL: (2, 6), PIECEWISE: (4, 12)})
+    config = CUDAGraphConfig(capture_sizes=plan, mode=BOTH, max_batch_size=12)
+    assert (config.capture_sizes, config.mixed_capture_sizes) == ((2, 6), (4, 12))
 
 
-def test_a_comparison_needs_order() -> None:
-    """A histogram has no first half."""
-    with pytest.raises(ConfigError, match="without ordered steps"):
-        compare(Workload.from_histogram({4: 1.0}))
+@pytest.mark.parametrize("form", ["plan", "path", "text"])
+def test_graphed_takes_a_plan_and_its_file(form: str, tmp_path: Path) -> None:
+    """The object, its path, or its name as text."""
+    plan = plan_sizes(Workload.from_steps([3, 6]), smoothing=0)
+    plan.save(tmp_path / "plan.json")
+    sizes: Any = {"plan": plan, "path": tmp_path / "plan.json", "text": str(tmp_path / "plan.json")}[form]
+    assert graphed(torch.nn.Tanh(), dynamic={"input": 0}, sizes=sizes).sizes == (3, 6)
+
+
+def test_graphed_takes_combinations() -> None:
+    """Calls of two dynamic dimensions run in the graphs of the plan."""
+    plan = plan_sizes(Workload.from_steps([(2, 8), (4, 5), (3, 16)]))
+    serve = graphed(torch.nn.Tanh(), dynamic={"input": {0: "batch", 1: "seq"}}, sizes=plan, capture_after=1)
+    assert serve.sizes == plan.sizes
+    x = torch.randn(2, 7)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(serve(x), x.tanh())
+    assert serve.last_decision is not None
+    assert serve.last_decision.reason.is_graph

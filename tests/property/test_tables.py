@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch import CUDAGraphMode as Mode
-from graphdispatch import Decision, Reason
-from graphdispatch.decide.table import KeyTable, query_len_of, request_limit
-from graphdispatch.engines import BatchDescriptor, CudagraphKeyDispatcher
-from graphdispatch.plan.lint import lint
+from graphdispatch.decide.decision import Decision
+from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch.decide.table import query_len_of, request_limit
+from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.modes import CUDAGraphMode as Mode
+from graphdispatch.reasons import Reason
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 QUERY_LEN, MAX_REQS = 2, 16
@@ -172,15 +173,3 @@ def test_dispatch_gives_back_only_keys(keys: set[Key], batch: Batch) -> None:
         assert (found.num_tokens, found.variant) == (asked.num_tokens, asked.variant)
         assert found.num_reqs in (asked.num_reqs, None) or asked.num_reqs is None
         assert mode not in batch.excluded or mode is not FULL
-
-
-@given(keys=keys_strategy, query_len=st.integers(1, 3))
-def test_the_lint_finds_what_asking_about_every_batch_finds(keys: set[Key], query_len: int) -> None:
-    """It asks about the ends of ranges only; with a cost model, here one without an opinion, about every batch."""
-    limits = {"max_num_tokens": 30, "max_num_reqs": 12, "query_len": query_len}
-    by_mode = {graph: [key for mode, key in keys if mode is graph] for graph in (PIECEWISE, FULL)}
-    ends, every = (
-        KeyTable(by_mode, mode=Mode.FULL_AND_PIECEWISE, query_len=query_len, max_num_reqs=12, cost=cost)
-        for cost in (None, lambda mode, padded, real: 1.0)
-    )
-    assert lint(ends, **limits) == lint(every, **limits)

@@ -1,20 +1,18 @@
 """Captures made before batches need them: within budgets of time and memory, one at a time in pauses, other sizes."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
-from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor
+from graphdispatch.api.graphed import Graphed, graphed
+from graphdispatch.descriptors import DispatchKey
+from graphdispatch.engines.prediction import Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
-from graphdispatch.plan import CostModel, Plan
-from graphdispatch.plan.plan import PlannedGraph
-from graphdispatch.plan.profile import Profile
-
-from ..helpers import with_options
+from graphdispatch.modes import CUDAGraphMode
+from graphdispatch.plan.plan import Plan
+from graphdispatch.reasons import Reason
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -34,7 +32,7 @@ def model() -> torch.nn.Module:
 
 def make(model: torch.nn.Module, **options: Any) -> Graphed[..., Any]:
     """The model with the sizes of these tests."""
-    return graphed(model, dynamic={"input": 0}, **with_options({"sizes": SIZES} | options))
+    return graphed(model, dynamic={"input": 0}, **({"sizes": SIZES} | options))
 
 
 def serves(step: Graphed[..., Any], model: torch.nn.Module, rows: int) -> Reason:
@@ -208,7 +206,7 @@ class Slow:
 def test_the_sizes_that_come_next_are_captured_in_pauses(model: torch.nn.Module) -> None:
     """While steps follow each other nothing is captured; in a pause the expected sizes are, as far as is allowed."""
     clock = Clock()
-    prewarmer = Prewarmer(SizePredictor(SIZES), clock=clock, capture_ms=50.0, allowance_ms=120.0, budget=0.0)
+    prewarmer = Prewarmer(SizePredictor(SIZES), clock=clock, allowance_ms=170.0, budget=0.0)
     step = make(model, capture_after=100)
     step.keep_examples()
     slow = Slow(step, clock)
@@ -233,35 +231,18 @@ def test_a_callable_that_calls_itself_keeps_its_own_decision() -> None:
     def outer(x: torch.Tensor, again: bool) -> Any:
         return step(x, False) if again else x * 2
 
-    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=9))
+    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), capture_after=9)
     step(torch.randn(5, 3), True)
     assert step.last_decision is not None
     assert step.last_decision.rows == 5
 
 
-def test_what_a_plan_knows_to_be_faster_eagerly_runs_eagerly(model: torch.nn.Module) -> None:
-    """Batches below the first that a planned graph is for; a graph slower than all its batches serves full ones."""
-    full = CUDAGraphMode.FULL
-    plan = Plan(full, (PlannedGraph(full, 3, 2), PlannedGraph(full, 8, 7), PlannedGraph(full, 12, 13)))
-    step = graphed(model, dynamic={"input": 0}, sizes=plan)
-    step.prewarm(torch.randn(4, 8))
-    modes = {}
-    for rows in (1, 2, 3, 4, 6, 7, 8, 11, 12):
-        serves(step, model, rows)
-        assert step.last_decision is not None
-        modes[rows] = step.last_decision.size if step.last_decision.mode is full else 0
-    assert modes == {1: 0, 2: 3, 3: 3, 4: 0, 6: 0, 7: 8, 8: 8, 11: 0, 12: 12}
-    assert step.stats.reasons == {Reason.POLICY: 4}
-    assert step.explain(torch.randn(6, 8)) == "eager, 6 rows: eager is expected to be faster than 8 padded rows"
-    step.use_sizes((3, 8))
-    serves(step, model, 6)  # compared first, since it is smaller than all before
-    serves(step, model, 6)
-    assert step.last_decision.size == 8
-
-
 def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:
     """Uniform decode and mixed batches are padded to the sizes that were planned for them."""
-    plan = Plan.of(CUDAGraphMode.FULL_AND_PIECEWISE, {CUDAGraphMode.FULL: (3, 6), CUDAGraphMode.PIECEWISE: (5, 10, 12)})
+    plan = Plan(
+        mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        graphs={CUDAGraphMode.FULL: (3, 6), CUDAGraphMode.PIECEWISE: (5, 10, 12)},
+    )
     is_decode = True
     step = graphed(
         model,
@@ -296,16 +277,3 @@ def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:
     step.prewarm(torch.randn(4, 8))
     for is_decode in (True, False):  # noqa: B007 (the closure reads it)
         assert serves(step, model, 11) is Reason.PADDED
-
-
-def test_sizes_come_from_files(model: torch.nn.Module, tmp_path: Path) -> None:
-    """A saved plan and a saved profile are told apart; another file is refused by name."""
-    Plan.of(CUDAGraphMode.FULL, {CUDAGraphMode.FULL: (3, 6)}).save(tmp_path / "plan.json")
-    Profile.of((2, 5), {1: 1.0, 4: 2.0}, CostModel.default()).save(tmp_path / "profile.json")
-    (tmp_path / "other.json").write_text('{"format": "something"}')
-    assert make(model, sizes=tmp_path / "plan.json").sizes == (3, 6)
-    assert make(model, sizes=tmp_path / "profile.json").sizes == (2, 5)
-    with pytest.raises(ConfigError, match=r"other\.json is not valid at format"):
-        make(model, sizes=tmp_path / "other.json")
-    with pytest.raises(ConfigError, match=r"none\.json cannot be read"):
-        make(model, sizes=tmp_path / "none.json")

@@ -130,12 +130,12 @@ def _read(
 
 
 def _loaded(sizes: Any) -> Any:
-    """``sizes``, or the plan or profile that was saved to a path."""
-    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and "." in sizes):
+    """``sizes``, or the plan that was saved to a path."""
+    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and sizes.endswith(".json")):
         return sizes
-    from ..plan.saved import read_sizes  # here, since serving must not load planning
+    from ..plan.plan import Plan  # here, since serving must not load planning
 
-    return read_sizes(sizes)
+    return Plan.load(sizes)
 
 
 def _made(

@@ -84,7 +84,7 @@ def _table(first: SizeTable, grid: Grid) -> GridTable:
 
 def _are_points(sizes: Any) -> bool:
     """Whether sizes are given as combinations: a plan for several dimensions, or tuples."""
-    sizes = getattr(sizes, "points", sizes)
+    sizes = getattr(sizes, "sizes", sizes)
     return isinstance(sizes, Sequence) and any(isinstance(one, (tuple, list)) for one in sizes)
 
 

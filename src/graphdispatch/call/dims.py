@@ -120,7 +120,7 @@ class Grid(NamedTuple):
     def checked_points(self, sizes: Any) -> list[tuple[int, ...]]:
         """Combinations of sizes that the user gave as such. Raises ``ConfigError``."""
         points = [
-            tuple(point) if isinstance(point, (tuple, list)) else (point,) for point in getattr(sizes, "points", sizes)
+            tuple(point) if isinstance(point, (tuple, list)) else (point,) for point in getattr(sizes, "sizes", sizes)
         ]
         for point in points:
             if len(point) != len(self.axes):

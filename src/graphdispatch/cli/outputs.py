@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
-from ..plan.storage import write_text
 
 __all__ = ["make_table", "print_text", "require_writable", "write_json", "writing"]
 
@@ -62,4 +61,4 @@ def write_json(path: Path | None, values: Any) -> None:
     """Write ``values`` to the file that ``--json`` names, if it was given."""
     if path is not None:
         with writing("json", path):
-            write_text(path, json.dumps(values, indent=2) + "\n")
+            path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,5 @@
 """``CudagraphKeyDispatcher``: which graph serves a batch, by vLLM's key sets and by the rules of its later versions."""
 
-import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import product
@@ -29,11 +28,11 @@ class CudagraphKeyDispatcher(Unlocked):
     ``vllm_config`` is an object of the shape of vLLM's ``VllmConfig``. It says the capture sizes, the requests, the
     compiled sizes, whether the model is split, and the LoRA cases (variants True and False); an option that is given
     goes before it. Its ``max_num_batched_tokens`` is not read, since vLLM's dispatcher does not: give
-    ``max_num_tokens`` to have the keys linted.
+    ``max_num_tokens``.
 
     ``capture_sizes`` are numbers of tokens in any order, ``"auto"``, or the name of an engine's sizes (see
     ``get_cudagraph_sizes``). Each size gets a key for each of ``variants``. A batch has at most ``max_num_reqs``
-    requests and ``max_num_tokens`` tokens; if the latter is given, the keys are linted when they are initialised.
+    requests and ``max_num_tokens`` tokens.
 
     ``query_lens`` are uniform query lengths besides the one that the keys are initialised with. If any is given, be it
     that one, uniform sizes are rounded up to multiples of their query length. ``compile_sizes`` are the sizes for which
@@ -137,9 +136,8 @@ class CudagraphKeyDispatcher(Unlocked):
 
         Mixed batches get a key for each size and variant. If uniform decode has graphs of its own, their sizes go from
         the query length to the most tokens of ``max_num_reqs`` requests, as in vLLM 0.11.1. With ``query_lens`` these
-        sizes are rounded up to multiples of each query length, and the keys name their requests. Each finding of the
-        lint is a warning. The mode may be a member of vLLM's own enumeration. Raises ``ConfigError`` if it needs a
-        split model and ``piecewise`` is False.
+        sizes are rounded up to multiples of each query length, and the keys name their requests. The mode may be a
+        member of vLLM's own enumeration. Raises ``ConfigError`` if it needs a split model and ``piecewise`` is False.
         """
         cudagraph_mode = mode_of(cudagraph_mode)
         check_count("uniform_decode_query_len", uniform_decode_query_len)
@@ -149,12 +147,6 @@ class CudagraphKeyDispatcher(Unlocked):
             keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
             table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
             self._use(table)
-        if self.max_num_tokens is not None:
-            from ..plan.lint import lint  # here, since decisions must not load planning
-
-            limits = {"max_num_tokens": self.max_num_tokens, "max_num_reqs": self.max_num_reqs}
-            for finding in lint(table, query_len=uniform_decode_query_len, **limits):
-                warnings.warn(finding.message, UserWarning, stacklevel=2)
 
     def dispatch(
         self, batch_descriptor: BatchDescriptor, use_cascade_attn: bool = False

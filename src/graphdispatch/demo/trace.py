@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from ..plan.readers import read_bytes
-from ..plan.tables import Field, open_trace
-from ..plan.traffic import LARGEST_STEP
+from ..plan.workload import LARGEST_SIZE, read_rows
 
 __all__ = ["Step", "generate_trace", "read_trace"]
 
@@ -35,28 +33,34 @@ class Step(NamedTuple):
     num_prefill_reqs: int
 
 
-_FIELDS = (
-    Field("num_tokens", 1, LARGEST_STEP),
-    Field("num_reqs", 1, LARGEST_STEP),
-    Field("max_query_len", 0, LARGEST_STEP),
-    Field("max_seq_len", 0, 10**9),
-    Field("uniform_decode", 0, 1),
-    Field("num_prefill_reqs", 0, LARGEST_STEP),
-)
+_RANGES = {
+    "num_tokens": (1, LARGEST_SIZE),
+    "num_reqs": (1, LARGEST_SIZE),
+    "max_query_len": (0, LARGEST_SIZE),
+    "max_seq_len": (0, 10**9),
+    "uniform_decode": (0, 1),
+    "num_prefill_reqs": (0, LARGEST_SIZE),
+}
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Step]:
     """The first ``limit`` steps (default: all) of a trace: CSV, JSON lines or Parquet, also as .gz.
 
-    Other columns are ignored. Raises ``ConfigError``, which names the file and, if possible, the line and the column.
+    Other columns are ignored. Raises ``ConfigError``, which names the file, the line and the column.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be >= 1 or None, got {limit}")
     steps = []
-    for where, values in islice(open_trace(path, read_bytes(path)).rows(*Step._fields), limit):
-        tokens, reqs, longest, context, is_decode, prefills = (
-            field.check(value, where) for field, value in zip(_FIELDS, values, strict=True)
-        )
+    for line, row in islice(read_rows(path), limit):
+        where, values = f"{path}, line {line}", []
+        for name, (least, most) in _RANGES.items():
+            text = str(row.get(name))
+            if not (text.isascii() and text.isdigit() and len(text) < 19 and least <= int(text) <= most):
+                raise ConfigError(
+                    f"{where}, column {name}: expected an integer from {least} to {most}, got {text[:40]!r}"
+                )
+            values.append(int(text))
+        tokens, reqs, longest, context, is_decode, prefills = values
         steps.append(Step(tokens, reqs, longest, context, bool(is_decode), prefills))
         _check(steps[-1], where)
     if not steps:

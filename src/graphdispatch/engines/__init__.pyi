@@ -30,8 +30,8 @@ from ..memory.outputs import OutputView as OutputView
 from ..modes import CUDAGraphMode as CUDAGraphMode
 from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
-from ..plan.prediction import Prewarmer as Prewarmer
-from ..plan.prediction import SizePredictor as SizePredictor
+from .prediction import Prewarmer as Prewarmer
+from .prediction import SizePredictor as SizePredictor
 from ..ranks.consensus import Agreement as Agreement
 from ..ranks.consensus import RankConsensus as RankConsensus
 from ..ranks.consensus import RankVote as RankVote

@@ -1,8 +1,8 @@
-"""Planning without a device: workloads, cost models and capture plans. Needs numpy, never torch."""
+"""Which sizes to capture, for recorded traffic and within limits. Only ``CostModel.measure`` needs torch."""
 
 from .cost import CostModel
 from .plan import Evaluation, Plan
-from .planner import plan_capture_sizes
-from .workload import Steps, Workload
+from .planner import plan_sizes
+from .workload import Workload
 
-__all__ = ["CostModel", "Evaluation", "Plan", "Steps", "Workload", "plan_capture_sizes"]
+__all__ = ["CostModel", "Evaluation", "Plan", "Workload", "plan_sizes"]

@@ -1,34 +1,39 @@
-"""``plan_capture_sizes``: the graphs with the least expected step time within the budgets."""
+"""``plan_sizes``: the sizes with the least expected step time within the limits.
+
+With one dynamic dimension, a set of sizes is a path upwards: the steps between two sizes run in the graph of the larger
+one. So the best set of each number of sizes is a shortest path, which a textbook table finds exactly. With several, the
+size that saves most is added until the limits are reached, and then sizes are swapped while that helps.
+"""
 
 import math
-import reprlib
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..config import parse_mode
-from ..errors import ConfigError
+from ..errors import ConfigError, check_count, check_type
 from ..modes import CUDAGraphMode
 from ..sizes import named_sizes
 from .cost import CostModel
-from .optimum import optimise
-from .plan import Plan, PlannedGraph, Proof, weights_by_mode
-from .prior import Prior, reach
-from .problem import Budgets, ModeProblem, Solution, Spent
-from .traffic import LARGEST_STEP, Floats
-from .workload import Workload
+from .plan import Plan, weights_by_mode
+from .workload import LARGEST_SIZE, Floats, Ints, Workload
 
-__all__ = ["plan_capture_sizes"]
+__all__ = ["plan_sizes"]
 
-_LOOSEST = 16.0
-_TIGHT = 4
-_FOR_THE_GUARD = 0.9
-_FOR_A_LOOSE_GUARD = 0.6
+_MOST_CANDIDATES = 1024  # sizes of one dimension
+_MOST_POINTS = 1600  # combinations of sizes of several dimensions
+_SMALL = (1, 2, 4, 8)
+_FACTORS = np.geomspace(0.25, 4.0, 31)
+_NEARNESS = 1 - np.abs(np.log(_FACTORS)) / math.log(4.0)
+_ANYWHERE = 0.02
+
+_Chosen = list[tuple[CUDAGraphMode, tuple[int, ...]]]
 
 
-def plan_capture_sizes(
+def plan_sizes(
     workload: Workload,
     cost: CostModel | None = None,
     *,
@@ -36,244 +41,234 @@ def plan_capture_sizes(
     memory: float | None = None,
     capture_time: float | None = None,
     max_size: int | None = None,
-    must_include: Iterable[int] = (),
     multiple_of: int = 1,
-    max_padding: float | None = None,
-    prior: float | Prior = 0.02,
-    mode: CUDAGraphMode = CUDAGraphMode.FULL,
+    smoothing: float = 0.7,
+    mode: str | CUDAGraphMode = CUDAGraphMode.FULL,
 ) -> Plan:
-    """The plan with the least expected step time for ``workload``, within all budgets at once.
+    """The plan with the least expected step time for a workload, within all limits at once.
 
-    ``cost`` says what steps, captures and memory cost (default: ``CostModel.default()``). ``max_graphs``, ``memory``
-    in bytes and ``capture_time`` in seconds limit all graphs of all modes together; without any of them there may be as
-    many graphs as vLLM has sizes. No graph is above ``max_size`` tokens (default: the largest size of the workload).
-    Each mode gets the sizes ``must_include``; all are multiples of ``multiple_of``. ``max_padding`` limits what any
-    batch up to the largest graph is padded by, as a share of its tokens. ``prior`` is the share of steps that may have
-    any size, or a whole ``Prior``; 0 plans for exactly the workload. ``mode`` FULL or PIECEWISE plans one set of graphs
-    for all batches; the composite modes plan FULL graphs for uniform decode alone.
+    With one dimension it is an exact optimum for the smoothed traffic, if all graphs cost the same memory and time and
+    there are at most 1,024 candidates; of more, the most frequent and an even grid are candidates. Else it is a good
+    plan, never one beyond a limit.
 
-    If each graph costs the same memory and time, the plan is an exact optimum among the sets that the prior's guard
-    allows, and planning takes time about in proportion to the range. If graphs cost different memory or time, or for
-    ``max_padding`` with two sets of graphs, a better plan may exist; ``Plan.proof`` bounds how much better. Raises
-    ``ConfigError`` for bad or contradictory arguments, and for budgets that no graph fits.
+    Args:
+        workload: The traffic to expect.
+        cost: What steps and graphs cost. By default ``CostModel.default()``.
+        max_graphs: The most graphs, of all modes together. Without any of the first three limits, as many as vLLM has
+            sizes.
+        memory: The most bytes of all graphs and their pool.
+        capture_time: The most seconds of all captures.
+        max_size: The most tokens of a graph. By default those of the largest step.
+        multiple_of: Every size is a multiple of this, in each dimension.
+        smoothing: The share of the steps, from 0 to below 1, that may come with up to four times smaller or larger
+            sizes than were seen; it applies to one dimension. Traffic moves, and a plan for exactly what was seen
+            breaks then: so the sizes 1, 2, 4, 8 and the largest have graphs, too, as far as the limits leave most of
+            them for the others. 0 plans for exactly the workload.
+        mode: The configured mode. One that tells uniform decode from other steps gets sizes for each.
+
+    Raises:
+        ConfigError: If an argument is wrong, or the limits leave room for no graph.
     """
-    _check_types(workload, cost, must_include)
-    cost, prior, mode = cost or CostModel.default(), Prior.of(prior), parse_mode(mode)
-    if not mode.has_graphs():
-        raise ConfigError("mode must have graphs to plan, got NONE")
-    grid = _grid(workload, max_size, must_include, multiple_of, max_padding)
-    if max_graphs is None and memory is None and capture_time is None:
-        max_graphs = len(named_sizes("vllm", grid.top))
-    budgets = Budgets(
-        math.inf if max_graphs is None else _whole("max_graphs", max_graphs),
-        math.inf if capture_time is None else 1e3 * _amount("capture_time", capture_time),
-        math.inf if memory is None else _amount("memory", memory),
-    )
-    problems, constant = _problems(workload, cost, prior, mode, grid)
-    _check_one_graph_fits(problems, budgets)
-    guarded, regret = _guarded(problems, budgets, prior.regret)
-    best = optimise(guarded, budgets)
-    if best is None and regret is not None:
-        guarded, regret = problems, None
-        best = optimise(guarded, budgets)
-    if best is None:
-        raise ConfigError(
-            f"the budgets must pay for must_include={grid.must} with max_padding={max_padding}, and do not; raise "
-            "max_graphs, memory or capture_time, or ask for less"
-        )
-    expected_ms, bound_ms = best.cost + constant, best.bound + constant
-    proof = Proof(expected_ms, bound_ms, cost.source, prior.share, prior.drift, regret, grid.top)
-    return Plan(mode, _graphs(guarded, best), proof)
+    check_type("workload", workload, Workload, "a Workload, as Workload.from_steps() makes")
+    cost = CostModel.default() if cost is None else cost
+    check_type("cost", cost, CostModel, "a CostModel or None")
+    mode, limits = parse_mode(mode), _Limits.of(max_graphs, memory, capture_time)
+    check_count("multiple_of", multiple_of)
+    top = workload.largest + -workload.largest % multiple_of if max_size is None else max_size
+    check_count("max_size", top, multiple_of)
+    if not 0 <= smoothing < 1 - _ANYWHERE:
+        raise ConfigError(f"smoothing must be a share from 0 to below {1 - _ANYWHERE}, got {smoothing!r}")
+    if limits == _Limits():
+        limits = _Limits(len(named_sizes("vllm", min(top, LARGEST_SIZE))))
+    weights = {kind: each for kind, each in weights_by_mode(mode, workload).items() if kind.has_graphs() and each.any()}
+    shapes = workload.histogram[0]
+    if not weights or (len(weights) > 1 and shapes.shape[1] > 1):
+        raise ConfigError(f"mode must have graphs for the steps, and one mode for several dimensions, got {mode.name}")
+    if shapes.shape[1] == 1:
+        top = top // multiple_of * multiple_of
+        chosen = _shortest_path(shapes[:, 0], weights, cost, limits, top, multiple_of, smoothing)
+    else:
+        chosen = _greedy(shapes, *weights.popitem(), cost, limits, top, multiple_of)
+    graphs: dict[CUDAGraphMode, tuple[int | tuple[int, ...], ...]] = {}
+    for kind, point in sorted(chosen):
+        graphs[kind] = (*graphs.get(kind, ()), point if len(point) > 1 else point[0])
+    return Plan(mode=mode, graphs=graphs)
 
 
-class _Grid(NamedTuple):
-    """Which sizes may be captured: multiples up to ``top``; which must be; and how far batches may be padded."""
+@dataclass(frozen=True)
+class _Limits:
+    """The most that all graphs together may take."""
 
-    top: int
-    multiple_of: int
-    must: tuple[int, ...]
-    max_padding: float | None
+    graphs: float = math.inf
+    capture_ms: float = math.inf
+    memory: float = math.inf
 
-    def reach(self, largest: int) -> int:
-        """The end of the range of a kind of batch of which ``largest`` was seen: twice that, on the grid."""
-        return max(min(self.top, math.ceil(2 * largest / self.multiple_of) * self.multiple_of), *self.must, 1)
+    @classmethod
+    def of(cls, max_graphs: int | None, memory: float | None, capture_time: float | None) -> "_Limits":
+        """Those of the options; None is no limit."""
+        if max_graphs is not None:
+            check_count("max_graphs", max_graphs)
+        for name, amount in (("memory", memory), ("capture_time", capture_time)):
+            if amount is not None and not 0 < amount < math.inf:
+                raise ConfigError(f"{name} must be a finite number above 0, got {amount!r}")
+        return cls(max_graphs or math.inf, 1e3 * (capture_time or math.inf), memory or math.inf)
 
+    def own(self, cost: CostModel, tokens: Floats | Ints) -> Floats:
+        """What each graph takes: capture time, bytes of its own, bytes of the pool. One at least must be allowed."""
+        own = np.array([cost.at(name, tokens) for name in ("capture_ms", "graph_bytes", "pool_bytes")])
+        if not self.allow(own).any():
+            needed = f"{own[1:].sum(0).min():.0f} bytes and {own[0].min() / 1e3:g} s"
+            raise ConfigError(f"memory and capture_time must leave room for a graph, which takes {needed}; raise them")
+        return own
 
-def _grid(
-    workload: Workload, max_size: int | None, must_include: Iterable[int], multiple_of: int, max_padding: float | None
-) -> _Grid:
-    multiple_of = _whole("multiple_of", multiple_of)
-    if max_size is None:
-        max_size = min(math.ceil(workload.largest / multiple_of) * multiple_of, LARGEST_STEP)
-    top = _whole("max_size", max_size) // multiple_of * multiple_of
-    if not top:
-        raise ConfigError(f"max_size must be at least multiple_of={multiple_of}, got {max_size}")
-    must = tuple(sorted({_whole("must_include", size) for size in must_include}))
-    for size in must:
-        if size % multiple_of:
-            raise ConfigError(f"must_include must hold multiples of multiple_of={multiple_of}, got {size}")
-        if size > top:
-            raise ConfigError(f"must_include must not exceed max_size={max_size}, got {size}; raise max_size")
-    if max_padding is not None and not 0 <= max_padding < math.inf:
-        raise ConfigError(f"max_padding must be a finite share from 0, got {max_padding!r}")
-    if max_padding is not None and multiple_of > 1 + max_padding:
-        raise ConfigError(
-            f"max_padding must be at least {multiple_of - 1} with multiple_of={multiple_of}, got {max_padding}"
-        )
-    return _Grid(top, multiple_of, must, max_padding)
+    def allow(self, spent: Floats) -> NDArray[np.bool_]:
+        """Whether capture times, bytes of graphs and bytes of the pool, by row, are within the limits."""
+        slack = 1 + 1e-9
+        allowed: NDArray[np.bool_]
+        allowed = (spent[0] <= self.capture_ms * slack) & (spent[1] + spent[2] <= self.memory * slack)
+        return allowed
 
 
-def _check_types(workload: object, cost: object, must_include: object) -> None:
-    if not isinstance(workload, Workload):
-        raise ConfigError(
-            f"workload must be a Workload, got {reprlib.repr(workload)}; Workload.from_steps() makes one of numbers of "
-            "tokens, Workload.from_trace() of a file"
-        )
-    if cost is not None and not isinstance(cost, CostModel):
-        raise ConfigError(
-            f"cost must be a CostModel or None, got {reprlib.repr(cost)}; CostModel.of() makes one of numbers, "
-            "CostModel.load() of a file"
-        )
-    if not isinstance(must_include, Iterable):
-        raise ConfigError(f"must_include must be sizes, as (1, 8), got {must_include!r}")
+def _shortest_path(
+    sizes: Ints,
+    weights: Mapping[CUDAGraphMode, Floats],
+    cost: CostModel,
+    limits: _Limits,
+    top: int,
+    multiple_of: int,
+    smoothing: float,
+) -> _Chosen:
+    """The best sizes of one dimension. Several modes share one path: each goes on where the one before has ended."""
+    eager = cost.at("eager_ms", np.arange(top + 1))
+    chosen: _Chosen = []
+    begins: list[int] = []  # by candidate, the place where its mode begins
+    kept: list[int] = []
+    weight, time, step_ms = np.zeros(1), np.zeros(1), np.zeros(0)  # weight and eager time up to each candidate
+    for mode, each in weights.items():
+        expected, begin = _expected(sizes, each, top, smoothing), len(chosen)
+        candidates = _thinned(expected, multiple_of, _MOST_CANDIDATES // len(weights))
+        own_ms = cost.step_ms(mode, candidates)
+        if smoothing:
+            small = _SMALL[: int(min(limits.graphs, top) / (4 * len(weights)))]
+            gains = np.flatnonzero(own_ms < eager[candidates])
+            kept += [begin + 1 + int(at) for at in (*np.flatnonzero(np.isin(candidates, small)), *gains[-1:])]
+        chosen += [(mode, (int(size),)) for size in candidates]
+        begins += [begin] * len(candidates)
+        weight = np.append(weight, weight[-1] + expected.cumsum()[candidates])
+        time = np.append(time, time[-1] + (expected * eager).cumsum()[candidates])
+        step_ms = np.append(step_ms, own_ms)
+    after = np.maximum(np.arange(len(chosen) + 1)[:, None], begins)
+    table = step_ms * (weight[1:] - weight[after]) + time[after] - time[:, None]
+    table[np.tril_indices(len(chosen) + 1, -1, len(chosen))] = np.inf
+    own = limits.own(cost, np.array([size for _, (size,) in chosen]))
+    path = _cheapest(table, time[-1] - time, own, limits, kept)
+    if path is None:
+        path = _cheapest(table, time[-1] - time, own, limits, ())
+    return [chosen[place] for place in path or ()]
 
 
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= LARGEST_STEP:
-        raise ConfigError(f"{name} must be an integer from 1 to {LARGEST_STEP}, got {value!r}")
-    return int(value)
+def _cheapest(table: Floats, rest: Floats, own: Floats, limits: _Limits, kept: Sequence[int]) -> list[int] | None:
+    """The candidates of the cheapest path within the limits that leaves out none of ``kept``; None if there is none.
 
-
-def _amount(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a finite number above 0, got {value!r}")
-    return float(value)
-
-
-def _problems(
-    workload: Workload, cost: CostModel, prior: Prior, mode: CUDAGraphMode, grid: _Grid
-) -> tuple[list[ModeProblem], float]:
-    """A problem for each runtime mode that serves steps, and the expected time of the steps that run eagerly anyway."""
-    problems, constant = [], 0.0
-    for kind, weights in weights_by_mode(mode, workload).items():
-        seen = weights > 0
-        if kind is CUDAGraphMode.NONE:
-            constant += float(weights @ cost.eager_ms.at(workload.sizes)) / workload.total
-        elif seen.any():
-            end = grid.reach(int(workload.sizes[seen][-1])) if mode.separate_routine() else grid.top
-            expected = float(weights.sum()) / workload.total * prior.expected(workload.sizes[seen], weights[seen], end)
-            problem, above = _problem(kind, expected, end, cost, grid, prior != Prior(0.0, 0.0, None))
-            problems.append(problem)
-            constant += above
-    if not any(len(problem.candidates) for problem in problems):
-        raise ConfigError(f"mode and max_size must leave steps to serve, and {mode.name} up to {grid.top} serves none")
-    return problems, constant
-
-
-def _problem(
-    mode: CUDAGraphMode, expected: Floats, end: int, cost: CostModel, grid: _Grid, is_open: bool
-) -> tuple[ModeProblem, float]:
-    """The problem of a mode up to ``end``, and the expected time of the steps above, which run eagerly.
-
-    ``expected`` are the shares of steps by size. Sizes that no expected step needs are candidates where the plan is
-    ``is_open`` to unseen traffic, or where ``max_padding`` may ask for them.
+    ``table[i, j]`` is the cost of candidate ``j`` after place ``i``, that of candidate ``i - 1`` or the start, and
+    ``rest[i]`` the cost of ending there.
     """
-    batches = np.flatnonzero(expected) + 1
-    eager_ms = cost.eager_ms.at(batches)
-    above = batches > end
-    rest = float(expected[batches[above] - 1] @ eager_ms[above])
-    batches, eager_ms = batches[~above], eager_ms[~above]
-    candidates = np.arange(grid.multiple_of, end + 1, grid.multiple_of)
-    if not is_open and grid.max_padding is None:
-        needed = np.union1d(-(-batches // grid.multiple_of) * grid.multiple_of, np.array(grid.must, np.int64))
-        candidates = needed[needed <= end]
-    costs = cost.graphs(mode)
-    columns = (costs.step_ms, costs.capture_ms, costs.graph_bytes, costs.pool_bytes)
-    step_ms, capture_ms, graph_bytes, pool_bytes = (column.at(candidates) for column in columns)
-    least = np.zeros(len(candidates) + 1, np.int64)
-    must = np.searchsorted(candidates, grid.must) + 1
-    for number in must:
-        least[number + 1 :] = number
-    if grid.max_padding is not None:
-        below = np.ceil(candidates / (1 + grid.max_padding) - 1e-9).astype(np.int64) - 1
-        numbers = np.where(below > 0, np.searchsorted(candidates, below) + 1, 0)
-        least[1:] = np.maximum(least[1:], numbers)
-    least = np.maximum.accumulate(least)
-    problem = ModeProblem(
-        mode=mode,
-        sizes=batches,
-        weights=expected[batches - 1],
-        eager_ms=eager_ms,
-        candidates=candidates,
-        graph_ms=step_ms,
-        capture_ms=capture_ms,
-        graph_bytes=graph_bytes,
-        pool_bytes=pool_bytes,
-        least=least,
-        last=int(max(must, default=0)),
-    )
-    return problem, rest
+    table, rest = table.copy(), rest.copy()
+    for place in kept:
+        table[:place, place:] = rest[:place] = np.inf
+    count = table.shape[1]
+    best, levels, end = float(rest[0]), 0, 0
+    least, spent = np.append(0.0, np.full(count, np.inf)), np.zeros((3, count + 1))
+    before: list[Ints] = []
+    while len(before) < min(limits.graphs, count):
+        ways = least[:, None] + table
+        at = ways.argmin(0)
+        before.append(at)
+        least[1:], least[0] = ways[at, np.arange(count)], np.inf
+        spent[2, 1:] = np.maximum(spent[2, at], own[2])
+        spent[:2, 1:] = spent[:2, at] + own[:2]
+        total = np.where(limits.allow(spent), least + rest, np.inf)
+        if total.min() < best:
+            best, levels, end = float(total.min()), len(before), int(total.argmin())
+    path: list[int] = []
+    for places in reversed(before[:levels]):
+        path.append(end - 1)
+        end = int(places[end - 1])
+    return path if math.isfinite(best) else None
 
 
-def _guarded(
-    problems: list[ModeProblem], budgets: Budgets, regret: float | None
-) -> tuple[list[ModeProblem], float | None]:
-    """The problems with the guard against unseen traffic, at the least regret that leaves some of each budget."""
-    wanted = regret
-    while wanted is not None and regret is not None and regret <= _LOOSEST:
-        guarded = [_guard(problem, budgets, regret) for problem in problems]
-        share = _FOR_THE_GUARD if regret <= _TIGHT * wanted else _FOR_A_LOOSE_GUARD
-        if budgets.allow(Spent.by(guarded, [_shortest(problem) for problem in guarded]), share):
-            return guarded, regret
-        regret *= 2
-    return problems, None
+def _expected(sizes: Ints, weights: Floats, top: int, smoothing: float) -> Floats:
+    """The weight of the steps of each size from 0 to ``top``, with a share of them moved to other sizes."""
+    seen = np.zeros(top + 1)
+    np.add.at(seen, sizes[sizes <= top], weights[sizes <= top])
+    if not smoothing or not seen.any():
+        return seen
+    every, moved = np.arange(1, top + 1), np.zeros_like(seen)
+    for factor, nearness in zip(_FACTORS, _NEARNESS, strict=True):
+        to = np.maximum(np.rint(every * factor), 1).astype(np.int64)
+        np.add.at(moved, to[to <= top], nearness * seen[1:][to <= top])
+    anywhere = np.append(0.0, 1 / every)
+    parts = ((1 - smoothing - _ANYWHERE, seen), (smoothing, moved), (_ANYWHERE, anywhere))
+    expected: Floats = seen.sum() * sum(share * part / part.sum() for share, part in parts)
+    return expected
 
 
-def _guard(problem: ModeProblem, budgets: Budgets, regret: float) -> ModeProblem:
-    """The problem with graphs as close together as ``regret`` asks, up to the largest that is faster than eager."""
-    affordable = int(np.searchsorted(problem.pool_bytes, budgets.memory / 2, "right"))
-    winning = [j for j in range(1, affordable + 1) if problem.splits[j] < problem.ends[j]]
-    if not winning:
-        return problem
-    near = np.searchsorted(reach(problem.candidates, regret), problem.candidates)
-    near = np.minimum(near, np.arange(len(near)))  # a coarse grid may leave only the next candidate
-    least = np.maximum(problem.least, np.concatenate([[0], near]))
-    last = max(problem.last, winning[-1])
-    return replace(replace(problem, least=least).upto(last), last=last)
+def _thinned(expected: Floats, multiple_of: int, most: int) -> Ints:
+    """The candidates: all multiples, or of too many the most frequent and an even grid."""
+    every = np.arange(multiple_of, len(expected), multiple_of)
+    if len(every) <= most:
+        return every
+    served = np.diff(expected.cumsum()[every], prepend=0.0)
+    grid = np.linspace(0, len(every) - 1, most // 2).round().astype(np.int64)
+    return every[np.union1d(np.argsort(-served, kind="stable")[: most // 2], grid)]
 
 
-def _shortest(problem: ModeProblem) -> tuple[int, ...]:
-    """The path of the fewest graphs that the problem allows."""
-    path, graph = [], problem.last
-    while graph:
-        path.append(graph)
-        graph = int(problem.least[graph])
-    return tuple(reversed(path))
+def _greedy(
+    shapes: Ints, mode: CUDAGraphMode, weights: Floats, cost: CostModel, limits: _Limits, top: int, multiple_of: int
+) -> _Chosen:
+    """Combinations of sizes of several dimensions: added one by one while that helps, then swapped while that helps."""
+    most = int(_MOST_POINTS ** (1 / shapes.shape[1]))
+    axes = [_spread(column + -column % multiple_of, most) for column in shapes.T]
+    # A step counts as one of the next candidate in each dimension, as which every graph would serve it.
+    cells = np.stack([axis[np.searchsorted(axis, column)] for axis, column in zip(axes, shapes.T, strict=True)], axis=1)
+    kinds, index = np.unique(cells, axis=0, return_inverse=True)
+    weight = np.bincount(index.ravel(), weights)
+    eager = np.bincount(index.ravel(), weights * cost.at("eager_ms", shapes.prod(1)))
+    points = np.array([point for point in product(*axes) if math.prod(point) <= top])
+    if not len(points):
+        raise ConfigError(f"max_size must leave room for a graph, got {top}")
+    tokens = points.prod(1)
+    step_ms = np.where((points[:, None] >= kinds).all(2), cost.step_ms(mode, tokens)[:, None], np.inf)
+    own = limits.own(cost, tokens)
+
+    def with_one_more(chosen: list[int]) -> tuple[float, int]:
+        """The least time with one graph more that the limits allow, and the graph."""
+        ways = np.minimum(step_ms, step_ms[chosen].min(0, initial=np.inf))
+        served = np.isfinite(ways)
+        time = np.where(served, ways, 0.0) @ weight + ~served @ eager
+        spent = own + np.append(own[:2, chosen].sum(1), 0.0)[:, None]
+        spent[2] = np.maximum(spent[2], own[2, chosen].max(initial=0.0))
+        time[~limits.allow(spent)] = np.inf
+        return float(time.min()), int(time.argmin())
+
+    chosen: list[int] = []
+    least, place = float(eager.sum()), 0
+    while len(chosen) < limits.graphs and (found := with_one_more(chosen))[0] < least * (1 - 1e-9):
+        least, place = found
+        chosen.append(place)
+    number, since = 0, 0
+    while since < len(chosen):  # until no graph has another that is better in its place
+        found = with_one_more(chosen[:number] + chosen[number + 1 :])
+        since += 1
+        if found[0] < least * (1 - 1e-9):
+            (least, chosen[number]), since = found, 0
+        number = (number + 1) % len(chosen)
+    return [(mode, tuple(points[place].tolist())) for place in chosen]
 
 
-def _check_one_graph_fits(problems: Sequence[ModeProblem], budgets: Budgets) -> None:
-    """Raise ``ConfigError`` that names the budget below the cost of every graph."""
-    for name, budget, unit, each in (
-        ("capture_time", budgets.capture_ms, 1e-3, [r.capture_ms.min(initial=math.inf) for r in problems]),
-        ("memory", budgets.memory, 1.0, [(r.graph_bytes + r.pool_bytes).min(initial=math.inf) for r in problems]),
-    ):
-        if budget < min(each):
-            raise ConfigError(
-                f"{name}={budget * unit:g} is too small for one graph, which takes {min(each) * unit:g}; raise it"
-            )
-
-
-def _graphs(problems: Sequence[ModeProblem], solution: Solution) -> tuple[PlannedGraph, ...]:
-    graphs = []
-    for problem, path in zip(problems, solution.paths, strict=True):
-        above = 0
-        for graph in path:
-            size = int(problem.candidates[graph - 1])
-            min_batch = 1 + (int(problem.candidates[above - 1]) if above else 0)
-            if problem.splits[graph] == problem.ends[graph]:
-                min_batch = size + 1
-            elif problem.splits[graph] > problem.ends[above]:
-                min_batch = int(problem.sizes[problem.splits[graph]])
-            graphs.append(PlannedGraph(problem.mode, size, min_batch))
-            above = graph
-    return tuple(sorted(graphs))
+def _spread(values: Ints, most: int) -> Ints:
+    """The different values; of too many, some that are as often reached as each other, and the largest."""
+    distinct = np.unique(values)
+    if len(distinct) <= most:
+        return distinct
+    return np.unique(np.quantile(values, np.linspace(0, 1, most), method="higher"))

@@ -1,241 +1,254 @@
-"""``Workload``: how often steps of each size come, from traces, logs, histograms, request traces or live counters."""
+"""``Workload``: how often steps of each shape come, from recorded steps, traces, logs, counters or a histogram."""
 
-from collections.abc import Mapping
+import csv
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..descriptors import DispatchKey
+from ..errors import ConfigError, shown
 from ..stats import CUDAGraphStats
-from .readers import read_requests, read_trace
-from .scheduler import SchedulerModel
-from .storage import read_document, write_document
-from .traffic import LARGEST_STEP, Bools, Floats, Ints, Steps, booleans, floats, integers, read_only
 
-__all__ = ["Steps", "Workload"]
+__all__ = ["LARGEST_SIZE", "Floats", "Ints", "Shape", "Workload", "read_rows"]
+
+LARGEST_SIZE = 2**20
+"""The largest size in any dimension, as in ``CUDAGraphConfig``."""
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Shape: TypeAlias = int | tuple[int, ...]
+"""The rows or tokens of a step; with several dynamic dimensions, the size of each, as (8, 64)."""
+
+_LOG_HEADER = re.compile(r"\|\s*Unpadded Tokens\s*\|")
+_LOG_ROW = re.compile(r"\|\s*(\d+)\s*\|\s*\d+\s*\|\s*\d+\s*\|\s*(?:CUDAGraphMode\.)?(\w+)[^|\n]*\|\s*(\d+)\s*\|")
+_FLAGS = {"0": False, "false": False, "1": True, "true": True}
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """The weight of steps by size. Immutable: its arrays are read-only, so threads may share it.
+    """Steps with their weights. Make it with one of the constructors; threads may share it.
 
-    ``sizes`` are numbers of tokens, int64, sorted, unique and at least 1; ``decode`` and ``mixed`` are float64 weights
-    of the same length, of uniform decode steps and of all others; no size has the weight 0. ``steps`` are the steps in
-    order, if the order is known. Use one of the constructors below: they check and copy their arguments, and raise
-    ``ConfigError`` for impossible traffic.
+    Attributes:
+        shapes: int64, a row for each step, a column for each dynamic dimension.
+        is_decode: Whether a step is uniform decode, which ``FULL`` graphs serve in the modes that tell it apart.
+        weights: How often each step came.
+        is_ordered: Whether the rows stand in the order in which the steps ran.
     """
 
-    sizes: Ints
-    decode: Floats
-    mixed: Floats
-    steps: Steps | None = None
+    shapes: Ints
+    is_decode: NDArray[np.bool_]
+    weights: Floats
+    is_ordered: bool
 
     @classmethod
-    def from_steps(
-        cls, num_tokens: ArrayLike, is_decode: ArrayLike | None = None, num_reqs: ArrayLike | None = None
-    ) -> Self:
-        """The workload of steps in order; without ``is_decode`` all are uniform decode, which full graphs serve."""
-        tokens = integers("num_tokens", num_tokens)
-        kinds = booleans("is_decode", np.ones(len(tokens), bool) if is_decode is None else is_decode)
-        reqs = None if num_reqs is None else integers("num_reqs", num_reqs)
-        for name, column in (("is_decode", kinds), ("num_reqs", reqs)):
-            if column is not None and len(column) != len(tokens):
-                raise ConfigError(f"{name} must have an element for each of {len(tokens)} steps, got {len(column)}")
-        if reqs is not None and (reqs > tokens).any():
-            index = int((reqs > tokens).argmax())
-            raise ConfigError(f"num_reqs[{index}] must be at most num_tokens={tokens[index]}, got {reqs[index]}")
-        return cls._of(_by_size(tokens, kinds), _by_size(tokens, ~kinds), Steps(tokens, kinds, reqs))
+    def from_steps(cls, steps: Iterable[Shape | DispatchKey], is_decode: Iterable[bool] | None = None) -> Self:
+        """The workload of steps in the order in which they ran.
 
-    @classmethod
-    def from_histogram(cls, counts: Mapping[int, float], decode: Mapping[int, float] | None = None) -> Self:
-        """The workload of ``counts[n]`` steps of ``n`` tokens, ``decode[n]`` of them uniform decode (None: all)."""
-        sizes = integers("counts", list(counts))
-        weights = floats("counts", list(counts.values()))
-        every, uniform = np.zeros(sizes.max() + 1), np.zeros(sizes.max() + 1)
-        every[sizes] = uniform[sizes] = weights
-        if decode is not None:
-            uniform[:] = 0.0
-            for size, weight in decode.items():
-                if not 0 <= weight <= counts.get(size, -1.0):
-                    raise ConfigError(
-                        f"decode[{size}] must be from 0 to counts[{size}]={counts.get(size)}, got {weight}"
-                    )
-                uniform[size] = weight
-        if not every.any():
-            raise ConfigError("counts must hold a size with a weight above 0, got none")
-        return cls._of(uniform, every - uniform)
+        Args:
+            steps: A number of rows or tokens for each step, a tuple with a size for each dynamic dimension, or a
+                ``DispatchKey``, of which the tokens count.
+            is_decode: For each step, whether it is uniform decode. By default every step is, but for keys of prefill.
 
-    @classmethod
-    def from_trace(cls, path: str | Path) -> Self:
-        """The steps in a file: CSV, JSON lines, Parquet, or a log with vLLM's ``--cudagraph-metrics`` tables; also .gz.
-
-        Columns: ``num_tokens``, and ``uniform_decode`` and ``num_reqs`` where there are any. The log has no order, and
-        counts steps by mode: those that ran FULL are taken for uniform decode. Raises ``ConfigError`` that names the
-        file, and the line and field at fault.
+        Raises:
+            ConfigError: If there are no steps, or one is impossible.
         """
-        found = read_trace(path)
-        try:
-            return cls.from_steps(*found) if isinstance(found, Steps) else cls.from_histogram(*found)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+        steps = list(steps)
+        if steps and all(isinstance(step, DispatchKey) for step in steps):
+            keys: Sequence[Any] = steps
+            steps = [key.num_tokens for key in keys]
+            is_decode = [not key.is_prefill for key in keys] if is_decode is None else is_decode
+        shapes = _checked_shapes("steps", steps)
+        kinds = np.ones(len(shapes), bool) if is_decode is None else np.asarray(list(is_decode))
+        if kinds.shape != (len(shapes),) or not np.isin(kinds, (0, 1)).all():
+            raise ConfigError(f"is_decode must hold a boolean for each of {len(shapes)} steps, got {shown(is_decode)}")
+        return cls(shapes, kinds.astype(bool), np.ones(len(shapes)), True)
 
     @classmethod
-    def from_requests(cls, path: str | Path, scheduler: SchedulerModel | None = None) -> Self:
-        """The steps into which ``scheduler`` (default: vLLM's limits) batches the requests in a CSV or JSON-lines file.
+    def from_histogram(cls, counts: Mapping[Shape, float], decode: Mapping[Shape, float] | None = None) -> Self:
+        """The workload of ``counts[shape]`` steps of each shape, in no known order.
 
-        ``read_requests`` lists the columns. Raises ``ConfigError`` that names the file, line and field at fault.
+        Args:
+            counts: How often each shape came.
+            decode: How many of these were uniform decode. By default all.
+
+        Raises:
+            ConfigError: If there are no steps, a weight is impossible, or ``decode`` exceeds ``counts``.
         """
-        return cls.from_steps(*(scheduler or SchedulerModel()).run(read_requests(path)))
+        shapes, uniform = _checked_shapes("counts", list(counts)), counts if decode is None else decode
+        every, first = (np.array([float(each.get(shape, 0.0)) for shape in counts]) for each in (counts, uniform))
+        both = np.concatenate([first, every - first])
+        if not (set(uniform) <= set(counts) and np.isfinite(both).all() and both.min() >= 0 and both.any()):
+            raise ConfigError(
+                "counts must hold finite weights from 0, one at least above 0, and decode for some of these shapes "
+                f"weights from 0 to theirs, got {shown(counts)} and {shown(decode)}"
+            )
+        kept, kinds = both > 0, np.repeat([True, False], len(shapes))
+        return cls(np.concatenate([shapes, shapes])[kept], kinds[kept], both[kept], False)
 
     @classmethod
     def from_stats(cls, stats: CUDAGraphStats) -> Self:
-        """The calls that live counters have seen, by number of rows; all count as uniform decode."""
+        """The calls that live counters have seen, by number of rows; all count as uniform decode.
+
+        Raises:
+            ConfigError: If no call with a known number of rows was counted.
+        """
         if not stats.rows:
             raise ConfigError(
                 "stats must have counted calls by rows, got none: serve some traffic first; a wrapper's calls arrive "
                 "padded, and their real rows are not known"
             )
-        return cls.from_histogram(stats.rows)
+        return cls.from_histogram({rows: float(count) for rows, count in stats.rows.items()})
 
-    @property
-    def counts(self) -> Floats:
-        """The weight of all steps, by size."""
-        return self.decode + self.mixed
+    @classmethod
+    def from_trace(cls, path: str | Path, columns: Sequence[str] = ("num_tokens",)) -> Self:
+        """The steps in a file: CSV, JSON lines, Parquet, or a vLLM log with ``--cudagraph-metrics`` tables; also .gz.
+
+        ``uniform_decode`` or ``is_decode`` (0 or 1) says whether a step is uniform decode. Without these, a step is if
+        its ``num_reqs`` equals its tokens, and without that too, every step is. The tables of a log count steps without
+        their order; those that ran in FULL graphs count as uniform decode. Parquet needs pyarrow.
+
+        Args:
+            path: The file.
+            columns: The column of each dynamic dimension.
+
+        Raises:
+            ConfigError: If the file cannot be read. It names the file, and the line at fault.
+        """
+        if Path(path).suffix != ".parquet" and _LOG_HEADER.search(text := _text(path)):
+            return cls._of_log(path, text)
+        steps, kinds = [], []
+        for line, row in read_rows(path):
+            try:
+                steps.append(tuple(int(str(row[name])) for name in columns))
+                kinds.append(_is_decode(row, steps[-1]))
+                if not all(1 <= size <= LARGEST_SIZE for size in steps[-1]):
+                    raise ValueError
+            except (KeyError, TypeError, ValueError):
+                raise ConfigError(
+                    f"{path}, line {line}: expected {', '.join(columns)} from 1 to {LARGEST_SIZE}, and uniform_decode "
+                    f"as 0 or 1 and num_reqs as an integer if it has them, got {str(row)[:200]}"
+                ) from None
+        if not steps:
+            raise ConfigError(f"{path} has no steps; expected a header line and a line for each step")
+        return cls.from_steps(steps, kinds)
+
+    @classmethod
+    def _of_log(cls, path: str | Path, text: str) -> Self:
+        counts: dict[Shape, float] = {}
+        decode: dict[Shape, float] = {}
+        for tokens, mode, count in _LOG_ROW.findall(text):
+            for weights in (counts, decode) if mode == "FULL" else (counts,):
+                weights[int(tokens)] = weights.get(int(tokens), 0.0) + int(count)
+        if not counts:
+            raise ConfigError(f"{path} has no rows in its tables; run vLLM with --cudagraph-metrics")
+        return cls.from_histogram(counts, decode)
+
+    @cached_property
+    def histogram(self) -> tuple[Ints, Floats, Floats]:
+        """The different shapes in increasing order, with the weights of uniform decode steps and of all others."""
+        shapes, index = np.unique(self.shapes, axis=0, return_inverse=True)
+        parts = np.zeros((2, len(shapes)))
+        np.add.at(parts, (1 - self.is_decode, index.ravel()), self.weights)
+        return shapes, parts[0], parts[1]
 
     @property
     def total(self) -> float:
-        """The weight of all steps of all sizes."""
-        return float(self.counts.sum())
+        """The weight of all steps."""
+        return float(self.weights.sum())
 
     @property
     def largest(self) -> int:
-        """The largest size."""
-        return int(self.sizes[-1])
+        """The most tokens of a step: the product of its sizes."""
+        return int(self.shapes.prod(1).max())
 
-    def split(self, fraction: float) -> tuple[Self, Self]:
-        """The first ``fraction`` of the steps and the rest, in time. Raises ``ConfigError`` without ordered steps."""
-        steps = self.steps
-        if steps is None:
-            raise ConfigError(
-                "a workload without ordered steps cannot split in time; make it with from_steps or from a trace"
-            )
-        first = round(fraction * len(steps.num_tokens)) if 0 < fraction < 1 else 0
-        if not 0 < first < len(steps.num_tokens):
-            raise ConfigError(
-                f"fraction must leave steps on both sides of the split, got {fraction} of {len(steps.num_tokens)} steps"
-            )
-        sides = [[None if c is None else c[part] for c in steps] for part in (slice(first), slice(first, None))]
-        return self.from_steps(*sides[0]), self.from_steps(*sides[1])  # type: ignore[arg-type]
+    def split(self, fraction: float = 0.5) -> tuple[Self, Self]:
+        """The first ``fraction`` of the steps and the rest, to plan on one and judge on the other.
 
-    def merge(self, *others: "Workload") -> "Workload":
-        """All steps of this workload and then of ``others``; their order is kept if it is known of all of them."""
-        parts = (self, *others)
-        steps = [part.steps for part in parts if part.steps is not None]
-        if len(steps) == len(parts):
-            reqs = [part.num_reqs for part in steps if part.num_reqs is not None]
-            return Workload.from_steps(
-                np.concatenate([part.num_tokens for part in steps]),
-                np.concatenate([part.is_decode for part in steps]),
-                np.concatenate(reqs) if len(reqs) == len(steps) else None,
-            )
-        decode, mixed = np.zeros((2, max(part.largest for part in parts) + 1))
-        for part in parts:
-            decode[part.sizes] += part.decode
-            mixed[part.sizes] += part.mixed
-        return Workload._of(decode, mixed)
-
-    def save(self, path: str | Path) -> None:
-        """Write the workload to ``path`` as JSON, ordered steps included, replacing a file there in one step."""
-        steps = histogram = None
-        if self.steps is not None:
-            tokens, kinds, reqs = self.steps
-            counts = None if reqs is None else reqs.tolist()
-            steps = _StepList(num_tokens=tokens.tolist(), is_decode=kinds.tolist(), num_reqs=counts)
-        else:
-            sizes, decode, mixed = self.sizes.tolist(), self.decode.tolist(), self.mixed.tolist()
-            histogram = _Histogram(sizes=sizes, decode=decode, mixed=mixed)
-        write_document(path, _Document(format="graphdispatch.workload", version=1, steps=steps, histogram=histogram))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """The workload that was saved to ``path``. Raises ``ConfigError`` for a file that holds none."""
-        document = read_document(path, _Document)
-        try:
-            if document.steps is not None:
-                return cls.from_steps(*document.steps.model_dump().values())
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-        assert document.histogram is not None
-        sizes = document.histogram.sizes
-        decode, mixed = np.zeros((2, max(sizes) + 1))
-        decode[sizes], mixed[sizes] = document.histogram.decode, document.histogram.mixed
-        if np.count_nonzero(decode + mixed) != len(sizes):
-            raise ConfigError(f"{path} is not valid at histogram: sizes must be unique, and have weights above 0")
-        return cls._of(decode, mixed)
+        Raises:
+            ConfigError: If the order of the steps is not known, or no step is left on one side.
+        """
+        if not self.is_ordered:
+            raise ConfigError("a workload without an order cannot split in time; make it with from_steps or from_trace")
+        first = round(fraction * len(self.weights)) if 0 < fraction < 1 else 0
+        if not 0 < first < len(self.weights):
+            raise ConfigError(f"fraction must leave steps on both sides, got {fraction} of {len(self.weights)} steps")
+        parts = slice(first), slice(first, None)
+        one, other = (type(self)(self.shapes[p], self.is_decode[p], self.weights[p], True) for p in parts)
+        return one, other
 
     def __repr__(self) -> str:
-        share = 100 * float(self.decode.sum()) / self.total
-        order = "ordered" if self.steps is not None else "no order"
+        share = 100 * float(self.weights @ self.is_decode) / self.total
+        order = "in order" if self.is_ordered else "in no known order"
         return (
-            f"<Workload {self.total:g} steps of {len(self.sizes)} sizes up to {self.largest}, "
+            f"<Workload {self.total:g} steps of {len(self.histogram[0])} shapes up to {self.largest} tokens, "
             f"{share:.1f} % uniform decode, {order}>"
         )
 
-    @classmethod
-    def _of(cls, decode: Floats, mixed: Floats, steps: Steps | None = None) -> Self:
-        """The workload of weights that are indexed by size."""
-        sizes = np.flatnonzero(decode + mixed).astype(np.int64)
-        return cls(read_only(sizes), read_only(decode[sizes]), read_only(mixed[sizes]), steps)
+
+def _checked_shapes(name: str, values: Sequence[Any]) -> Ints:
+    """The shapes as int64 in two dimensions. Raises ``ConfigError`` that names the first at fault."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):
+        array = np.empty(0)
+    if array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{name} must hold at least one integer, or tuple of integers, all equally long, got {shown(values)}"
+        )
+    array = array.reshape(len(array), -1)
+    wrong = ((array < 1) | (array > LARGEST_SIZE)).any(1)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ConfigError(f"{name}[{index}] must be from 1 to {LARGEST_SIZE}, got {values[index]}")
+    return array.astype(np.int64)
 
 
-def _by_size(tokens: Ints, weights: Floats | Bools) -> Floats:
-    return np.bincount(tokens, weights).astype(np.float64)
+def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a file of CSV, JSON lines or Parquet, also as .gz, each with its number: that of its line.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+    """
+    if Path(path).suffix == ".parquet":
+        try:
+            # Without pyarrow's threads: a process that ends soon after they ran may abort (apache/arrow#34314).
+            file = import_module("pyarrow.parquet").ParquetFile(path, pre_buffer=False)
+            yield from enumerate(file.read(use_threads=False).to_pylist(), 1)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f"{path} cannot be read as Parquet, which needs pyarrow: {error}") from error
+        return
+    lines = _text(path).splitlines()
+    if not (lines and lines[0].startswith("{")):
+        reader = csv.DictReader(lines)
+        yield from ((reader.line_num, row) for row in reader)
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
 
 
-_Size = Annotated[int, Field(ge=1, le=LARGEST_STEP)]
-_Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+def _text(path: str | Path) -> str:
+    try:
+        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-class _Part(BaseModel):
-    """A part of the file: columns of equal length."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="after")
-    def _equally_long(self) -> Self:
-        lengths = {name: len(column) for name, column in self if column is not None}
-        if len(set(lengths.values())) != 1 or not min(lengths.values()):
-            raise ValueError(f"the columns must be equally long and not empty, got {lengths}")
-        return self
-
-
-class _StepList(_Part):
-    num_tokens: list[_Size]
-    is_decode: list[bool]
-    num_reqs: list[_Size] | None = None
-
-
-class _Histogram(_Part):
-    sizes: list[_Size]
-    decode: list[_Weight]
-    mixed: list[_Weight]
-
-
-class _Document(BaseModel):
-    """The file: the ordered steps, or the histogram where there is no order."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    format: Literal["graphdispatch.workload"]
-    version: Literal[1]
-    steps: _StepList | None = None
-    histogram: _Histogram | None = None
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if (self.steps is None) == (self.histogram is None):
-            raise ValueError("expected either steps or histogram")
-        return self
+def _is_decode(record: Mapping[str, Any], sizes: Sequence[int]) -> bool:
+    for name in ("uniform_decode", "is_decode"):
+        if name in record:
+            return _FLAGS[str(record[name]).strip().lower()]
+    return "num_reqs" not in record or int(str(record["num_reqs"])) == sizes[0]

@@ -3,6 +3,5 @@
 from .audits import audit_report
 from .callables import callable_report
 from .page import Report
-from .plans import plan_report
 
-__all__ = ["Report", "audit_report", "callable_report", "plan_report"]
+__all__ = ["Report", "audit_report", "callable_report"]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..plan.traffic import Floats, Ints
+from ..plan.workload import Floats, Ints
 from ..units import percent, size_range
 
 __all__ = ["Series", "frontier", "padding", "shares", "traffic"]

@@ -1,19 +1,15 @@
 """What notebooks show of results: the parts of their reports that need no charts, in the colours of the notebook."""
 
 from functools import singledispatch
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..api.stats import DispatchStats
 from ..auditing.result import Audit
-from ..plan.grid import GridEvaluation, GridPlan
-from ..plan.plan import Evaluation, Plan, explained
 from ..stats import CUDAGraphStats
-from ..units import count, milliseconds, percent, size_range, storage
+from ..units import count, milliseconds, percent, storage
 from .audits import audit_content
 from .callables import memory_section, reasons_section, stats_content
 from .page import Content, Section, Table, Tile, inline
-from .plans import headline, tiles
 
 if TYPE_CHECKING:
     from ..memory.accounting import MemoryReport
@@ -75,47 +71,3 @@ def _of_decisions(stats: DispatchStats) -> Content:
     ]
     sections = [reasons_section(stats.reasons, stats.total)]
     return Content("graphdispatch: decisions", served, [], figures, sections)
-
-
-@_content.register
-def _of_plan(plan: Plan) -> Content:
-    rows = [
-        (
-            str(graph.size),
-            graph.mode.name,
-            size_range(graph.min_batch, graph.size) if graph.min_batch <= graph.size else "\N{EN DASH}",
-        )
-        for graph in plan.graphs
-    ]
-    facts = [f"mode {plan.mode.name}", *(explained(plan.proof) if plan.proof is not None else ())]
-    made = f"{count(len(rows))} graphs up to {count(max(plan.sizes, default=0))}"
-    graphs = Section("The graphs", "All other batches run eagerly.", [Table(("graph", "mode", "serves"), rows)])
-    return Content("graphdispatch: capture plan", made, facts, [], [graphs])
-
-
-@_content.register
-def _of_grid(plan: GridPlan) -> Content:
-    shelves = groupby(sorted(plan.points, key=lambda point: point[::-1]), key=lambda point: point[1])
-    rows = [(str(length), " ".join(str(batch) for batch, _ in points)) for length, points in shelves]
-    facts = [f"costs: {plan.cost.source}"]
-    if plan.expected_ms:
-        facts.append(f"expected {milliseconds(plan.expected_ms)} a call, at most {percent(plan.gap)} above the least")
-    graphs = Section("The graphs", "By sequence length.", [Table(("length", "batch sizes"), rows)])
-    return Content("graphdispatch: capture plan", f"{count(len(plan.points))} graphs", facts, [], [graphs])
-
-
-@_content.register
-def _of_evaluation(result: Evaluation) -> Content:
-    return Content("graphdispatch: a plan on its traffic", headline(result), [], tiles(result), [])
-
-
-@_content.register
-def _of_grid_evaluation(result: GridEvaluation) -> Content:
-    figures = [
-        Tile("Expected call", milliseconds(result.step_ms), f"{milliseconds(result.eager_ms)} eagerly"),
-        Tile("Calls served", percent(result.hit_rate), f"{percent(1 - result.hit_rate)} run eagerly"),
-        Tile("Padding", percent(result.padding), "of all tokens that graphs compute"),
-        Tile("Memory", storage(result.memory), "of all graphs and their pool"),
-        Tile("Captures", milliseconds(result.capture_ms), f"{count(result.graphs)} graphs, once at the start"),
-    ]
-    return Content("graphdispatch: a plan on its traffic", f"{count(result.graphs)} graphs", [], figures, [])

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import ConfigError
-from ..plan.storage import write_text
 
 __all__ = [
     "Chart",
@@ -34,9 +33,9 @@ _NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}]\S*( \S+){0,3}$")  # a numbe
 
 
 def save_text(path: str | Path, text: str) -> None:
-    """Write ``text`` to ``path`` and replace an old file in one step. Raises ``ConfigError`` if that fails."""
+    """Write ``text`` to ``path`` in place of an old file. Raises ``ConfigError`` if that fails."""
     try:
-        write_text(path, text)
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"path={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
@@ -52,7 +51,7 @@ class Report:
     html: str = field(compare=False)
 
     def save(self, path: str | Path) -> None:
-        """Write the page to ``path`` and replace an old file in one step. Raises ``ConfigError`` if that fails."""
+        """Write the page to ``path`` in place of an old file. Raises ``ConfigError`` if that fails."""
         save_text(path, self.html)
 
     def _repr_html_(self) -> str:

@@ -38,7 +38,7 @@ _log = logging.getLogger("graphdispatch")
 
 
 class Capturer(NamedTuple):
-    """The three ways in which a callable is run for a graph's sake; a simulation brings its own."""
+    """The three ways in which a callable is run for a graph's sake."""
 
     capture: Callable[[CaptureRequest], CaptureResult] = capture_entry
     verify: Callable[[CaptureRequest, CUDAGraphEntry], CaptureResult] = verify_entry
@@ -57,7 +57,6 @@ class GraphSet:
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
-        capturer: Capturer | None = None,
     ) -> None:
         self.fn = fn
         self.options = options
@@ -80,7 +79,7 @@ class GraphSet:
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._states = itertools.count(1)
-        self._capturer = capturer or Capturer()
+        self._capturer = Capturer()
 
     @property
     def guard(self) -> StateGuard:

@@ -1,1 +1,0 @@
-"""Measures what the steps and graphs of a callable cost on this machine."""
