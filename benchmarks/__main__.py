@@ -32,7 +32,6 @@ from . import (
     planning,
     prediction,
     refused,
-    simulate,
     wrapper,
 )
 from .timing import Effort, Row
@@ -61,7 +60,6 @@ _PARTS = {
     "eviction": _Part(eviction.TITLE, eviction.rows),
     "planning": _Part(planning.TITLE, planning.rows),
     "generate": _Part(generate.TITLE, generate.rows),
-    "simulate": _Part(simulate.TITLE, simulate.rows),
 }
 
 

@@ -73,7 +73,6 @@ _HOMES = {
     "reasons": ("Reason",),
     "report": ("Report", "audit_report", "callable_report", "plan_report"),
     "report.timeline": ("Timeline", "timeline"),
-    "simulation.simulator": ("SimulationResult", "simulate"),
     "sizes": ("named_sizes",),
     "stats": ("CUDAGraphStats",),
     "testing.mock": ("MockCUDAGraph",),

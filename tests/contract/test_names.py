@@ -84,7 +84,6 @@ COMPANIONS = (
     "metrics",
     "report",
     "auditing",
-    "simulation",
     "calibration",
     "ranks",
     "integrations",

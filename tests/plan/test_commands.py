@@ -1,4 +1,4 @@
-"""The commands that plan, simulate and lint: what they print and write, and one line for every mistake."""
+"""The commands that plan and lint: what they print and write, and one line for every mistake."""
 
 import gzip
 import json
@@ -11,14 +11,10 @@ import pytest
 
 from graphdispatch.cli.app import main
 from graphdispatch.cli.options import parse_bytes, parse_seconds, parse_share
-from graphdispatch.memory.admission import Admission
-from graphdispatch.memory.cache import GraphCache
 from graphdispatch.plan.cost import CostModel
-from graphdispatch.plan.dispatcher import planned_dispatcher
 from graphdispatch.plan.plan import Plan
 from graphdispatch.plan.planner import plan_capture_sizes
 from graphdispatch.plan.workload import Workload
-from graphdispatch.simulation.simulator import simulate
 
 RNG = np.random.default_rng(0)
 REQS = RNG.integers(1, 33, 300)
@@ -158,35 +154,6 @@ def test_measured_costs_decide(trace: Path, tmp_path: Path) -> None:
     assert max(sizes) == 20
 
 
-def test_a_simulation_is_the_simulator_s(trace: Path, tmp_path: Path) -> None:
-    """The same figures as ``simulate`` gives for the plan's dispatcher, a cache of that room, and admission."""
-    workload, cost = Workload.from_trace(trace), CostModel.default()
-    plan = plan_capture_sizes(workload, max_graphs=8)
-    plan.save(tmp_path / "plan.json")
-    dispatcher = planned_dispatcher(plan, max_num_reqs=workload.largest)
-    ahead = figures("simulate", trace, "--plan", tmp_path / "plan.json", folder=tmp_path)
-    assert ahead == {"plan": ahead["plan"], **simulate(workload, cost, dispatcher).to_dict()}
-    assert ahead["plan"] == {"mode": "FULL", "sizes": list(plan.sizes)}
-    options = ["--on-demand", "--max-graphs", 3, "--eviction", "lru"]
-    lazy = figures("simulate", trace, "--plan", tmp_path / "plan.json", *options, folder=tmp_path)
-    cache = GraphCache(3, eviction="lru")
-    expected = simulate(workload, cost, dispatcher, cache=cache, admission=Admission(2)).to_dict()
-    assert lazy == {"plan": ahead["plan"], **expected}
-    assert lazy["stats"]["captures"] > 3
-
-
-def test_a_simulation_takes_sizes_a_budget_and_a_policy(trace: Path, tmp_path: Path) -> None:
-    """Sizes by number or name, vLLM's without; room in bytes; and a policy that turns away from slow graphs."""
-    assert figures("simulate", trace, "--sizes", "8,32", folder=tmp_path)["plan"]["sizes"] == [8, 32]
-    assert figures("simulate", trace, folder=tmp_path)["plan"]["sizes"][:4] == [1, 2, 4, 8]
-    small = figures("simulate", trace, "--memory", "100MiB", folder=tmp_path)
-    assert small["peak_bytes"] <= 100 * 2**20
-    cost = tmp_path / "cost.json"
-    CostModel.of(1.0, 9.0).save(cost)
-    slow = figures("simulate", trace, "--cost", cost, "--policy", "adaptive", folder=tmp_path)
-    assert slow["steps"]["NONE"] > slow["steps"]["FULL"]
-
-
 def test_a_lint_exits_with_one_for_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a plan's file or of sizes; nothing found is exit code 0."""
     Plan.from_sizes((1, 8, 32, 64)).save(tmp_path / "plan.json")
@@ -312,14 +279,6 @@ def test_costs_that_fall_are_fitted_aloud(trace: Path, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["simulate", "--eviction", "lru"], "--eviction goes with --on-demand"),
-        (["simulate", "--on-demand", "--eviction", "best"], "eviction must be one of"),
-        (["simulate", "--plan", "p.json", "--sizes", "1,2"], "either a plan's file or --sizes"),
-        (["simulate", "--plan", "p.json", "--mode", "full"], "--mode and --max-size go with --sizes"),
-        (["simulate", "--plan", "p.json"], "p.json cannot be read"),
-        (["simulate", "--sizes", "8,x"], "--sizes must be sizes such as 1,2,4, or one of vllm"),
-        (["simulate", "--sizes", "0"], "integer >= 1"),
-        (["simulate", "--requests"], "--requests needs a TRACE"),
         (["lint", "--max-num-seqs", "4", "--max-num-batched-tokens", "8"], "either a plan's file or --sizes"),
         (["lint", "--sizes", "vllm"], "--max-num-seqs"),
     ],
@@ -334,9 +293,3 @@ def test_a_bad_option_of_the_others_is_one_line(
     """As of ``plan``."""
     monkeypatch.chdir(tmp_path)
     assert named in fails(capsys, *arguments)
-
-
-def test_an_unordered_workload_cannot_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A log has no order to serve its steps in."""
-    path = put(tmp_path, LOG, "server.log")
-    assert "workload must have ordered steps" in fails(capsys, "simulate", path)

@@ -14,7 +14,6 @@ from graphdispatch.plan.dispatcher import planned_dispatcher
 from graphdispatch.plan.plan import Plan, PlannedGraph
 from graphdispatch.plan.workload import Workload
 from graphdispatch.reasons import Reason
-from graphdispatch.simulation.simulator import simulate
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 COST = CostModel.of(lambda n: 5.0 + n, lambda n: 1.0 + n, lambda n: 2.0 + n)
@@ -23,7 +22,7 @@ COST = CostModel.of(lambda n: 5.0 + n, lambda n: 1.0 + n, lambda n: 2.0 + n)
 @pytest.mark.parametrize("mode", [FULL, PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY])
 @pytest.mark.parametrize("seed", range(3))
 def test_served_in_time_it_is_what_the_plan_expects(mode: CUDAGraphMode, seed: int) -> None:
-    """Step by step through the simulator, random graphs with gaps take the time and pad the rows of ``evaluate``."""
+    """Step by step through the plan's dispatcher, random graphs with gaps take the time and hits of ``evaluate``."""
     rng = np.random.default_rng(seed)
     kind = mode.decode_mode()
     sizes = sorted(rng.choice(np.arange(1, 41), 6, replace=False).tolist())
@@ -32,10 +31,19 @@ def test_served_in_time_it_is_what_the_plan_expects(mode: CUDAGraphMode, seed: i
     plan = Plan(mode, tuple(graphs))
     workload = Workload.from_steps(rng.integers(1, 50, 300), rng.random(300) < 0.7)
     expected = plan.evaluate(workload, COST)
-    result = simulate(workload, COST, planned_dispatcher(plan, max_num_reqs=50))
-    assert result.step_ms == pytest.approx(300 * expected.step_ms)
-    assert result.stats.hit_rate == pytest.approx(expected.hit_rate)
-    assert result.stats.captures == 6
+    dispatcher, tokens, is_decode = planned_dispatcher(plan, max_num_reqs=50), *workload.steps[:2]
+    decisions = [
+        dispatcher.decide(t, t if d else None, query_len=1 if d else None)
+        for t, d in zip(tokens.tolist(), is_decode.tolist(), strict=True)
+    ]
+    curves = {
+        CUDAGraphMode.NONE: COST.eager_ms,
+        FULL: COST.graphs(FULL).step_ms,
+        PIECEWISE: COST.graphs(PIECEWISE).step_ms,
+    }
+    taken = sum(float(curves[one.mode].at(one.size)) for one in decisions)
+    assert taken == pytest.approx(300 * expected.step_ms)
+    assert np.mean([one.mode is not CUDAGraphMode.NONE for one in decisions]) == pytest.approx(expected.hit_rate)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,7 +10,7 @@ import pytest
 
 ASKED = {
     "graphdispatch pl": {"plan"},
-    "graphdispatch ": {"demo", "audit", "plan", "simulate", "lint", "calibrate", "doctor"},
+    "graphdispatch ": {"demo", "audit", "plan", "lint", "calibrate", "doctor"},
     "graphdispatch plan --max-g": {"--max-graphs"},
     "graphdispatch demo --mode FULL_": {"FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"},
     "graphdispatch doctor --": {"--help"},

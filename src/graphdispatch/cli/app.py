@@ -54,7 +54,6 @@ def build_app() -> "typer.Typer":
     from .demo import demo
     from .lint import lint
     from .plan import plan
-    from .simulate import simulate
 
     app = typer.Typer(
         name="graphdispatch",
@@ -62,7 +61,7 @@ def build_app() -> "typer.Typer":
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
-    for command in (demo, audit, plan, simulate, lint, calibrate):
+    for command in (demo, audit, plan, lint, calibrate):
         app.command()(command)
     app.command(name="doctor", help=doctor.__doc__)(lambda: doctor())
 

@@ -38,7 +38,7 @@ _log = logging.getLogger("graphdispatch")
 
 
 class Capturer(NamedTuple):
-    """The three ways in which a callable is run for a graph's sake; a simulation brings its own."""
+    """The three ways in which a callable is run for a graph's sake."""
 
     capture: Callable[[CaptureRequest], CaptureResult] = capture_entry
     verify: Callable[[CaptureRequest, CUDAGraphEntry], CaptureResult] = verify_entry
@@ -59,7 +59,6 @@ class GraphSet:
         backend: Backend | None = None,
         pool: Pool | None = None,
         out: Any = None,
-        capturer: Capturer | None = None,
     ) -> None:
         self.handout = Handout(options, out)
         self.fn = fn
@@ -83,7 +82,7 @@ class GraphSet:
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._states = itertools.count(1)
-        self._capturer = capturer or Capturer()
+        self._capturer = Capturer()
 
     @property
     def guard(self) -> StateGuard:

@@ -21,7 +21,7 @@ from ..memory.entry import MOST_ALIKE, CUDAGraphEntry
 from ..reasons import Reason
 from ..stats import EvictionReason
 from .eager import EagerPath
-from .graphs import Capturer, GraphSet
+from .graphs import GraphSet
 from .group import GraphGroup, Route, Spelling
 from .settling import compare, settle
 
@@ -72,11 +72,8 @@ class Server(EagerPath):
         eager_captures: bool = False,
         times_replays: bool = False,
         judges_gain: bool = False,
-        capturer: Capturer | None = None,
     ) -> None:
-        super().__init__(
-            GraphSet(fn, options, cache, backend=backend, pool=pool, out=out, capturer=capturer), strict=strict
-        )
+        super().__init__(GraphSet(fn, options, cache, backend=backend, pool=pool, out=out), strict=strict)
         self.graphs.judges_gain = judges_gain
         self.max_groups = max_groups
         self.keeps_examples = False

@@ -1,1 +1,0 @@
-"""Production's server under recorded traffic, on a simulated device."""
