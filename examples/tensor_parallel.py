@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphdispatch as gd
-from graphdispatch.ranks.consensus import RankConsensus
+from graphdispatch.engines.ranks import RankConsensus
 
 SIZES = (1, 2, 4, 8)
 LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB, WINDOW = 2, 64, 4, 16, 128, 32

@@ -40,6 +40,9 @@ from .descriptors import BatchDescriptor as BatchDescriptor
 from .descriptors import DispatchKey as DispatchKey
 from .descriptors import create_dispatch_key as create_dispatch_key
 from .descriptors import get_padded_key as get_padded_key
+from .engines.ranks import Agreement as Agreement
+from .engines.ranks import RankConsensus as RankConsensus
+from .engines.ranks import RankVote as RankVote
 from .errors import BackendError as BackendError
 from .errors import CaptureError as CaptureError
 from .errors import ConfigError as ConfigError
@@ -84,9 +87,6 @@ from .plan.prior import Prior as Prior
 from .plan.profile import Profile as Profile
 from .plan.scheduler import SchedulerModel as SchedulerModel
 from .plan.workload import Workload as Workload
-from .ranks.consensus import Agreement as Agreement
-from .ranks.consensus import RankConsensus as RankConsensus
-from .ranks.consensus import RankVote as RankVote
 from .reasons import Reason as Reason
 from .report import Report as Report
 from .report import audit_report as audit_report

@@ -85,7 +85,7 @@ COMPANIONS = (
     "report",
     "auditing",
     "calibration",
-    "ranks",
+    "engines",
     "integrations",
     "demo",
     "cli",

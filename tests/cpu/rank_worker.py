@@ -18,9 +18,9 @@ from torch.distributed import _functional_collectives as functional
 from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
 from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.engines.ranks import Agreement, RankConsensus
 from graphdispatch.errors import ConfigError, ConsensusError
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.ranks.consensus import Agreement, RankConsensus
 
 SIZES = (1, 2, 4, 8)
 STEPS = 40

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch.engines.ranks import Agreement, RankConsensus, RankVote, decode_votes, encode_vote, merge_votes
 from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.ranks.consensus import Agreement, RankConsensus, RankVote, decode_votes, encode_vote, merge_votes
 from graphdispatch.reasons import Reason
 
 ROOT = Path(__file__).parents[2]

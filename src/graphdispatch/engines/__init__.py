@@ -1,0 +1,1 @@
+"""For engines that decide about sizes and graphs themselves."""
