@@ -38,7 +38,7 @@ _HOMES = {
     "plan.prediction": ("Prewarmer", "SizePredictor"),
     "decide.policies": ("DefaultDispatchPolicy", "DispatchPolicy"),
     "api.workers": ("StreamResult",),
-    "engines.ranks": ("Agreement", "RankConsensus", "RankVote"),
+    "engines.ranks": ("Agreement", "RankConsensus"),
     "api.stats": ("DispatchStats",),
     "api.streams": ("StreamDispatcher",),
     "decide.support": ("AttentionSupport", "resolve_cudagraph_mode"),

@@ -42,7 +42,6 @@ from .descriptors import create_dispatch_key as create_dispatch_key
 from .descriptors import get_padded_key as get_padded_key
 from .engines.ranks import Agreement as Agreement
 from .engines.ranks import RankConsensus as RankConsensus
-from .engines.ranks import RankVote as RankVote
 from .errors import BackendError as BackendError
 from .errors import CaptureError as CaptureError
 from .errors import ConfigError as ConfigError
