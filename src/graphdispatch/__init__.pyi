@@ -88,7 +88,6 @@ from .plan.scheduler import SchedulerModel as SchedulerModel
 from .plan.workload import Workload as Workload
 from .reasons import Reason as Reason
 from .report import Report as Report
-from .report import audit_report as audit_report
 from .report import callable_report as callable_report
 from .report import plan_report as plan_report
 from .report.timeline import Timeline as Timeline

@@ -57,16 +57,6 @@ def dispatched() -> gd.DispatchStats:
     return stats
 
 
-def hostile_audit() -> gd.Audit:
-    """An audit with a name, lines and findings that would break a page that did not escape them."""
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.sum() > 0 else x
-
-    call.__qualname__ = HOSTILE
-    return gd.audit(call, (torch.randn(4, 2),))
-
-
 def prewarmed() -> tuple[gd.Graphed[..., Any], Any]:
     """A callable with the graph of one size, and what the prewarm said that had no time for the other."""
     serve = gd.graphed(torch.nn.ReLU(), dynamic={"input": 0}, sizes=(2, 4))
@@ -83,7 +73,6 @@ MADE: dict[str, Callable[[], Any]] = {
     "evaluation": lambda: gd.plan_capture_sizes(STEPS, max_graphs=3).evaluate(STEPS),
     "grid": lambda: gd.plan_capture_grid(CALLS, max_graphs=3),
     "grid evaluation": lambda: gd.plan_capture_grid(CALLS, max_graphs=3).evaluate(CALLS),
-    "audit": hostile_audit,
     "memory": lambda: served().memory_report(),
     "prewarm": lambda: prewarmed()[1],
     "report": planned,
@@ -155,18 +144,6 @@ def test_memory_and_prewarm_are_shown() -> None:
         (str(size), why) for (_, size), why in report.left_out.items()
     ]
     assert report.left_out
-
-
-def test_an_audit_shows_its_findings() -> None:
-    """Its verdict with the name as it is, and each finding; its ``repr`` is one line."""
-    audit = hostile_audit()
-    shown = Shown(audit)
-    assert f"{audit.name} is not capturable" in shown.text
-    assert HOSTILE in audit.name
-    assert [finding.what for finding in audit.forbidden] == [
-        row[0] for row in shown.rows if len(row) == 5 and row[0].startswith("aten")
-    ]
-    assert repr(audit) == f"<Audit {audit.name}: NOT capturable, {audit.operators} operators, 1 that CUDA forbids>"
 
 
 def test_a_report_is_shown_in_a_frame() -> None:

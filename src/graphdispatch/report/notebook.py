@@ -5,12 +5,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..api.stats import DispatchStats
-from ..auditing.result import Audit
 from ..plan.grid import GridEvaluation, GridPlan
 from ..plan.plan import Evaluation, Plan, explained
 from ..stats import CUDAGraphStats
 from ..units import count, milliseconds, percent, size_range, storage
-from .audits import audit_content
 from .callables import memory_section, reasons_section, stats_content
 from .page import Content, Section, Table, Tile, inline
 from .plans import headline, tiles
@@ -40,7 +38,6 @@ def _content(shown: Any) -> Content:
 
 
 _content.register(CUDAGraphStats, stats_content)
-_content.register(Audit, audit_content)
 
 
 def _of_memory(memory: "MemoryReport") -> Content:
