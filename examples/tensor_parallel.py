@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphdispatch as gd
-from graphdispatch.engines import RankConsensus
 
 SIZES = (1, 2, 4, 8)
 LAYERS, HIDDEN, HEADS, HEAD_DIM, VOCAB, WINDOW = 2, 64, 4, 16, 128, 32
@@ -98,28 +97,26 @@ def decode(rank: int, world: int, device: torch.device, steps: int) -> tuple[flo
     """Decode ``steps`` batches. Returns the largest difference from eager and a line about what happened."""
     graphed, eager = Decoder(rank, world, device), Decoder(rank, world, device)
     wrapper = gd.CUDAGraphWrapper(graphed)
-    consensus = RankConsensus(sizes=SIZES)
+    consensus = gd.RankConsensus(sizes=SIZES)
     draw = random.Random(0)  # the same on every rank, as a tensor-parallel batch is
     position = [0] * SIZES[-1]
     largest = 0.0
     for _ in range(steps):
         slots = range(draw.randint(1, SIZES[-1]))
         rows = torch.tensor([[draw.randrange(VOCAB), slot, position[slot]] for slot in slots], device=device)
-        agreed = consensus.agree(len(rows))
+        graphs = [(wrapper.runtime_mode, one.num_tokens) for one in wrapper.get_cached_descriptors()]
+        agreed = consensus.agree(len(rows), graphs)
         batch = padded(rows, agreed.size)
         logits = wrapper(*batch.unbind(1), batch_descriptor=agreed.descriptor, cudagraph_runtime_mode=agreed.mode)[
             : len(rows)
         ]
-        if agreed.capture and agreed.descriptor is not None:
-            has_graph = wrapper.get_entry(agreed.descriptor) is not None
-            (consensus.record_captured if has_graph else consensus.record_failed)(agreed.size)
         largest = max(largest, float((logits - eager(*rows.unbind(1))).abs().max()))
         for slot in slots:
             position[slot] = (position[slot] + 1) % WINDOW
     stats = wrapper.get_stats()
     line = (
         f"rank {rank} of {world} on {device}: {steps} steps, {stats.captures} captures, {stats.replays} replays, "
-        f"{consensus.exchanges} agreements, largest difference from eager {largest:.1e}"
+        f"largest difference from eager {largest:.1e}"
     )
     return largest, line
 

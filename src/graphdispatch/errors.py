@@ -81,7 +81,7 @@ class CopyError(GraphDispatchError, TypeError):
 
 
 class ConsensusError(GraphDispatchError, RuntimeError):
-    """The ranks did not agree within the timeout. If known, the message names the ranks that did not vote."""
+    """The ranks did not agree: one did not vote within the timeout, or ended."""
 
 
 class IntegrityError(GraphDispatchError, AssertionError):

@@ -1,29 +1,32 @@
-"""``audit``: everything that graphs would do with a callable, found out before it serves.
+"""``audit``: what graphs would do with a callable, found out before it serves.
 
-Two watched eager runs tell what it does. Captures that are thrown away tell whether graphs can hold it, and whether its
+Watched eager runs tell what it does. Captures that are thrown away tell whether graphs can hold it, and whether its
 rows are independent. Whatever any run writes, rebinds or draws is put back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ..api.graphed import Graphed
-from ..capture.collector import swept_collector
+from ..api.graphed import Graphed, graphed
+from ..capture.observe import Observer
 from ..config import CUDAGraphOptions, parse_mode
-from ..errors import ConfigError
+from ..errors import ConfigError, DeviceLostError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import named_sizes
-from .result import Audit, BreakSet, Rows
-from .runs import AuditedCall, WatchedRuns, watch_runs
-from .trial import Trial, try_captures
+from .result import Audit, Breaks, Rows
+from .watch import Watched, names_of, watch
 
 __all__ = ["audit"]
 
-_MANY_BREAKS = 64
 _MOST_ROWS = 16
+_NONE_PADDED = (
+    "no batch was padded, since each number of rows has a size; give an example of 4 rows or more, or sizes with gaps"
+)
+_NONE_CAPTURED = "no graph was captured that could be tried with other padding"
 
 
 def audit(
@@ -37,69 +40,58 @@ def audit(
 ) -> Audit:
     """What graphs would do with ``fn(*args, **kwargs)``: whether they can hold it, and everything that stands against.
 
-    ``args`` are the positional arguments of one call: a tuple or list, one tensor alone, or a mapping, which is taken
-    for keyword arguments as ``calibrate`` takes them. ``dynamic`` names the batch dimensions (default: dimension 0 of
-    the first tensor, and of all that are as long there). ``sizes`` are captured (default: the powers of two up to the
-    call's rows, at least 2 and at most 16). Other ``options`` go to ``graphed``: ``pad=``, ``static=``, ``mode=``, ...
+    The callable runs a few dozen times; nobody else may use it meanwhile. Afterwards its tensors, its Python state and
+    random generators are as before. Its own error for this very call passes through; others are in the result.
 
-    The callable runs a few dozen times; nobody else must use it meanwhile. Afterwards its tensors, its Python state and
-    the random generators of torch, Python and NumPy are as before. An error that the callable raises for this very call
-    passes through unchanged; ``ConfigError`` is for arguments that cannot be. What else goes wrong is in the result.
+    Args:
+        fn: The callable, such as a module, a function or what ``graphed`` made.
+        args: The positional arguments of a call: a tuple or list, one tensor alone, or a mapping of all arguments.
+        kwargs: The keyword arguments.
+        dynamic: The batch dimensions. Default: dimension 0 of the first tensor, and of all that are as long there.
+        sizes: The sizes to capture. Default: the powers of two up to the call's rows, at least 2 and at most 16.
+        options: Further options of ``graphed``, such as ``pad=``, ``static=`` or ``mode=``.
+
+    Raises:
+        ConfigError: Arguments that cannot be.
     """
     fn = fn.unwrap() if isinstance(fn, Graphed) else fn
     if not callable(fn):
         raise ConfigError(f"fn must be callable, got {fn!r}")
-    args, kwargs = _spelled(args, {} if kwargs is None else kwargs)
+    args, kwargs = _call(args, {} if kwargs is None else kwargs)
     chosen = CUDAGraphOptions.or_default(options.get("options"), "options")
     mode = parse_mode(options.get("mode", CUDAGraphMode.FULL))
-    call = AuditedCall(fn, args, kwargs, dynamic, chosen.state_limit_bytes)
-    guessed = named_sizes("pow2", min(max(call.rows, 2), _MOST_ROWS))
-    once = chosen.replace(gc_disable=False)  # one sweep for all captures together
-    settings = options | {"dynamic": call.dims, "sizes": guessed if sizes is None else sizes, "options": once}
-    pieces = None
+    observer = Observer(fn, args, kwargs, chosen.state_limit_bytes, skips_breaks=mode.has_piecewise_cudagraphs())
+    dims, rows = _batch(observer.arguments, dynamic)
+    sizes = named_sizes("pow2", min(max(rows, 2), _MOST_ROWS)) if sizes is None else sizes
+    served = graphed(fn, **(options | {"dynamic": dims, "sizes": sizes, "strict": False}))
     try:
-        with torch.no_grad(), swept_collector(chosen.gc_disable):
-            runs = watch_runs(call, piecewise=mode.has_piecewise_cudagraphs())
-            call.state.restore(generators=True)
-            call.state.restore(generators=True)
-            trial = try_captures(fn, args, kwargs, settings)
-            if chosen.breaks == "auto":
-                pieces = trial
-            elif Reason.CAPTURE_UNSAFE in trial.failures:
-                auto = {"options": once.replace(breaks="auto", max_breaks=_MANY_BREAKS)}
-                pieces = try_captures(fn, args, kwargs, settings | auto)
+        with torch.no_grad():
+            watched = watch(observer)
+            observer.restore()
+            failures, difference = _try_captures(served, args, kwargs)
+        findings, memory = watched.findings, served.memory_report()
+        if findings.forbidden and Reason.CAPTURE_UNSAFE in failures:  # said of each operator already
+            failures[Reason.CAPTURE_UNSAFE] = Reason.CAPTURE_UNSAFE.text
+        return Audit(
+            name=fn.__qualname__ if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__qualname__,
+            device=str(observer.backend.device),
+            mode=mode.name,
+            rows=rows,
+            dynamic=dims,
+            capturable=not (watched.failures or failures or (findings.forbidden and not served.automatic_breaks)),
+            failures=tuple(dict.fromkeys([*watched.failures, *failures.values()])),
+            sizes=tuple(sorted({entry.size for entry in served.entries})),
+            breaks=_breaks(served, observer, watched) if findings.forbidden else None,
+            independence=_rows(served, difference if watched.repeats else "") if dims else Rows("no batch dimension"),
+            memory={"pool": memory.pool_bytes, "inputs": memory.input_bytes, "graphs": memory.entry_bytes},
+            **vars(findings),
+        )
     finally:
-        call.state.restore(generators=True)
-    return _audit(call, mode, runs, trial, pieces)
+        served.clear()
+        observer.restore()
 
 
-def _audit(call: AuditedCall, mode: CUDAGraphMode, runs: WatchedRuns, trial: Trial, pieces: Trial | None) -> Audit:
-    """What was found; ``pieces`` are the captures with automatic breaks, if there were any."""
-    measured = trial if pieces is None or pieces.failures else pieces
-    return Audit(
-        name=call.name,
-        device=str(call.backend.device),
-        mode=mode.name,
-        rows=call.rows,
-        dynamic=dict(call.dims),
-        capturable=not (runs.failures or trial.failures or (runs.forbidden and pieces is not trial)),
-        failures=_failures(runs, trial),
-        operators=sum(operation.works for operation in runs.operations),
-        forbidden=runs.forbidden,
-        reads=runs.reads,
-        writes=runs.writes,
-        rebinds=runs.rebinds,
-        guarded=runs.guarded,
-        frozen=runs.frozen,
-        breaks=_break_set(call, runs, trial, pieces),
-        independence=_independence(runs, measured),
-        replays=tuple(measured.replays),
-        pool_bytes=measured.pool_bytes,
-        input_bytes=measured.input_bytes,
-    )
-
-
-def _spelled(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and the keyword arguments of the call, from one of the ways to give them."""
     if isinstance(args, Mapping):
         return (), {**args, **kwargs}
@@ -113,43 +105,73 @@ def _spelled(args: Any, kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dic
     return tuple(args), dict(kwargs)
 
 
-def _independence(runs: WatchedRuns, trial: Trial) -> Rows:
-    """A padded graph that differs from eager is another proof, as long as equal calls do the same."""
-    text = trial.failures.get(Reason.VERIFICATION_FAILED, "") if trial.failed_padded and runs.repeats else ""
-    return Rows("dependent", text) if text else trial.rows
+def _batch(arguments: Mapping[str, Any], dynamic: Any) -> tuple[dict[str, int], int]:
+    """The batch dimensions, as given or as guessed, and the rows of the first tensor that has one; 1 if none has."""
+    shapes = {path: value.shape for path, value in arguments.items() if isinstance(value, torch.Tensor)}
+    if dynamic is None:
+        extent = next((shape[0] for shape in shapes.values() if shape), 0)
+        dynamic = {path: 0 for path, shape in shapes.items() if shape and shape[0] == extent}
+    if not isinstance(dynamic, Mapping) or not all(isinstance(dim, int) for dim in dynamic.values()):
+        raise ConfigError(f"dynamic must map argument names to one dimension each, as {{'x': 0}}, got {dynamic!r}")
+    for path, shape in shapes.items():
+        dim = dynamic.get(path, dynamic.get(path.partition("[")[0]))
+        if dim is not None and -len(shape) <= dim < len(shape):
+            return dict(dynamic), shape[dim]
+    return dict(dynamic), 1
 
 
-def _failures(runs: WatchedRuns, trial: Trial) -> tuple[str, ...]:
-    """Each once. What the watched run says of all forbidden operators is not said again of the first."""
-    known = {Reason.CAPTURE_UNSAFE: Reason.CAPTURE_UNSAFE.text} if runs.forbidden else {}
-    texts = [known.get(reason, text) for reason, text in trial.failures.items()]
-    return tuple(dict.fromkeys([*runs.failures, *texts]))
+def _try_captures(
+    served: Graphed[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[dict[Reason, str], str]:
+    """Capture and check all sizes, as ``prewarm`` does. Returns each reason why some failed, with a text; and the text
+    of a graph that pads batches and differed from eager.
+
+    Raises ``ConfigError`` for rules that do not fit the call.
+    """
+    line = served.explain(*args, **kwargs)
+    try:
+        report = served.prewarm(*args, **kwargs)
+    except DeviceLostError:
+        raise
+    except ConfigError:  # the call can have no graph, whatever its size
+        return {Reason.ARGUMENTS_CHANGED: line}, ""
+    except Exception as error:
+        return {Reason.CALL_RAISED: f"with another number of rows the call raises {type(error).__name__}: {error}"}, ""
+    failures: dict[Reason, str] = {}
+    difference = ""
+    for (mode, size), why in report.left_out.items():
+        reason, text = report.reasons[mode, size], f"{mode.name} graph of {size} rows: {why}"
+        failures.setdefault(reason, text)
+        if reason is Reason.VERIFICATION_FAILED and size > 1 and size - 1 not in served.sizes:
+            difference = text
+    return failures, difference
 
 
-def _break_set(call: AuditedCall, runs: WatchedRuns, trial: Trial, pieces: Trial | None) -> BreakSet | None:
-    """The outermost of the modules that captures broke at, and what that gains; without such captures, of the modules
-    that do what CUDA forbids. None if there is nothing to break at."""
-    if pieces is None:
-        broken = [found.module for found in runs.forbidden if found.module not in ("", call.served)]
-    else:
-        broken = [call.modules[id(module)] for module in pieces.broken]
-    if not broken and (pieces is None or pieces is trial):
-        return None
-    working = [operation for operation in runs.operations if operation.works]
-    inside = [operation for operation in working if not set(broken).isdisjoint(operation.modules)]
-    share = 1 - len(inside) / max(len(working), 1)
-    inner = {name for operation in runs.operations for name in _below(operation.modules, broken)}
-    modules = tuple(name for name in dict.fromkeys(broken) if name not in inner)
-    graphs = max((replay.graphs for replay in pieces.replays), default=0) if pieces is not None else 0
-    failures = (trial if pieces is None else pieces).failures
-    failure = next(iter(failures.values()), "")
-    if Reason.CAPTURE_UNSAFE in failures:
-        where = f"; {failure}" if modules else ", but a function around it can be marked with eager_break"
-        failure = f"what stands against lies in no module that could run eagerly by itself{where}"
-    return BreakSet(modules, share, graphs, failure)
+def _rows(served: Graphed[..., Any], difference: str) -> Rows:
+    """What the proofs of all graphs that pad batches come to: the first that failed, or what none could test. A padded
+    graph that differs from eager is a proof, too."""
+    held = {(entry.mode, entry.size) for entry in served.entries}
+    padded = [entry for entry in served.entries if entry.size > 1 and (entry.mode, entry.size - 1) not in held]
+    proofs = [entry.proof for entry in padded if entry.proof is not None]
+    text = difference or next((proof.text for proof in proofs if not proof.independent), "")
+    if text:
+        return Rows("dependent", text)
+    if not proofs or any(not proof.is_complete for proof in proofs):
+        unknown = _NONE_PADDED if held else _NONE_CAPTURED
+        return Rows("untested", next((proof.text for proof in proofs if not proof.is_complete), unknown))
+    return Rows("independent", next((proof.text for proof in proofs if not proof.deterministic), ""))
 
 
-def _below(modules: Sequence[str], broken: Sequence[str]) -> Sequence[str]:
-    """The modules of a stack that run inside a broken one."""
-    outermost = next((at for at, name in enumerate(modules) if name in broken), len(modules))
-    return modules[outermost + 1 :]
+def _breaks(served: Graphed[..., Any], observer: Observer, watched: Watched) -> Breaks:
+    """The modules that captures broke at, or else the outermost of those that do what CUDA forbids, but not the served
+    one itself; and what that gains."""
+    names, fn = names_of(observer.modules), served.unwrap()
+    root = (names.get(id(fn)), names.get(id(getattr(fn, "__self__", None))), "")
+    found = [names[id(module)] for module in served.automatic_breaks] or [
+        one.module for one in watched.findings.forbidden
+    ]
+    broken = dict.fromkeys(name for name in found if name not in root)
+    stacks = [step.modules for step in watched.operators if step.event.works]
+    inner = {name for stack in stacks for at, name in enumerate(stack) if not broken.keys().isdisjoint(stack[:at])}
+    share = sum(broken.keys().isdisjoint(stack) for stack in stacks) / max(len(stacks), 1)
+    return Breaks(tuple(name for name in broken if name not in inner), share if broken else 0.0)

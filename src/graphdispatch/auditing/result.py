@@ -1,4 +1,4 @@
-"""``Audit``: what was found, as plain data, and as text."""
+"""``Audit``: what was found, as plain data and as text."""
 
 import os
 import re
@@ -6,36 +6,32 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from ..units import percent, storage
 
-from ..errors import ConfigError
-from ..showing import Shown
-from ..units import storage
-
-__all__ = ["Audit", "BreakSet", "Finding", "Replay", "Rows", "Tensors"]
-
-
-_MOST_GUARDED = 8
+__all__ = ["Audit", "Breaks", "Finding", "Findings", "Memory", "Rows"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something at a line of the user's code. ``kind``: ``"forbidden"`` or ``"frozen"``."""
+    """Something at a line of the user's code.
 
-    kind: str
+    Attributes:
+        what: An operator, a method of tensors, or a value.
+        where: ``file:line: source``; empty where there is no line.
+        why: What is wrong with it, and what to do.
+        module: The innermost module around it, by name; empty if there is none.
+        times: How often it was met in one run.
+    """
+
     what: str
-    """An operator, a method of tensors, or a value."""
     where: str
-    """``file:line: source``; empty where there is no line."""
     why: str
-    """What is wrong with it, and what to do."""
     module: str = ""
-    """The innermost module around it, by name; empty if there is none."""
     times: int = 1
 
 
 @dataclass(frozen=True)
-class Tensors:
+class Memory:
     """Memory that is not the call's own: its name, its bytes, and how many of them the call reads or writes."""
 
     name: str
@@ -45,96 +41,82 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Rows:
-    """Whether padding can change real rows. ``verdict``: ``"independent"``, ``"dependent"``, ``"untested"`` or
-    ``"no batch dimension"``, with what is to be said of it as ``text``.
+    """Whether padding can change real rows.
 
-    Replays of the same real rows with other padding gave the same bits, or with ``perturbation`` in the padding rows
-    ``changed`` says what did not.
+    Attributes:
+        verdict: ``"independent"``, ``"dependent"``, ``"untested"`` or ``"no batch dimension"``.
+        text: What showed that real rows depend on padding, or what could not be tested.
     """
 
     verdict: str
     text: str = ""
-    perturbation: str = ""
-    changed: str = ""
 
 
 @dataclass(frozen=True)
-class BreakSet:
-    """The modules that must run eagerly so that graphs can hold the rest.
+class Breaks:
+    """The modules that must run eagerly so that graphs can hold the rest; none if what stands against lies in none.
 
-    ``share`` is the part of the operators, from 0 to 1, that then lie in graphs. ``failure`` says why even that was
-    not enough; empty if it was captured so.
+    ``share`` is the part of the operators, from 0 to 1, that would then lie in graphs.
     """
 
     modules: tuple[str, ...]
     share: float
-    graphs: int
-    failure: str = ""
 
 
-@dataclass(frozen=True)
-class Replay:
-    """What one replay of one size does. ``recorded`` and ``replayed`` count operators, and are 0 where the device does
-    not tell. Sizes of copies are bytes of a full batch, ``padding`` is the padding's share of all computed rows if
-    every number of rows that the graph serves is as likely."""
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What eager runs of a call show.
 
-    mode: str
-    size: int
-    serves: int
-    """The smallest batch that it serves."""
-    graphs: int
-    recorded: int
-    replayed: int
-    copied_in: int
-    copied_out: int
-    own_bytes: int
-    """Memory beyond the pool, which all sizes share."""
-    padding: float
+    Attributes:
+        operators: The number of operators of one run, views not counted.
+        forbidden: Everything that CUDA forbids in a capture.
+        reads: Memory that a call reads and does not own: parameters and buffers together, and other tensors.
+        writes: Memory that a call writes to and does not own.
+        rebinds: Python attributes and variables that a call leaves changed.
+        frozen: What a graph keeps as it was at its capture.
+    """
+
+    operators: int = 0
+    forbidden: tuple[Finding, ...] = ()
+    reads: tuple[Memory, ...] = ()
+    writes: tuple[Memory, ...] = ()
+    rebinds: tuple[str, ...] = ()
+    frozen: tuple[Finding, ...] = ()
 
 
-@dataclass(frozen=True)
-class Audit(Shown):
-    """What graphs would do with a callable. Plain data, compared by value."""
+@dataclass(frozen=True, kw_only=True)
+class Audit(Findings):
+    """What graphs would do with a callable. Plain data, compared by value; its text is the report.
+
+    Attributes:
+        name: The callable's name.
+        device: Where it ran.
+        mode: The mode of the graphs.
+        rows: The number of rows of the call.
+        dynamic: The batch dimension of each argument that has one, as given or as guessed.
+        capturable: Whether graphs of all sizes were captured and agreed with eager, and CUDA forbids nothing.
+        failures: Why sizes were not captured, each reason once.
+        sizes: The sizes that were captured.
+        breaks: Where to break so that graphs can hold the rest; None if CUDA forbids nothing.
+        independence: Whether padding can change real rows.
+        memory: The bytes of the ``pool`` of all graphs, of their static ``inputs``, and of ``graphs`` beyond these.
+    """
 
     name: str
     device: str
     mode: str
     rows: int
     dynamic: Mapping[str, int]
-    """The batch dimensions, as given or as guessed."""
     capturable: bool
-    """Whether graphs of all sizes were captured and agreed with eager, and nothing was found that CUDA forbids."""
     failures: tuple[str, ...]
-    """Why sizes were not captured, each reason once."""
-    operators: int
-    """The operators of one eager run."""
-    forbidden: tuple[Finding, ...]
-    reads: tuple[Tensors, ...]
-    writes: tuple[Tensors, ...]
-    rebinds: tuple[str, ...]
-    """Python attributes and variables that a call leaves changed."""
-    guarded: tuple[str, ...]
-    """What is compared at each hit."""
+    sizes: tuple[int, ...]
+    breaks: Breaks | None
     independence: Rows
-    frozen: tuple[Finding, ...]
-    breaks: BreakSet | None
-    """None where no break is needed, or none would help."""
-    replays: tuple[Replay, ...]
-    """One for each size, with the breaks if they were captured."""
-    pool_bytes: int
-    input_bytes: int
+    memory: Mapping[str, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold; ``from_dict`` reads it back."""
+        """Plain data that JSON can hold."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Audit":
-        """The audit that ``to_dict`` described. Raises ``ConfigError`` for anything else."""
-        try:
-            return TypeAdapter(cls).validate_python(values)
-        except ValidationError as error:
-            raise ConfigError(f"this is no audit, as to_dict() writes it: {error}") from None
 
     def __repr__(self) -> str:
         verdict = "capturable" if self.capturable else "NOT capturable"
@@ -142,79 +124,50 @@ class Audit(Shown):
         return f"<Audit {self.name}: {verdict}, {self.operators} operators, {forbidden}>"
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        text = "\n".join(_lines(self)).replace(os.getcwd() + os.sep, "")
+        return re.sub(r"\S*[/\\](?:site|dist)-packages[/\\]", "", text)
 
 
 def _lines(audit: Audit) -> Iterable[str]:
-    """The report as text, line by line."""
+    """The report, line by line."""
     dims = ", ".join(f"{name}[{dim}]" for name, dim in audit.dynamic.items())
     yield f"{audit.name} on {audit.device}" + (f", {audit.rows} rows in {dims}" if dims else "")
-    sizes = ", ".join(str(one.size) for one in audit.replays)
+    sizes = ", ".join(map(str, audit.sizes))
     graphs = f"{audit.mode} graphs of {sizes} rows" if dims else f"one {audit.mode} graph"
     yield f"capturable: {graphs}" if audit.capturable else "NOT capturable"
-    yield from _indented(map(_shortened, audit.failures))
+    yield from _indented(audit.failures)
     yield f"operators: {audit.operators} in one eager run, {len(audit.forbidden) or 'none'} that CUDA forbids"
     yield from _indented(line for found in audit.forbidden for line in _finding(found))
-    yield from _titled("reads", map(_tensors, audit.reads))
-    yield from _titled("writes", map(_tensors, audit.writes))
+    if audit.breaks is not None:
+        yield f"breaks: {', '.join(audit.breaks.modules) or 'in no module'}"
+        share = f"{percent(audit.breaks.share)} of the operators then lie in graphs: CUDAGraphOptions(breaks='auto')"
+        yield f"  {share if audit.breaks.modules else 'put it into a function, and mark that by eager_break'}"
+    yield from _titled("reads", map(_memory, audit.reads))
+    yield from _titled("writes", map(_memory, audit.writes))
     yield from _titled("rebinds Python state", audit.rebinds)
-    named = [*audit.guarded[:_MOST_GUARDED], *(["and others"] if len(audit.guarded) > _MOST_GUARDED else [])]
-    yield from _titled("compared at each hit", filter(None, [", ".join(named)]))
     yield from _titled("frozen in a graph", (line for found in audit.frozen for line in _finding(found)))
     yield f"rows: {audit.independence.verdict}"
     yield from _indented(filter(None, [audit.independence.text]))
-    if audit.breaks is not None:
-        yield f"breaks: {', '.join(audit.breaks.modules) or 'no module'}"
-        held = f"{audit.breaks.graphs} graphs" if audit.breaks.graphs else "graphs"
-        gain = f"{100 * audit.breaks.share:.1f} % of the operators then lie in {held}" if audit.breaks.modules else ""
-        yield from _indented(filter(None, [gain, _shortened(audit.breaks.failure)]))
-    if audit.replays:
-        yield f"each replay: the pool has {storage(audit.pool_bytes)}, static inputs {storage(audit.input_bytes)}"
-        table = [REPLAY_COLUMNS, *map(replay_row, audit.replays)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        yield from _indented("  ".join(map(str.rjust, row, widths)) for row in table)
-
-
-REPLAY_COLUMNS = ("rows", "serves", "graphs", "recorded", "replayed", "copied in", "copied out", "own", "padding")
-
-
-def replay_row(one: Replay) -> tuple[str, ...]:
-    """A replay as cells of a table."""
-    first = str(one.serves) if one.serves == one.size else f"{one.serves}-{one.size}"
-    recorded, replayed = (str(number) if number else "?" for number in (one.recorded, one.replayed))
-    copies = (storage(one.copied_in), storage(one.copied_out), storage(one.own_bytes))
-    return (str(one.size), first, str(one.graphs), recorded, replayed, *copies, f"{100 * one.padding:.1f} %")
-
-
-def place(where: str) -> str:
-    """A line of code as people look for it: its path from here, or from where packages lie."""
-    where = re.sub(r"^\S*[/\\](?:site|dist)-packages[/\\]", "", where)
-    return where.removeprefix(os.getcwd() + os.sep)
-
-
-def _shortened(text: str) -> str:
-    return re.sub(r"(?<=\bat )\S+:\d+: ", lambda found: place(found[0]), text)
+    if audit.sizes:
+        yield "memory: " + ", ".join(f"{name} {storage(nbytes)}" for name, nbytes in audit.memory.items())
 
 
 def _finding(found: Finding) -> Iterable[str]:
     often = f" ({found.times} times)" if found.times > 1 else ""
     inside = f" in {found.module}" if found.module else ""
     text = f"{found.what}{often}{inside} {found.why}"
-    return [place(found.where), f"  {text}"] if found.where else [text]
+    return [found.where, f"  {text}"] if found.where else [text]
 
 
-def _tensors(one: Tensors) -> str:
+def _memory(one: Memory) -> str:
     part = f"{storage(one.touched)} of " if one.touched != one.nbytes else ""
     return f"{one.name}: {part}{storage(one.nbytes)}"
 
 
 def _titled(title: str, lines: Iterable[str]) -> Iterable[str]:
     lines = list(lines)
-    if lines:
-        yield f"{title}:"
-        yield from _indented(lines)
+    return [f"{title}:", *_indented(lines)] if lines else []
 
 
 def _indented(lines: Iterable[str]) -> Iterable[str]:
-    for line in lines:
-        yield f"  {line}"
+    return (f"  {line}" for line in lines)

@@ -32,9 +32,9 @@ from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
 from .prediction import Prewarmer as Prewarmer
 from .prediction import SizePredictor as SizePredictor
-from ..ranks.consensus import Agreement as Agreement
-from ..ranks.consensus import RankConsensus as RankConsensus
-from ..ranks.consensus import RankVote as RankVote
+from .ranks import Agreement as Agreement
+from .ranks import RankConsensus as RankConsensus
+from .ranks import RankVote as RankVote
 from ..sizes import named_sizes as named_sizes
 from ..stats import CUDAGraphStats as CUDAGraphStats
 from ..testing.mock import MockCUDAGraph as MockCUDAGraph

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from graphdispatch import CUDAGraphMode
+from graphdispatch.api.wrapper import CUDAGraphWrapper
 from graphdispatch.backends import get_backend
-from graphdispatch.engines import Agreement, BatchDescriptor, CUDAGraphWrapper, RankConsensus
+from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch.engines.ranks import Agreement, RankConsensus
 from graphdispatch.errors import ConfigError, ConsensusError
+from graphdispatch.modes import CUDAGraphMode
 
 SIZES = (1, 2, 4, 8)
 STEPS = 40
@@ -30,8 +32,7 @@ LONG_S = 60.0
 
 def plain(agreement: Agreement) -> list[Any]:
     """An agreement as JSON."""
-    decision = agreement.decision
-    return [decision.mode.name, decision.size, decision.reason.value, decision.detail, agreement.capture]
+    return [agreement.mode.name, *agreement[1:]]
 
 
 def model(x: torch.Tensor) -> torch.Tensor:
@@ -39,6 +40,11 @@ def model(x: torch.Tensor) -> torch.Tensor:
     y = x * 2 + 1
     dist.all_reduce(y)
     return y
+
+
+def graphs_of(wrapper: CUDAGraphWrapper) -> set[tuple[CUDAGraphMode, int]]:
+    """The graphs that a rank has, as it votes for them."""
+    return {(wrapper.runtime_mode, descriptor.num_tokens) for descriptor in wrapper.get_cached_descriptors()}
 
 
 class Rank:
@@ -57,15 +63,11 @@ class Rank:
         return x * 2 + self.rank
 
     def step(self, rows: int, mode: CUDAGraphMode) -> tuple[Agreement, bool]:
-        """One step: agree, run, tell the consensus what came of it; and whether the answer is eager's."""
-        agreed = self.consensus.agree(rows, mode)
+        """One step: agree, run; and whether the answer is eager's."""
+        agreed = self.consensus.agree(rows, graphs_of(self.wrapper), mode)
         size = agreed.size if agreed.descriptor is not None else rows
         x = torch.arange(float(size * 3)).view(size, 3)
         result = self.wrapper(x, batch_descriptor=agreed.descriptor, cudagraph_runtime_mode=agreed.mode)
-        if agreed.capture:
-            assert agreed.descriptor is not None
-            has_graph = self.wrapper.get_entry(agreed.descriptor) is not None
-            (self.consensus.record_captured if has_graph else self.consensus.record_failed)(agreed.size)
         return agreed, torch.equal(result, x * 2 + self.rank)
 
 
@@ -79,7 +81,7 @@ def disagree(rank: int, world: int) -> Any:
         rows = draw.choice((4, 5, 8, 9)) if draw.random() < 0.1 else draw.choice((0, 1, 2, 3))
         agreed, is_right = ours.step(rows, mode)
         steps.append([plain(agreed), is_right])
-    return {"steps": steps, "exchanges": ours.consensus.exchanges, "graphs": len(ours.wrapper.get_cached_descriptors())}
+    return steps
 
 
 def collective(rank: int, world: int) -> Any:
@@ -88,11 +90,9 @@ def collective(rank: int, world: int) -> Any:
     wrapper = CUDAGraphWrapper(model)
     answers = []
     for step in range(6):
-        agreed = consensus.agree(1 + (rank + step) % 2)
+        agreed = consensus.agree(1 + (rank + step) % 2, graphs_of(wrapper))
         x = torch.full((agreed.size, 2), float(step))
         result = wrapper(x, batch_descriptor=agreed.descriptor, cudagraph_runtime_mode=agreed.mode)
-        if agreed.capture:
-            consensus.record_captured(agreed.size)
         answers.append([plain(agreed), bool((result == world * (2 * step + 1)).all())])
     return {"steps": answers, "hits": wrapper.get_stats().hits}
 
@@ -134,17 +134,17 @@ def functional_collectives(rank: int, world: int) -> Any:
 def late(rank: int, world: int) -> Any:
     """The last rank comes to the second step only when the others have given it up."""
     consensus = RankConsensus(sizes=SIZES, timeout_s=SHORT_S)
-    consensus.agree(1)
+    consensus.agree(1, ())
     store = dist.distributed_c10d._get_default_store()
     if rank == world - 1:
         store.wait([f"gave-up-{other}" for other in range(world - 1)], timedelta(seconds=LONG_S))
     try:
-        consensus.agree(1)
+        consensus.agree(1, ())
     except ConsensusError as error:
         first = str(error)
     store.set(f"gave-up-{rank}", "")
     try:
-        consensus.agree(1)
+        consensus.agree(1, ())
     except ConsensusError as error:
         return {"first": first, "second": str(error)}
     return None
@@ -153,11 +153,11 @@ def late(rank: int, world: int) -> Any:
 def death(rank: int, world: int) -> Any:
     """The last rank ends without a word after the first step."""
     consensus = RankConsensus(sizes=SIZES, timeout_s=LONG_S)
-    consensus.agree(1)
+    consensus.agree(1, ())
     if rank == world - 1:
         return {}
     try:
-        consensus.agree(1)
+        consensus.agree(1, ())
     except ConsensusError as error:
         return {"error": str(error)}
     return None
@@ -172,15 +172,8 @@ def sizes(rank: int, world: int) -> Any:
     return None
 
 
-def alone(rank: int, world: int) -> Any:
-    """Ranks that share nothing decide for themselves."""
-    consensus = RankConsensus(sizes=SIZES, coupled=False)
-    agreed = consensus.agree(rank + 1)
-    return {"size": agreed.size, "exchanges": consensus.exchanges}
-
-
 SCENARIOS: dict[str, Callable[[int, int], Any]] = {
-    f.__name__: f for f in (disagree, collective, functional_collectives, late, death, sizes, alone)
+    f.__name__: f for f in (disagree, collective, functional_collectives, late, death, sizes)
 }
 
 

@@ -1,0 +1,172 @@
+"""What a call does, for whoever wants to know before it is captured: watched eager runs, of which nothing is left.
+
+A capture stops at the first operator that no graph can hold. An observed run notes it and goes on.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from ..backends import get_backend
+from ..backends.operators import OperatorKind, forbidden, is_unsafe, kind_of, tensors_in, user_line
+from ..backends.standins import COPIES, HostReads, Listening, SaysCapturing
+from ..call.marks import BREAKS
+from ..call.spec import CallSpec, FlatCall
+from ..errors import CaptureError
+from ..state.trace import CodeTrace
+from ..state.walk import StateWalk
+from .effects import EffectRecorder, retry_once, undo
+
+__all__ = ["Event", "Observer", "Run"]
+
+
+class Event(NamedTuple):
+    """Something that a run does, told while it happens, so that the stack is that of the call.
+
+    Attributes:
+        kind: ``"operator"``; ``"forbidden"``, which no graph can hold; or ``"frozen"``, which a graph keeps as it was.
+        what: The operator, or the method of tensors.
+        where: The user's line, as ``file:line: source``.
+        why: What is wrong with it, and what to do; empty for operators.
+        constants: The arguments of an operator but the tensors.
+        works: Whether an operator does anything on a device: a view does not.
+    """
+
+    kind: str
+    what: str
+    where: str
+    why: str = ""
+    constants: tuple[str, ...] = ()
+    works: bool = False
+
+
+class Run(NamedTuple):
+    """What a run leaves behind, noted before it is put back.
+
+    Attributes:
+        uses: A tensor for each storage that it used and did not make, arguments included.
+        writes: Each tensor that it wrote to and did not make, with the number of bytes written.
+        rebinds: Python attributes and variables that it changed, in words.
+        draws: The random generator of Python or NumPy that it drew from, or None.
+        unseen: What nobody can compare or put back, in words, or None.
+    """
+
+    uses: list[torch.Tensor]
+    writes: list[tuple[torch.Tensor, int]]
+    rebinds: tuple[str, ...]
+    draws: str | None
+    unseen: str | None
+
+
+class Observer:
+    """Runs one call eagerly, as often as asked, and watches it.
+
+    Args:
+        fn: The callable. Nobody else may use it meanwhile.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        limit_bytes: How much of the memory that a run overwrites may be saved.
+        skips_breaks: Whether parts that are marked by ``eager_break`` may do what they like. Nothing is told of them.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        limit_bytes: int,
+        *,
+        skips_breaks: bool,
+    ) -> None:
+        spec = CallSpec(fn, len(args), tuple(kwargs))
+        values = spec.values(args, kwargs)
+        self._call, self._limit_bytes, self._skips_breaks = FlatCall(fn, spec, values), limit_bytes, skips_breaks
+        self._values = list(self._call.flatten(values) or ())  # a plain list: each run gets containers of its own
+        self._walks: list[StateWalk] = []
+        self.arguments = {leaf.path: value for leaf, value in zip(self._call.leaves, self._values, strict=True)}
+        """All values by their paths, such as ``batch['ids']``."""
+        devices = (value.device for value in self._values if isinstance(value, torch.Tensor))
+        self.backend = get_backend("auto", next(devices, torch.device("cpu")))
+        """That of the first tensor."""
+        self.modules: list[nn.Module] = []
+        """The modules that the callable reached before its latest run."""
+
+    def run(self, tell: Callable[[Event], None]) -> Run:
+        """Run the call to its end, and put back the memory that it wrote and torch's generator. Python state stays.
+
+        Raises what the call raises, and ``CaptureError`` if it overwrites more than can be saved.
+        """
+        walk = StateWalk(self._call.fn)
+        self._walks.append(walk)
+        self.modules = walk.modules
+        trace, generator = CodeTrace(walk, skips_breaks=self._skips_breaks), self.backend.rng_state()
+        watch = _Watch(self._limit_bytes, tell, trace, skips_breaks=self._skips_breaks)
+
+        def put_back() -> None:
+            undo(watch.regions)
+            self.backend.set_rng_state(generator)
+
+        reads, copies = HostReads(watch.on_read), Listening(watch.on_copy, COPIES)
+        try:
+            with trace, SaysCapturing(), reads, copies, watch.guarding():
+                self._call(self._values)
+        finally:
+            retry_once(put_back, self.backend)
+        writes = [(one.target, one.before.nbytes) for one in watch.regions if not one.is_generator]
+        rebinds = tuple(walk.changes(trace.spelled))
+        return Run(list(watch.outside.values()), writes, rebinds, walk.drew(), trace.unseen())
+
+    def restore(self) -> None:
+        """Put back all Python state, and the generators of Python and NumPy, as they were before the first run."""
+        for walk in reversed(self._walks):
+            walk.restore(generators=True)
+
+
+class _Watch(EffectRecorder):
+    """Tells of what a run does, and saves what it overwrites."""
+
+    def __init__(self, limit: int, tell: Callable[[Event], None], trace: CodeTrace, *, skips_breaks: bool) -> None:
+        super().__init__(limit, strict=True)
+        self._tell, self._trace, self._skips_breaks = tell, trace, skips_breaks
+
+    def on_read(self, name: str, _: Any) -> None:
+        """Tell of memory that the host gets hold of."""
+        self._note("forbidden", name, "gives memory to the host, past torch's dispatcher; keep the value on the device")
+
+    def on_copy(self, name: str) -> None:
+        """Tell of a copy that does nothing on a CPU."""
+        self._note("forbidden", name, "copies from a GPU to the host; do it before or after the call")
+
+    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tell of one operator, save what it overwrites, and run it."""
+        why = forbidden(func, args, kwargs, tensors_in(args, kwargs))
+        if func._schema.name in BREAKS or is_unsafe(func):
+            why = None if self._skips_breaks else why or "breaks every graph: it is marked, or tagged as unsafe"
+        if why is not None:
+            self._note("forbidden", str(func), why)
+        if func is torch.ops.aten.lift_fresh.default:
+            why = (
+                "is a constant in the graph; on a GPU its copy from the host is refused: make it once, before the call"
+            )
+            self._note("frozen", "a tensor made from Python values", why)
+        constants = tuple(repr(leaf) for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, torch.Tensor))
+        self._note("operator", str(func), "", constants, kind_of(func) not in (OperatorKind.VIEW, OperatorKind.EMPTY))
+        return super().watch(func, args, kwargs)
+
+    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tell of a Python operator, and watch what it runs."""
+        self._note("frozen", str(func), "is Python: a graph keeps what it launched, and never runs it again")
+        return super().look_inside(func, key, args, kwargs)
+
+    def give_up(self, error: CaptureError) -> None:
+        """Tell of what no graph can hold, and go on."""
+        what, _, why = str(error).partition(" ")
+        self._note("forbidden", what, why)
+
+    def _note(self, kind: str, what: str, why: str, constants: tuple[str, ...] = (), works: bool = False) -> None:
+        if not self._trace.is_in_break():
+            self._tell(Event(kind, what, user_line(), why, constants, works))

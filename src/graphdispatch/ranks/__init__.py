@@ -1,1 +1,0 @@
-"""Ranks that share collectives, and therefore take the same decisions."""
