@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from graphdispatch.auditing.audit import audit
-from graphdispatch.demo.models import tiny
+from graphdispatch.demo import build
 
 from . import examples
 
@@ -19,7 +19,7 @@ def document(text: str) -> str:
 
 def output(name: str) -> str:
     """What the audit of an example prints. Lines of other packages move with their versions, and have no number."""
-    model, example, options = tiny() if name == "demo" else getattr(examples, name)()
+    model, example, options = build() if name == "demo" else getattr(examples, name)()
     text = str(audit(model, example, **options))
     return re.sub(r"(transformers/\S+):\d+:", r"\1:", text) + "\n"
 
