@@ -45,10 +45,10 @@ def _packages() -> Iterator[_Finding]:
             yield _required(name, least[1] if least else "0")
         elif name != "graphdispatch" and extra[1] not in _UNLISTED:
             extras.setdefault(extra[1], []).append(name)
-    for extra, names in extras.items():
-        found = ", ".join(f"{name} {_version(name)}" for name in names)
-        is_whole = all(map(_version, names))
-        yield _Finding(f"extra {extra}", found if is_whole else f"not installed: pip install 'graphdispatch[{extra}]'")
+    for title, names in extras.items():
+        versions = ", ".join(f"{name} {_version(name)}" for name in names)
+        missing = f"not installed: pip install 'graphdispatch[{title}]'"
+        yield _Finding(f"extra {title}", versions if all(map(_version, names)) else missing)
 
 
 def _required(name: str, least: str) -> _Finding:

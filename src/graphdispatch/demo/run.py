@@ -21,7 +21,8 @@ from .trace import Step
 
 __all__ = ["DemoResult", "SideBySide", "StepRecord", "build"]
 
-Model = tuple[Decoder, dict[str, Tensor], dict[str, Any]]
+Model = tuple[Decoder, dict[str, Any], dict[str, Any]]
+"""The decoder, the keyword arguments of one call, and options for ``graphed``."""
 
 _SLOTS = 16
 _EXAMPLE_ROWS = 128
@@ -31,9 +32,12 @@ _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 def build(preset: str = "tiny", device: str = "auto", seed: int = 0) -> Model:
-    """A decoder, the keyword arguments of one call, and options for ``graphed``.
+    """A decoder with an empty cache. ``graphdispatch audit graphdispatch.demo:build`` audits it.
 
-    ``graphdispatch audit graphdispatch.demo:build`` takes it for a model.
+    Args:
+        preset: The decoder's size, a key of ``PRESETS``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        seed: Seeds the weights.
 
     Raises:
         ConfigError: The preset is unknown.
