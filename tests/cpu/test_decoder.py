@@ -1,6 +1,5 @@
 """The demo's decoder is a Llama whose rows are independent, so that graphs can serve it."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -100,15 +99,6 @@ def test_padding_rows_write_to_the_scratch_slot_only() -> None:
     padded = decoder(*rows((3, 0, 0), (0, decoder.scratch_slot, 0), (0, decoder.scratch_slot, 0)))
     torch.testing.assert_close(padded[:1], expected)
     torch.testing.assert_close(decoder.cache_keys[:, :2], cache)
-
-
-def test_a_long_step_is_the_sum_of_short_ones() -> None:
-    """A step of more rows than are attended at a time gives the same logits as its sequences one by one."""
-    config = dataclasses.replace(CONFIG, layers=1)
-    sequences = [prompt([slot % 50] * 12, slot) for slot in range(100)]
-    whole = Decoder(config, slots=100)(*rows(*(place for sequence in sequences for place in sequence)))
-    decoder = Decoder(config, slots=100)
-    torch.testing.assert_close(whole, torch.cat([decoder(*rows(*sequence)) for sequence in sequences]))
 
 
 def test_a_twin_shares_weights_and_not_the_cache() -> None:
