@@ -16,7 +16,7 @@ def unsafe():
     return lambda x: x * float(x.sum()), {"x": torch.ones(4)}, {"dynamic": {"x": 0}}
 
 def failing():
-    raise ValueError("no weights")
+    raise ValueError("no\\nweights")
 
 def wrong():
     return torch.nn.Linear(4, 2)

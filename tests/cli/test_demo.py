@@ -12,16 +12,16 @@ from graphdispatch.demo.run import StepRecord
 from graphdispatch.reasons import Reason
 
 
-@pytest.mark.parametrize("window", [8, 64])
-def test_a_trace_is_one_that_a_scheduler_could_make(window: int) -> None:
+@pytest.mark.parametrize(("slots", "window"), [(4, 8), (16, 64)])
+def test_a_trace_is_one_that_a_scheduler_could_make(slots: int, window: int) -> None:
     """Each request goes through the positions of its slot in order, from 0, within window and budget."""
-    trace = generate_trace(300, 4, seed=3, window=window)
-    assert trace == generate_trace(300, 4, seed=3, window=window)
-    assert trace != generate_trace(300, 4, seed=4, window=window)
+    trace = generate_trace(300, slots, seed=3, window=window)
+    assert trace == generate_trace(300, slots, seed=3, window=window)
+    assert trace != generate_trace(300, slots, seed=4, window=window)
     last: dict[int, int] = {}
     for step in trace:
         assert 0 < step.num_tokens <= 128
-        assert step.num_reqs <= 4
+        assert step.num_reqs <= slots
         for slot, position in zip(step.slots, step.positions, strict=True):
             assert position < window
             assert position in (0, last.get(slot, -1) + 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.plan import CostModel, Plan
+from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
 
 MODEL = """
 import torch
@@ -18,21 +18,22 @@ def build():
 
 @pytest.fixture
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Steps of 3 and 7 tokens in turn, in the current folder."""
+    """Steps of 3 and 7 tokens in turn, then of 5 and 7, in the current folder."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "steps.csv"
-    path.write_text("num_tokens\n" + "3\n7\n" * 50)
+    path.write_text("num_tokens\n" + "3\n7\n" * 50 + "5\n7\n" * 50)
     return path
 
 
 def test_a_plan_is_printed_judged_and_saved(trace: Path, run: Callable[..., Any]) -> None:
-    """Beside vLLM's sizes; ``graphed`` takes the file as sizes."""
-    code, out, _ = run("plan", trace, "--max-graphs", 3, "--memory", "1GiB", "--output", "plan.json")
+    """It is of all steps; one of the first half is judged on the second, as are vLLM's sizes."""
+    code, out, _ = run("plan", trace, "--max-graphs", 2, "--memory", "1GiB", "--output", "plan.json")
+    seen, judged = (workload := Workload.from_trace(trace)).split()
+    limits: dict[str, Any] = {"max_graphs": 2, "memory": 2**30, "max_size": 7}
     assert code == 0
-    assert out.index("planned for the first half of the steps") < out.index("vLLM's sizes")
-    assert out.count("padding") == 2
-    assert Plan.load("plan.json").sizes[-1] == 7
-    assert len(Plan.load("plan.json").sizes) <= 3
+    assert Plan.load("plan.json") == plan_sizes(workload, **limits)
+    assert f"on the second\n{plan_sizes(seen, **limits).evaluate(judged)}\n" in out
+    assert f"vLLM's sizes, on the same steps\n{Plan.from_sizes('vllm', 7).evaluate(judged)}\n" in out
 
 
 def test_without_a_trace_the_demo_s_is_planned(run: Callable[..., Any]) -> None:
