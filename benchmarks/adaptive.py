@@ -4,21 +4,22 @@ The device's costs are functions of size and progress, known to the oracle alone
 not. Records reach the policy some steps late and out of order, as polled device timers do.
 """
 
+import csv
+import gzip
 import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
-from graphdispatch.demo.trace import Step, generate_trace, read_trace
-from graphdispatch.engines import (
-    AdaptiveDispatchPolicy,
-    DefaultDispatchPolicy,
-    DispatchKey,
-    DispatchMode,
-    DispatchPolicy,
-    named_sizes,
-)
+from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
+from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
+from graphdispatch.demo.trace import generate_trace
+from graphdispatch.descriptors import DispatchKey
+from graphdispatch.modes import DispatchMode
+from graphdispatch.sizes import named_sizes
 
 from .timing import Effort, Row, row
 
@@ -83,17 +84,25 @@ def simulate(keys: list[DispatchKey], device: Device, delay: int) -> Counter[str
     return total
 
 
-def key_of(step: Step) -> DispatchKey:
-    """The dispatch key of a trace's step."""
-    return DispatchKey(step.num_tokens, step.num_reqs, step.max_seq_len, step.num_prefill_reqs > 0)
+def read(path: Path) -> list[DispatchKey]:
+    """The dispatch keys of a trace's first steps."""
+    columns = ("num_tokens", "num_reqs", "max_seq_len", "num_prefill_reqs")
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        steps = [[int(row[column]) for column in columns] for row in islice(csv.DictReader(file), _STEPS)]
+    return [DispatchKey(tokens, reqs, longest, prompts > 0) for tokens, reqs, longest, prompts in steps]
+
+
+def generated() -> list[DispatchKey]:
+    """The dispatch keys of a generated trace."""
+    steps = generate_trace(_STEPS, 64, 1, window=360)
+    return [DispatchKey(s.num_tokens, s.num_reqs, max(s.positions) + 1, s.num_tokens > s.num_reqs) for s in steps]
 
 
 def rows(effort: Effort) -> list[Row]:
     """The mean step of each device, over the traces or a generated one, and what one choice of a mode costs."""
-    traces = {f"{path.name}, ": read_trace(path, _STEPS) for path in effort.traces}
-    found, keys = [], list[DispatchKey]()
-    for trace, steps in (traces or {"": generate_trace(_STEPS, 64, 1)}).items():
-        keys = [key_of(step) for step in steps]
+    traces = {f"{path.name}, ": read(path) for path in effort.traces}
+    found, keys = list[Row](), list[DispatchKey]()
+    for trace, keys in (traces or {"": generated()}).items():
         for title, device in DEVICES.items():
             total = simulate(keys, device, _DELAY)
             for way in ("adaptive", "default"):

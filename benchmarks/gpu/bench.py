@@ -1,6 +1,8 @@
 """What a section is given and gives back, and how calls are timed: sides take turns, inputs rotate, medians count."""
 
+import csv
 import gc
+import gzip
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from graphdispatch.backends import Backend, get_backend
-from graphdispatch.demo import Step, generate_trace, read_trace
+from graphdispatch.demo import generate_trace
 
 __all__ = ["Bench", "Call", "Figures", "Row", "Timing", "difference", "interleaved", "latencies", "percentile"]
 
@@ -70,10 +72,14 @@ class Bench:
         """Whether ``seconds`` are left before the section's end."""
         return time.monotonic() + seconds < self.deadline
 
-    def steps(self, count: int) -> list[Step]:
-        """Steps of the trace that was given, or of a generated one, spread over all of it."""
-        steps = read_trace(self.trace) if self.trace is not None else generate_trace(4000, 64, seed=1)
-        return steps[:: max(1, len(steps) // count)][:count]
+    def requests(self, count: int) -> list[int]:
+        """How many requests each step has: steps of the trace that was given, or of a generated one, from all of it."""
+        if self.trace is None:
+            found = [step.num_reqs for step in generate_trace(4000, 64, seed=1, window=256)]
+        else:
+            with gzip.open(self.trace, "rt") if self.trace.suffix == ".gz" else self.trace.open() as file:
+                found = [int(row["num_reqs"]) for row in csv.DictReader(file)]
+        return found[:: max(1, len(found) // count)][:count]
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -46,17 +46,16 @@ def run(bench: Bench) -> None:
 
 def make_decoder(bench: Bench, name: str) -> Decoder:
     """Random weights and an empty cache, with a slot for each request of the trace."""
-    slots = max(step.num_reqs for step in bench.steps(1_000_000))
+    slots = max(bench.requests(1_000_000))
     return Decoder(MODELS[name], slots, device=bench.device, dtype=bench.dtype)
 
 
 def batches(bench: Bench, config: DecoderConfig, count: int) -> list[Inputs]:
     """The decode batches of the trace's steps, on the device: a row for each request, each in its own slot."""
     generator = torch.Generator().manual_seed(0)
-    slots = max(step.num_reqs for step in bench.steps(1_000_000))
+    slots = max(bench.requests(1_000_000))
     made = []
-    for step in bench.steps(count):
-        rows = step.num_reqs
+    for rows in bench.requests(count):
         made.append(
             (
                 torch.randint(config.vocab, (rows,), generator=generator).to(bench.device),

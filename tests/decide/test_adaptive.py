@@ -21,8 +21,8 @@ CHANGE = 0.4
 Cost = Callable[[int, float], float]
 
 KEYS = [
-    DispatchKey(step.num_tokens, step.num_reqs, step.max_seq_len, step.num_prefill_reqs > 0)
-    for step in generate_trace(20_000, 64, seed=1)
+    DispatchKey(step.num_tokens, step.num_reqs, max(step.positions) + 1, step.num_tokens > step.num_reqs)
+    for step in generate_trace(20_000, 64, seed=1, window=360)
 ]
 
 

@@ -1,8 +1,8 @@
-"""The command line ``graphdispatch``: the commands are registered here, and their mistakes become one line."""
+"""The command line ``graphdispatch``."""
 
 import sys
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from ..errors import GraphDispatchError
 from .doctor import doctor
@@ -10,80 +10,67 @@ from .doctor import doctor
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["build_app", "main"]
-
-_USAGE_ERROR = 2
+__all__ = ["main"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line (default: the process's arguments) and return its exit code: the entry point.
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a command and exit.
 
-    A bad value, or an error that this library raises, is one line on stderr and exit code 2. ``doctor`` runs on a
-    broken installation, too.
+    The exit code is 0, 1 if the command found something wrong, or 2 for a bad argument and any other error of this
+    library, which is one line on stderr. ``doctor`` also runs where typer or torch is missing.
+
+    Args:
+        arguments: The words after ``graphdispatch``, by default the process's own.
     """
-    if (sys.argv[1:] if arguments is None else arguments) == ["doctor"]:
-        return doctor()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["doctor"]:
+        sys.exit(doctor())
     try:
-        app = build_app()
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
-            raise
-        return _fail("the command line needs typer and rich: pip install 'graphdispatch[cli]'")
-    import typer
-
-    try:
-        code = app(arguments, prog_name="graphdispatch", standalone_mode=False)
-    except typer.Abort:
-        return _fail("interrupted", 130)
+        _app()(arguments, prog_name="graphdispatch")
     except GraphDispatchError as error:
-        return _fail(str(error))
-    except Exception as error:
-        # typer's usage errors: its versions disagree about where their base class lives.
-        if not hasattr(error, "format_message"):
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
             raise
-        return _fail(error.format_message())
-    return code if isinstance(code, int) else 0
+        _fail("this command needs typer and rich: pip install 'graphdispatch[cli]'")
+    sys.exit()
 
 
-def build_app() -> "typer.Typer":
-    """The application with all its commands; raises ``ModuleNotFoundError`` without typer and rich."""
-    import typer
+def _fail(message: str) -> NoReturn:
+    print(f"graphdispatch: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _app() -> "typer.Typer":
+    import typer  # here, since doctor also runs without it
 
     from .audit import audit
     from .demo import demo
     from .plan import plan
 
     app = typer.Typer(
-        name="graphdispatch",
-        help="CUDA graphs for PyTorch inference: pad, dispatch, replay, slice.",
+        help="CUDA graphs for PyTorch models whose batch size changes.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
     )
     for command in (demo, audit, plan):
         app.command()(command)
-    app.command(name="doctor", help=doctor.__doc__)(lambda: doctor())
+
+    @app.command("doctor", help=doctor.__doc__)
+    def _doctor() -> None:
+        raise typer.Exit(doctor())
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            print(f"graphdispatch {version('graphdispatch')}")
+            raise typer.Exit
 
     @app.callback()
     def _options(
-        show_version: Annotated[
-            bool,
-            typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True),
+        _: Annotated[
+            bool, typer.Option("--version", help="Show the version.", callback=show_version, is_eager=True)
         ] = False,
     ) -> None:
-        """Options that stand before the command."""
+        """Options before the command."""
 
     return app
-
-
-def _print_version(wanted: bool) -> None:
-    import typer
-
-    if wanted:
-        print(f"graphdispatch {version('graphdispatch')}")
-        raise typer.Exit
-
-
-def _fail(message: str, code: int = _USAGE_ERROR) -> int:
-    if message:  # typer says nothing where it has printed the help instead
-        print(f"graphdispatch: error: {' '.join(message.split())}", file=sys.stderr)
-    return code

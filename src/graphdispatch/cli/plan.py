@@ -1,88 +1,101 @@
-"""``graphdispatch plan``: the sizes to capture for recorded traffic, judged beside the engines' capture sizes."""
+"""``graphdispatch plan``: the sizes to capture for recorded traffic, judged beside vLLM's."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from ..config import parse_mode
 from ..errors import ConfigError
 from ..plan import CostModel, Plan, Workload, plan_sizes
-from ..sizes import NAMED_SIZES
-from ..units import percent, storage
-from .inputs import generated_workload, runtime_mode
-from .options import MaxSize, ModeOption, Trace, parse_bytes, parse_seconds
-from .outputs import make_table, print_text, require_writable, writing
+from ..sizes import named_sizes
+from .models import MODEL_HELP, load_model
 
 __all__ = ["plan"]
 
+_TRACE_HELP = (
+    "Steps as CSV, JSON lines or Parquet, or vLLM's log with --cudagraph-metrics; also .gz. Default: the demo's."
+)
 _LARGEST = 512  # vLLM's default limit
-_STEP = 16  # the largest step of vLLM's capture sizes, which end below the largest size
 
-_Count = Annotated[int | None, typer.Option(help="At most this many graphs.", min=1, show_default=False)]
-_Bytes = Annotated[
-    float | None,
-    typer.Option(help="Limit for the bytes of all graphs and their pool: 2GiB.", parser=parse_bytes, metavar="SIZE"),
-]
-_Seconds = Annotated[
-    float | None, typer.Option(help="Limit for the time of all captures: 30s.", parser=parse_seconds, metavar="TIME")
-]
-_Multiple = Annotated[int, typer.Option(help="All sizes are multiples of this.", min=1)]
-_Compared = Annotated[
-    str, typer.Option(help=f"Capture sizes to compare with: {', '.join(NAMED_SIZES)}.", metavar="NAMES")
-]
-_Cost = Annotated[Path | None, typer.Option(help="A cost model that CostModel.save wrote.", metavar="FILE")]
-_Output = Annotated[Path | None, typer.Option(help="Write the plan to this file.", metavar="FILE", show_default=False)]
+
+def _parse_bytes(text: str) -> int:
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        raise typer.BadParameter(f"expected a size such as 2GiB or 500MB, got {text!r}") from None
 
 
 def plan(
-    trace: Trace = None,
-    max_graphs: _Count = None,
-    memory: _Bytes = None,
-    capture_time: _Seconds = None,
-    max_size: MaxSize = None,
-    multiple_of: _Multiple = 1,
-    mode: ModeOption = None,
-    cost: _Cost = None,
-    compare: _Compared = "vllm,pow2",
-    output: _Output = None,
+    trace: Annotated[Path | None, typer.Argument(help=_TRACE_HELP, metavar="TRACE", show_default=False)] = None,
+    max_graphs: Annotated[int | None, typer.Option(help="The most graphs. Default: as many as vLLM's.", min=1)] = None,
+    memory: Annotated[
+        int | None, typer.Option(help="The most bytes of all graphs: 2GiB.", parser=_parse_bytes, metavar="SIZE")
+    ] = None,
+    capture_time: Annotated[float | None, typer.Option(help="The most seconds of all captures.", min=0)] = None,
+    max_size: Annotated[int, typer.Option(help="The most tokens of a graph.", min=1)] = _LARGEST,
+    mode: Annotated[str, typer.Option(help="FULL, PIECEWISE, FULL_AND_PIECEWISE or FULL_DECODE_ONLY.")] = "FULL",
+    measure: Annotated[
+        str | None,
+        typer.Option(help=f"Measure on this machine what steps and graphs cost: {MODEL_HELP}", metavar="MODEL"),
+    ] = None,
+    cost: Annotated[
+        Path | None,
+        typer.Option(help="Costs that --save-cost wrote. Default: an 8B model's on one GPU.", metavar="FILE"),
+    ] = None,
+    save_cost: Annotated[
+        Path | None, typer.Option(help="Write the measured costs to this file.", metavar="FILE")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the plan to this file.", metavar="FILE")] = None,
 ) -> None:
-    """Choose the sizes to capture for recorded traffic, within all limits at once.
+    """Choose the sizes to capture for recorded traffic, and judge them beside vLLM's.
 
-    Without a limit it plans as many graphs as vLLM captures. The table judges a plan of the first half of the steps on
-    the other half.
+    They are judged on the second half of the steps, after planning on the first, where the order of the steps is known.
     """
-    require_writable(output=output)
-    for name in compare.split(","):
-        if name not in NAMED_SIZES:
-            raise ConfigError(f"--compare must name capture sizes, {', '.join(NAMED_SIZES)}; got {name[:40]!r}")
-    workload = Workload.from_trace(trace) if trace is not None else generated_workload()
-    costs, chosen_mode = CostModel.load(cost) if cost is not None else CostModel.default(), runtime_mode(mode)
-    top = max_size if max_size is not None else min(_LARGEST, -(-workload.largest // _STEP) * _STEP)
+    if measure is not None and cost is not None:
+        raise ConfigError("--cost and --measure contradict each other; give one of them")
+    if save_cost is not None and measure is None:
+        raise ConfigError("--save-cost needs --measure, which measures the costs")
+    workload = Workload.from_trace(trace) if trace is not None else _generated()
+    largest = min(max_size, workload.largest)
+    if measure is not None:
+        costs = _measured(measure, largest, mode)
+    else:
+        costs = CostModel.load(cost) if cost is not None else CostModel.default()
+    limits: dict[str, Any] = {"max_graphs": max_graphs, "memory": memory, "capture_time": capture_time}
+    limits |= {"max_size": largest, "mode": mode}
+    chosen = plan_sizes(workload, costs, **limits)
+    typer.echo(f"{workload!r}\n{chosen}")
+    if workload.is_ordered and len(workload.weights) > 1:
+        seen, judged = workload.split()
+        typer.echo("\nplanned for the first half of the steps, on the second")
+    else:
+        seen = judged = workload
+        typer.echo("\nplanned for these steps, on the same")
+    typer.echo(plan_sizes(seen, costs, **limits).evaluate(judged, costs))
+    named = Plan.from_sizes("vllm", largest, mode=mode)
+    typer.echo(f"\nvLLM's sizes, on the same steps\n{named.evaluate(judged, costs)}")
+    for option, path, document in (("--save-cost", save_cost, costs), ("--output", output, chosen)):
+        if path is not None:
+            try:
+                document.save(path)
+            except OSError as error:
+                raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
 
-    def planned(traffic: Workload) -> Plan:
-        return plan_sizes(
-            traffic, costs, max_graphs=max_graphs, memory=memory, capture_time=capture_time, max_size=top,
-            multiple_of=multiple_of, mode=chosen_mode,
-        )  # fmt: skip
 
-    seen, judged = workload.split() if workload.is_ordered else (workload, workload)
-    plans = {"plan": planned(seen)}
-    plans |= {name: Plan.from_sizes(name, top, mode=chosen_mode) for name in compare.split(",")}
-    console = Console()
-    print_text(console, repr(workload))
-    title = "Planned on the first half of the steps, judged on the other" if workload.is_ordered else "Judged in sample"
-    table = make_table(title, "", "graphs", "by graphs", "padding", "step, ms", "memory", "captures, s")
-    for name, made in plans.items():
-        found = made.evaluate(judged, costs)
-        table.add_row(
-            name, str(found.graphs), percent(found.hit_rate), percent(found.padding, 2), f"{found.step_ms:.3f}",
-            storage(found.memory), f"{found.capture_ms / 1e3:.1f}",
-        )  # fmt: skip
-    console.print(table, highlight=False)
-    chosen = planned(workload)
-    print_text(console, f"Planned on all steps: {chosen}")
-    print_text(console, chosen.evaluate(workload, costs))
-    if output is not None:
-        with writing("output", output):
-            chosen.save(output)
+def _generated() -> Workload:
+    from ..demo import generate_trace  # here, since it loads torch
+
+    steps = generate_trace(2000)
+    return Workload.from_steps([s.num_tokens for s in steps], [s.num_tokens == s.num_reqs for s in steps])
+
+
+def _measured(model: str, largest: int, mode: str) -> CostModel:
+    fn, example, options = load_model(model, "--measure")
+    sizes = named_sizes("pow2", largest)
+    costs = CostModel.measure(fn, example, sizes, **{**options, "mode": mode})
+    eager, graph = costs.at("eager_ms", sizes), costs.step_ms(parse_mode(mode), sizes)
+    for size, eager_ms, graph_ms in zip(sizes, eager, graph, strict=True):
+        typer.echo(f"{size:>6} rows  eager {eager_ms:8.3f} ms  graph {graph_ms:8.3f} ms  {eager_ms / graph_ms:5.2f}x")
+    return costs

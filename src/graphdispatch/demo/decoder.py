@@ -18,9 +18,6 @@ from torch.nn import functional
 
 __all__ = ["PRESETS", "Decoder", "DecoderConfig"]
 
-# Keys and values are gathered for this many rows at a time, which bounds the memory of a long prompt.
-_ROWS_PER_GATHER = 1024
-
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -73,15 +70,7 @@ class _Attention(nn.Module):
         keys[rows.slots, :, rows.positions] = rotated[:, c.heads :]
         values[rows.slots, :, rows.positions] = qkv[:, c.heads + c.kv_heads :]
         queries = rotated[:, : c.heads].view(n, c.kv_heads, c.heads // c.kv_heads, c.head_dim)
-        step = _ROWS_PER_GATHER
-        parts = [
-            _attend(queries[i : i + step], keys, values, rows.slots[i : i + step], rows.bias[i : i + step])
-            for i in (
-                range(0, n, step) if n > step else (0,)
-            )  # torch.compile would compile a loop over n again for each n
-        ]
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        projected: Tensor = self.out(mixed)
+        projected: Tensor = self.out(_attend(queries, keys, values, rows.slots, rows.bias))
         return projected
 
 

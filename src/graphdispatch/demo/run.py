@@ -1,161 +1,172 @@
-"""Runs one decoder on one trace, eagerly and through graphs side by side, and times and compares each step."""
+"""One decoder under one trace, called directly and through graphs side by side. Each step is timed and compared."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..api.graphed import graphed
 from ..backends import get_backend
-from ..call.breaks import eager_break
 from ..call.padding import Pad
-from ..capture.piecewise import PiecewiseGraph, break_figures
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
-from ..memory.entry import CUDAGraphEntry
-from ..sizes import named_sizes
+from ..reasons import Reason
 from .decoder import PRESETS, Decoder
-from .result import DemoResult, DemoSettings, Pieces, StepRecord
-from .steps import StepInputs, StepMaker, slots_needed
 from .trace import Step
 
-__all__ = ["SideBySide", "largest_size"]
+__all__ = ["DemoResult", "SideBySide", "StepRecord", "build"]
 
+Model = tuple[Decoder, dict[str, Any], dict[str, Any]]
+"""The decoder, the keyword arguments of one call, and options for ``graphed``."""
+
+_SLOTS = 16
+_EXAMPLE_ROWS = 128
 # The largest |eager - graphed|, in units of max(1, largest |eager|). Padding may select another kernel, which sums in
 # another order, and the cache carries the difference to later steps.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-def largest_size(steps: Sequence[Step], settings: DemoSettings) -> int:
-    """The largest step that the mode has graphs for, in rows, but at most ``max_size``."""
-    largest = max((step.num_tokens for step in steps if settings.has_graphs(step.uniform_decode)), default=1)
-    return min(largest, settings.max_size)
+def build(preset: str = "tiny", device: str = "auto", seed: int = 0) -> Model:
+    """A decoder with an empty cache. ``graphdispatch audit graphdispatch.demo:build`` audits it.
+
+    Args:
+        preset: The decoder's size, a key of ``PRESETS``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        seed: Seeds the weights.
+
+    Raises:
+        ConfigError: The preset is unknown.
+        BackendError: The device is unknown or not available.
+    """
+    if preset not in PRESETS:
+        raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    backend, config = get_backend(device), PRESETS[preset]
+    dtype = torch.bfloat16 if backend.device_type == "cuda" and preset == "1b" else torch.float32
+    decoder = Decoder(config, _SLOTS, seed=seed, device=backend.device, dtype=dtype)
+    row = torch.arange(_EXAMPLE_ROWS, device=backend.device)
+    # As in any step, each row has a place of its own in the cache.
+    example = {"token_ids": row % config.vocab, "slots": row // config.window, "positions": row % config.window}
+    # Padding rows write to the scratch slot, which no request reads.
+    pad, options = {"slots": Pad.value(decoder.scratch_slot)}, CUDAGraphOptions(padding_writes="allow")
+    return decoder, example, {"dynamic": dict.fromkeys(example, 0), "pad": pad, "options": options}
+
+
+class StepRecord(NamedTuple):
+    """One step: its rows, the size of the graph that served it (0: it ran eagerly), why, and both times in seconds."""
+
+    rows: int
+    size: int
+    reason: Reason
+    eager: float
+    graphed: float
+    difference: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What a run found. ``tolerance`` and each record's difference are relative to the largest output of the step."""
+
+    records: tuple[StepRecord, ...]
+    tolerance: float
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of steps that a graph served."""
+        return sum(record.size > 0 for record in self.records) / len(self.records)
+
+    @property
+    def padding(self) -> float:
+        """Padding rows as a share of the real rows that graphs served; 0.0 if graphs served none."""
+        served = [record for record in self.records if record.size]
+        return sum(record.size for record in served) / sum(record.rows for record in served) - 1 if served else 0.0
+
+    @property
+    def median_ms(self) -> tuple[float, float]:
+        """The median step in milliseconds: eager, and through graphs."""
+        return 1e3 * median(r.eager for r in self.records), 1e3 * median(r.graphed for r in self.records)
+
+    @property
+    def eager_reasons(self) -> Counter[Reason]:
+        """Why steps ran eagerly on the side of the graphs, with the number of steps."""
+        return Counter(record.reason for record in self.records if not record.size)
+
+    @property
+    def differing(self) -> int:
+        """The number of steps whose output differs by more than the tolerance or is not a number."""
+        return sum(not record.difference <= self.tolerance for record in self.records)
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest difference of any step; NaN if any is."""
+        return float(torch.tensor([record.difference for record in self.records]).max())
+
+    def by_graph(self) -> dict[int, "DemoResult"]:
+        """The steps of each graph, by its size, from the smallest; the eager steps come last, under 0."""
+        sizes = sorted({record.size for record in self.records}, key=lambda size: (not size, size))
+        return {size: replace(self, records=tuple(r for r in self.records if r.size == size)) for size in sizes}
 
 
 class SideBySide:
-    """Two decoders with the same weights and the same inputs: one is called directly, one through ``graphed``.
+    """Two decoders with the same weights: one is called directly, one through ``graphed``. Not thread-safe.
 
-    ``prewarm`` captures every size: vLLM's capture sizes up to ``largest``, the size of the largest graph. ``run``
-    yields a record for each step, ``result`` sums up, and ``close`` releases the graphs. ``decoders`` are the eager
-    decoder and the graphed one. In piecewise graphs, the attention of each layer is a break. The trace's flag tells
-    uniform decode steps from mixed ones, for modes that treat them differently.
+    Captures all graphs at once, of the powers of two up to ``max_size``.
 
-    Raises ``ConfigError`` for an unknown preset and ``BackendError`` if the device is not available. Not thread-safe.
+    Args:
+        preset: The decoder's size, a key of ``PRESETS``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        max_size: The rows of the largest graph. Larger steps run eagerly.
+        seed: Seeds weights and tokens.
+
+    Raises:
+        ConfigError: The preset is unknown, or ``max_size`` is not a size.
+        BackendError: The device is unknown or not available.
     """
 
-    def __init__(self, steps: Sequence[Step], settings: DemoSettings) -> None:
-        if settings.preset not in PRESETS:
-            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {settings.preset!r}")
-        config = PRESETS[settings.preset]
-        self._steps = steps
-        self._settings = settings
-        self._backend = get_backend(settings.device)
-        on_gpu = self._backend.device_type == "cuda"
-        self._dtype = torch.bfloat16 if on_gpu and settings.preset == "1b" else torch.float32
-        slots = slots_needed(steps, config.window)
-        self._maker = StepMaker(slots, config.window, config.vocab, settings.seed)
-        self._eager = Decoder(config, slots, seed=settings.seed, device=self._backend.device, dtype=self._dtype)
-        twin = self._eager.twin()
-        for layer in twin.layers:
-            eager_break(layer.get_submodule("attention"))
-        self.decoders = (self._eager, twin)
-        self.largest = largest_size(steps, settings)
-        self._uniform_decode = False  # of the current step: its tensors do not tell
-        self._graphed = graphed(
-            twin,
-            dynamic={"token_ids": 0, "slots": 0, "positions": 0},
-            pad={"slots": Pad.value(twin.scratch_slot)},
-            sizes=sorted({*named_sizes("vllm", self.largest), self.largest}),
-            mode=settings.mode,
-            uniform_decode=self._is_uniform_decode,
-            backend=self._backend.name,
-            options=CUDAGraphOptions(padding_writes="allow"),
-        )
-        self._records: list[StepRecord] = []
+    def __init__(self, preset: str = "tiny", device: str = "auto", *, max_size: int = 64, seed: int = 0) -> None:
+        self.eager, example, options = build(preset, device, seed)
+        self.graphed = graphed(self.eager.twin(), sizes="pow2", max_size=max_size, backend=device, **options)
+        self.tolerance = _TOLERANCES[self.eager.head.weight.dtype]
+        self._backend = get_backend(device)
+        self._tokens = torch.Generator().manual_seed(seed)
+        with torch.inference_mode():
+            self.eager(**example)
+            self.graphed.prewarm(**example)
 
-    @torch.inference_mode()
-    def prewarm(self, *, progress: bool = False) -> None:
-        """Run the eager side once at the largest size, and capture every size of the graphed side."""
-        window = self._eager.config.window
-        row = torch.arange(self.largest, device=self._backend.device)
-        # As in any step, each row has a cache place of its own. No step reads a place before it writes it.
-        example = StepInputs(row % self._eager.config.vocab, row // window, row % window)
-        self._eager(**example._asdict())
-        if self._settings.mode.has_graphs():
-            self._graphed.prewarm(**example._asdict(), progress=progress)
-
-    def run(self) -> Iterator[StepRecord]:
-        """Run the trace: one step for each record taken. The two sides take turns at going first."""
-        for number, step in enumerate(self._steps):
+    def run(self, trace: Iterable[Step]) -> Iterator[StepRecord]:
+        """Run the trace, one step for each record taken. The two sides take turns at going first."""
+        for number, step in enumerate(trace):
+            token_ids = torch.randint(self.eager.config.vocab, (step.num_tokens,), generator=self._tokens)
+            inputs = {
+                "token_ids": token_ids,
+                "slots": torch.tensor(step.slots),
+                "positions": torch.tensor(step.positions),
+            }
+            placed = {name: tensor.to(self._backend.device) for name, tensor in inputs.items()}
             with torch.inference_mode():
-                record = self._run_step(step, eager_first=number % 2 == 0)
-            self._records.append(record)
+                record = self._run_step(placed, eager_first=number % 2 == 0)
             yield record
 
-    def result(self) -> DemoResult:
-        """The figures of all steps so far."""
-        if not self._records:
-            raise ConfigError("no step was run; take the records of run() first")
-        return DemoResult(
-            settings=self._settings,
-            device=str(self._backend.device),
-            dtype=str(self._dtype).removeprefix("torch."),
-            threads=torch.get_num_threads(),
-            largest=self.largest,
-            captures=self._graphed.stats.captures,
-            capture_time_ms=self._graphed.stats.capture_time_ms,
-            tolerance=_TOLERANCES[self._dtype],
-            records=tuple(self._records),
-            pieces={entry.mode: _pieces(entry) for entry in self._graphed.entries},
-            breaks=tuple(break_figures(self._graphed.entries)),
-        )
-
-    def close(self) -> None:
-        """Release the graphs."""
-        self._graphed.clear()
-
-    def _run_step(self, step: Step, *, eager_first: bool) -> StepRecord:
-        made = self._maker.make(step)
-        inputs = StepInputs(*(tensor.to(self._backend.device) for tensor in made))
-        self._uniform_decode = step.uniform_decode
-        if eager_first:
-            eager_s, expected = self._timed(self._eager, inputs)
-        graphed_s, logits = self._timed(self._graphed, inputs)
-        decision = self._graphed.last_decision
+    def _run_step(self, inputs: dict[str, Tensor], *, eager_first: bool) -> StepRecord:
+        times, outputs = {}, {}
+        for side in ("eager", "graphed") if eager_first else ("graphed", "eager"):
+            self._backend.synchronize()
+            start = time.perf_counter()
+            outputs[side] = getattr(self, side)(**inputs)
+            self._backend.synchronize()
+            times[side] = time.perf_counter() - start
+        decision = self.graphed.last_decision
         assert decision is not None  # every call leaves one
-        if not eager_first:
-            eager_s, expected = self._timed(self._eager, inputs)
-        rows = decision.size if decision.reason.is_graph else 0
-        return StepRecord(
-            step.num_tokens,
-            step.uniform_decode,
-            decision.reason,
-            rows,
-            eager_s,
-            graphed_s,
-            _difference(expected, logits),
-            decision.mode,
-        )
-
-    def _is_uniform_decode(self, **_: Tensor) -> bool:
-        return self._uniform_decode
-
-    def _timed(self, call: Callable[..., Tensor], inputs: StepInputs) -> tuple[float, Tensor]:
-        self._backend.synchronize()
-        start = time.perf_counter()
-        logits = call(token_ids=inputs.token_ids, slots=inputs.slots, positions=inputs.positions)
-        self._backend.synchronize()
-        return time.perf_counter() - start, logits
+        size = decision.size if decision.reason.is_graph else 0
+        return StepRecord(len(inputs["slots"]), size, decision.reason, **times, difference=_difference(**outputs))
 
 
-def _pieces(entry: CUDAGraphEntry) -> Pieces:
-    graph = entry.graph
-    return Pieces(len(graph.graphs), len(graph.breaks)) if isinstance(graph, PiecewiseGraph) else Pieces(1, 0)
-
-
-def _difference(expected: Tensor, got: Tensor) -> float:
-    if expected.shape != got.shape or expected.dtype != got.dtype:
+def _difference(eager: Tensor, graphed: Tensor) -> float:
+    """The largest difference in units of max(1, largest |eager|); NaN if shapes or types differ."""
+    if eager.shape != graphed.shape or eager.dtype != graphed.dtype:
         return float("nan")
-    scale = max(1.0, float(expected.abs().max()))
-    return float((expected - got).abs_().max()) / scale
+    return float((eager - graphed).abs().max()) / max(1.0, float(eager.abs().max()))

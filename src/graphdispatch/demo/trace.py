@@ -1,135 +1,68 @@
-"""Batch traces: what an engine's scheduler put into each step."""
+"""A generated trace: which tokens the scheduler of a small chat service puts into each step."""
 
 import random
-from itertools import islice
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import ConfigError
-from ..plan.workload import LARGEST_SIZE, read_rows
+__all__ = ["Step", "generate_trace"]
 
-__all__ = ["Step", "generate_trace", "read_trace"]
-
-# The generated trace has the shape of a small chat service, in steps and tokens.
-_ARRIVALS_PER_STEP = 0.06
-_PROMPT_TOKENS = (4, 160)
-_OUTPUT_TOKENS = (20, 200)
+_BURSTS_PER_STEP = 0.08
+_LARGEST_BURST = 8
 _TOKEN_BUDGET = 128
 
 
 class Step(NamedTuple):
-    """One step of a trace, with the columns of its file.
+    """One step. Each row is one token: of the request in ``slots[i]``, at ``positions[i]`` of its sequence."""
 
-    ``num_prefill_reqs`` requests are still in their prompt; each other request schedules one token. ``max_query_len``
-    is the largest number of tokens of one request. ``max_seq_len`` is the longest context, this step's tokens
-    included. ``uniform_decode`` says that every request schedules exactly one token.
+    slots: list[int]
+    positions: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows."""
+        return len(self.slots)
+
+    @property
+    def num_reqs(self) -> int:
+        """The number of requests that have a row."""
+        return len(set(self.slots))
+
+
+@dataclass
+class _Request:
+    slot: int
+    prompt: int
+    total: int
+    done: int = 0
+
+
+def generate_trace(num_steps: int, slots: int = 16, seed: int = 0, *, window: int = 64) -> list[Step]:
+    """A trace in which requests arrive in bursts. The same arguments give the same trace.
+
+    Decoding requests come first in a step, with one token each. Then come prompts, in chunks within a budget of 128
+    tokens for the step.
+
+    Args:
+        num_steps: The number of steps.
+        slots: The most requests that run at once, from 1 to 128.
+        seed: Seeds arrivals and lengths.
+        window: The longest sequence in tokens, at least 8: a prompt takes at most half of it, and an output, too.
     """
-
-    num_tokens: int
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    uniform_decode: bool
-    num_prefill_reqs: int
-
-
-_RANGES = {
-    "num_tokens": (1, LARGEST_SIZE),
-    "num_reqs": (1, LARGEST_SIZE),
-    "max_query_len": (0, LARGEST_SIZE),
-    "max_seq_len": (0, 10**9),
-    "uniform_decode": (0, 1),
-    "num_prefill_reqs": (0, LARGEST_SIZE),
-}
-
-
-def read_trace(path: str | Path, limit: int | None = None) -> list[Step]:
-    """The first ``limit`` steps (default: all) of a trace: CSV, JSON lines or Parquet, also as .gz.
-
-    Other columns are ignored. Raises ``ConfigError``, which names the file, the line and the column.
-    """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit must be >= 1 or None, got {limit}")
-    steps = []
-    for line, row in islice(read_rows(path), limit):
-        where, values = f"{path}, line {line}", []
-        for name, (least, most) in _RANGES.items():
-            text = str(row.get(name))
-            if not (text.isascii() and text.isdigit() and len(text) < 19 and least <= int(text) <= most):
-                raise ConfigError(
-                    f"{where}, column {name}: expected an integer from {least} to {most}, got {text[:40]!r}"
-                )
-            values.append(int(text))
-        tokens, reqs, longest, context, is_decode, prefills = values
-        steps.append(Step(tokens, reqs, longest, context, bool(is_decode), prefills))
-        _check(steps[-1], where)
-    if not steps:
-        raise ConfigError(f"trace {path} has no steps; expected a header line and a line for each step")
-    return steps
-
-
-def _check(step: Step, where: str) -> None:
-    tokens, reqs, *_ = step
-    for name, is_right, expected in (
-        ("num_tokens", tokens >= reqs, f"at least num_reqs={reqs}"),
-        ("num_prefill_reqs", step.num_prefill_reqs <= reqs, f"at most num_reqs={reqs}"),
-        (
-            "uniform_decode",
-            step.uniform_decode == (tokens == reqs),
-            f"{int(tokens == reqs)} for {tokens} tokens of {reqs} requests",
-        ),
-        (
-            "num_prefill_reqs",
-            tokens == reqs or step.num_prefill_reqs > 0,
-            f"at least 1, since {tokens} tokens of {reqs} requests are more than one for each",
-        ),
-    ):
-        if not is_right:
-            raise ConfigError(f"{where}, column {name}: expected {expected}, got {int(getattr(step, name))}")
-
-
-def generate_trace(num_steps: int, max_num_reqs: int = 16, seed: int = 0) -> list[Step]:
-    """A synthetic trace with at most ``max_num_reqs`` requests at once. The same arguments give the same trace.
-
-    Requests arrive at random. Their prompts are scheduled in chunks within a token budget; then they decode.
-    """
-    if num_steps < 1:
-        raise ConfigError(f"num_steps must be >= 1, got {num_steps}")
-    if max_num_reqs < 1:
-        raise ConfigError(f"max_num_reqs must be >= 1, got {max_num_reqs}")
     rng = random.Random(seed)
-    running: list[_Request] = []
+    free, running = list(range(slots)), list[_Request]()
     steps = []
     for _ in range(num_steps):
-        arrives = not running or rng.random() < _ARRIVALS_PER_STEP
-        if arrives and len(running) < max_num_reqs:
-            running.append(_Request(rng.randint(*_PROMPT_TOKENS), rng.randint(*_OUTPUT_TOKENS)))
-        steps.append(_schedule(running))
-        running = [request for request in running if request.computed < request.total]
+        if not running or rng.random() < _BURSTS_PER_STEP:
+            for _ in range(min(len(free), rng.randint(1, _LARGEST_BURST))):
+                prompt, output = rng.randint(2, window // 2), rng.randint(window // 8, window // 2)
+                running.append(_Request(free.pop(), prompt, prompt + output))
+        step = Step([], [])
+        for request in sorted(running, key=lambda each: each.done < each.prompt):
+            count = min(max(1, request.prompt - request.done), _TOKEN_BUDGET - step.num_tokens)
+            step.slots.extend([request.slot] * count)
+            step.positions.extend(range(request.done, request.done + count))
+            request.done += count
+        steps.append(step)
+        free += [request.slot for request in running if request.done == request.total]
+        running = [request for request in running if request.done < request.total]
     return steps
-
-
-class _Request:
-    """A request of the generated trace: prompt length, total length, and the tokens computed so far."""
-
-    def __init__(self, prompt: int, output: int) -> None:
-        self.prompt = prompt
-        self.total = prompt + output
-        self.computed = 0
-
-
-def _schedule(running: list[_Request]) -> Step:
-    decoding = [request for request in running if request.computed >= request.prompt]
-    budget = _TOKEN_BUDGET - len(decoding)
-    shares = [(request, 1) for request in decoding]
-    for request in running:
-        if request.computed < request.prompt and budget > 0:
-            chunk = min(request.prompt - request.computed, budget)
-            budget -= chunk
-            shares.append((request, chunk))
-    for request, share in shares:
-        request.computed += share
-    tokens = sum(share for _, share in shares)
-    longest = max(share for _, share in shares)
-    context = max(request.computed for request, _ in shares)
-    return Step(tokens, len(shares), longest, context, longest == 1, len(shares) - len(decoding))

@@ -1,0 +1,83 @@
+"""``graphdispatch demo``, and the run and the trace behind it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch.demo import DemoResult, SideBySide, generate_trace
+from graphdispatch.demo import run as module
+from graphdispatch.demo.run import StepRecord
+from graphdispatch.reasons import Reason
+
+
+@pytest.mark.parametrize(("slots", "window"), [(4, 8), (16, 64)])
+def test_a_trace_is_one_that_a_scheduler_could_make(slots: int, window: int) -> None:
+    """Each request goes through the positions of its slot in order, from 0, within window and budget."""
+    trace = generate_trace(300, slots, seed=3, window=window)
+    assert trace == generate_trace(300, slots, seed=3, window=window)
+    assert trace != generate_trace(300, slots, seed=4, window=window)
+    last: dict[int, int] = {}
+    for step in trace:
+        assert 0 < step.num_tokens <= 128
+        assert step.num_reqs <= slots
+        for slot, position in zip(step.slots, step.positions, strict=True):
+            assert position < window
+            assert position in (0, last.get(slot, -1) + 1)
+            last[slot] = position
+    assert {step.num_tokens == step.num_reqs for step in trace} == {True, False}
+
+
+def test_both_sides_go_through_the_trace_and_a_wrong_cache_is_found() -> None:
+    """Up to the largest size, each step is a replay that agrees with eager, until the graphs' cache is changed."""
+    both = SideBySide(max_size=4)
+    records = both.run(generate_trace(40, 6))
+    result = DemoResult(tuple(next(records) for _ in range(20)), both.tolerance)
+    large = sum(record.rows > 4 for record in result.records)
+    assert (result.differing, result.eager_reasons) == (0, {Reason.ABOVE_LARGEST_SIZE: large})
+    assert all(record.size in (1, 2, 4) for record in result.records if record.rows <= 4)
+    both.graphed.unwrap().cache_values.add_(1.0)
+    assert DemoResult(tuple(records), both.tolerance).differing > 0
+
+
+def test_the_figures_follow_from_the_records() -> None:
+    """Hit rate and padding, medians, and the groups by graph; a difference that is no number differs."""
+    exact = StepRecord(4, 4, Reason.EXACT, eager=3e-3, graphed=1e-3, difference=1e-6)
+    padded = exact._replace(rows=1, reason=Reason.PADDED, difference=float("nan"))
+    large = StepRecord(9, 0, Reason.ABOVE_LARGEST_SIZE, eager=8e-3, graphed=8e-3, difference=0.0)
+    result = DemoResult((exact, padded, large, exact), 1e-4)
+    assert (result.hit_rate, result.padding, result.differing) == (0.75, pytest.approx(3 / 9), 1)
+    assert result.median_ms == pytest.approx((3.0, 1.0))
+    assert {size: len(group.records) for size, group in result.by_graph().items()} == {4: 3, 0: 1}
+
+
+def test_the_command_ends_with_its_verdict(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each graph, why steps ran eagerly, and the verdict; 0 if all agree."""
+    code, out, _ = run("demo", "--steps", 12, "--max-size", 2, "--device", "cpu")
+    assert code == 0
+    assert "steps ran eagerly: the batch is larger than the largest graph; raise max_size" in out
+    assert out.splitlines()[-1] == "all 12 steps agree with eager"
+
+
+def test_a_difference_is_exit_code_1(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict counts the steps."""
+    monkeypatch.setattr(module, "_TOLERANCES", {torch.float32: -1.0})
+    code, out, _ = run("demo", "--steps", 2, "--max-size", 1, "--device", "cpu")
+    assert (code, out.splitlines()[-1]) == (1, "WRONG: 2 of 2 steps differ from eager")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--preset", "huge"], "preset must be one of tiny, small, 1b, got 'huge'"),
+        (["--device", "tpu"], "backend 'tpu' is unknown; expected one of 'auto', 'cpu'"),
+        (["--steps", "0"], "--steps"),
+        (["--max-size", "many"], "--max-size"),
+    ],
+)
+def test_a_bad_value_is_named(words: list[str], named: str, run: Callable[..., Any]) -> None:
+    """Exit code 2, and nothing is run."""
+    code, out, err = run("demo", *words)
+    assert (code, out) == (2, "")
+    assert named in err

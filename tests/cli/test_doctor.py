@@ -1,0 +1,82 @@
+"""``graphdispatch doctor``, on a whole installation and on broken ones."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pytest
+
+from graphdispatch.cli import doctor
+
+BROKEN = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing}:
+            raise {error}
+sys.meta_path.insert(0, Missing())
+from graphdispatch.cli.app import main
+main(["doctor"])
+"""
+
+
+def test_a_whole_installation_is_well(run: Callable[..., Any]) -> None:
+    """Each package, device and native part has a line, and the exit code is 0."""
+    code, out, _ = run("doctor")
+    names = {line.split("  ")[0] for line in out.splitlines()}
+    assert {"python", "torch", "extra cli", "compiler", "backends", "cuda", "native core"} <= names
+    assert (code, out.splitlines()[-1]) == (0, "all is well")
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "code", "line"),
+    [
+        ("torch", "2.9.1+cu128", 1, "wrong: torch: pip install --upgrade 'torch>=2.11'"),
+        ("numpy", None, 1, "wrong: numpy: pip install --upgrade"),
+        ("prometheus-client", None, 0, "not installed: pip install 'graphdispatch[metrics]'"),
+    ],
+)
+def test_a_package_that_is_old_or_missing_has_its_remedy(
+    package: str, found: str | None, code: int, line: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest version that serves is that of the package's own requirements; a missing extra is no fault."""
+
+    def told(name: str) -> str:
+        if name == package and found is None:
+            raise PackageNotFoundError(name)
+        return found if name == package and found is not None else version(name)
+
+    monkeypatch.setattr(doctor, "version", told)
+    outcome = run("doctor")
+    assert (outcome.code, line in outcome.out) == (code, True), outcome.out
+
+
+@pytest.mark.parametrize(
+    ("enabled", "code", "remedy"), [(True, 1, "wrong: native core: install a C++ compiler"), (False, 0, "all is well")]
+)
+def test_a_missing_core_is_wrong_unless_it_is_turned_off(
+    enabled: bool, code: int, remedy: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line says why there is none."""
+    monkeypatch.setattr("graphdispatch.native.IS_ENABLED", enabled)
+    monkeypatch.setattr("graphdispatch.native.bound.CORE", None)
+    monkeypatch.setattr("graphdispatch.native.bound.WHY_NO_CORE", "it was not compiled")
+    outcome = run("doctor")
+    assert "Python serves, more slowly: it was not compiled" in outcome.out
+    assert (outcome.code, remedy in outcome.out) == (code, True)
+
+
+@pytest.mark.parametrize(
+    ("missing", "error", "code", "line"),
+    [
+        (("typer", "rich"), "ModuleNotFoundError(name)", 0, "all is well"),
+        (("torch",), "OSError('libcudart.so.13: cannot open')", 1, "OSError: libcudart.so.13: cannot open"),
+    ],
+)
+def test_it_needs_neither_typer_nor_a_working_torch(missing: tuple[str, ...], error: str, code: int, line: str) -> None:
+    """A package that is there but cannot be imported is shown with its error."""
+    script = BROKEN.format(missing=missing, error=error)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, line in done.stdout) == (code, True), done.stdout + done.stderr
