@@ -72,7 +72,6 @@ _HOMES = {
     "plan.workload": ("Workload",),
     "reasons": ("Reason",),
     "report": ("Report", "audit_report", "callable_report", "plan_report"),
-    "report.timeline": ("Timeline", "timeline"),
     "simulation.simulator": ("SimulationResult", "simulate"),
     "sizes": ("named_sizes",),
     "stats": ("CUDAGraphStats",),

@@ -92,8 +92,6 @@ from .report import Report as Report
 from .report import audit_report as audit_report
 from .report import callable_report as callable_report
 from .report import plan_report as plan_report
-from .report.timeline import Timeline as Timeline
-from .report.timeline import timeline as timeline
 from .simulation.simulator import SimulationResult as SimulationResult
 from .simulation.simulator import simulate as simulate
 from .sizes import named_sizes as named_sizes
