@@ -71,7 +71,7 @@ _HOMES = {
     "plan.scheduler": ("SchedulerModel",),
     "plan.workload": ("Workload",),
     "reasons": ("Reason",),
-    "report": ("Report", "audit_report", "callable_report", "plan_report"),
+    "report": ("Report",),
     "simulation.simulator": ("SimulationResult", "simulate"),
     "sizes": ("named_sizes",),
     "stats": ("CUDAGraphStats",),

@@ -89,9 +89,6 @@ from .ranks.consensus import RankConsensus as RankConsensus
 from .ranks.consensus import RankVote as RankVote
 from .reasons import Reason as Reason
 from .report import Report as Report
-from .report import audit_report as audit_report
-from .report import callable_report as callable_report
-from .report import plan_report as plan_report
 from .simulation.simulator import SimulationResult as SimulationResult
 from .simulation.simulator import simulate as simulate
 from .sizes import named_sizes as named_sizes

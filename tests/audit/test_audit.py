@@ -19,7 +19,6 @@ from graphdispatch.call.breaks import eager_break
 from graphdispatch.cli.app import main
 from graphdispatch.config import CUDAGraphOptions
 from graphdispatch.errors import ConfigError
-from graphdispatch.report import audit_report
 
 from . import examples
 
@@ -416,27 +415,14 @@ def test_plain_data() -> None:
         Audit.from_dict({"name": 3})
 
 
-@pytest.mark.parametrize("name", ["ranker", "experts"])
-def test_the_page_has_what_the_text_has(name: str, tmp_path: Path) -> None:
-    """Every finding, failure and size; nothing from the user's code is taken for HTML."""
-    model, example, options = getattr(examples, name)()
-    found = audit(model, example, **options)
-    audit_report(found).save(tmp_path / "audit.html")
-    page = (tmp_path / "audit.html").read_text()
-    for text in (found.name, found.independence.verdict, *texts(found.forbidden)):
-        assert text in page
-    assert "scores[scores < 0]" not in page
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 0 and 1, the same figures as JSON, a page, and one line for a mistake."""
-    target, json_file, html = "tests.audit.examples:ranker", tmp_path / "audit.json", tmp_path / "audit.html"
-    assert main(["audit", target, "--json", str(json_file), "--html", str(html)]) == 1
+    """Exit code 0 and 1, the same figures as JSON, and one line for a mistake."""
+    target, json_file = "tests.audit.examples:ranker", tmp_path / "audit.json"
+    assert main(["audit", target, "--json", str(json_file)]) == 1
     printed = capsys.readouterr().out
     found = Audit.from_dict(json.loads(json_file.read_text()))
     assert printed == f"{found}\n"
     assert "NOT capturable" in printed
-    assert html.read_text().startswith("<!doctype html>")
     assert main(["audit", "demo", "--sizes", "2,4", "--mode", "PIECEWISE"]) == 0
     assert "capturable: PIECEWISE graphs of 2, 4 rows" in capsys.readouterr().out
     assert main(["audit", "tests.audit.examples:nothing"]) == 2

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,26 +107,6 @@ def test_the_text_explains_plan_costs_and_lint(trace: Path, capsys: pytest.Captu
         assert text.lower() in printed.lower()
     assert "lint, largest_below_limit: the largest FULL graph for decode serves 16 tokens" in printed
     assert "sends up to 32" in printed
-
-
-def test_a_report_is_written(trace: Path, tmp_path: Path) -> None:
-    """``--html`` writes the page of the plan that is printed."""
-    pytest.importorskip("plotly")
-    page = tmp_path / "report.html"
-    assert main(["plan", str(trace), "--max-graphs", "7", "--html", str(page)]) == 0
-    assert "7 graphs:" in page.read_text()
-
-
-def test_without_plotly_nothing_is_written(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The line says what to install, and the plan is not written either."""
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    output, page = tmp_path / "plan.json", tmp_path / "report.html"
-    assert "pip install 'graphdispatch[report]'" in fails(capsys, "plan", trace, "--output", output, "--html", page)
-    assert not output.exists()
-    assert not page.exists()
 
 
 def test_several_traces_are_one_workload(trace: Path, tmp_path: Path) -> None:
@@ -238,7 +217,7 @@ def test_amounts_have_units(parse: Any, text: str, value: float) -> None:
         (["--mode", "none"], "--mode"),
         (["--cost", "nowhere.json"], "nowhere.json cannot be read"),
         (["--output", "/nowhere/plan.json"], "--output /nowhere/plan.json cannot be written"),
-        (["--html", "."], "--html . cannot be written: it is a folder"),
+        (["--output", "."], "--output . cannot be written: it is a folder"),
         (["--json", "same", "--output", "same"], "--output and --json must be different files"),
     ],
 )

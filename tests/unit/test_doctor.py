@@ -49,9 +49,9 @@ def test_an_extra_that_is_missing_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its line says how to get it."""
-    installed(monkeypatch, plotly=None)
+    installed(monkeypatch, tqdm=None)
     assert main(["doctor"]) == 0
-    assert "not installed: pip install 'graphdispatch[report]'" in capsys.readouterr().out
+    assert "not installed: pip install 'graphdispatch[progress]'" in capsys.readouterr().out
 
 
 BROKEN = """

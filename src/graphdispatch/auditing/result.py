@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ConfigError
-from ..showing import Shown
+from ..showing import html_table
 from ..units import storage
 
 __all__ = ["Audit", "BreakSet", "Finding", "Replay", "Rows", "Tensors"]
@@ -93,7 +93,7 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Audit(Shown):
+class Audit:
     """What graphs would do with a callable. Plain data, compared by value."""
 
     name: str
@@ -143,6 +143,9 @@ class Audit(Shown):
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self)[1:-1], ("what was found",), ([line] for line in _lines(self)))
 
 
 def _lines(audit: Audit) -> Iterable[str]:

@@ -1,6 +1,5 @@
 """``graphdispatch audit``: what graphs would do with a model, found out on any machine."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,10 +7,9 @@ from rich.console import Console
 
 import graphdispatch as gd
 
-from ..report import audit_report
 from .inputs import read_numbers, runtime_mode
 from .options import JsonFile, ModeOption
-from .outputs import print_text, require_writable, write_json, writing
+from .outputs import print_text, require_writable, write_json
 from .targets import TargetName, load_target, naming
 
 __all__ = ["audit"]
@@ -25,15 +23,12 @@ def audit(
     ] = None,
     mode: ModeOption = None,
     json_file: JsonFile = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the report as a page to this file.", metavar="FILE", show_default=False)
-    ] = None,
 ) -> None:
     """Say whether graphs can hold your model, and everything that stands against: operators, state, rows, constants.
 
     Exits with 1 if the model cannot be captured. No GPU is needed.
     """
-    require_writable(json=json_file, html=html)
+    require_writable(json=json_file)
     rows = read_numbers("--sizes", sizes) if sizes is not None else None
     fn, example, options = load_target(model)
     with naming(f"MODEL {model!r}: calling it", "; call it with its example"):
@@ -43,8 +38,5 @@ def audit(
         is_verdict = line.removeprefix("NOT ").startswith("capturable")
         print_text(console, line, ("green" if found.capturable else "red") if is_verdict else "")
     write_json(json_file, found.to_dict())
-    if html is not None:
-        with writing("html", html):
-            audit_report(found).save(html)
     if not found.capturable:
         raise typer.Exit(1)

@@ -15,7 +15,6 @@ from ..plan.lint import LintFinding
 from ..plan.plan import Plan
 from ..plan.planner import plan_capture_sizes
 from ..plan.workload import Workload
-from ..report import plan_report
 from ..sizes import NAMED_SIZES
 from .inputs import largest_size, read_cost, read_numbers, read_workload, runtime_mode
 from .lint import lint_plan, print_findings
@@ -60,9 +59,6 @@ _Split = Annotated[
     float, typer.Option(help="For the comparison: plan on this share of the steps, judge on the rest.", min=0, max=1)
 ]
 _Output = Annotated[Path | None, typer.Option(help="Write the plan to this file.", metavar="FILE", show_default=False)]
-_Html = Annotated[
-    Path | None, typer.Option(help="Write a report with charts to this file.", metavar="FILE", show_default=False)
-]
 
 
 def plan(
@@ -83,13 +79,12 @@ def plan(
     max_num_batched_tokens: Tokens = None,
     output: _Output = None,
     json_file: JsonFile = None,
-    html: _Html = None,
 ) -> None:
     """Choose the sizes to capture for recorded traffic, within all budgets at once.
 
     Without a budget it plans as many graphs as vLLM captures.
     """
-    require_writable(output=output, json=json_file, html=html)
+    require_writable(output=output, json=json_file)
     names = _names(compare)
     workload, costs = read_workload(traces, requests, max_num_seqs, max_num_batched_tokens), read_cost(cost)
     options: dict[str, Any] = {
@@ -109,15 +104,11 @@ def plan(
         "max_num_tokens": max_num_batched_tokens or workload.largest,
     }
     findings = lint_plan(chosen, **limits)
-    page = plan_report(chosen, workload, costs, rows, findings, split=split) if html is not None else None
     _print(workload, costs, split, rows, chosen, findings)
     if output is not None:
         with writing("output", output):
             chosen.save(output)
     write_json(json_file, _figures(workload, chosen, rows, findings))
-    if page is not None and html is not None:
-        with writing("html", html):
-            page.save(html)
 
 
 def _names(text: str) -> list[str]:

@@ -18,7 +18,6 @@ import numpy as np
 
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
-from ..showing import Shown
 from .cost import CostModel
 from .optimum import optimise
 from .problem import Budgets, ModeProblem
@@ -44,7 +43,7 @@ class _Traffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GridEvaluation(Shown):
+class GridEvaluation:
     """What a plan comes to on traffic; shares are of its calls, times are means over its calls. ``padding`` is padding
     tokens as a share of all tokens that graphs compute."""
 
@@ -65,7 +64,7 @@ class GridEvaluation(Shown):
 
 
 @dataclass(frozen=True)
-class GridPlan(Shown):
+class GridPlan:
     """The combinations ``(batch size, length)`` to capture; ``graphed`` takes it as ``sizes``. Immutable plain data.
 
     ``expected_ms`` is the mean time of a call of the traffic that it was made for. ``bound_ms`` is proved: no set of

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
-from ..showing import Shown
+from ..showing import html_table
 from ..sizes import check_sizes, named_sizes
 from .cost import CostModel
 from .storage import read_document, write_document
@@ -60,7 +60,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Evaluation(Shown):
+class Evaluation:
     """What a plan comes to on a workload; shares are of its steps, times are means over its steps.
 
     ``padding`` is padding tokens as a share of the real tokens of the steps that graphs serve. ``worst_padding`` is the
@@ -95,9 +95,16 @@ class Evaluation(Shown):
             f"{self.memory / 2**20:.0f} MiB; worst padding {100 * self.worst_padding:.0f} % at {self.worst_size}"
         )
 
+    def _repr_html_(self) -> str:
+        return html_table(
+            "A plan on its traffic",
+            ("figure", "value"),
+            [(name, f"{value:,.4g}") for name, value in self.to_dict().items()],
+        )
+
 
 @dataclass(frozen=True)
-class Plan(Shown):
+class Plan:
     """The graphs to capture. Immutable plain data, in the order of mode and size.
 
     ``mode`` is the configured mode: where it separates uniform decode from other batches, each kind is served by the

@@ -8,7 +8,7 @@ of torch is on in the thread, the core leaves the call to ``serve_in_range``.
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class HitPath(ABC):
 
     __slots__ = ("__dict__", "__weakref__", "graphs", "local", "observes", "stats")
 
+    fn: Callable[..., Any]
     stats: CUDAGraphStats
     local: threading.local
     observes: bool
@@ -95,7 +96,7 @@ class HitPath(ABC):
 
     def serve_in_range(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same while torch's profiler is on: the call is a range of it, with its parts within."""
-        with profiler_range("serve", callable_name(self.graphs.fn)):
+        with profiler_range("serve", callable_name(self.fn)):
             return self.serve_in_python(route, args, kwargs)
 
     def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +123,7 @@ class HitPath(ABC):
 
 
 if CORE is not None:
-    HitPath.serve = CORE.serve_method(
+    HitPath.serve = CORE.serve_method(  # type: ignore[method-assign]
         HitPath,
         {"forward_ad": forward_ad, "replay_error": ReplayError, "nodes": pytree.SUPPORTED_NODES},
     )
