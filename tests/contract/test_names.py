@@ -107,7 +107,7 @@ print(*(module.__file__ for name, module in sys.modules.items() if name.partitio
 
 def test_serving_loads_no_companion() -> None:
     """A callable that is captured, compared and replayed loads the rooms of the core and one backend, and no more than
-    15,650 lines of the package.
+    15,800 lines of the package.
 
     About a tenth of them see Python state (``state/``); captures need it, so it cannot be left out.
     """
@@ -117,7 +117,7 @@ def test_serving_loads_no_companion() -> None:
     assert "serve" in rooms
     assert rooms & set(COMPANIONS) == set()
     assert not any(path.parent.name == "cuda" for path in loaded)
-    assert sum(path.read_text().count("\n") for path in loaded) < 15_650
+    assert sum(path.read_text().count("\n") for path in loaded) < 15_800
 
 
 def test_importing_gives_no_warning() -> None:
