@@ -70,8 +70,11 @@ class Lifecycle(MadeAnew):
         from ..report import make_report  # here, since a report is seldom made
 
         graphs = self._graphs
-        name = callable_name(graphs.fn) if isinstance(graphs, GraphSet) else type(self).__name__
-        groups = [group for one in graphs.sets for group in list(one.groups.values())]
+        if isinstance(graphs, GraphSet):
+            name, sets = callable_name(graphs.fn), [graphs]
+        else:
+            name, sets = type(self).__name__, [server.graphs for server, _ in graphs.by_sizes()]
+        groups = [group for one in sets for group in list(one.groups.values())]
         return make_report(name, graphs.stats, list(graphs.cache), groups, graphs.memory_report().total)
 
     def check_integrity(self) -> None:

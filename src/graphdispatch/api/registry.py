@@ -26,7 +26,6 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.graphs import GraphSet
 from ..serve.group import GraphGroup, Route
 from ..serve.prewarm import compare_numbers
 from ..serve.routes import Routes
@@ -203,11 +202,6 @@ class CUDAGraphRegistry(MadeAnew):
         """Each callable's server, with those of its routes that have the sizes of the configuration."""
         tables = self._tables.values()
         return [(one.server, [r for r in list(one.routes.values()) if r.table in tables]) for one in self._callables]
-
-    @property
-    def sets(self) -> list[GraphSet]:
-        """The graphs of each callable."""
-        return [one.server.graphs for one in self._callables]
 
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""

@@ -340,11 +340,6 @@ class GraphSet:
         return memory_report(entries, [self.pool] if self.pool is not None else [], [group.inputs for group in groups])
 
     @property
-    def sets(self) -> "list[GraphSet]":
-        """Itself: what a registry of several callables has one of for each."""
-        return [self]
-
-    @property
     def memory_bytes(self) -> int:
         """The total of ``memory_report``: what a memory budget must bound. Needs no lock."""
         return self.memory_report().total
