@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from .errors import ConfigError, check_count
 
-__all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "get_padded_key"]
+__all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "get_padded_key", "size_text"]
 
 
 class BatchDescriptor(NamedTuple):
@@ -28,6 +28,13 @@ class BatchDescriptor(NamedTuple):
     def non_uniform(self) -> "BatchDescriptor":
         """The same descriptor for a batch that is not uniform decode."""
         return self._replace(is_uniform_decode=False)
+
+
+def size_text(key: Hashable) -> str:
+    """The key of a graph as people read a size: ``8``, ``4 x 128``, or the tokens of a descriptor."""
+    if isinstance(key, BatchDescriptor):
+        return str(key.num_tokens)
+    return " x ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 class DispatchKey(NamedTuple):

@@ -128,6 +128,16 @@ class Reason(Explained):
     VERIFICATION_FAILED = "verification_failed", "the graph's result differed from eager's"
 
     @property
+    def sentence(self) -> str:
+        """Why the step ran as it did: ``text`` without the remedy."""
+        return self.text if self in _WITHOUT_REMEDY else self.text.partition("; ")[0]
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it, or what will happen by itself; empty where there is nothing to say."""
+        return "" if self in _WITHOUT_REMEDY else self.text.partition("; ")[2]
+
+    @property
     def is_graph(self) -> bool:
         """Whether a graph served the step. A step that captured or checked a graph counts as eager."""
         return self in (Reason.EXACT, Reason.PADDED)
@@ -138,6 +148,7 @@ class Reason(Explained):
         return self in _ON_THE_WAY
 
 
+_WITHOUT_REMEDY = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW)
 _ON_THE_WAY = (
     Reason.FIRST_SIGHTING,
     Reason.BACKING_OFF,

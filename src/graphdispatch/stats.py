@@ -9,7 +9,7 @@ from .copying import Unlocked
 from .descriptors import BatchDescriptor
 from .forking import make_lock
 from .reasons import Reason
-from .showing import Shown
+from .showing import html_table
 
 __all__ = ["CUDAGraphStats", "Eviction", "EvictionReason"]
 
@@ -55,7 +55,7 @@ class Eviction(NamedTuple):
     tag: str = ""
 
 
-class CUDAGraphStats(Unlocked, Shown):
+class CUDAGraphStats(Unlocked):
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
     A graph serves a *hit*. A *verification* is a call for which there was a graph that had to be compared with eager
@@ -176,6 +176,11 @@ class CUDAGraphStats(Unlocked, Shown):
         return 1.0 - self.real_rows / self.padded_rows if self.padded_rows else 0.0
 
     @property
+    def hits_by_rows(self) -> dict[int, int]:
+        """Hits by number of rows, if known; the first 4,096 different numbers."""
+        return self._rows_of_hits.copy() if self._knows_rows else {}
+
+    @property
     def rows(self) -> dict[int, int]:
         """Calls by number of rows, if known. Hits and other calls each count their first 4,096 different numbers."""
         if not self._knows_rows:
@@ -189,6 +194,10 @@ class CUDAGraphStats(Unlocked, Shown):
             for name in ("reasons", "eviction_reasons"):
                 plain[name] = {reason.value: n for reason, n in plain[name].items()}
         return plain | {name: getattr(self, name) for name in _DERIVED}
+
+    def _repr_html_(self) -> str:
+        rows = [(reason.value, number, reason.text) for reason, number in self.reasons.copy().most_common()]
+        return html_table(repr(self)[1:-1], ("reason of eager calls", "calls", "meaning"), rows)
 
     def __repr__(self) -> str:
         return (

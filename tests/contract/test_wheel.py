@@ -31,7 +31,7 @@ def test_types_are_shipped(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_whole_package_is_shipped(wheel: zipfile.ZipFile) -> None:
-    """Every module is in it with all that it reads (pages, dashboards, the tape's sources), and no test."""
+    """Every module is in it with all that it reads (a page's template, the tape's sources), and no test."""
     source, built = ROOT / "src" / "graphdispatch", (".pyc", ".so")
     files = [path for path in source.rglob("*") if path.is_file() and path.suffix not in built]
     core = source / "native" / "core"  # compiled at the build

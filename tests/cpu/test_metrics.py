@@ -1,18 +1,11 @@
-"""The metrics for Prometheus: every counter as it is, from every door, and read by a real server where there is one."""
+"""The metrics for Prometheus: every counter as it is, from every front end."""
 
 import json
 import re
-import shutil
-import subprocess
+import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import urlencode
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -22,6 +15,7 @@ import graphdispatch as gd
 from ..helpers import with_options
 
 prometheus = pytest.importorskip("prometheus_client")
+MONITORING = Path(__file__).resolve().parents[2] / "contrib" / "monitoring"
 
 
 def served(**options: Any) -> gd.Graphed[..., Any]:
@@ -63,7 +57,7 @@ def test_every_counter_is_exported_as_it_is() -> None:
     }
 
 
-def test_every_door_is_exported() -> None:
+def test_every_front_end_is_exported() -> None:
     """A wrapper, also around a module that has ``stats`` of its own, a manager and a dispatcher, by one collector."""
     layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
     layer.stats = "its own"  # type: ignore[assignment]
@@ -150,119 +144,22 @@ def test_a_scrape_waits_for_no_call() -> None:
     assert serve.stats.to_dict() == before
 
 
-def test_scrapes_beside_calls_are_whole() -> None:
-    """While a thread serves, no scrape fails, and no counter falls."""
-    serve, done = served(), threading.Event()
-
-    def call() -> None:
-        for number in range(400):
-            serve(torch.randn(1 + number % 9, 4))
-        done.set()
-
-    thread = threading.Thread(target=call)
-    collector, hits = gd.metrics.PrometheusCollector(serve), [0.0]
-    thread.start()
-    while not done.is_set():
-        hits.append(exported(collector)["graphdispatch_hits_total", "default"])
-    thread.join()
-    assert hits == sorted(hits)
-
-
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     """Each name in its queries and in the alert rules is exported."""
     names = {
         f.name + ("_total" if f.type == "counter" else "") for f in gd.metrics.PrometheusCollector(served()).collect()
     }
-    queries = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
-    asked = set(re.findall(r"graphdispatch_\w+", " ".join(queries) + gd.metrics.ALERTS.read_text()))
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = set(re.findall(r"graphdispatch_\w+", " ".join(queries) + (MONITORING / "alerts.yml").read_text()))
     assert names - asked <= {"graphdispatch_evicted_bytes_total", "graphdispatch_dispatch_seconds_total"}
     assert asked <= names
 
 
-def dashboard() -> Any:
-    """The dashboard as data."""
-    return json.loads(gd.metrics.DASHBOARD.read_text())
-
-
-@contextmanager
-def server(folder: Path, target: int) -> Iterator[str]:
-    """A Prometheus server that scrapes a port of this machine four times a second, with our rules; its address."""
-    settings = {
-        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "1s"},
-        "rule_files": [str(gd.metrics.ALERTS)],
-        "scrape_configs": [{"job_name": "served", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}],
-    }
-    (folder / "prometheus.yml").write_text(json.dumps(settings))  # JSON is YAML
-    command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
-    log = (folder / "log").open("w")
-    process = subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stderr=log, stdout=log)
-    try:
-        yield f"http://127.0.0.1:{until(lambda: port_of(folder / 'log'))}"
-    finally:
-        process.terminate()
-        process.wait()
-        log.close()
-
-
-def port_of(log: Path) -> str | None:
-    """The port that the server chose, once its log names it."""
-    found = re.search(r'"Listening on" address=127\.0\.0\.1:(\d+)', log.read_text())
-    return found[1] if found else None
-
-
-def until(ask: Any, seconds: float = 60) -> Any:
-    """What ``ask`` answers, as soon as it is something."""
-    end = time.monotonic() + seconds
-    while not (answer := ask()):
-        assert time.monotonic() < end, "the server did not answer in time"
-        time.sleep(0.1)
-    return answer
-
-
-def query(address: str, path: str, **parameters: str) -> Any:
-    """What the server's API answers."""
-    try:
-        with urlopen(f"{address}/api/v1/{path}?{urlencode(parameters)}", timeout=10) as answer:
-            return json.load(answer)["data"]
-    except HTTPError:
-        return None  # it is still starting
-
-
-def test_a_real_server_scrapes_a_served_model_under_load(tmp_path: Path) -> None:
-    """Every query of the dashboard returns data, the rules load, and promtool finds nothing to say of the metrics."""
-    if shutil.which("prometheus") is None or shutil.which("promtool") is None:
-        pytest.skip("prometheus and promtool are not installed")
-    serve, done = served(), threading.Event()
-    registry = prometheus.CollectorRegistry()
-    registry.register(gd.metrics.PrometheusCollector(serve, "decoder"))
-
-    def load() -> None:
-        for number in range(10**6):
-            serve(torch.randn(1 + number % 9, 4))
-            if done.wait(0.002):
-                return
-
-    text = prometheus.generate_latest(registry)
-    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
-    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
-    rules = subprocess.run(["promtool", "check", "rules", str(gd.metrics.ALERTS)], capture_output=True, check=False)
-    assert rules.returncode == 0, rules.stdout
-    httpd, scraped = prometheus.start_http_server(0, "127.0.0.1", registry)
-    thread = threading.Thread(target=load)
-    thread.start()
-    try:
-        with server(tmp_path, httpd.server_port) as address:
-            until(lambda: (query(address, "query", query="graphdispatch_hits_total >= 20") or {}).get("result"))
-            for panel in dashboard()["panels"]:
-                for target in panel["targets"]:
-                    asked = target["expr"].replace("$callable", ".*").replace("$__rate_interval", "30s")
-                    answer = until(lambda asked=asked: query(address, "query", query=asked)["result"])
-                    assert {one["metric"]["callable"] for one in answer} == {"decoder"}
-            (group,) = until(lambda: query(address, "rules")["groups"])
-            assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
-    finally:
-        done.set()
-        thread.join()
-        httpd.shutdown()
-        httpd.server_close()
-        scraped.join()
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a collector is made; the module itself needs neither library."""
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)
+    for make, extra in ((gd.metrics.PrometheusCollector, "metrics"), (gd.metrics.OpenTelemetryMetrics, "otel")):
+        with pytest.raises(ImportError, match=rf"install graphdispatch\[{extra}\]"):
+            make(served())

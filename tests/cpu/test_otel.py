@@ -7,16 +7,9 @@ import torch
 
 import graphdispatch as gd
 
+from .test_metrics import exported, served
+
 sdk = pytest.importorskip("opentelemetry.sdk.metrics")
-
-
-def served() -> gd.Graphed[..., Any]:
-    """A callable that captured, compared, hit, evicted and refused."""
-    layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
-    serve = gd.graphed(layer, dynamic={"input": 0}, sizes=(4, 8), options=gd.CUDAGraphOptions(max_cached_graphs=1))
-    for rows in (3, 3, 4, 3, 7, 7, 9):
-        serve(torch.randn(rows, 4))
-    return serve
 
 
 def read(reader: Any) -> dict[str, Any]:
@@ -49,9 +42,8 @@ def test_the_figures_are_those_of_the_counters() -> None:
     assert found["graphdispatch.hits"].data.is_monotonic
     assert isinstance(found["graphdispatch.graphs"].data, Gauge)
     assert (found["graphdispatch.bytes"].unit, found["graphdispatch.capture_seconds"].unit) == ("By", "s")
-    assert {name.removeprefix("graphdispatch.") for name in found} <= {
-        metric.name for metric in gd.metrics.OpenTelemetryMetrics(one).metrics()
-    }
+    names = {name.removesuffix("_total") for name, *_ in exported(gd.metrics.PrometheusCollector(one))}
+    assert {name.replace(".", "_") for name in found} == names
 
 
 def test_without_a_provider_nothing_happens() -> None:

@@ -1,12 +1,8 @@
-"""Reports: the pages say what was measured, need nothing but themselves, and hold nothing that a name could break."""
+"""Reports say what was measured and nothing else, need nothing but themselves, and hold no HTML of a user's."""
 
-import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,216 +10,250 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.backends.base import Graph
-from graphdispatch.call.breaks import eager_break
-from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.report import Report, callable_report
-from graphdispatch.report.page import Chart, Content, Section, Table, make_report
-from graphdispatch.units import count, milliseconds, percent, size_range, storage
+import graphdispatch as gd
+from graphdispatch.report import GraphRow, Report
+from graphdispatch.units import percent
 
-FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
-HOSTILE = "</script><script>alert(1)</script><b>\"'&"
+HOSTILE = "</td><script>alert(1)</script><b>\"'&{{ 7 * 7 }}"
 
 
 class Page(HTMLParser):
-    """A page read back: its text, tables, figures, and what it would load."""
+    """HTML read back strictly: its text, its tags and attributes, and the cells of its tables."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
-        self.text, self.loads, self.tags = "", [], []
-        self.tables: list[list[list[str]]] = []
-        self.figures: list[dict[str, Any]] = []
-        self._script: str | None = None
-        self._in_cell = False
-        self.feed(report.html)
+        self.text, self.tags, self.names = "", [], set()
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
         self.tags.append(tag)
-        self.loads += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-        if tag in ("script", "style"):
-            self._script = given.get("type") or tag
-        elif tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
+        self.names.update(name for name, _ in attrs)
+        if tag not in ("meta", "line", "rect"):  # which have no end tag, or end themselves
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
         elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-            self._in_cell = True
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in ("script", "style"):
-            self._script = None
-        self._in_cell = self._in_cell and tag not in ("td", "th")
+        assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self._script == "application/json":
-            self.figures.append(json.loads(data))
-        elif self._script is None:
-            self.text += data
-            if self._in_cell:
-                self.tables[-1][-1][-1] += data
-
-    def table(self, column: str) -> list[list[str]]:
-        """The rows of the first table with a column of that name."""
-        return next(rows for head, *rows in self.tables if column in head)
+        if "style" in self._open:
+            return
+        self.text += data
+        if self._open and self._open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
 
 
-@cache
-def served() -> Graphed[..., Any]:
-    """A callable in pieces that hit, padded, missed, evicted and was called above its largest size."""
+def served(**options: Any) -> gd.Graphed[..., Any]:
+    """A callable of three sizes that hit, padded, failed to capture and was called above its largest size."""
 
-    @eager_break
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+    def score(x: torch.Tensor, is_checked: bool = False) -> torch.Tensor:
+        if is_checked and x.sum() > 0:
+            return x
+        return x * 2 + 1
 
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return middle(x + 1) - 1
+    score.__qualname__ = "score"
+    serve = gd.graphed(score, dynamic={"x": 0}, sizes=(2, 4, 8), **options)
+    for rows in (4, 4, 3, 3, 3, 4, 4, 2, 2, 1, 1, 1, 2, 9):
+        serve(torch.randn(rows, 3))
+    for _ in range(4):
+        serve(torch.randn(2, 3), is_checked=True)
+    return serve
 
-    call = graphed(double, dynamic={"x": 0}, sizes=(2, 4, 8), mode="PIECEWISE", max_cached_graphs=2)
-    with torch.no_grad():
-        for rows in [4, 4, 3, 3, 3, 2, 2, 1, 1, 9, 9]:
-            call(torch.randn(rows, 3))
-        call.invalidate(HOSTILE)
+
+def rows_of(report: Report) -> dict[str, GraphRow]:
+    """The graphs of a report by size."""
+    return {row.size: row for row in report.graphs}
+
+
+def test_figures_are_those_of_the_counters() -> None:
+    """Calls, hits, padding, captures and memory of the whole, and for each graph its size, hits and padding."""
+    serve = served()
+    report, stats = serve.report(), serve.stats
+    assert (report.calls, report.hits, report.captures) == (stats.calls, stats.hits, stats.captures)
+    assert report.padding == stats.padding_ratio > 0
+    assert report.memory_bytes == serve.memory_report().total > 0
+    rows, entries = rows_of(report), {str(entry.size): entry for entry in serve.entries}
+    assert {size: row.hits for size, row in rows.items()} == {size: one.replay_count for size, one in entries.items()}
+    assert sum(row.hits for row in report.graphs) == stats.hits
+    assert {size: row.padding for size, row in rows.items()} == pytest.approx({"2": 1 / 3, "4": 1 / 8})
+    assert report.waiting == ("8",)
+    assert f"{percent(stats.hits / stats.calls)} of {stats.calls} calls of score" in report.headline
+
+
+def test_each_reason_has_its_sentence_its_remedy_and_what_failed_captures_said() -> None:
+    """Those that somebody can do something about come first."""
+    serve = served()
+    reasons = {row.reason: row for row in serve.report().reasons}
+    assert {gd.Reason(reason): row.calls for reason, row in reasons.items()} == serve.stats.reasons
+    above, unsafe = reasons["above_largest_size"], reasons["capture_unsafe"]
+    assert above.sentence == "the batch is larger than the largest graph"
+    assert above.remedy == "raise max_size to cover it"
+    assert above.share == 1 / serve.stats.calls
+    (detail,) = unsafe.details
+    assert "if is_checked and x.sum() > 0" in detail
+    assert "eager_break" in unsafe.remedy
+    assert reasons["verified_now"].remedy == ""
+    assert {*list(reasons)[:2]} == {"above_largest_size", "capture_unsafe"}
+
+
+def test_what_nobody_measured_is_said_to_be_so() -> None:
+    """The gain where none was taken, and the padding where the rows of a graph's own hits are not known."""
+    serve = served(options=gd.CUDAGraphOptions(verify=False))
+    assert {row.gain_ms for row in serve.report().graphs} == {None}
+    wrapper = gd.CUDAGraphWrapper(torch.nn.ReLU())
+    with gd.cudagraph_context(gd.CUDAGraphMode.FULL, gd.BatchDescriptor(4)):
         for _ in range(4):
-            call(torch.randn(3, 3))
-    return call
+            wrapper(torch.randn(4, 3))
+    report = wrapper.report()
+    (row,) = report.graphs
+    assert (row.size, row.hits, row.padding, report.padding, report.bars) == ("4", 2, None, None, ())
+    assert row.cells()[3:5] == ("not measured", "not measured")
+    assert ("padding", "not measured") in report.facts
 
 
-PAGES: dict[str, Callable[[], Report]] = {
-    "callable": lambda: callable_report(served()),
-}
-every_page = pytest.mark.parametrize("made", PAGES.values(), ids=PAGES)
+def test_a_gain_that_was_measured_is_shown() -> None:
+    """The entry's own figure, whatever its sign."""
+    serve = served()
+    for entry in serve.entries:
+        assert entry.gain is not None
+        entry.gain.full_ms = -0.25
+    assert {row.gain_ms for row in serve.report().graphs} == {-0.25}
+    assert {row.cells()[4] for row in serve.report().graphs} == {"-0.250 ms"}
 
 
-@every_page
-def test_a_page_loads_nothing(made: Callable[[], Report]) -> None:
-    """No element names an address, no style does, and the page forbids its scripts to fetch."""
-    report = made()
-    page = Page(report)
-    assert page.loads == []
-    assert not set(page.tags) & {"link", "iframe", "img", "object", "embed", "base"}
-    assert "default-src 'none'" in report.html
-    assert "connect-src" not in report.html
-    assert re.findall(r"@import|url\(", report.html.split("</style>")[0]) == []
+def test_padding_is_not_told_of_a_graph_that_took_the_place_of_another() -> None:
+    """The hits by rows are those of both."""
+    serve = served()
+    before = rows_of(serve.report())["4"]
+    serve.invalidate()
+    for _ in range(4):
+        serve(torch.randn(3, 3))
+    after = rows_of(serve.report())["4"]
+    assert (before.padding, after.padding) == (pytest.approx(1 / 8), None)
+    assert 0 < after.hits < before.hits + after.hits
 
 
-@every_page
-def test_figures_are_what_plotly_takes(made: Callable[[], Report]) -> None:
-    """Every property of every chart is one of plotly's, with a value that it allows; every colour is in the theme."""
-    from plotly.graph_objects import Figure
-
-    report = made()
-    style = report.html.split("</style>")[0]
-    figures = Page(report).figures
-    assert figures
-    for figure in figures:
-        text = json.dumps(figure)
-        assert all(f"{name}: " in style for name in re.findall(r'"(--[a-z-]+)"', text))
-        assert Figure(json.loads(re.sub(r'"--[a-z-]+"', '"#000"', text))).data
+def test_several_dimensions_and_a_manager_have_reports() -> None:
+    """Sizes as they are given; where no number of rows is known, there is no chart."""
+    serve = gd.graphed(torch.nn.ReLU(), dynamic={"input": {0: "batch", 1: gd.Dim("seq", sizes=[8])}}, sizes=(2, 4))
+    manager = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(2, 4), capture_after=1))
+    for _ in range(4):
+        serve(torch.randn(3, 5))
+        manager.execute_or_capture(3, 1, torch.nn.functional.relu, {"input": torch.randn(3, 2)})
+    report = serve.report()
+    assert ([row.size for row in report.graphs], report.waiting, report.bars) == (["4 x 8"], ("2 x 8",), ())
+    report = manager.report()
+    assert (report.name, report.hits, rows_of(report)["4 x 1"].padding) == ("CUDAGraphManager", 2, 0.25)
 
 
-def test_no_figure_can_end_its_script() -> None:
-    """Whatever a chart's data holds comes back as it was."""
-    chart = Chart(HOSTILE, {"data": [{"name": HOSTILE}]})
-    page = Page(make_report(Content(HOSTILE, HOSTILE, [HOSTILE], [], [Section(HOSTILE, HOSTILE, [chart])])))
-    assert page.figures == [chart.figure]
-    assert page.tags.count("script") == 3
+def test_the_bars_are_the_calls_by_rows() -> None:
+    """One for each number of rows, or for several; calls far above the largest size share the last."""
+    serve = served()
+    bars = serve.report().bars
+    assert [bar.rows for bar in bars] == [str(rows) for rows in range(1, 10)]
+    assert [bar.graph + bar.eager for bar in bars] == [serve.stats.rows.get(rows, 0) for rows in range(1, 10)]
+    assert sum(bar.graph for bar in bars) == serve.stats.hits
+    assert serve.report().marks == (2, 4, 8)
+    serve(torch.randn(1000, 3))
+    assert [bar.rows for bar in serve.report().bars][-2:] == ["16", "more than 16"]
+    wide = gd.graphed(torch.nn.ReLU(), dynamic={"input": 0}, sizes=(256,))
+    for rows in (1, 129, 256, 256):
+        wide(torch.randn(rows, 2))
+    report = wide.report()
+    assert len(report.bars) == 64
+    assert (report.bars[0].rows, report.bars[32].rows, report.bars[-1].rows) == ("1 to 4", "129 to 132", "253 to 256")
+    assert report.marks == (64.0,)
 
 
-def test_numbers_stand_under_each_other() -> None:
-    """A column of amounts is set to the right; words, lists and the first column are not."""
-    rows = [("1", "67 % at 3", "1 2 3 4 5", "FULL"), ("2", "1.5 GiB", "7", "3")]
-    html = make_report(Content("", "", [], [], [Section("", "", [Table(("a", "b", "c", "d"), rows)])])).html
-    assert '<tr><td>1</td><td class="n">67 % at 3</td><td>1 2 3 4 5</td><td>FULL</td></tr>' in html
-
-
-def test_a_callable_is_told_in_numbers() -> None:
-    """Calls, reasons, graphs, memory, breaks and evictions are what the callable's own figures say."""
-    call = served()
-    page, stats = Page(callable_report(call)), call.stats
-    assert f"Graphs served {percent(stats.graph_ratio)} of {stats.calls} calls" in page.text
-    assert {row[0]: row[1] for row in page.table("rows")} == {str(n): str(k) for n, k in stats.rows.items()}
-    assert {row[0]: row[1] for row in page.table("reason")} == {
-        reason.value: str(number) for reason, number in stats.reasons.items()
-    }
-    assert [row[:4] for row in page.table("replays")] == [
-        [str(entry.size), "PIECEWISE", entry.state.value, str(entry.replay_count)] for entry in call.entries
-    ]
-    assert dict(page.table("held"))["total"] == storage(call.memory_bytes)
-    assert [row[1] for row in page.table("where")] == [one.where for one in call.breaks]
-    assert [row[2] for row in page.table("freed")] == [one.tag for one in stats.last_evictions[::-1]]
-    assert HOSTILE in page.text
-
-
-def test_a_callable_before_its_first_call() -> None:
-    """Its page says so."""
-    page = Page(callable_report(graphed(torch.relu, dynamic={"input": 0})))
-    assert "Nothing was called yet" in page.text
-    assert "No graph is captured now" in page.text
-    assert page.figures == []
-
-
-def test_a_report_runs_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making one only reads."""
-    call = served()
-    before = call.stats.to_dict()
-    for entry in call.entries:
-        monkeypatch.setattr(type(entry.graph), "replay", lambda graph: pytest.fail("replayed"))
-        assert isinstance(entry.graph, Graph)
-    callable_report(call)
-    assert call.stats.to_dict() == before
-
-
-def test_a_report_is_written(tmp_path: Path) -> None:
-    """A page replaces another."""
-    report, path = callable_report(served()), tmp_path / "report.html"
-    path.write_text("old")
-    report.save(path)
-    assert path.read_text("utf-8") == report.html
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_path_that_cannot_be(tmp_path: Path) -> None:
-    """A folder that is missing, or a path that is a folder, is one error that names it."""
-    for path in (tmp_path / "none" / "report.html", tmp_path):
-        with pytest.raises(ConfigError, match=re.escape(str(path))):
-            callable_report(served()).save(path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_plotly_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what to install; the package itself does not import plotly."""
-    code = "import sys, graphdispatch.report; raise SystemExit('plotly' in sys.modules or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ConfigError, match=r"pip install 'graphdispatch\[report\]'"):
-        callable_report(served())
-
-
-def test_units() -> None:
-    """Amounts are written as people read them."""
-    assert [storage(n) for n in (0, 1023, 2048, 3 * 2**30)] == ["0 B", "1023 B", "2.0 KiB", "3.00 GiB"]
-    assert [milliseconds(t) for t in (0.5, 12.345, 120.4, 1500)] == ["0.500 ms", "12.35 ms", "120 ms", "1.5 s"]
-    assert [count(n) for n in (1234567, 0.123456)] == ["1,234,567", "0.1235"]
-    assert (size_range(3, 3), size_range(3, 5)) == ("3", "3\N{EN DASH}5")
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium, to look at the page")
-def test_the_charts_are_drawn_without_a_network(tmp_path: Path) -> None:
-    """A browser that reaches nothing makes a drawing of every chart."""
-    report = callable_report(served())
+@pytest.mark.parametrize("is_called", [True, False])
+def test_the_page_is_one_document_that_loads_nothing(is_called: bool, tmp_path: Path) -> None:
+    """It parses, names no address, runs no script, and shows each graph and reason."""
+    report = served().report() if is_called else gd.graphed(torch.nn.ReLU(), dynamic={"input": 0}).report()
     report.save(tmp_path / "report.html")
-    alone = ["--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking", "--disable-component-update"]
-    quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--virtual-time-budget=2000"]
-    done = subprocess.run(
-        ["chromium", *quiet, *alone, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-         (tmp_path / "report.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    drawn = re.findall(r'class="chart[^"]*js-plotly-plot', done.stdout)
-    assert len(drawn) == len(Page(report).figures)
-    assert done.stdout.count('class="main-svg"') >= len(drawn)
+    text = (tmp_path / "report.html").read_text("utf-8")
+    page = Page(text.removeprefix("<!doctype html>"))
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & {*page.tags}
+    assert not {"src", "href", "srcset", "action", "onload", "onclick"} & page.names
+    assert not re.search(r"https?:|//\w|url\(|@import", text)
+    assert "default-src 'none'" in text
+    assert page.rows[1:] == [list(row.cells()) for row in report.graphs]
+    assert report.headline in page.text
+    assert all(row.sentence in page.text and row.remedy in page.text for row in report.reasons)
+    assert page.tags.count("rect") == 2 * len(report.bars)
+
+
+def hostile() -> gd.Graphed[..., Any]:
+    """A callable whose name, argument and failed capture would break a page that did not escape them."""
+
+    class Refusing(torch.nn.Module):
+        def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+            (x,) = inputs.values()
+            return x * 2 if x.sum() > 0 else x  # </td><script>alert(1)</script><b>
+
+    Refusing.__qualname__ = HOSTILE
+    serve = gd.graphed(Refusing().eval(), dynamic={HOSTILE: 0}, max_size=4)
+    for _ in range(4):
+        serve(**{HOSTILE: torch.randn(2, 3)})
+    return serve
+
+
+def test_a_users_texts_stay_texts() -> None:
+    """The name of a callable and of an argument, and a line of code, on the page and in a notebook."""
+    report = hostile().report()
+    assert report.name == HOSTILE
+    assert any("<script>" in detail for row in report.reasons for detail in row.details)
+    for html in (report.html().removeprefix("<!doctype html>"), report._repr_html_()):
+        page = Page(html)
+        assert HOSTILE in page.text
+        assert not {"script", "b"} & {*page.tags}
+
+
+def test_a_notebook_and_a_terminal_show_the_same_rows() -> None:
+    """As HTML tables, as tables of rich, and as plain text."""
+    console = pytest.importorskip("rich.console")
+    report = served().report()
+    shown = Page(report._repr_html_()).rows
+    cells = [list(row.cells()) for row in (*report.graphs, *report.reasons)]
+    assert [row for row in shown if row in cells] == cells
+    with (terminal := console.Console(width=400)).capture() as captured:
+        terminal.print(report)
+    for text in (captured.get(), str(report)):
+        squeezed = " ".join(text.split())
+        assert all(" ".join(row.cells()) in squeezed for row in report.graphs)
+        assert all(row.remedy in squeezed and row.sentence in squeezed for row in report.reasons)
+
+
+def test_a_report_changes_and_runs_nothing() -> None:
+    """Neither a counter nor a graph; and what it says stays when calls go on."""
+    serve = served()
+    before, entries = serve.stats.to_dict(), [(entry, entry.replay_count) for entry in serve.entries]
+    report = serve.report()
+    text = str(report)
+    assert (serve.stats.to_dict(), [(entry, entry.replay_count) for entry in serve.entries]) == (before, entries)
+    serve(torch.randn(4, 3))
+    assert str(report) == text
+
+
+def test_a_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+    """Python's own, which names the file."""
+    with pytest.raises(OSError, match=r"report\.html"):
+        served().report().save(tmp_path / "none" / "report.html")
+
+
+def test_reports_need_no_torch_and_load_jinja_when_a_page_is_made() -> None:
+    """What imports the library does not pay for reports."""
+    code = (
+        "import sys; sys.modules['torch'] = None; import graphdispatch.report; "
+        "raise SystemExit('jinja2' in sys.modules or 'rich' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

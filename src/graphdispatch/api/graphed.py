@@ -28,7 +28,6 @@ from .lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from ..capture.piecewise import BreakFigures
-    from ..report import Report
     from ..serve.estimate import MemoryEstimate
     from ..serve.prewarm import PrewarmReport
 
@@ -367,12 +366,6 @@ class Graphed(Lifecycle, Generic[P, R]):
     def memory_bytes(self) -> int:
         """Bytes held: the pool, what graphs hold for themselves, and the static inputs."""
         return self._graphs.memory_bytes
-
-    def report(self) -> "Report":
-        """What happened so far, as a page to look at: ``report().save("report.html")``. Needs the extra ``report``."""
-        from ..report import callable_report
-
-        return callable_report(self)
 
     def unwrap(self) -> Callable[P, R]:
         """The wrapped callable."""

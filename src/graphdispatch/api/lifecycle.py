@@ -2,12 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from ..call.rules import callable_name
 from ..copying import MadeAnew
 from ..errors import check_type
 from ..memory.accounting import MemoryReport
 from ..serve.graphs import GraphSet
 
 if TYPE_CHECKING:
+    from ..report import Report
     from .registry import CUDAGraphRegistry
 
 __all__ = ["Lifecycle"]
@@ -59,6 +61,21 @@ class Lifecycle(MadeAnew):
     def memory_report(self) -> MemoryReport:
         """The bytes held, part by part and graph by graph."""
         return self._graphs.memory_report()
+
+    def report(self) -> "Report":
+        """What happened so far: sizes, gains, why calls ran eagerly, and what to do; ``report().save("report.html")``.
+
+        It runs nothing. If calls are served meanwhile, its figures may be from slightly different moments.
+        """
+        from ..report import make_report  # here, since a report is seldom made
+
+        graphs = self._graphs
+        if isinstance(graphs, GraphSet):
+            name, sets = callable_name(graphs.fn), [graphs]
+        else:
+            name, sets = type(self).__name__, [server.graphs for server, _ in graphs.by_sizes()]
+        groups = [group for one in sets for group in list(one.groups.values())]
+        return make_report(name, graphs.stats, list(graphs.cache), groups, graphs.memory_report().total)
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""

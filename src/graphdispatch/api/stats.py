@@ -7,12 +7,12 @@ from ..copying import Unlocked
 from ..forking import make_lock
 from ..modes import DispatchMode
 from ..reasons import Reason
-from ..showing import Shown
+from ..showing import html_table
 
 __all__ = ["DispatchStats"]
 
 
-class DispatchStats(Unlocked, Shown):
+class DispatchStats(Unlocked):
     """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide.
 
     A *fallback* is an eager call for which a graph was wanted; one that compared a graph with eager is none. Times are
@@ -67,6 +67,10 @@ class DispatchStats(Unlocked, Shown):
             plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
             plain["reasons"] = {reason.value: n for reason, n in self.reasons.items()}
         return plain | {"graph_ratio": self.graph_ratio}
+
+    def _repr_html_(self) -> str:
+        rows = [(reason.value, number, reason.text) for reason, number in self.reasons.copy().most_common()]
+        return html_table(repr(self)[1:-1], ("reason of eager calls", "calls", "meaning"), rows)
 
     def __repr__(self) -> str:
         return (

@@ -1,12 +1,13 @@
 """What the user says of the arguments: which have a batch dimension, how to pad them, which are static."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..axes import ROWS, Axis
+from ..descriptors import size_text
 from ..errors import ConfigError, check_callable, shown
 from .padding import Pad, as_pad
 from .spec import FlatCall, Leaf, declared_names, describe, parameter_names
@@ -14,7 +15,7 @@ from .spec import FlatCall, Leaf, declared_names, describe, parameter_names
 if TYPE_CHECKING:
     from .dims import Grid
 
-__all__ = ["ArgumentRules", "callable_name", "make_rules"]
+__all__ = ["ArgumentRules", "callable_name", "graph_name", "make_rules"]
 
 
 class ArgumentRules(NamedTuple):
@@ -108,6 +109,11 @@ def make_rules(
     if both := names & set(dynamic):
         raise ConfigError(f"{sorted(both)} are in both dynamic and static; a static tensor keeps its shape")
     return ArgumentRules(dict(dynamic), {name: as_pad(name, rule) for name, rule in pad.items()}, names)
+
+
+def graph_name(fn: Callable[..., Any], key: Hashable) -> str:
+    """The name of a callable's graph in profiles: ``decode 8``."""
+    return f"{callable_name(fn)} {size_text(key)}"
 
 
 def callable_name(fn: Callable[..., Any]) -> str:

@@ -9,14 +9,14 @@
 ``verify_entry`` does the same without the capture, for the next, different batch: a value that the capture froze agrees
 with eager on the first batch only. If anything fails after the eager run, the caller still has eager's answer.
 
-While torch's profiler is on, each capture, comparison and warm-up is a range of it, ``graphdispatch: capture`` and so
-on.
+While torch's profiler is on, each capture, comparison and warm-up is a range of it: ``capture``, ``verify`` or
+``warm-up``.
 """
 
 from contextvars import copy_context
 
-from torch._C._profiler import _RecordFunctionFast  # no operator, so that captures do not see it
-
+from ..backends.profiling import profiler_range
+from ..call.rules import graph_name
 from ..memory.entry import CUDAGraphEntry
 from ..memory.windows import WINDOWS
 from ..modes import EntryState
@@ -63,10 +63,10 @@ def _attempt(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureRe
 
 
 def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
-    name = "graphdispatch: capture" if known is None else "graphdispatch: verify"
+    span = profiler_range("capture" if known is None else "verify", graph_name(request.call.fn, request.key))
     # The walks over Python state make many short-lived objects, which would have the collector look at all memory.
     pause = paused_collector(request.options.gc_disable)
-    with pause, request.pool.lock, request.backend.watched(), _RecordFunctionFast(name):
+    with pause, request.pool.lock, request.backend.watched(), span:
         request.pool.order_after_last_use()
         eager = run_eagerly(request, was_quiet=known is not None and known.was_quiet)
         if isinstance(eager, CaptureResult):
@@ -99,5 +99,5 @@ def warm_up(request: CaptureRequest) -> None:
         request.pool.order_after_last_use()
         from .warming import run_twice  # here, since few callables are warmed
 
-        with _RecordFunctionFast("graphdispatch: warm_up"):
+        with profiler_range("warm-up", graph_name(request.call.fn, request.key)):
             copy_context().run(run_twice, request)  # nobody could unset a context variable

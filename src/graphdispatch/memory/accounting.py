@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..backends.base import Graph, Pool
-from ..showing import Shown
+from ..showing import html_table
+from ..units import storage
 from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
 
@@ -30,7 +31,7 @@ class EntryMemory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MemoryReport(Shown):
+class MemoryReport:
     """The memory of some graphs, in bytes, as measured when it was made; ``total`` counts everything once.
 
     ``pool_bytes`` is what the allocator says of the pools, intermediates and shared outputs; ``driver_bytes`` is the
@@ -56,23 +57,32 @@ class MemoryReport(Shown):
         plain = asdict(self) | {"total": self.total}
         return plain | {"entries": [entry._asdict() for entry in self.entries]}
 
-    def __str__(self) -> str:
-        from ..units import storage  # here, since a report is seldom printed
+    def _parts(self) -> list[tuple[str, str]]:
+        parts = {
+            "pool": self.pool_bytes,
+            "static inputs": self.input_bytes,
+            "output ring": self.ring_bytes,
+            f"{len(self.entries)} graphs": self.entry_bytes,
+            "driver": self.driver_bytes,
+            "total": self.total,
+        }
+        return [(name, storage(amount)) for name, amount in parts.items()]
 
-        rows = [
-            ("pool", self.pool_bytes),
-            ("static inputs", self.input_bytes),
-            ("output ring", self.ring_bytes),
-            (f"{len(self.entries)} graphs", self.entry_bytes),
-            ("driver", self.driver_bytes),
-            ("total", self.total),
-        ]
-        lines = [f"{name:<14}{storage(count):>12}" for name, count in rows]
-        lines += [
-            f"  {e.mode} {e.size} rows: {storage(e.own)} own, {storage(e.driver)} driver, writes {storage(e.outputs)}"
+    def _graphs(self) -> list[tuple[str, str]]:
+        return [
+            (
+                f"{e.mode} {e.size} rows",
+                f"{storage(e.own)} own, {storage(e.driver)} driver, writes {storage(e.outputs)}",
+            )
             for e in self.entries
         ]
-        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        lines = [f"{name:<14}{held:>12}" for name, held in self._parts()]
+        return "\n".join(lines + [f"  {name}: {held}" for name, held in self._graphs()])
+
+    def _repr_html_(self) -> str:
+        return html_table("Memory of graphs", ("part", "held"), self._parts() + self._graphs())
 
 
 def memory_report(

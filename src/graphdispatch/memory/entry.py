@@ -14,10 +14,11 @@ from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
 from ..backends.operators import bits_equal
 from ..backends.tracing import untraced
+from ..call.rules import graph_name
 from ..call.signature import ForeignSignature, Signature
 from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
-from ..descriptors import BatchDescriptor
+from ..descriptors import BatchDescriptor, size_text
 from ..errors import ReplayError
 from ..modes import CUDAGraphMode, EntryState
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -301,6 +302,11 @@ class CUDAGraphEntry(NotCopied):
             self._collect_time()
             total, count = self._timed
         return total / count if count else 0.0
+
+    @property
+    def label(self) -> str:
+        """The captured callable and the size, as ranges of torch's profiler name them: ``decode 8``."""
+        return graph_name(self.call.fn, self.key) if self.call is not None else size_text(self.key)
 
     @property
     def batch_descriptor(self) -> BatchDescriptor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
 
+from ..backends.profiling import in_range, is_profiled
 from ..errors import ReplayError
 from ..modes import EntryState
 from ..native.bound import CORE
@@ -74,7 +75,8 @@ class ReplayPlan:
     def run_in_python(self, values: Sequence[Any] | None, stats: CUDAGraphStats | None = None) -> Any:
         """The outputs for a call whose arguments were compared; None replays on what the static inputs hold now.
 
-        Counts the hit in ``stats``.
+        Counts the hit in ``stats``. Its parts are ranges of torch's profiler while one is on: ``copy-in``, ``replay``
+        and ``copy-out``.
 
         Raises ``ReplayError`` if the entry was evicted meanwhile, where nothing was copied, or if the replay stopped
         half-way. After the latter the entry is ``FAILED`` until it is verified again, and ``had_effects`` tells whether
@@ -83,6 +85,11 @@ class ReplayPlan:
         ``DeviceLostError``.
         """
         entry, pool = self._entry, self._pool
+        load, replay, take = self._load, self._graph.replay, self._take
+        if is_profiled():
+            label = entry.label
+            load = in_range("copy-in", label, load) if load is not None else None
+            replay, take = in_range("replay", label, replay), in_range("copy-out", label, take)
         with pool.lock:
             state = entry.state
             if state is EntryState.EVICTED or state is EntryState.FAILED:
@@ -97,12 +104,12 @@ class ReplayPlan:
             try:
                 if values is None:
                     entry.inputs.mark_dirty()
-                elif self._load is not None:
-                    self._load(values, self.rows, self._size)
+                elif load is not None:
+                    load(values, self.rows, self._size)
                 stage = "run"
-                self._graph.replay()
+                replay()
                 stage = "take"
-                result = self._take()
+                result = take()
             except BaseException as error:
                 entry.fail(error, before, stage)
                 if stage == "run" and values is not None and entry.mutated:

@@ -7,7 +7,7 @@ import torch
 
 __all__ = ["find_ambient"]
 
-_FACTS = ("inference mode", "autocast", "requires_grad", "lazy views", "clones")
+_FACTS = ("inference mode", "autocast", "requires_grad", "lazy views", "a profiler", "clones")
 _CPU = 0  # the number of the device type
 
 
@@ -23,7 +23,8 @@ def find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
         plain = (torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2).t(), pair)
         lazy = (torch._neg_view(torch.zeros(2)), pair.conj())
         trained = torch.nn.Parameter(torch.zeros(2))
-        asked = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype)
+        profiler = torch._C._autograd._profiler_enabled
+        asked = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype, profiler)
         bindings = library.replace("libtorch_cpu", "libtorch_python")
         core.find_ambient(library, bindings, asked, plain, *lazy, made_there)
     samples = [*((t, True) for t in (*plain, trained, made_there)), *((t, False) for t in lazy)]
@@ -35,7 +36,8 @@ def find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
             with torch.inference_mode(inference):
                 for tensor, is_plain in samples:
                     told = (*core.read_ambient(tensor, _CPU), True)
-                    true = (inference, autocast, tensor.requires_grad, is_plain, _is_clone(core, tensor, is_plain))
+                    figures = inference, autocast, tensor.requires_grad, is_plain, profiler()
+                    true = (*figures, _is_clone(core, tensor, is_plain))
                     wrong.update(place for place in range(len(_FACTS)) if told[place] is not true[place])
     except RuntimeError:  # a torch that refuses one of the states
         wrong.update(range(len(_FACTS)))

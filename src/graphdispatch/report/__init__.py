@@ -1,7 +1,6 @@
-"""Reports to look at. Each is one HTML file that contains everything it needs, so it works without a network."""
+"""The report on what a served callable did: one page, a notebook's tables, or text."""
 
-from .audits import audit_report
-from .callables import callable_report
-from .page import Report
+from .page import Bar, GraphRow, ReasonRow, Report
+from .rows import make_report
 
-__all__ = ["Report", "audit_report", "callable_report"]
+__all__ = ["Bar", "GraphRow", "ReasonRow", "Report", "make_report"]

@@ -1,193 +1,186 @@
-"""``Report``: a self-contained page, made from plain data.
+"""``Report``: what a served callable did, as plain data, and as a page, a notebook's tables or text."""
 
-Only this module writes HTML, so everything that comes from users is escaped in one place. Tables and sentences repeat
-what a chart shows, because a page may be read without scripts, or by a screen reader.
-"""
-
-import json
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from html import escape
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import ConfigError
+from ..showing import html_table
+from ..units import count, milliseconds, percent, storage
 
-__all__ = [
-    "Chart",
-    "Content",
-    "Note",
-    "Part",
-    "Report",
-    "Section",
-    "Table",
-    "Tile",
-    "inline",
-    "make_report",
-    "save_text",
-]
+if TYPE_CHECKING:
+    from rich.console import Group
 
-_NUMBER = re.compile(r"[\d\N{MINUS SIGN}\N{EN DASH}]\S*( \S+){0,3}$")  # a number with its unit, and where it occurs
+__all__ = ["Bar", "GraphRow", "ReasonRow", "Report"]
+
+_UNKNOWN = "not measured"
 
 
-def save_text(path: str | Path, text: str) -> None:
-    """Write ``text`` to ``path`` in place of an old file. Raises ``ConfigError`` if that fails."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"path={str(path)!r} cannot be written: {error.strerror}; name a file in a folder "
-            "that exists and may be written to"
-        ) from error
+class GraphRow(NamedTuple):
+    """One graph that is held now. None stands for what nobody measured."""
+
+    size: str
+    """As the front end names it: ``8``, ``4 x 128``."""
+    mode: str
+    hits: int
+    """The calls that this graph served."""
+    padding: float | None
+    """The padding as a share of the rows that it computed for them."""
+    gain_ms: float | None
+    """By how much a replay of a full batch is faster than an eager call."""
+    nbytes: int
+    """The bytes that releasing it frees; what all graphs share is not among them."""
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of ``GRAPH_COLUMNS``."""
+        padding = percent(self.padding) if self.padding is not None else _UNKNOWN
+        gain = milliseconds(self.gain_ms) if self.gain_ms is not None else _UNKNOWN
+        return self.size, self.mode, count(self.hits), padding, gain, storage(self.nbytes)
 
 
-@dataclass(frozen=True, repr=False)
+class ReasonRow(NamedTuple):
+    """Why calls ran eagerly."""
+
+    reason: str
+    calls: int
+    share: float
+    """Of all calls."""
+    sentence: str
+    remedy: str
+    """What to do; empty where such calls come before a graph."""
+    details: tuple[str, ...] = ()
+    """What failed captures say of it, such as a line of the model."""
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of ``REASON_COLUMNS``."""
+        why = "\n".join((self.sentence, *self.details))
+        return self.reason, count(self.calls), percent(self.share), why, self.remedy or "nothing"
+
+
+class Bar(NamedTuple):
+    """The calls with some numbers of rows: those that graphs served, and the others."""
+
+    rows: str
+    graph: int
+    eager: int
+
+
+GRAPH_COLUMNS = ("size", "mode", "hits", "padding", "gain a call", "own memory")
+REASON_COLUMNS = ("reason", "calls", "of all", "why", "what to do")
+
+
+@dataclass(frozen=True)
 class Report:
-    """A report as one HTML document that loads no other file. Immutable."""
+    """What a served callable did until the report was made. Immutable plain data.
 
-    title: str
-    html: str = field(compare=False)
-
-    def save(self, path: str | Path) -> None:
-        """Write the page to ``path`` in place of an old file. Raises ``ConfigError`` if that fails."""
-        save_text(path, self.html)
-
-    def _repr_html_(self) -> str:
-        """The page in a frame, as notebooks show it; it cannot reach what is around it."""
-        frame = 'sandbox="allow-scripts" style="width: 100%; height: 45rem; border: 0"'
-        return f'<iframe {frame} title="{escape(self.title)}" srcdoc="{escape(self.html)}"></iframe>'
-
-    def __repr__(self) -> str:
-        return f"<Report {self.title!r}, {len(self.html) / 2**20:.1f} MiB>"
-
-
-class Tile(NamedTuple):
-    """One important figure."""
-
-    label: str
-    value: str
-    note: str = ""
-
-
-class Table(NamedTuple):
-    """Rows of text under ``columns``. ``marked`` rows are highlighted. A ``summary`` folds the table away behind it."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    marked: frozenset[int] = frozenset()
-    summary: str = ""
-
-
-class Chart(NamedTuple):
-    """A plotly figure as plain data, with a ``label`` for readers who cannot see it.
-
-    A text that begins with ``--`` names a custom property in ``page.css``: a colour of the theme.
+    ``str`` gives it as text; a notebook and, where rich is installed, ``rich.print`` show it as tables.
     """
 
-    label: str
-    figure: dict[str, Any]
+    name: str
+    calls: int
+    hits: int
+    padding: float | None
+    """The padding as a share of all rows that graphs computed; None if the rows of calls are not known."""
+    captures: int
+    capture_ms: float
+    evictions: int
+    memory_bytes: int
+    """What all graphs hold together, with their pool and buffers."""
+    graphs: tuple[GraphRow, ...]
+    waiting: tuple[str, ...]
+    """The sizes that have no graph now."""
+    reasons: tuple[ReasonRow, ...]
+    """Those that somebody can do something about come first."""
+    bars: tuple[Bar, ...]
+    """The calls by their number of rows; none where it is not known."""
+    marks: tuple[float, ...]
+    """Where the capture sizes lie among the bars, in bars from the left."""
 
+    @property
+    def headline(self) -> str:
+        """The report in one sentence."""
+        if not self.calls:
+            return f"{self.name} was not called yet"
+        return f"Graphs served {percent(self.hits / self.calls)} of {count(self.calls)} calls of {self.name}"
 
-class Note(NamedTuple):
-    """A box with a heading and a sentence. It may be a ``warning``."""
-
-    heading: str
-    text: str
-    warning: bool = False
-
-
-Part: TypeAlias = Table | Chart | Note
-
-
-class Section(NamedTuple):
-    """A part of the page under a heading. ``lead`` explains what it shows."""
-
-    title: str
-    lead: str
-    parts: Sequence[Part]
-
-
-class Content(NamedTuple):
-    """What a page shows, from above to below. ``facts`` stand under the ``headline``."""
-
-    title: str
-    headline: str
-    facts: Iterable[str]
-    tiles: Sequence[Tile]
-    sections: Iterable[Section]
-
-
-def make_report(page: Content) -> Report:
-    """The page as a document. plotly draws the charts; without it this raises ``ConfigError``."""
-    try:
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-    except ModuleNotFoundError as error:
-        raise ConfigError("a report needs plotly: pip install 'graphdispatch[report]'") from error
-    here = files(__package__)
-    html = (here / "page.html").read_text("utf-8")
-    for name, text in (
-        ("title", escape(page.title)),
-        ("style", (here / "page.css").read_text("utf-8")),
-        ("body", _body(page)),
-        ("plotly", get_plotlyjs()),
-        ("script", (here / "page.js").read_text("utf-8")),
-    ):
-        html = html.replace(f"<!-- {name} -->", text, 1)
-    return Report(page.title, html)
-
-
-def inline(page: Content) -> str:
-    """A page without charts as a part of another one, in its colours. It loads nothing, and needs no plotly."""
-    style = (files(__package__) / "notebook.css").read_text("utf-8")
-    return f'<div class="graphdispatch"><style>{style}</style>{_body(page)}</div>'
-
-
-def _body(page: Content) -> str:
-    tiles = "".join(
-        f'<div class="tile"><dt>{escape(tile.label)}</dt><dd>{escape(tile.value)}'
-        f"<small>{escape(tile.note)}</small></dd></div>"
-        for tile in page.tiles
-    )
-    return (
-        f"<header><p>{escape(page.title)}</p><h1>{escape(page.headline)}</h1>"
-        f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in page.facts)}</ul></header>'
-        f'<dl class="tiles">{tiles}</dl>{"".join(map(_section, page.sections))}'
-    )
-
-
-def _section(section: Section) -> str:
-    lead = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
-    return f"<section><h2>{escape(section.title)}</h2>{lead}{''.join(map(_part, section.parts))}</section>"
-
-
-def _part(part: Part) -> str:
-    if isinstance(part, Chart):
-        # A "<" could end the script element. JSON allows to write it as an escape.
-        figure = json.dumps(part.figure, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """The figures of the whole, each with its name."""
+        taking = f" in {milliseconds(self.capture_ms)}" if self.captures else ""
+        gone = f", {count(self.evictions)} evicted" if self.evictions else ""
         return (
-            f'<div class="chart" role="img" aria-label="{escape(part.label)}"></div>'
-            f'<script type="application/json">{figure}</script>'
+            ("hits", count(self.hits)),
+            ("eager calls", count(self.calls - self.hits)),
+            ("padding", percent(self.padding) if self.padding is not None else _UNKNOWN),
+            ("graphs", f"{len(self.graphs)}{gone}"),
+            ("memory", storage(self.memory_bytes)),
+            ("captures", f"{count(self.captures)}{taking}"),
         )
-    if isinstance(part, Note):
-        kind = "warning" if part.warning else "good"
-        return f'<div class="note {kind}"><strong>{escape(part.heading)}</strong><p>{escape(part.text)}</p></div>'
-    return _table(part)
+
+    @property
+    def without_graph(self) -> str:
+        """``waiting`` as text, shortened in the middle."""
+        return ", ".join(self.waiting if len(self.waiting) <= 12 else (*self.waiting[:10], "...", self.waiting[-1]))
+
+    def html(self) -> str:
+        """The page: one document, which loads nothing and runs no script."""
+        from jinja2 import Environment, StrictUndefined  # here, since a report is seldom made
+
+        template = (files(__package__) / "page.html").read_text("utf-8")
+        page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        columns = {"graph_columns": GRAPH_COLUMNS, "reason_columns": REASON_COLUMNS}
+        most = max((bar.graph + bar.eager for bar in self.bars), default=1)
+        return page.from_string(template).render(report=self, most=most, count=count, percent=percent, **columns)
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file, which it replaces.
+
+        Args:
+            path: The file, such as ``report.html``.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        Path(path).write_text(self.html(), "utf-8")
+
+    def __str__(self) -> str:
+        lines = [self.headline, ", ".join(f"{name} {figure}" for name, figure in self.facts)]
+        if self.graphs:
+            lines += ["", *_aligned([GRAPH_COLUMNS, *(row.cells() for row in self.graphs)])]
+        if self.waiting:
+            lines += ["", f"no graph now: {self.without_graph}"]
+        for row in self.reasons:
+            reason, calls, share, why, remedy = row.cells()
+            lines += ["", f"{reason}: {calls} ({share} of all calls)"]
+            lines += [*(f"  {line}" for line in why.split("\n")), f"  what to do: {remedy}"]
+        return "\n".join(lines)
+
+    def _tables(self) -> Iterable[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+        yield self.headline, ("figure", "value"), list(self.facts)
+        if self.graphs:
+            yield "Graphs", GRAPH_COLUMNS, [row.cells() for row in self.graphs]
+        if self.reasons:
+            yield "Why calls ran eagerly", REASON_COLUMNS, [row.cells() for row in self.reasons]
+
+    def _repr_html_(self) -> str:
+        return "".join(html_table(*table) for table in self._tables())
+
+    def __rich__(self) -> "Group":
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        made = []
+        for title, columns, rows in self._tables():
+            table = Table(*columns, title=Text(title), title_justify="left", box=box.SIMPLE)
+            for row in rows:
+                table.add_row(*map(Text, row))
+            made.append(table)
+        return Group(*made)
 
 
-def _table(table: Table) -> str:
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.columns)
-    kinds = [
-        "" if index == 0 or not all(map(_NUMBER.match, column)) else ' class="n"'
-        for index, column in enumerate(columns)
-    ]
-    head = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, table.columns, strict=True))
-    rows = "".join(
-        f"<tr{' class=marked' if index in table.marked else ''}>"
-        + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True))
-        + "</tr>"
-        for index, row in enumerate(table.rows)
-    )
-    html = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return f"<details><summary>{escape(table.summary)}</summary>{html}</details>" if table.summary else html
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

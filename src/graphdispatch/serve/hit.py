@@ -1,13 +1,14 @@
 """The hit path: all that runs when a graph serves a call that needs nothing else.
 
 It matches the call, asks the guards, and executes a plan that was made before. Where there is a native core, its
-``serve`` (``native/core/hit.cpp``) takes the place of the one here, which stays the reference.
+``serve`` (``native/core/hit.cpp``) takes the place of ``serve_in_python``, which stays the reference. While a profiler
+of torch is on in the thread, the core leaves the call to ``serve_in_range``.
 """
 
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from ..backends.modes import dispatch_modes, function_modes, trace
+from ..backends.profiling import is_profiled, profiler_range
+from ..call.rules import callable_name
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..modes import EntryState
@@ -34,6 +37,7 @@ class HitPath(ABC):
 
     __slots__ = ("__dict__", "__weakref__", "graphs", "local", "observes", "stats")
 
+    fn: Callable[..., Any]
     stats: CUDAGraphStats
     local: threading.local
     observes: bool
@@ -90,7 +94,14 @@ class HitPath(ABC):
                         torch._C._set_grad_enabled(gradients)
         return self.step(route, args, kwargs)
 
-    serve = serve_in_python
+    def serve_in_range(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same while torch's profiler is on: the call is a range of it, with its parts within."""
+        with profiler_range("serve", callable_name(self.fn)):
+            return self.serve_in_python(route, args, kwargs)
+
+    def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call, where there is no native core."""
+        return (self.serve_in_range if is_profiled() else self.serve_in_python)(route, args, kwargs)
 
     def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
         """A replay that is timed or logged."""
@@ -112,7 +123,7 @@ class HitPath(ABC):
 
 
 if CORE is not None:
-    HitPath.serve = CORE.serve_method(
+    HitPath.serve = CORE.serve_method(  # type: ignore[method-assign]
         HitPath,
         {"forward_ad": forward_ad, "replay_error": ReplayError, "nodes": pytree.SUPPORTED_NODES},
     )

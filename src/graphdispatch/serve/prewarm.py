@@ -14,7 +14,7 @@ from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from ..showing import Shown
+from ..showing import html_table
 from .estimate import MemoryEstimate, estimate_memory
 from .group import GraphGroup, Route
 from .progress import progress_bar
@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrewarmReport(Shown):
+class PrewarmReport:
     """What a prewarm did: sizes by mode, in the order of capture, and why each of the others has no graph."""
 
     captured: dict[CUDAGraphMode, tuple[int, ...]]
@@ -59,6 +59,12 @@ class PrewarmReport(Shown):
         ]
         lines.append(f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held")
         return "\n".join(lines + [f"{mode.name} {size} left out: {why}" for (mode, size), why in self.left_out.items()])
+
+    def _repr_html_(self) -> str:
+        rows = [(size, mode.name, "captured") for mode, sizes in self.captured.items() for size in sizes]
+        rows += [(size, mode.name, why) for (mode, size), why in self.left_out.items()]
+        title = f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held"
+        return html_table(title, ("size", "mode", "what became of it"), rows)
 
 
 def estimate(

@@ -14,7 +14,7 @@ namespace {
 
 constexpr Py_ssize_t kMostBytes = 176;  // of a TensorImpl that are looked at: the size of the smallest known
 
-PyObject *ask_inference_mode, *ask_autocast, *ask_autocast_dtype, *requires_grad_name;
+PyObject *ask_inference_mode, *ask_autocast, *ask_autocast_dtype, *ask_profiler, *requires_grad_name;
 
 int truth_of(PyObject* answer) {
   const int truth = answer ? PyObject_IsTrue(answer) : -1;
@@ -70,16 +70,18 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
                         &conjugate, &inference)) {
     return nullptr;
   }
-  if (PyTuple_GET_SIZE(asked) != 3) return PyErr_Format(PyExc_TypeError, "three functions are asked");
+  if (PyTuple_GET_SIZE(asked) != 4) return PyErr_Format(PyExc_TypeError, "four functions are asked");
   ask_inference_mode = Py_NewRef(PyTuple_GET_ITEM(asked, 0));
   ask_autocast = Py_NewRef(PyTuple_GET_ITEM(asked, 1));
   ask_autocast_dtype = Py_NewRef(PyTuple_GET_ITEM(asked, 2));
+  ask_profiler = Py_NewRef(PyTuple_GET_ITEM(asked, 3));
   requires_grad_name = PyUnicode_InternFromString("requires_grad");
   if (!requires_grad_name) return nullptr;
   if (void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD)) {
     find(handle, "_ZN3c1013InferenceMode10is_enabledEv", ambient.inference_mode);
     find(handle, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE", ambient.autocast);
     find(handle, "_ZNK3c1010TensorImpl13requires_gradEv", ambient.requires_grad);
+    find(handle, "_ZN5torch8profiler4impl15profilerEnabledEv", ambient.profiler);
   }
   find_clone(library, bindings);
   int found = 0;
@@ -98,8 +100,8 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// What the core finds out by itself: (inference mode, autocast of a device, requires_grad and plainness of a tensor),
-// with None for what it has to ask.
+// What the core finds out by itself: (inference mode, autocast of a device, requires_grad and plainness of a tensor, a
+// profiler), with None for what it has to ask.
 PyObject* read_ambient(PyObject*, PyObject* args) {
   PyObject* tensor;
   int device;
@@ -109,8 +111,9 @@ PyObject* read_ambient(PyObject*, PyObject* args) {
       ambient.autocast ? PyBool_FromLong(ambient.autocast(static_cast<int8_t>(device))) : Py_NewRef(Py_None),
       ambient.requires_grad ? PyBool_FromLong(ambient.requires_grad(impl_of(tensor))) : Py_NewRef(Py_None),
       ambient.keys ? PyBool_FromLong(is_plain_host(tensor)) : Py_NewRef(Py_None),
+      ambient.profiler ? PyBool_FromLong(ambient.profiler()) : Py_NewRef(Py_None),
   };
-  return Py_BuildValue("(NNNN)", found[0], found[1], found[2], found[3]);
+  return Py_BuildValue("(NNNNN)", found[0], found[1], found[2], found[3], found[4]);
 }
 
 // The copy that clone() makes of a plain tensor, or None.
@@ -134,6 +137,9 @@ PyObject* forget_ambient(PyObject*, PyObject* place) {
       ambient.keys = 0;
       break;
     case 4:
+      ambient.profiler = nullptr;
+      break;
+    case 5:
       ambient.wrap = nullptr;
       break;
     default:
@@ -152,6 +158,8 @@ int in_autocast(int device, PyObject* name) {
   if (ambient.autocast && device >= 0) return ambient.autocast(static_cast<int8_t>(device));
   return truth_of(PyObject_CallOneArg(ask_autocast, name));
 }
+
+int is_profiled() { return ambient.profiler ? ambient.profiler() : truth_of(PyObject_CallNoArgs(ask_profiler)); }
 
 PyObject* autocast_dtype(PyObject* name) { return PyObject_CallOneArg(ask_autocast_dtype, name); }
 
@@ -194,7 +202,8 @@ PyMethodDef ambient_methods[] = {
      "and a tensor's flags; `asked` are the functions of Python that are asked instead."},
     {"read_ambient", read_ambient, METH_VARARGS,
      "read_ambient(tensor, device)\n--\n\nWhat the core itself tells: inference mode, autocast of a device's number, "
-     "whether the tensor requires a gradient, and whether it is plain memory of the host; None where it must ask."},
+     "whether the tensor requires a gradient, whether it is plain memory of the host, and whether a profiler is on; "
+     "None where it must ask."},
     {"try_clone", try_clone, METH_O,
      "try_clone(tensor)\n--\n\nWhat tensor.clone() gives, or None where torch has to be asked."},
     {"forget_ambient", forget_ambient, METH_O,

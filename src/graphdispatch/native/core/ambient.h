@@ -16,6 +16,7 @@ struct Ambient {
   bool (*dispatch_mode)() = nullptr;             // c10::impl::dispatch_mode_enabled
   bool (*function_mode)() = nullptr;             // at::impl::torch_function_mode_enabled
   const void* const* (*tracing)() = nullptr;     // torch::jit::tracer::getTracingState
+  bool (*profiler)() = nullptr;                  // torch::profiler::impl::profilerEnabled
   PyObject* (*wrap)(const void*) = nullptr;      // THPVariable_Wrap
   int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**) = nullptr;
   size_t (*element_size)(int32_t) = nullptr;  // aoti_torch_dtype_element_size
@@ -38,6 +39,10 @@ inline bool may_be_in_mode() {
 // name); -1 with an error of Python.
 int in_inference_mode();
 int in_autocast(int device, PyObject* name);
+
+// Whether a profiler of torch is on in the thread: then Python serves, and makes each part of a call a range of the
+// profile. -1 with an error of Python.
+int is_profiled();
 
 // The dtype of autocast for a device's name: a new reference.
 PyObject* autocast_dtype(PyObject* name);

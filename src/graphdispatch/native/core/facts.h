@@ -22,7 +22,7 @@ namespace gd {
   NAME(_runs) NAME(begin) NAME(end) NAME(program) \
   NAME(tape) NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_decode) \
   NAME(_uniform_decode) NAME(__call__) NAME(__getattribute__) NAME(groups) NAME(is_flat) NAME(resting) \
-  NAME(refused) NAME(graphs) NAME(_guard) NAME(at_once) NAME(is_asleep)
+  NAME(refused) NAME(graphs) NAME(_guard) NAME(at_once) NAME(is_asleep) NAME(serve_in_range)
 // clang-format on
 
 struct Names {

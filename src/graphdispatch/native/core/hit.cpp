@@ -343,6 +343,9 @@ PyObject* make_serve(PyObject*, PyObject* args) {
 }  // namespace
 
 PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwargs) {
+  PyObject* again[] = {server, route, args, kwargs};
+  const int profiled = is_profiled();
+  if (profiled) return profiled < 0 ? nullptr : PyObject_VectorcallMethod(names.serve_in_range, again, 4, nullptr);
   Call call{server, route, args, kwargs};
   Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
@@ -354,7 +357,6 @@ PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwa
     if (call.needs_no_gradients) shim.grad_mode_set_enabled(true);
     return result;
   }
-  PyObject* again[] = {server, route, args, kwargs};
   return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
 }
 

@@ -260,11 +260,12 @@ void fail(PlanObject* self, Values& values, const char* stage) {
   Py_XDECREF(trace);
 }
 
-// Whether Python has to run this replay: to refuse it, or to keep the state of the generator.
+// Whether Python has to run this replay: to refuse it, to keep the state of the generator, or to be seen in a profile.
 bool is_unusual(PlanObject* self) {
   const Ref state = of_entry.state.of(self->entry);
   if (!state || state.get() == facts.evicted || state.get() == facts.failed_state) return true;
   if (of_pool.replaying_on.of(self->pool).get() != Py_None || truth(of_entry.uses_rng.of(self->entry))) return true;
+  if (is_profiled()) return true;
   if (of_entry.written.of(self->entry).get() == Py_None) return false;
   return truth(attribute(facts.windows, names.open)) != 0;
 }

@@ -1,0 +1,150 @@
+"""The parts of a call are ranges of torch's profiler while one is on in the thread, and cost nothing elsewhere."""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import graphdispatch as gd
+from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.serve.hit import HitPath
+
+PARTS = [
+    ("copy-in decode 4", "serve decode"),
+    ("replay decode 4", "serve decode"),
+    ("copy-out decode 4", "serve decode"),
+]
+HIT = [("serve decode", ""), *PARTS]
+
+
+def decode(x: torch.Tensor) -> torch.Tensor:
+    """Two operators."""
+    return torch.relu(x) * 2
+
+
+def ranges(profile: Any) -> list[tuple[str, str]]:
+    """The ranges of the library in the order of their beginnings, each with the range around it."""
+    events = getattr(profile, "events", lambda: profile.function_events)()
+    found = [event for event in events if event.name.startswith("graphdispatch: ")]
+    around = [event.cpu_parent.name if event.cpu_parent is not None else "" for event in found]
+    return [(event.name[15:], name.removeprefix("graphdispatch: ")) for event, name in zip(found, around, strict=True)]
+
+
+def profiled(serve: Callable[..., Any], calls: int, rows: int = 3) -> list[tuple[str, str]]:
+    """The ranges of so many calls of so many rows."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        for _ in range(calls):
+            serve(torch.randn(rows, 4))
+    return ranges(profile)
+
+
+def settled(**options: Any) -> gd.Graphed[..., Any]:
+    """A callable that serves three rows by a graph of four."""
+    serve = gd.graphed(decode, dynamic={"x": 0}, sizes=(4,), **options)
+    for _ in range(4):
+        serve(torch.randn(3, 4))
+    return serve
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_the_parts_of_a_hit_lie_within_its_serving(mode: str) -> None:
+    """Copy-in, replay and copy-out, in this order, for each of three calls."""
+    assert profiled(settled(mode=mode), 3) == HIT * 3
+
+
+def test_captures_and_comparisons_lie_within_the_calls_that_made_them() -> None:
+    """The first call runs eagerly, the second captures, the third compares."""
+    serve = gd.graphed(decode, dynamic={"x": 0}, sizes=(4,))
+    assert [one for one in profiled(serve, 3) if one[1] in ("", "serve decode")] == [
+        ("serve decode", ""),
+        ("serve decode", ""),
+        ("capture decode 4", "serve decode"),
+        ("serve decode", ""),
+        ("verify decode 4", "serve decode"),
+    ]
+
+
+def test_a_hit_without_the_native_core_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python serves all calls then."""
+    serve = settled()
+    monkeypatch.setattr(HitPath, "serve", lambda self, *call: HitPath.serve_in_range(self, *call))
+    monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+    assert profiled(serve, 2) == HIT * 2
+
+
+def test_the_older_profiler_and_a_graph_that_is_asked_itself_have_ranges_too() -> None:
+    """``use_kineto=False``; an entry's own ``replay`` is no call of the callable."""
+    serve = settled()
+    (entry,) = serve.entries
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        serve(torch.randn(3, 4))
+        entry.replay({"x": torch.randn(4, 4)})
+    assert [name for name, _ in ranges(profile)] == [name for name, _ in HIT + PARTS]
+
+
+def test_a_wrapper_names_the_tokens_of_its_descriptor() -> None:
+    """Its graph has no size of its own."""
+    wrapper = gd.CUDAGraphWrapper(decode)
+    with gd.cudagraph_context(gd.CUDAGraphMode.FULL, gd.BatchDescriptor(4)):
+        profiled(wrapper, 3, rows=4)
+        assert profiled(wrapper, 1, rows=4) == HIT
+
+
+def test_a_profile_changes_no_answer_and_no_count() -> None:
+    """Also of a call that writes its argument."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+    plain, watched = (gd.graphed(step, dynamic={"x": 0}, sizes=(4,)) for _ in range(2))
+    for rows in (4, 4, 4, 4, 3, 3, 3):
+        mine, theirs = (torch.arange(8.0).view(4, 2)[:rows].clone() for _ in range(2))
+        expected = plain(theirs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            assert torch.equal(watched(mine), expected)
+        assert torch.equal(mine, theirs)
+    one, other = plain.stats.to_dict(), watched.stats.to_dict()
+    assert one | {"capture_time_ms": 0} == other | {"capture_time_ms": 0}
+
+
+def test_a_capture_sees_no_range_as_an_operator() -> None:
+    """A served callable within a captured one: the graph holds what it holds without a profiler."""
+    serve = gd.graphed(decode, dynamic={"x": 0}, sizes=(4,))
+
+    def more(x: torch.Tensor) -> torch.Tensor:
+        return serve(x) + 1
+
+    more.__qualname__ = "more"
+    plain, watched = (gd.graphed(more, dynamic={"x": 0}, sizes=(4,)) for _ in range(2))
+    for _ in range(3):
+        plain(torch.randn(3, 4))
+    assert ("serve decode", "capture more 4") in profiled(watched, 3)
+    graphs = [one.entries[0].graph for one in (plain, watched)]
+    assert [(one.num_recorded, one.num_replayed) for one in graphs] == [(3, graphs[0].num_replayed)] * 2
+
+
+def test_a_thread_without_a_profiler_takes_no_part_in_one() -> None:
+    """After a profile, and while another thread has one on, a call is served as if there were none."""
+    serve, x, seen = settled(), torch.randn(3, 4), []
+
+    def call() -> None:
+        sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_qualname) if event == "call" else None)
+        try:
+            serve(x)
+        finally:
+            sys.setprofile(None)
+
+    def in_thread(_: torch.Tensor) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    assert profiled(serve, 1) == HIT
+    call()
+    assert profiled(in_thread, 1) == []
+    assert serve.stats.hits == 4
+    assert not {name for name in seen if "range" in name}
