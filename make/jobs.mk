@@ -71,12 +71,11 @@ native-check: $(VENV)/.test
 native-twins: $(VENV)/.native
 	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p guard_twins -p match_twins tests --ignore=tests/vllm $(ARGS)
 
-# vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. Sources of engines that are
-# not installed are compared with, too, where pip can have them.
-SOURCES := vllm sglang
+# vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. An older vLLM's dispatcher
+# is compared with, too, where pip can have its wheel.
 vllm-test: $(VLLM_VENV)/.test
-	@$(VLLM_VENV)/bin/python tests/vllm/sources.py $(SOURCES)
-	@$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/cpu/test_sglang.py $(ARGS)
+	@$(VLLM_VENV)/bin/python tests/vllm/sources.py
+	@$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 # The site, shown while you write.
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1

@@ -58,7 +58,6 @@ _HOMES = {
         "VerificationError",
     ),
     "api.graphed": ("Graphed", "graphed"),
-    "integrations.compile": ("piecewise_backend",),
     "api.manager": ("CUDAGraphManager",),
     "modes": ("CUDAGraphMode", "DispatchMode", "EntryState"),
     "plan.compare": ("Comparison", "compare"),

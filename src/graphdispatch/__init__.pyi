@@ -53,7 +53,6 @@ from .errors import IntegrityError as IntegrityError
 from .errors import ReplayError as ReplayError
 from .errors import StaleOutputError as StaleOutputError
 from .errors import VerificationError as VerificationError
-from .integrations.compile import piecewise_backend as piecewise_backend
 from .memory.budget import MemoryBudget as MemoryBudget
 from .memory.entry import CUDAGraphEntry as CUDAGraphEntry
 from .memory.entry import GraphEntry as GraphEntry

@@ -18,10 +18,10 @@ class PrometheusCollector(Figures, Collector):
 
     ``prometheus_client.REGISTRY.register(PrometheusCollector(serve, name="decoder"))`` exports them; further callables
     of the process come in by ``add``, since a registry takes each metric from one collector. ``served`` is what
-    ``graphed`` returns, a wrapper, a manager, a dispatcher, or a ``GraphedGeneration`` or ``GraphedBatching`` of
-    transformers, of which steps are counted; it is kept alive. A scrape reads counters that are there
-    anyway, and the allocator's figures; calls pay nothing for it. Counters of one scrape may be from slightly different
-    moments. They start again at zero after ``stats.reset()``, as after a restart. Thread-safe.
+    ``graphed`` returns, a wrapper, a manager, a dispatcher, or a ``GraphedGeneration`` of transformers, of which steps
+    are counted; it is kept alive. A scrape reads counters that are there anyway, and the allocator's figures; calls pay
+    nothing for it. Counters of one scrape may be from slightly different moments. They start again at zero after
+    ``stats.reset()``, as after a restart. Thread-safe.
 
     Raises ``ConfigError`` for an object without counters, and for a name that is taken.
     """

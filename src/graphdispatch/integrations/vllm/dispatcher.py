@@ -16,7 +16,7 @@ from ...decide.table import KeyTable
 from ...descriptors import BatchDescriptor
 from ...errors import ConfigError, FallbackError
 from ...reasons import Reason
-from ..engine import EagerSteps
+from .engine import EagerSteps
 
 __all__ = ["CudagraphDispatcher"]
 

@@ -16,8 +16,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from ...decide.engine import mode_of
 from ...reasons import Reason
-from ..engine import on_all_ranks
 from .dispatcher import CudagraphDispatcher
+from .engine import on_all_ranks
 from .plain import PlainCpuWorker
 from .wrapper import GraphTotals, StaticGraphWrapper, graph_stats
 

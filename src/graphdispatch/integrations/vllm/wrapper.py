@@ -19,7 +19,7 @@ from ...descriptors import BatchDescriptor
 from ...errors import ConfigError
 from ...modes import CUDAGraphMode
 from ...reasons import Reason
-from ..engine import EagerSteps, EngineGraphs
+from .engine import EagerSteps, EngineGraphs
 from .steps import FixedStep, Schedule
 
 __all__ = ["GraphTotals", "StaticGraphWrapper", "graph_stats"]
