@@ -1,6 +1,6 @@
 """vLLM 0.11.1's own dispatcher, without the rest of it.
 
-``python tests/vllm/sources.py`` has pip download a wheel of 15 MB and keeps two of its files. Tests download nothing.
+``python tests/sources.py`` has pip download a wheel of 15 MB and keeps two of its files. Tests download nothing.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-KEPT = Path(__file__).resolve().parents[2] / "build" / "engines"
+KEPT = Path(__file__).resolve().parents[3] / "build" / "engines"
 
 
 class Wheel(NamedTuple):

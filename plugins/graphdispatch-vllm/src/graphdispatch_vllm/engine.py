@@ -6,9 +6,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from ...api.wrapper import CUDAGraphWrapper
-from ...decide.decision import Decision
-from ...reasons import Reason
+from .core import CUDAGraphWrapper, Decision, Reason
 
 __all__ = ["EagerSteps", "EngineGraphs", "on_all_ranks"]
 
