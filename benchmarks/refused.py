@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from tests.real_models.families import build_cases
 from torch import Tensor, nn
 
 from graphdispatch import Graphed, graphed
-from tests.real_models.families import build_cases
 
 from .timing import Effort, Row, row
 

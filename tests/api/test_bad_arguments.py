@@ -123,8 +123,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "composite seconds": (composite, lambda c: gd.CompositeDispatcher(backoff_s="a"), "backoff_s"),  # type: ignore[arg-type]
     "composite clock": (composite, lambda c: gd.CompositeDispatcher(clock=3), "clock"),  # type: ignore[arg-type]
     "composite on_evict": (composite, lambda c: gd.CompositeDispatcher(on_evict=3), "on_evict"),  # type: ignore[arg-type]
-    "backend nothing": (wrapper, lambda _: gd.piecewise_backend(None), "split_ops"),  # type: ignore[arg-type]
-    "backend one name": (wrapper, lambda _: gd.piecewise_backend("aten::nonzero"), "split_ops"),
 }  # fmt: skip
 
 
@@ -157,10 +155,3 @@ def test_a_mistake_that_cannot_be_printed(mistake: str) -> None:
         calls[mistake]()
 
 
-@pytest.mark.parametrize("how", [{"mode": "default"}, {"mode": "reduce-overhead"}, {"options": {"trace": True}}])
-def test_the_compiler_may_say_how_to_generate_code(how: dict[str, Any]) -> None:
-    """``torch.compile`` passes its ``mode`` and ``options`` to a backend; they say nothing to one without code."""
-    torch._dynamo.reset()
-    compiled = torch.compile(double, backend=gd.piecewise_backend(), **how)
-    assert torch.equal(compiled(X), X * 2)
-    torch._dynamo.reset()

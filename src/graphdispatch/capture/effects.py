@@ -191,7 +191,7 @@ class EffectRecorder(OperatorMode):
             self.give_up(
                 CaptureError(
                     f"compiled code calls {inside.names[0]!r}, an operator in Python; split the compiled graph there "
-                    "(piecewise_backend, or vLLM's splitting_ops), or register it in C++",
+                    "(vLLM's splitting_ops do), or register it in C++",
                     Reason.CAPTURE_UNSAFE,
                 )
             )

@@ -9,21 +9,19 @@ except ImportError as error:
         "graphdispatch.integrations.transformers needs transformers; install graphdispatch[transformers]"
     ) from error
 
-__all__ = ["FIRST_VERSION", "FIRST_VERSION_OF_BATCHING", "LAST_VERSION", "check_version"]
+__all__ = ["FIRST_VERSION", "LAST_VERSION", "check_version"]
 
 FIRST_VERSION = (5, 10)
 """The first version with which the tests pass."""
-FIRST_VERSION_OF_BATCHING = (5, 23)
-"""The same for continuous batching."""
 LAST_VERSION = (5, 23)
 """The latest version that was tried."""
 
 
-def check_version(version: str, first_version: tuple[int, int] = FIRST_VERSION) -> None:
+def check_version(version: str) -> None:
     """Raise ``ImportError`` for a version that is too old, and warn of one that is newer than what was tried."""
     numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
-    first, last = (".".join(map(str, limit)) for limit in (first_version, LAST_VERSION))
-    if numbers < first_version:
+    first, last = (".".join(map(str, limit)) for limit in (FIRST_VERSION, LAST_VERSION))
+    if numbers < FIRST_VERSION:
         raise ImportError(f"this integration needs transformers {first} or newer, found {version}")
     if numbers > LAST_VERSION:
         warnings.warn(

@@ -9,7 +9,7 @@ import torch
 from ...api.graphed import Graphed, graphed
 from ...config import CUDAGraphOptions
 from .caches import KeptCache
-from .stats import BatchingStats
+from .stats import GenerationStats
 
 __all__ = ["CACHE_NAMES", "Slot", "SlotKey", "SlotPool"]
 
@@ -74,7 +74,7 @@ class SlotPool:
         self._options = options
         self._lock = threading.Lock()
         self._slots: dict[SlotKey, Slot] = {}  # by use: the latest last
-        self._past = BatchingStats()
+        self._past = GenerationStats()
         self._is_closed = False
 
     def take(self, key: SlotKey) -> Slot | None:
@@ -115,7 +115,7 @@ class SlotPool:
     def __iter__(self) -> Iterator[Slot]:
         return iter(list(self._slots.values()))
 
-    def count_into(self, stats: BatchingStats) -> None:
+    def count_into(self, stats: GenerationStats) -> None:
         """Add the figures of all steps, also of slots that are gone."""
         with self._lock:
             stats.add(self._past)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ...reasons import Explained, Reason
 from ...stats import CUDAGraphStats
 
-__all__ = ["BatchingStats", "GenerationStats", "NotServed"]
+__all__ = ["GenerationStats", "NotServed"]
 
 
 class NotServed(Explained):
@@ -30,12 +30,17 @@ class NotServed(Explained):
 
 
 @dataclass
-class BatchingStats:
-    """What happened to the steps that transformers wanted on a graph: of ``steps`` graphs replayed ``hits``.
+class GenerationStats:
+    """What happened so far: whole requests, and the decode steps of those that graphs serve.
 
-    Read it at any time; each access to ``stats`` makes a new one.
+    Of ``steps`` graphs replayed ``hits``. Prefills run eagerly and are no steps. Read it at any time; each access to
+    ``stats`` makes a new one.
     """
 
+    requests: int = 0
+    served: int = 0
+    not_served: Counter[NotServed] = field(default_factory=Counter)
+    """Why requests ran as before."""
     steps: int = 0
     hits: int = 0
     captures: int = 0
@@ -45,7 +50,7 @@ class BatchingStats:
     capture_seconds: float = 0.0
     """Time spent in successful captures."""
 
-    def add(self, stats: "CUDAGraphStats | BatchingStats") -> None:
+    def add(self, stats: "CUDAGraphStats | GenerationStats") -> None:
         """Add the figures of one graph's calls, or of other steps."""
         self.steps += stats.calls if isinstance(stats, CUDAGraphStats) else stats.steps
         self.hits += stats.hits
@@ -61,16 +66,3 @@ class BatchingStats:
     def hit_rate(self) -> float:
         """The share of steps that graphs replayed; 0 without steps."""
         return self.hits / self.steps if self.steps else 0.0
-
-
-@dataclass
-class GenerationStats(BatchingStats):
-    """What happened so far: whole requests, and the decode steps of those that graphs serve.
-
-    Prefills run eagerly and are no steps.
-    """
-
-    requests: int = 0
-    served: int = 0
-    not_served: Counter[NotServed] = field(default_factory=Counter)
-    """Why requests ran as before."""

@@ -14,10 +14,9 @@ from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from ...decide.engine import mode_of
-from ...reasons import Reason
-from ..engine import on_all_ranks
+from .core import Reason, mode_of
 from .dispatcher import CudagraphDispatcher
+from .engine import on_all_ranks
 from .plain import PlainCpuWorker
 from .wrapper import GraphTotals, StaticGraphWrapper, graph_stats
 

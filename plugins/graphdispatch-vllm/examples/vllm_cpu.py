@@ -1,12 +1,12 @@
 """vLLM on the CPU, served by this library's graphs: eager's tokens, the hit rate, and the speed beside inductor.
 
-    pip install 'graphdispatch[vllm]'
+    pip install graphdispatch-vllm
     python examples/vllm_cpu.py --modes FULL PIECEWISE --requests 48
 
 Each engine runs in a process of its own: vLLM eagerly, vLLM with the code that inductor compiles, and vLLM with our
 graphs in each of the modes. The model is a tiny Llama with random weights, so nothing is downloaded.
 ``--tensor-parallel 2`` splits it over two processes that talk by gloo; ``--spawn`` gives the engine's core a process of
-its own. ``--plan`` takes the capture sizes from a plan that ``graphdispatch plan`` has written.
+its own. ``--sizes`` takes other capture sizes, as those of a plan that ``graphdispatch plan`` has made.
 
 Speeds are in time of the processor, so that other work on the machine counts little: the thread's for a forward, the
 process's for tokens. With ``--rounds`` the engines take turns, and the best round of each counts.
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--spawn", action="store_true", help="put the engine's core into a process of its own")
-    parser.add_argument("--plan", type=Path, help="a plan with the capture sizes")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="the capture sizes")
     parser.add_argument("--no-inductor", action="store_true", help="leave out vLLM with compiled code")
     parser.add_argument("--repeats", type=int, default=3, help="how often each speed is measured; 0: not at all")
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine is started")
@@ -75,7 +75,7 @@ def main() -> None:
         (Path(place) / "config.json").write_text(json.dumps(MODEL))
         for _ in range(args.rounds):
             for kind in kinds:
-                got = start(kind, place, args.plan)
+                got = start(kind, place)
                 if kind not in found:
                     found[kind] = got
                     report(kind, got, found["eager"])
@@ -94,11 +94,9 @@ def main() -> None:
         sys.exit("some tokens are not those of eager")
 
 
-def start(kind: str, place: str, plan: Path | None) -> dict[str, Any]:
+def start(kind: str, place: str) -> dict[str, Any]:
     """One engine in a process of its own."""
     own = {"GRAPHDISPATCH_VLLM": "graphs"} if kind in MODES else {}
-    if plan is not None and own:
-        own["GRAPHDISPATCH_VLLM_PLAN"] = str(plan)
     command = [sys.executable, __file__, *sys.argv[1:], "--child", f"{kind}:{place}"]
     done = subprocess.run(command, env={**os.environ, **SETTINGS, **own}, capture_output=True, text=True, check=False)
     result = Path(place) / f"{kind}.json"
@@ -136,8 +134,7 @@ def run_engine(args: argparse.Namespace) -> None:
         how = {"compilation_config": {"mode": 3}}
     elif kind in MODES:
         mode = 3 if "PIECEWISE" in kind else 0
-        sizes = {"cudagraph_capture_sizes": SIZES} if args.plan is None else {}
-        how = {"compilation_config": {"mode": mode, "cudagraph_mode": kind, **sizes}}
+        how = {"compilation_config": {"mode": mode, "cudagraph_mode": kind, "cudagraph_capture_sizes": args.sizes}}
     llm = LLM(
         model=place,
         load_format="dummy",

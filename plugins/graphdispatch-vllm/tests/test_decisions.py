@@ -15,10 +15,9 @@ from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher as RunnerV1
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager as RunnerV2
 
-from graphdispatch import Reason
-from graphdispatch.engines import CudagraphDispatcher
-from graphdispatch.errors import ConfigError
-from graphdispatch.integrations.vllm.runner_v2 import GraphManager
+from graphdispatch_vllm.core import ConfigError, Reason
+from graphdispatch_vllm.dispatcher import CudagraphDispatcher
+from graphdispatch_vllm.runner_v2 import GraphManager
 
 SIZES = [1, 2, 4, *range(8, 65, 8)]
 

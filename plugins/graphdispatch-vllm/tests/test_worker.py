@@ -11,9 +11,9 @@ pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environm
 from vllm.compilation import monitor
 from vllm.config import CUDAGraphMode as Mode
 
-from graphdispatch import Reason
-from graphdispatch.engines import CudagraphDispatcher
-from graphdispatch.integrations.vllm import worker
+from graphdispatch_vllm import worker
+from graphdispatch_vllm.core import Reason
+from graphdispatch_vllm.dispatcher import CudagraphDispatcher
 
 from .test_decisions import SIZES, config
 

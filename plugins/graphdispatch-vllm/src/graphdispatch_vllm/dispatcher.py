@@ -10,13 +10,8 @@ from vllm.forward_context import BatchDescriptor as TheirDescriptor
 from vllm.logger import init_logger
 from vllm.lora.utils import get_captured_lora_counts
 
-from ...decide.decision import Decision
-from ...decide.engine import mode_of
-from ...decide.table import KeyTable
-from ...descriptors import BatchDescriptor
-from ...errors import ConfigError, FallbackError
-from ...reasons import Reason
-from ..engine import EagerSteps
+from .core import BatchDescriptor, ConfigError, Decision, FallbackError, KeyTable, Reason, mode_of
+from .engine import EagerSteps
 
 __all__ = ["CudagraphDispatcher"]
 

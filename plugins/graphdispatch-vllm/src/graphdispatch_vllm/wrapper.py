@@ -12,14 +12,8 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ...config import CUDAGraphOptions
-from ...decide.decision import Decision
-from ...decide.engine import mode_of
-from ...descriptors import BatchDescriptor
-from ...errors import ConfigError
-from ...modes import CUDAGraphMode
-from ...reasons import Reason
-from ..engine import EagerSteps, EngineGraphs
+from .core import BatchDescriptor, ConfigError, CUDAGraphMode, CUDAGraphOptions, Decision, Reason, mode_of
+from .engine import EagerSteps, EngineGraphs
 from .steps import FixedStep, Schedule
 
 __all__ = ["GraphTotals", "StaticGraphWrapper", "graph_stats"]

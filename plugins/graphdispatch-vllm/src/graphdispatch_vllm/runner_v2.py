@@ -7,10 +7,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode as TheirMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-from ...decide.engine import mode_of
-from ...decide.table import KeyTable
-from ...descriptors import BatchDescriptor
-from ...modes import CUDAGraphMode
+from .core import BatchDescriptor, CUDAGraphMode, KeyTable, mode_of
 
 __all__ = ["GraphManager", "StepDecisions"]
 

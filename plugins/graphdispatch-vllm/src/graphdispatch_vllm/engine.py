@@ -1,4 +1,4 @@
-"""What integrations with serving engines share: graphs captured as they are named, and why steps ran eagerly."""
+"""Graphs that are captured as they are named, why steps ran eagerly, and agreement of ranks."""
 
 import logging
 from collections import Counter
@@ -6,9 +6,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from ..api.wrapper import CUDAGraphWrapper
-from ..decide.decision import Decision
-from ..reasons import Reason
+from .core import CUDAGraphWrapper, Decision, Reason
 
 __all__ = ["EagerSteps", "EngineGraphs", "on_all_ranks"]
 
@@ -17,7 +15,7 @@ _QUIET = (Reason.DISABLED, Reason.MODE_EXCLUDED)
 
 
 class EngineGraphs(CUDAGraphWrapper):
-    """Captures a descriptor when it first comes: an engine names all of them at its warm-up."""
+    """Captures a descriptor when it first comes: vLLM names all of them at its warm-up."""
 
     _captures_at_once = True
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environm
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_context
 
-from graphdispatch.integrations.vllm.steps import FixedStep, Schedule
+from graphdispatch_vllm.steps import FixedStep, Schedule
 
 
 @dataclasses.dataclass
