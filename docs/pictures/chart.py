@@ -1,0 +1,62 @@
+"""Draws the bar chart of README and of the page on performance from committed results.
+
+``python docs/pictures/chart.py`` reads ``benchmarks/results/native.json`` and writes ``speed.svg`` beside this file. A
+bar's length is how many times as fast as eager its way is, in the same turns.
+"""
+
+import json
+from pathlib import Path
+
+from draw import STYLE, styled, text
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "benchmarks" / "results" / "native.json"
+TARGET = HERE / "speed.svg"
+WIDTH, LEFT, BAR, GAP = 560, 112, 15, 20
+MORE = ".right { text-anchor: end; }\n.plain { fill: #8884; }"
+WAYS = (("eager", None, "plain"), ("torch.compile", "torch.compile", "eager"), ("graphdispatch", "graphed()", "graph"))
+CASES = (
+    ("small Llama, batch 1", "Llama step, inference, batch  1"),
+    ("small Llama, batch 8", "Llama step, inference, batch  8"),
+    ("small Llama, batch 64", "Llama step, inference, batch 64"),
+    ("tiny decoder, batch 1", "tiny decoder, inference, batch  1"),
+    ("MLP, batch 1", "MLP, inference, batch  1"),
+)
+
+
+def speeds() -> list[tuple[str, list[float]]]:
+    """For each case, how many times as fast as eager each way is."""
+    rows = {row["case"]: row for row in json.loads(RESULTS.read_text("utf-8"))["parts"]["peers"]}
+    return [
+        (title, [rows[f"{case}: {way}"]["base_us"] / rows[f"{case}: {way}"]["us"] if way else 1.0 for _, way, _ in WAYS])
+        for title, case in CASES
+    ]
+
+
+def svg() -> str:
+    """The chart."""
+    measured = speeds()
+    longest = max(max(values) for _, values in measured)
+    scale = (WIDTH - LEFT - 44) / longest
+    lines, y = [], 34
+    for index, (name, _, kind) in enumerate(WAYS):
+        x = LEFT + 150 * index
+        lines += [f'<rect x="{x}" y="6" width="12" height="12" class="{kind}"/>', text(x + 18, 16.5, name, "left")]
+    for title, values in measured:
+        lines.append(text(LEFT - 8, y + 1.5 * BAR + 4, title.partition(",")[0], "right"))
+        lines.append(text(LEFT - 8, y + 2.5 * BAR + 4, title.partition(", ")[2], "right note"))
+        for index, value in enumerate(values):
+            top, width = y + index * BAR, value * scale
+            lines.append(f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR - 3}" class="{WAYS[index][2]}"/>')
+            lines.append(text(LEFT + width + 5, top + 10, f"{value:.1f}x", "left note"))
+        y += len(values) * BAR + GAP
+    title = "Speed of eager, torch.compile and graphdispatch on one CPU core; eager is 1"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="picture wide" viewBox="0 0 {WIDTH} {y - 8}" role="img">\n'
+        f"<title>{title}</title>\n{styled(STYLE + MORE)}\n" + "\n".join(lines) + "\n</svg>\n"
+    )
+
+
+if __name__ == "__main__":
+    TARGET.write_text(svg(), encoding="utf-8")
+    print(TARGET)
