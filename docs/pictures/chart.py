@@ -1,7 +1,8 @@
 """Draws the bar chart of README and of the page on performance from committed results.
 
 ``python docs/pictures/chart.py`` reads ``benchmarks/results/native.json`` and writes ``speed.svg`` beside this file. A
-bar's length is how many times as fast as eager its way is, in the same turns.
+bar's length is how many times as fast as eager its way is, in the same turns. It also prints README's table of models,
+from ``benchmarks/results/models.json``.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 from draw import STYLE, styled, text
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parents[1] / "benchmarks" / "results" / "native.json"
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
 TARGET = HERE / "speed.svg"
 WIDTH, LEFT, BAR, GAP = 560, 112, 15, 20
 MORE = ".right { text-anchor: end; }\n.plain { fill: #8884; }"
@@ -24,9 +25,22 @@ CASES = (
 )
 
 
+def cases(run: str, part: str) -> dict[str, dict[str, float]]:
+    """The rows of one part of a committed run, by name."""
+    return {row["case"]: row for row in json.loads((RESULTS / f"{run}.json").read_text("utf-8"))["parts"][part]}
+
+
+def table() -> str:
+    """The rows of README's table of models."""
+    return "\n".join(
+        f"| {name} | {row['base_us'] / 1000:.3g} ms | {row['us'] / 1000:.3g} ms | {row['base_us'] / row['us']:.2f}x |"
+        for name, row in cases("models", "models").items()
+    )
+
+
 def speeds() -> list[tuple[str, list[float]]]:
     """For each case, how many times as fast as eager each way is."""
-    rows = {row["case"]: row for row in json.loads(RESULTS.read_text("utf-8"))["parts"]["peers"]}
+    rows = cases("native", "peers")
     return [
         (title, [rows[f"{case}: {way}"]["base_us"] / rows[f"{case}: {way}"]["us"] if way else 1.0 for _, way, _ in WAYS])
         for title, case in CASES
@@ -59,4 +73,4 @@ def svg() -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(svg(), encoding="utf-8")
-    print(TARGET)
+    print(TARGET, table(), sep="\n")
