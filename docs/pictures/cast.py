@@ -1,7 +1,7 @@
-"""Draws the terminal of README: ``python docs/pictures/cast.py`` runs the demo and writes ``demo.svg`` beside this file.
+"""Draws the terminal of README: ``python docs/pictures/cast.py`` runs the demo and writes ``demo.svg`` beside it.
 
-The text is what the command prints; arguments go to the command, as in ``cast.py --steps 500``. ``cast.py - < FILE`` takes
-the text of an earlier run.
+The text is what the command prints; arguments go to the command, as in ``cast.py --steps 500``. ``cast.py - < FILE``
+takes the text of an earlier run.
 """
 
 import os

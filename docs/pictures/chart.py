@@ -41,10 +41,11 @@ def table() -> str:
 def speeds() -> list[tuple[str, list[float]]]:
     """For each case, how many times as fast as eager each way is."""
     rows = cases("native", "peers")
-    return [
-        (title, [rows[f"{case}: {way}"]["base_us"] / rows[f"{case}: {way}"]["us"] if way else 1.0 for _, way, _ in WAYS])
-        for title, case in CASES
-    ]
+    return [(title, [_speed(rows, f"{case}: {way}") if way else 1.0 for _, way, _ in WAYS]) for title, case in CASES]
+
+
+def _speed(rows: dict[str, dict[str, float]], case: str) -> float:
+    return rows[case]["base_us"] / rows[case]["us"]
 
 
 def svg() -> str:
@@ -61,7 +62,8 @@ def svg() -> str:
         lines.append(text(LEFT - 8, y + 2.5 * BAR + 4, title.partition(", ")[2], "right note"))
         for index, value in enumerate(values):
             top, width = y + index * BAR, value * scale
-            lines.append(f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR - 3}" class="{WAYS[index][2]}"/>')
+            kind = WAYS[index][2]
+            lines.append(f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR - 3}" class="{kind}"/>')
             lines.append(text(LEFT + width + 5, top + 10, f"{value:.1f}x", "left note"))
         y += len(values) * BAR + GAP
     title = "Speed of eager, torch.compile and graphdispatch on one CPU core; eager is 1"

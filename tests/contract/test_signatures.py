@@ -10,7 +10,7 @@ import pytest
 
 import graphdispatch as gd
 
-from .described import ATTRIBUTES, DIFFERENCES, DOCUMENT, PROPERTIES, SIGNATURES, document
+from .described import ATTRIBUTES, PROPERTIES, SIGNATURES
 
 REQUIRED = inspect.Parameter.empty
 
@@ -33,10 +33,9 @@ def found(name: str) -> list[inspect.Parameter]:
 
 
 def test_all_of_the_description_is_checked() -> None:
-    """66 signatures and 9 properties; each name is in the reference."""
+    """66 signatures and 9 properties; each name resolves on the package."""
     assert (len(SIGNATURES), len(PROPERTIES)) == (66, 9)
-    owners = {name.partition(".")[0] for name in (*SIGNATURES, *PROPERTIES, *ATTRIBUTES)}
-    assert owners <= DIFFERENCES.keys() <= set(gd.__all__)
+    assert all(hasattr(gd, name.partition(".")[0]) for name in (*SIGNATURES, *PROPERTIES, *ATTRIBUTES))
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -70,11 +69,6 @@ def test_members_are_there(owner: str) -> None:
     fields = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "model_fields", ())}
     missing = {name for name in ATTRIBUTES[owner].split() if not hasattr(kind, name) and name not in fields}
     assert not missing or all(hasattr(kind(), name) for name in missing)
-
-
-def test_the_reference_is_what_the_tests_say() -> None:
-    """If this fails, run ``python -m tests.contract.described`` and read what changed."""
-    assert DOCUMENT.read_text(encoding="utf-8") == document()
 
 
 def test_streams_take_the_options_of_their_base() -> None:
