@@ -1,6 +1,7 @@
 """Models that people use, at their published sizes and with random weights, by graphs beside eager on the CPU.
 
-A speed does not depend on the values of weights, so nothing is downloaded. ``docs/models.md`` and README show the rows.
+A speed does not depend on the values of weights, so nothing is downloaded. All batches have one row, those of the actor
+eight. README shows the rows; ``docs/pictures/chart.py`` prints them.
 """
 
 import importlib.util
@@ -58,7 +59,7 @@ def _models() -> Iterator[Model]:
         transformers.BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     )
     yield Model(
-        "MiniLM-L6 embedding, 1 x 16 tokens",
+        "MiniLM-L6, 16 tokens",
         lambda input_ids: bert(input_ids=input_ids).last_hidden_state.mean(1),
         lambda: {"input_ids": torch.randint(0, 30000, (1, 16))},
         {"input_ids": 0},
@@ -70,7 +71,7 @@ def _models() -> Iterator[Model]:
     for name, net in (("ViT-Ti/16", vit), ("MobileNetV2", mobile)):
         net.eval()
         yield Model(
-            f"{name}, 1 image of 224 x 224",
+            f"{name}, one image",
             lambda pixel_values, net=net: net(pixel_values=pixel_values).pooler_output,
             lambda: {"pixel_values": torch.randn(1, 3, 224, 224)},
             {"pixel_values": 0},
@@ -96,4 +97,4 @@ def _smollm(transformers: Any) -> Model:
         return {"input_ids": torch.tensor([[next(steps) % 1000]]), "position_ids": torch.zeros(1, 1, dtype=torch.long)}
 
     step(**batch())
-    return Model("SmolLM2-135M decode step, batch 1", step, batch, {})
+    return Model("SmolLM2-135M, decode step", step, batch, {})

@@ -13,9 +13,15 @@ from draw import STYLE, styled, text
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
 TARGET = HERE / "speed.svg"
-WIDTH, LEFT, BAR, GAP = 560, 112, 15, 20
-MORE = ".right { text-anchor: end; }\n.plain { fill: #8884; }"
-WAYS = (("eager", None, "plain"), ("torch.compile", "torch.compile", "eager"), ("graphdispatch", "graphed()", "graph"))
+WIDTH, LEFT, BAR, GAP = 420, 96, 15, 14
+MORE = """
+.right { text-anchor: end; }
+.bar { rx: 1.5px; stroke: none; }
+.plain { fill: #8886; }
+.other { fill: #d9822b99; }
+.ours { fill: #2a78d6; }
+"""
+WAYS = (("eager", None, "plain"), ("torch.compile", "torch.compile", "other"), ("graphdispatch", "graphed()", "ours"))
 CASES = (
     ("small Llama, batch 1", "Llama step, inference, batch  1"),
     ("small Llama, batch 8", "Llama step, inference, batch  8"),
@@ -33,7 +39,7 @@ def cases(run: str, part: str) -> dict[str, dict[str, float]]:
 def table() -> str:
     """The rows of README's table of models."""
     return "\n".join(
-        f"| {name} | {row['base_us'] / 1000:.3g} ms | {row['us'] / 1000:.3g} ms | {row['base_us'] / row['us']:.2f}x |"
+        f"| {name} | {row['base_us'] / 1000:.2g} → {row['us'] / 1000:.2g} | {row['base_us'] / row['us']:.2f}x |"
         for name, row in cases("models", "models").items()
     )
 
@@ -55,15 +61,15 @@ def svg() -> str:
     scale = (WIDTH - LEFT - 44) / longest
     lines, y = [], 34
     for index, (name, _, kind) in enumerate(WAYS):
-        x = LEFT + 150 * index
-        lines += [f'<rect x="{x}" y="6" width="12" height="12" class="{kind}"/>', text(x + 18, 16.5, name, "left")]
+        x = LEFT + (0, 72, 190)[index]
+        lines += [f'<rect x="{x}" y="6" width="12" height="12" class="bar {kind}"/>', text(x + 18, 16.5, name, "left")]
     for title, values in measured:
         lines.append(text(LEFT - 8, y + 1.5 * BAR + 4, title.partition(",")[0], "right"))
         lines.append(text(LEFT - 8, y + 2.5 * BAR + 4, title.partition(", ")[2], "right note"))
         for index, value in enumerate(values):
             top, width = y + index * BAR, value * scale
             kind = WAYS[index][2]
-            lines.append(f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR - 3}" class="{kind}"/>')
+            lines.append(f'<rect x="{LEFT}" y="{top}" width="{width:.1f}" height="{BAR - 3}" class="bar {kind}"/>')
             lines.append(text(LEFT + width + 5, top + 10, f"{value:.1f}x", "left note"))
         y += len(values) * BAR + GAP
     title = "Speed of eager, torch.compile and graphdispatch on one CPU core; eager is 1"

@@ -167,7 +167,7 @@ def svg(picture: Callable[[], tuple[str, int, list[str]]]) -> str:
 
 def styled(rules: str) -> str:
     """The style element of a picture: its rules hold within pictures alone."""
-    scoped = (rule if rule.startswith("@") else f".picture {rule}" for rule in rules.strip().splitlines())
+    scoped = (rule if rule.startswith("@") else f".picture {rule}" for rule in rules.splitlines() if rule)
     return "\n".join(["<style>", *scoped, "</style>"])
 
 
