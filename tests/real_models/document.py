@@ -23,10 +23,9 @@ _DOCUMENT = _ROOT / "docs" / "models.md"
 _CASES = _ROOT / "build" / "models.csv"
 _HEAD = """# Models that were tried
 
-`python -m tests.real_models.sweep --write` builds tiny models with random weights, from transformers, timm and
-`torch.nn`. It calls each as people call it, with eight batches of 2 to 4 rows, three times, and compares every answer
-with eager on the CPU backend. It writes this page, and every case into `build/models.csv`. *Full* means that graphs
-served every call of the last round.
+`make sweep` builds tiny models with random weights, from transformers, timm and `torch.nn`. It calls each as people
+call it, with eight batches of 2 to 4 rows, three times, and compares every answer with eager on the CPU backend. It
+writes this page, and every case into `build/models.csv`. *Full* means that graphs served every call of the last round.
 
 """
 
