@@ -43,6 +43,7 @@ def drawn(printed: str, command: str) -> str:
     plain = re.sub(r"@font-face \{\{.*?\}\}", "", plain, flags=re.S)
     plain = plain.replace("</style>", REVEAL.replace("{", "{{").replace("}", "}}") + "</style>")
     svg = console.export_svg(title=command, code_format=plain, unique_id="demo")
+    svg = svg.replace("<svg ", '<svg width="720" ', 1)
     return re.sub(r'(<text class="demo-r\d+")(.*?clip-path="url\(#demo-line-(\d+)\)")', _delayed, svg)
 
 
