@@ -74,7 +74,8 @@ def svg() -> str:
         y += len(values) * BAR + GAP
     title = "Speed of eager, torch.compile and graphdispatch on one CPU core; eager is 1"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="picture wide" width="560" viewBox="0 0 {WIDTH} {y - 8}" role="img">\n'
+        '<svg xmlns="http://www.w3.org/2000/svg" class="picture wide" width="560" '
+        f'viewBox="0 0 {WIDTH} {y - 8}" role="img">\n'
         f"<title>{title}</title>\n{styled(STYLE + MORE)}\n" + "\n".join(lines) + "\n</svg>\n"
     )
 
