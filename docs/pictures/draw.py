@@ -1,7 +1,7 @@
 """Draws the pictures of the concepts: ``python docs/pictures/draw.py`` writes the SVG files beside this one.
 
 A picture is 360 units wide, so that it can be read on a telephone. Its colours are those of the site's theme where the
-site puts it into a page, and the plain ones that stand after them elsewhere.
+site puts it into a page, and the plain ones that follow them elsewhere.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,6 +19,8 @@ rect { rx: 5px; fill: none; stroke: var(--md-default-fg-color--light, #57606a); 
 .pad { fill: #8884; stroke-dasharray: 3 2; }
 path { fill: none; stroke: var(--md-default-fg-color--light, #57606a); stroke-width: 1.4; }
 .head { fill: var(--md-default-fg-color--light, #57606a); stroke: none; }
+@media (prefers-color-scheme: dark) { .picture text { fill: var(--md-typeset-color, #d1d7e0); } }
+@media (prefers-color-scheme: dark) { .picture .note { fill: var(--md-default-fg-color--light, #9198a1); } }
 """
 
 
@@ -160,8 +162,13 @@ def svg(picture: Callable[[], tuple[str, int, list[str]]]) -> str:
     """The file of one picture."""
     title, height, parts = picture()
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {WIDTH} {height}" role="img">'
-    scoped = "".join(f".picture {rule}" for rule in STYLE.strip().splitlines(keepends=True))
-    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>\n{scoped}</style>", *parts, "</svg>\n"])
+    return "\n".join([head, f"<title>{escape(title)}</title>", styled(STYLE), *parts, "</svg>\n"])
+
+
+def styled(rules: str) -> str:
+    """The style element of a picture: its rules hold within pictures alone."""
+    scoped = (rule if rule.startswith("@") else f".picture {rule}" for rule in rules.splitlines() if rule)
+    return "\n".join(["<style>", *scoped, "</style>"])
 
 
 if __name__ == "__main__":

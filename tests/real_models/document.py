@@ -1,12 +1,16 @@
-"""``docs/models.md``: what a sweep found, as tables. Written by ``python -m tests.real_models.sweep --write``."""
+"""What a sweep found: a summary in ``docs/models.md``, and every case in ``build/models.csv``.
+
+``python -m tests.real_models.sweep --write`` writes both.
+"""
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,20 +18,20 @@ if TYPE_CHECKING:
 
 __all__ = ["document", "write"]
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+_ROOT = Path(__file__).resolve().parents[2]
+_DOCUMENT = _ROOT / "docs" / "models.md"
+_CASES = _ROOT / "build" / "models.csv"
 _HEAD = """# Models that were tried
 
-`make sweep` builds tiny models with random weights, from transformers, timm and `torch.nn`. It calls each in the styles
-in which people call it, three rounds of eight batches of 2 to 4 rows, and compares every answer with eager on the CPU
-backend. This file is what it wrote; nothing in it is written by hand. *full*: every call of the last round was a hit.
-*difference* is the largest one between an answer and eager's, with padding. *ratio* is eager's time over the served one
-for 4 rows of these tiny models; on a busy machine it says little.
+`make sweep` builds tiny models with random weights, from transformers, timm and `torch.nn`. It calls each as people
+call it, with eight batches of 2 to 4 rows, three times, and compares every answer with eager on the CPU backend. It
+writes this page, and every case into `build/models.csv`. *Full* means that graphs served every call of the last round.
 
 """
 
 
 def document(outcomes: Sequence[Outcome], unbuilt: dict[str, str]) -> str:
-    """The document's text."""
+    """The page: how many cases were served, by kind and style, and what refused the others."""
     counted = Counter(_share(outcome) for outcome in outcomes)
     families = len({(outcome.kind, outcome.family) for outcome in outcomes})
     wrong = [outcome for outcome in outcomes if outcome.wrong]
@@ -35,32 +39,30 @@ def document(outcomes: Sequence[Outcome], unbuilt: dict[str, str]) -> str:
         f"{len(outcomes)} cases of {families} families: {counted['full']} fully served, {counted['partly']} partly, "
         f"{counted['never']} never; {len(wrong)} wrong. {len(unbuilt)} further families could not be made so small.",
         "",
-        "| kind, style | cases | full | median ratio | reasons of the others |",
-        "|---|---|---|---|---|",
+        "| kind, style | cases | full |",
+        "|---|---|---|",
     ]
     for kind, style in dict.fromkeys((outcome.kind, outcome.style) for outcome in outcomes):
         of_style = [outcome for outcome in outcomes if (outcome.kind, outcome.style) == (kind, style)]
         full = [outcome for outcome in of_style if outcome.served == "full"]
-        reasons = Counter(outcome.reason for outcome in of_style if outcome.reason)
-        ratio = f"{median(outcome.ratio for outcome in full):.2f}" if full else "-"
-        told = ", ".join(f"`{reason}` {count}" for reason, count in reasons.most_common())
-        lines.append(f"| {kind}, {style} | {len(of_style)} | {len(full)} | {ratio} | {told} |")
-    lines += ["", "## Not fully served, and why", "", "| model | style | served | reason |", "|---|---|---|---|"]
-    for outcome in outcomes:
-        if outcome.served != "full" or outcome.wrong:
-            why = f"`{outcome.reason}`: {_cell(outcome.wrong or outcome.detail)}"
-            lines.append(f"| {outcome.family} | {outcome.style} | {outcome.served} | {why} |")
-    lines += ["", "## All cases", "", "| model | style | served | difference | ratio |", "|---|---|---|---|---|"]
-    lines += (
-        f"| {outcome.family} | {outcome.style} | {outcome.served} | {outcome.difference:.0e} | {outcome.ratio:.2f} |"
-        for outcome in outcomes
-    )
+        lines.append(f"| {kind}, {style} | {len(of_style)} | {len(full)} |")
+    lines += ["", "## Not fully served", "", "| model | served | reason |", "|---|---|---|"]
+    refused = [outcome for outcome in outcomes if outcome.served != "full" or outcome.wrong]
+    for family, served, reason in dict.fromkeys((one.family, one.served, one.reason) for one in refused):
+        first = next(one for one in refused if (one.family, one.served, one.reason) == (family, served, reason))
+        lines.append(f"| {family} | {served} | `{reason}`: {_cell(first.wrong or first.detail)} |")
     return _HEAD + "\n".join(lines) + "\n"
 
 
 def write(outcomes: Sequence[Outcome], unbuilt: dict[str, str]) -> None:
-    """Write the document."""
-    DOCUMENT.write_text(document(outcomes, unbuilt), "utf-8")
+    """Write the page, and the table of all cases."""
+    _DOCUMENT.write_text(document(outcomes, unbuilt), "utf-8")
+    _CASES.parent.mkdir(exist_ok=True)
+    rows = [asdict(outcome) for outcome in outcomes]
+    with _CASES.open("w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
+        table.writeheader()
+        table.writerows(rows)
 
 
 def _share(outcome: Outcome) -> str:
@@ -68,7 +70,8 @@ def _share(outcome: Outcome) -> str:
 
 
 def _cell(text: str) -> str:
-    """A refusal in a cell of a table: paths as from the package that the line is in."""
-    text = re.sub(r"^eager, \d+ rows: ", "", text)
-    text = re.sub(r"\S*/site-packages/(\S+?):\d+", r"\1", text)
-    return text.replace("|", "/")[:260].replace("[", r"\[")  # or a subscript would be read as a link
+    """What refused a case, in a cell of a table: the first clause, and the line of the model where it names one."""
+    text = re.sub(r"^eager, \d+ rows: |^the call changes Python state: ", "", text)
+    clause = re.split(r"[;:,] | reads | indexes | gives ", text)[0]
+    line = re.search(r"site-packages/transformers/models/\S+\.py:\d+: ([^\n]*?)(?:;| \(while|$)", text)
+    return (f"{clause}, at `{line[1]}`" if line else clause).replace("|", "/")[:120]
