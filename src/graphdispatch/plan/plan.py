@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
+from ..showing import html_table
 from ..sizes import named_sizes
 from ..units import milliseconds, percent, storage
 from .cost import CostModel, Document
@@ -47,8 +48,8 @@ class Evaluation:
     memory: float
     warnings: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        rows = (
+    def _rows(self) -> tuple[tuple[str, str], ...]:
+        return (
             ("graphs", str(self.graphs)),
             ("steps by graphs", percent(self.hit_rate)),
             ("padding", percent(self.padding, 2)),
@@ -57,7 +58,12 @@ class Evaluation:
             ("captures", milliseconds(self.capture_ms)),
             *(("warning", text) for text in self.warnings),
         )
-        return "\n".join(f"{name:<17}{text}" for name, text in rows)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<17}{text}" for name, text in self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table("A plan on its traffic", ("figure", "value"), self._rows())
 
 
 class Plan(Document):
