@@ -8,7 +8,7 @@ import pytest
 
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "footguns.md"
-ROW = re.compile(r"^\| `(?P<id>\w+)` \|(?P<write>[^|]*)\|(?:(?P<here>[^|]*)\|(?P<instead>[^|]*)\|)?$", re.MULTILINE)
+ROW = re.compile(r"^\|(?P<write>[^|]*)\|(?:(?P<here>[^|]*)\|(?P<instead>[^|]*)\|)? `(?P<id>\w+)` \|$", re.MULTILINE)
 
 
 def _tests_of(path: Path) -> dict[str, str]:
