@@ -151,7 +151,7 @@ def _shortest_path(
         if smoothing:
             small = _SMALL[: int(min(limits.graphs, top) / (4 * len(weights)))]
             gains = np.flatnonzero(own_ms < eager[candidates])
-            kept += [begin + 1 + int(at) for at in (*np.flatnonzero(np.isin(candidates, small)), *gains[-1:])]
+            kept += [begin + 1 + int(at) for at in gains if candidates[at] in small or at == gains[-1]]
         chosen += [(mode, (int(size),)) for size in candidates]
         begins += [begin] * len(candidates)
         weight = np.append(weight, weight[-1] + expected.cumsum()[candidates])
