@@ -19,7 +19,7 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError, shown
 from ..stats import CUDAGraphStats
 
-__all__ = ["LARGEST_SIZE", "Floats", "Ints", "Shape", "Workload", "read_rows"]
+__all__ = ["LARGEST_SIZE", "Floats", "Ints", "Shape", "Workload"]
 
 LARGEST_SIZE = 2**20
 """The largest size in any dimension, as in ``CUDAGraphConfig``."""
@@ -126,7 +126,7 @@ class Workload:
             ConfigError: If the file cannot be read. It names the file, and the line at fault.
         """
         steps, kinds, weights, is_ordered = [], [], [], True
-        for line, row in read_rows(path):
+        for line, row in _rows(path):
             try:
                 steps.append([int(str(row[name])) for name in columns])
                 kinds.append(_is_decode(row, steps[-1]))
@@ -203,13 +203,10 @@ def _checked_shapes(name: str, values: Sequence[Any]) -> Ints:
     return array.astype(np.int64)
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
+def _rows(path: str | Path) -> Iterator[tuple[int, Any]]:
     """The rows of a file of CSV, JSON lines or Parquet, also as .gz, each with its number: that of its line.
 
-    Those of a vLLM log have the columns ``num_tokens``, ``uniform_decode`` and ``count``.
-
-    Raises:
-        ConfigError: If the file cannot be read.
+    Those of a vLLM log have the columns ``num_tokens``, ``uniform_decode`` and ``count``. Raises ``ConfigError``.
     """
     if Path(path).suffix == ".parquet":
         try:
