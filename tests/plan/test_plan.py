@@ -145,7 +145,8 @@ def test_graphed_takes_a_plan_and_its_file(form: str, tmp_path: Path) -> None:
 def test_graphed_takes_combinations() -> None:
     """Calls of two dynamic dimensions run in the graphs of the plan."""
     plan = plan_sizes(Workload.from_steps([(2, 8), (4, 5), (3, 16)]))
-    serve = graphed(torch.nn.Tanh(), dynamic={"input": {0: "batch", 1: "seq"}}, sizes=plan, capture_after=1)
+    serve = graphed(torch.nn.Tanh(), dynamic={"input": {0: "batch", 1: "seq"}}, sizes=plan)
+    serve.prewarm(torch.randn(2, 7))
     assert serve.sizes == plan.sizes
     x = torch.randn(2, 7)
     with torch.no_grad():
