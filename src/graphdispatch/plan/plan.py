@@ -180,9 +180,8 @@ def _warnings(
     """What is wrong: ``missed`` are the shares of steps, by shape, that a larger graph would speed up."""
     if np.any(missed):
         yield (
-            f"{percent(float(missed.sum()), 2)} of the steps are above the largest {mode.name} graphs, "
-            f"{_words(sizes[-1])}, and run eagerly, though graphs would be faster: capture up to "
-            f"{tokens[missed > 0].max():.0f} tokens"
+            f"{percent(float(missed.sum()), 2)} of the steps fit no {mode.name} graph and run eagerly, though one would "
+            f"be faster: capture up to {tokens[missed > 0].max():.0f} tokens"
         )
     idle = [_words(size) for index, size in enumerate(sizes) if index not in reached]
     if idle:
