@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import graphdispatch as gd
+from graphdispatch.plan import Workload, plan_sizes
 from graphdispatch.showing import html_table
-from graphdispatch.units import storage
+from graphdispatch.units import percent, storage
 
 from .test_report import HOSTILE, Page, served
 
-STEPS = gd.Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
+STEPS = Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
 
 
 def dispatched() -> gd.DispatchStats:
@@ -35,9 +36,10 @@ MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], list[str]]]] = {
     "decisions": (dispatched, lambda stats: ABOVE),
     "memory": (lambda: served().memory_report(), lambda memory: ["total", storage(memory.total)]),
     "prewarm": (prewarmed, lambda report: ["2", "FULL", report.left_out[gd.CUDAGraphMode.FULL, 2]]),
+    "plan": (lambda: plan_sizes(STEPS, max_graphs=3), lambda plan: ["FULL", " ".join(map(str, plan.sizes))]),
     "evaluation": (
-        lambda: gd.plan_capture_sizes(STEPS, max_graphs=3).evaluate(STEPS),
-        lambda result: ["step_ms", f"{result.step_ms:.4g}"],
+        lambda: plan_sizes(STEPS, max_graphs=3).evaluate(STEPS),
+        lambda result: ["padding", percent(result.padding, 2)],
     ),
 }
 
