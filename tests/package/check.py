@@ -34,10 +34,10 @@ EXTRAS = {
     "told = gd.metrics.OpenTelemetryMetrics(serve, meter=MeterProvider([reader]).get_meter('served')); "
     "assert 'graphdispatch.hits' in reader.get_metrics_data().to_json()",
     # No thread of pyarrow is left, since one of them may abort a process that ends.
-    "parquet": "import os, pyarrow, pyarrow.parquet as pq, graphdispatch as gd; "
+    "parquet": "import os, pyarrow, pyarrow.parquet as pq; from graphdispatch.plan import Workload; "
     "pq.write_table(pyarrow.table({'num_tokens': [1, 2, 2]}), 'steps.parquet'); "
     "before = set(os.listdir('/proc/self/task')) if os.path.exists('/proc') else set(); "
-    "assert gd.Workload.from_trace('steps.parquet').total == 3; "
+    "assert Workload.from_trace('steps.parquet').total == 3; "
     "assert not before or before == set(os.listdir('/proc/self/task'))",
 }
 """What an extra is for, with nothing installed besides it. The larger ones have tests in environments of their own."""

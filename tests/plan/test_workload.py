@@ -127,11 +127,13 @@ def test_the_tables_of_a_vllm_log_are_read(tmp_path: Path) -> None:
         ("num_tokens\n3\nx\n", "line 3: expected num_tokens from 1 to 1048576"),
         ("num_tokens\n3\n0\n", r"line 3: .*got \{'num_tokens': '0'\}"),
         ("num_tokens,uniform_decode\n3,2\n", "line 2: .*uniform_decode as 0 or 1"),
-        ("num_tokens,num_reqs\n3,\n", "line 2: .*num_reqs as an integer"),
+        ("num_tokens,num_reqs\n3,\n", "line 2: .*num_reqs and count as integers"),
         ('{"num_tokens": 3}\n{"num_tokens"\n', "line 2 is not JSON"),
         ('{"num_tokens": 3.5}\n', "line 1: expected num_tokens"),
         ('{"num_tokens": true}\n', "line 1: expected num_tokens"),
-        ("| Unpadded Tokens | Padded Tokens |\n", "has no rows in its tables"),
+        ("| Unpadded Tokens | Padded Tokens |\n", "has no steps"),
+        ("num_tokens,count\n3,0\n", "line 2: .*count as integers"),
+        ('{"num_tokens": 3}\n[3]\n', "line 2: expected num_tokens"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(content: str, message: str, tmp_path: Path) -> None:

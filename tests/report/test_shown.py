@@ -7,20 +7,19 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.engines import DispatchMode, DispatchStats
 from graphdispatch.plan import Workload, plan_sizes
 from graphdispatch.showing import html_table
-from graphdispatch.units import storage
+from graphdispatch.units import percent, storage
 
 from .test_report import HOSTILE, Page, served
 
 STEPS = Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
 
 
-def dispatched() -> DispatchStats:
+def dispatched() -> gd.DispatchStats:
     """What a dispatcher counted."""
-    stats = DispatchStats()
-    stats.record(DispatchMode.EAGER, gd.Reason.ABOVE_LARGEST_SIZE, 1000)
+    stats = gd.DispatchStats()
+    stats.record(gd.DispatchMode.EAGER, gd.Reason.ABOVE_LARGEST_SIZE, 1000)
     return stats
 
 
@@ -37,9 +36,10 @@ MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], list[str]]]] = {
     "decisions": (dispatched, lambda stats: ABOVE),
     "memory": (lambda: served().memory_report(), lambda memory: ["total", storage(memory.total)]),
     "prewarm": (prewarmed, lambda report: ["2", "FULL", report.left_out[gd.CUDAGraphMode.FULL, 2]]),
+    "plan": (lambda: plan_sizes(STEPS, max_graphs=3), lambda plan: ["FULL", " ".join(map(str, plan.sizes))]),
     "evaluation": (
         lambda: plan_sizes(STEPS, max_graphs=3).evaluate(STEPS),
-        lambda result: ["graphs", "3"],
+        lambda result: ["padding", percent(result.padding, 2)],
     ),
 }
 

@@ -48,8 +48,8 @@ class Evaluation:
     memory: float
     warnings: tuple[str, ...] = ()
 
-    def _rows(self) -> tuple[tuple[str, str], ...]:
-        return (
+    def _rows(self) -> list[tuple[str, str]]:
+        return [
             ("graphs", str(self.graphs)),
             ("steps by graphs", percent(self.hit_rate)),
             ("padding", percent(self.padding, 2)),
@@ -57,7 +57,7 @@ class Evaluation:
             ("memory", storage(self.memory)),
             ("captures", milliseconds(self.capture_ms)),
             *(("warning", text) for text in self.warnings),
-        )
+        ]
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<17}{text}" for name, text in self._rows())
@@ -166,9 +166,14 @@ class Plan(Document):
         counts = " and ".join(f"{len(sizes)} {mode.name}" for mode, sizes in self.graphs.items()) or "no"
         return f"<Plan {counts} graphs up to {self.sizes[-1] if self.sizes else 0}>"
 
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(mode.name, " ".join(map(_words, sizes))) for mode, sizes in self.graphs.items()]
+
     def __str__(self) -> str:
-        lines = (f"{mode.name:<11}{' '.join(map(_words, sizes))}" for mode, sizes in self.graphs.items())
-        return "\n".join((repr(self), *lines))
+        return "\n".join((repr(self), *(f"{mode:<11}{sizes}" for mode, sizes in self._rows())))
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self)[1:-1], ("mode", "sizes"), self._rows())
 
 
 def weights_by_mode(mode: CUDAGraphMode, workload: Workload) -> dict[CUDAGraphMode, Floats]:
@@ -186,9 +191,8 @@ def _warnings(
     """What is wrong: ``missed`` are the shares of steps, by shape, that a larger graph would speed up."""
     if np.any(missed):
         yield (
-            f"{percent(float(missed.sum()), 2)} of the steps are above the largest {mode.name} graphs, "
-            f"{_words(sizes[-1])}, and run eagerly, though graphs would be faster: capture up to "
-            f"{tokens[missed > 0].max():.0f} tokens"
+            f"{percent(float(missed.sum()), 2)} of the steps fit no {mode.name} graph and run eagerly, though one "
+            f"would be faster: capture up to {tokens[missed > 0].max():.0f} tokens"
         )
     idle = [_words(size) for index, size in enumerate(sizes) if index not in reached]
     if idle:

@@ -19,12 +19,13 @@ from ..modes import CUDAGraphMode
 from ..sizes import named_sizes
 from .cost import CostModel
 from .plan import Plan, weights_by_mode
-from .workload import LARGEST_SIZE, Floats, Ints, Workload
+from .workload import Floats, Ints, Workload
 
 __all__ = ["plan_sizes"]
 
 _MOST_CANDIDATES = 1024  # sizes of one dimension
 _MOST_POINTS = 1600  # combinations of sizes of several dimensions
+_VLLM_LARGEST = 512
 _SMALL = (1, 2, 4, 8)
 _FACTORS = np.geomspace(0.25, 4.0, 31)
 _NEARNESS = 1 - np.abs(np.log(_FACTORS)) / math.log(4.0)
@@ -54,8 +55,8 @@ def plan_sizes(
     Args:
         workload: The traffic to expect.
         cost: What steps and graphs cost. By default ``CostModel.default()``.
-        max_graphs: The most graphs, of all modes together. Without any of the first three limits, as many as vLLM has
-            sizes.
+        max_graphs: The most graphs, of all modes together. Without any of the first three limits, as many as vLLM
+            captures by default: up to 51.
         memory: The most bytes of all graphs and their pool.
         capture_time: The most seconds of all captures.
         max_size: The most tokens of a graph. By default those of the largest step.
@@ -79,7 +80,7 @@ def plan_sizes(
     if not 0 <= smoothing < 1 - _ANYWHERE:
         raise ConfigError(f"smoothing must be a share from 0 to below {1 - _ANYWHERE}, got {smoothing!r}")
     if limits == _Limits():
-        limits = _Limits(len(named_sizes("vllm", min(top, LARGEST_SIZE))))
+        limits = _Limits(len(named_sizes("vllm", min(top, _VLLM_LARGEST))))
     weights = {kind: each for kind, each in weights_by_mode(mode, workload).items() if kind.has_graphs() and each.any()}
     shapes = workload.histogram[0]
     if not weights or (len(weights) > 1 and shapes.shape[1] > 1):
@@ -151,7 +152,7 @@ def _shortest_path(
         if smoothing:
             small = _SMALL[: int(min(limits.graphs, top) / (4 * len(weights)))]
             gains = np.flatnonzero(own_ms < eager[candidates])
-            kept += [begin + 1 + int(at) for at in (*np.flatnonzero(np.isin(candidates, small)), *gains[-1:])]
+            kept += [begin + 1 + int(at) for at in gains if candidates[at] in small or at == gains[-1]]
         chosen += [(mode, (int(size),)) for size in candidates]
         begins += [begin] * len(candidates)
         weight = np.append(weight, weight[-1] + expected.cumsum()[candidates])
@@ -187,7 +188,10 @@ def _cheapest(table: Floats, rest: Floats, own: Floats, limits: _Limits, kept: S
         least[1:], least[0] = ways[at, np.arange(count)], np.inf
         spent[2, 1:] = np.maximum(spent[2, at], own[2])
         spent[:2, 1:] = spent[:2, at] + own[:2]
-        total = np.where(limits.allow(spent), least + rest, np.inf)
+        allowed = limits.allow(spent) & np.isfinite(least)
+        if not allowed.any():
+            break
+        total = np.where(allowed, least + rest, np.inf)
         if total.min() < best:
             best, levels, end = float(total.min()), len(before), int(total.argmin())
     path: list[int] = []
@@ -267,7 +271,7 @@ def _greedy(
 
 
 def _spread(values: Ints, most: int) -> Ints:
-    """The different values; of too many, some that are as often reached as each other, and the largest."""
+    """The different values; of too many, some that are evenly spread among the shapes, with the largest."""
     distinct = np.unique(values)
     if len(distinct) <= most:
         return distinct

@@ -19,7 +19,7 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError, shown
 from ..stats import CUDAGraphStats
 
-__all__ = ["LARGEST_SIZE", "Floats", "Ints", "Shape", "Workload", "read_rows"]
+__all__ = ["LARGEST_SIZE", "Floats", "Ints", "Shape", "Workload"]
 
 LARGEST_SIZE = 2**20
 """The largest size in any dimension, as in ``CUDAGraphConfig``."""
@@ -114,8 +114,9 @@ class Workload:
         """The steps in a file: CSV, JSON lines, Parquet, or a vLLM log with ``--cudagraph-metrics`` tables; also .gz.
 
         ``uniform_decode`` or ``is_decode`` (0 or 1) says whether a step is uniform decode. Without these, a step is if
-        its ``num_reqs`` equals its tokens, and without that too, every step is. The tables of a log count steps without
-        their order; those that ran in FULL graphs count as uniform decode. Parquet needs pyarrow.
+        its ``num_reqs`` equals its tokens, and without that too, every step is. A column ``count`` says how often a
+        step came, as the tables of a log do; the steps have no order then. Steps of a log that ran in FULL graphs count
+        as uniform decode. Parquet needs pyarrow.
 
         Args:
             path: The file.
@@ -124,34 +125,23 @@ class Workload:
         Raises:
             ConfigError: If the file cannot be read. It names the file, and the line at fault.
         """
-        if Path(path).suffix != ".parquet" and _LOG_HEADER.search(text := _text(path)):
-            return cls._of_log(path, text)
-        steps, kinds = [], []
-        for line, row in read_rows(path):
+        steps, kinds, weights, is_ordered = [], [], [], True
+        for line, row in _rows(path):
             try:
-                steps.append(tuple(int(str(row[name])) for name in columns))
+                steps.append([int(str(row[name])) for name in columns])
                 kinds.append(_is_decode(row, steps[-1]))
-                if not all(1 <= size <= LARGEST_SIZE for size in steps[-1]):
+                weights.append(int(str(row.get("count", 1))))
+                is_ordered &= "count" not in row
+                if not (all(1 <= size <= LARGEST_SIZE for size in steps[-1]) and weights[-1] > 0):
                     raise ValueError
-            except (KeyError, TypeError, ValueError):
+            except (AttributeError, KeyError, TypeError, ValueError):
                 raise ConfigError(
-                    f"{path}, line {line}: expected {', '.join(columns)} from 1 to {LARGEST_SIZE}, and uniform_decode "
-                    f"as 0 or 1 and num_reqs as an integer if it has them, got {str(row)[:200]}"
+                    f"{path}, line {line}: expected {', '.join(columns)} from 1 to {LARGEST_SIZE}, and if it has them "
+                    f"uniform_decode as 0 or 1, num_reqs and count as integers, got {str(row)[:200]}"
                 ) from None
         if not steps:
             raise ConfigError(f"{path} has no steps; expected a header line and a line for each step")
-        return cls.from_steps(steps, kinds)
-
-    @classmethod
-    def _of_log(cls, path: str | Path, text: str) -> Self:
-        counts: dict[Shape, float] = {}
-        decode: dict[Shape, float] = {}
-        for tokens, mode, count in _LOG_ROW.findall(text):
-            for weights in (counts, decode) if mode == "FULL" else (counts,):
-                weights[int(tokens)] = weights.get(int(tokens), 0.0) + int(count)
-        if not counts:
-            raise ConfigError(f"{path} has no rows in its tables; run vLLM with --cudagraph-metrics")
-        return cls.from_histogram(counts, decode)
+        return cls(np.array(steps), np.array(kinds), np.array(weights, float), is_ordered)
 
     @cached_property
     def histogram(self) -> tuple[Ints, Floats, Floats]:
@@ -213,11 +203,10 @@ def _checked_shapes(name: str, values: Sequence[Any]) -> Ints:
     return array.astype(np.int64)
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
+def _rows(path: str | Path) -> Iterator[tuple[int, Any]]:
     """The rows of a file of CSV, JSON lines or Parquet, also as .gz, each with its number: that of its line.
 
-    Raises:
-        ConfigError: If the file cannot be read.
+    Those of a vLLM log have the columns ``num_tokens``, ``uniform_decode`` and ``count``. Raises ``ConfigError``.
     """
     if Path(path).suffix == ".parquet":
         try:
@@ -227,24 +216,24 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Any]]:
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"{path} cannot be read as Parquet, which needs pyarrow: {error}") from error
         return
-    lines = _text(path).splitlines()
-    if not (lines and lines[0].startswith("{")):
-        reader = csv.DictReader(lines)
-        yield from ((reader.line_num, row) for row in reader)
-        return
-    for number, line in enumerate(lines, 1):
-        try:
-            yield number, json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
-
-
-def _text(path: str | Path) -> str:
     try:
-        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-            return file.read()
+        with (gzip.open if Path(path).suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as text:
+            lines = text.read().splitlines()
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if any(map(_LOG_HEADER.search, lines)):
+        for number, line in enumerate(lines, 1):
+            for tokens, mode, count in _LOG_ROW.findall(line):
+                yield number, {"num_tokens": tokens, "uniform_decode": int(mode == "FULL"), "count": count}
+    elif lines and lines[0].startswith("{"):
+        for number, line in enumerate(lines, 1):
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
+    else:
+        reader = csv.DictReader(lines)
+        yield from ((reader.line_num, row) for row in reader)
 
 
 def _is_decode(record: Mapping[str, Any], sizes: Sequence[int]) -> bool:
