@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..units import count, percent, size_range
+from ..units import count, percent
 
 if TYPE_CHECKING:
     from ..demo import DemoResult
@@ -60,7 +60,9 @@ def _table(result: "DemoResult") -> Table:
         table.add_column(name, total, justify="right")
     for size, group in result.by_graph().items():
         rows = [record.rows for record in group.records]
-        table.add_row(size_range(min(rows), max(rows)), str(size or "eager"), *_figures(group))
+        first, last = min(rows), max(rows)
+        span = str(last) if first == last else f"{first}\N{EN DASH}{last}"
+        table.add_row(span, str(size or "eager"), *_figures(group))
     return table
 
 
