@@ -36,12 +36,3 @@ def ranker() -> Target:
     """A model that reads values back to the host in one of its modules."""
     torch.manual_seed(0)
     return Ranker().eval(), {"x": torch.randn(4, 8)}, {}
-
-
-def failing() -> Target:
-    """A model that cannot even be called."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("bad weights")
-
-    return fn, {"x": torch.randn(4, 8)}, {}

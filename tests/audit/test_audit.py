@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
-from graphdispatch.cli.app import main
 
 from . import examples
 
@@ -406,20 +404,6 @@ def test_the_text_and_the_plain_data() -> None:
     assert [one for one in lines if one.startswith(("breaks", "reads"))] == ["breaks: check", "reads:"]
     assert json.loads(json.dumps(found.to_dict()))["forbidden"][0]["module"] == "check"
     assert repr(found) == "<Audit Ranker: NOT capturable, 9 operators, 2 that CUDA forbids>"
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 0 and 1, the same figures as JSON, and one line for a mistake."""
-    json_file = tmp_path / "audit.json"
-    assert main(["audit", "tests.audit.examples:ranker", "--json", str(json_file)]) == 1
-    assert "NOT capturable" in capsys.readouterr().out
-    assert json.loads(json_file.read_text())["capturable"] is False
-    assert main(["audit", "demo", "--sizes", "2,4", "--mode", "PIECEWISE"]) == 0
-    assert "capturable: PIECEWISE graphs of 2, 4 rows" in capsys.readouterr().out
-    assert main(["audit", "tests.audit.examples:nothing"]) == 2
-    assert main(["audit", "tests.audit.examples:failing"]) == 2
-    (_, line) = capsys.readouterr().err.splitlines()
-    assert "calling it raised ValueError: bad weights" in line
 
 
 def test_rows_that_no_batch_of_the_example_pads_say_which_example_does() -> None:

@@ -53,13 +53,6 @@ def test_a_result_shows_its_figures(made: Callable[[], Any], row: Callable[[Any]
     assert row(result) in page.rows
 
 
-def test_an_audit_shows_the_lines_of_its_text() -> None:
-    """Its verdict, and each finding."""
-    found = gd.audit(lambda x: x * 2 if x.sum() > 0 else x, (torch.randn(4, 2),))
-    assert [[line] for line in str(found).splitlines()] == Page(found._repr_html_()).rows[1:]
-    assert ["NOT capturable"] in Page(found._repr_html_()).rows
-
-
 def test_a_table_escapes_all_that_it_is_given() -> None:
     """Title, columns and cells come back as they were; a cell is shown as its text."""
     page = Page(html_table(HOSTILE, [HOSTILE, "number"], [(HOSTILE, 3)]))

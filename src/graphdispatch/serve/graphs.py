@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
@@ -32,17 +32,9 @@ from ..stats import EvictionReason
 from .group import RETRY, GraphGroup, Route
 from .ledger import Ledger
 
-__all__ = ["Capturer", "GraphSet"]
+__all__ = ["GraphSet"]
 
 _log = logging.getLogger("graphdispatch")
-
-
-class Capturer(NamedTuple):
-    """The three ways in which a callable is run for a graph's sake."""
-
-    capture: Callable[[CaptureRequest], CaptureResult] = capture_entry
-    verify: Callable[[CaptureRequest, CUDAGraphEntry], CaptureResult] = verify_entry
-    warm_up: Callable[[CaptureRequest], None] = warm_up
 
 
 class GraphSet:
@@ -79,7 +71,6 @@ class GraphSet:
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._states = itertools.count(1)
-        self._capturer = Capturer()
 
     @property
     def guard(self) -> StateGuard:
@@ -159,7 +150,7 @@ class GraphSet:
 
     def warm_up(self, group: GraphGroup, values: Sequence[Any], size: int) -> None:
         """Run one size without capturing, and put everything back."""
-        self._capturer.warm_up(self._request(group, values, size, size, group.route.table.mode, True))
+        warm_up(self._request(group, values, size, size, group.route.table.mode, True))
 
     def current(self, group: GraphGroup, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` that was captured when the callable's state was as it is now, if there is one.
@@ -183,7 +174,7 @@ class GraphSet:
         if self.current(group, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
         request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
-        result = self._counted(request, self._capturer.capture)
+        result = self._counted(request, capture_entry)
         if result.reason is Reason.OUT_OF_MEMORY:
             result = self._capture_with_less(request, result)
         if result.entry is None:
@@ -226,7 +217,7 @@ class GraphSet:
     ) -> CaptureResult:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
         request = self._request(group, values, rows, entry.size, entry.mode, keep_effects)
-        result = self._counted(request, lambda request: self._capturer.verify(request, entry))
+        result = self._counted(request, lambda request: verify_entry(request, entry))
         entry.last_used = next_use()
         entry.warm_batch = ()
         entry.schedule_check()
@@ -360,7 +351,7 @@ class GraphSet:
         self.release(victims)
         request.keep_effects = False
         try:
-            return replace(self._capturer.capture(request), answer=failed.answer)
+            return replace(capture_entry(request), answer=failed.answer)
         except GraphDispatchError:
             raise
         except Exception:  # of the callable, which this caller must not get: its own call went well
