@@ -8,7 +8,8 @@ from time import thread_time
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CostModel, Dim, Graphed, Plan, Workload, graphed, plan_sizes
+from graphdispatch import Dim, Graphed, graphed
+from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
 
 from .timing import Effort, Row
 

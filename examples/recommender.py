@@ -51,8 +51,8 @@ def main() -> None:
     torch.set_num_threads(1)
     model = Ranker().eval().requires_grad_(False)
     counts = (64 * torch.rand(400) ** 2).int().clamp(1, 64).tolist()  # many small requests, a few large ones
-    plan = gd.plan_sizes(gd.Workload.from_steps(counts[:200]), max_graphs=8)
-    print(plan.evaluate(gd.Workload.from_steps(counts[200:])))
+    plan = gd.plan.plan_sizes(gd.plan.Workload.from_steps(counts[:200]), max_graphs=8)
+    print(plan.evaluate(gd.plan.Workload.from_steps(counts[200:])))
 
     serve = gd.graphed(model, dynamic={"history": 0, "weights": 0, "item": 0, "features": 0}, sizes=plan)
     serve.prewarm(*make_request(64))

@@ -153,5 +153,3 @@ def test_a_mistake_that_cannot_be_printed(mistake: str) -> None:
     }
     with pytest.raises(gd.ConfigError, match="Unprintable"):
         calls[mistake]()
-
-

@@ -14,6 +14,8 @@ import graphdispatch as gd
 from graphdispatch.report import GraphRow, Report
 from graphdispatch.units import percent
 
+from ..helpers import AT_ONCE
+
 HOSTILE = "</td><script>alert(1)</script><b>\"'&{{ 7 * 7 }}"
 
 
@@ -146,7 +148,7 @@ def test_padding_is_not_told_of_a_graph_that_took_the_place_of_another() -> None
 def test_several_dimensions_and_a_manager_have_reports() -> None:
     """Sizes as they are given; where no number of rows is known, there is no chart."""
     serve = gd.graphed(torch.nn.ReLU(), dynamic={"input": {0: "batch", 1: gd.Dim("seq", sizes=[8])}}, sizes=(2, 4))
-    manager = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(2, 4), capture_after=1))
+    manager = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(2, 4), options=AT_ONCE))
     for _ in range(4):
         serve(torch.randn(3, 5))
         manager.execute_or_capture(3, 1, torch.nn.functional.relu, {"input": torch.randn(3, 2)})

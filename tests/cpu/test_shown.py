@@ -12,7 +12,7 @@ from graphdispatch.units import storage
 
 from .test_report import HOSTILE, Page, served
 
-STEPS = gd.Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
+STEPS = gd.plan.Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
 
 
 def dispatched() -> gd.DispatchStats:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.config import CUDAGraphConfig
+from graphdispatch import CUDAGraphMode, graphed
+from graphdispatch.engines import CUDAGraphConfig, named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
-from graphdispatch.sizes import named_sizes
+
+from ..helpers import AT_ONCE
 
 FULL, PIECEWISE, BOTH = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE
 COST = CostModel(
@@ -145,7 +145,7 @@ def test_graphed_takes_a_plan_and_its_file(form: str, tmp_path: Path) -> None:
 def test_graphed_takes_combinations() -> None:
     """Calls of two dynamic dimensions run in the graphs of the plan."""
     plan = plan_sizes(Workload.from_steps([(2, 8), (4, 5), (3, 16)]))
-    serve = graphed(torch.nn.Tanh(), dynamic={"input": {0: "batch", 1: "seq"}}, sizes=plan, capture_after=1)
+    serve = graphed(torch.nn.Tanh(), dynamic={"input": {0: "batch", 1: "seq"}}, sizes=plan, options=AT_ONCE)
     assert serve.sizes == plan.sizes
     x = torch.randn(2, 7)
     with torch.no_grad():

@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.descriptors import DispatchKey
-from graphdispatch.engines.prediction import Prewarmer, SizePredictor
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.plan.plan import Plan
-from graphdispatch.reasons import Reason
+from graphdispatch.plan import Plan
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -231,7 +228,7 @@ def test_a_callable_that_calls_itself_keeps_its_own_decision() -> None:
     def outer(x: torch.Tensor, again: bool) -> Any:
         return step(x, False) if again else x * 2
 
-    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), capture_after=9)
+    step = graphed(outer, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=9))
     step(torch.randn(5, 3), True)
     assert step.last_decision is not None
     assert step.last_decision.rows == 5

@@ -17,7 +17,6 @@ import graphdispatch
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
 from graphdispatch.memory.windows import WINDOWS
 from graphdispatch.native.bound import ASKED
-from graphdispatch.serve.hit import HitPath
 from graphdispatch.serve.refused import RefusedCalls
 
 from ..helpers import AT_ONCE

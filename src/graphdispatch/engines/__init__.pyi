@@ -30,11 +30,11 @@ from ..memory.outputs import OutputView as OutputView
 from ..modes import CUDAGraphMode as CUDAGraphMode
 from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
+from ..sizes import named_sizes as named_sizes
+from ..stats import CUDAGraphStats as CUDAGraphStats
+from ..testing.mock import MockCUDAGraph as MockCUDAGraph
 from .prediction import Prewarmer as Prewarmer
 from .prediction import SizePredictor as SizePredictor
 from .ranks import Agreement as Agreement
 from .ranks import RankConsensus as RankConsensus
 from .ranks import RankVote as RankVote
-from ..sizes import named_sizes as named_sizes
-from ..stats import CUDAGraphStats as CUDAGraphStats
-from ..testing.mock import MockCUDAGraph as MockCUDAGraph
