@@ -14,12 +14,15 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from graphdispatch.decide.adaptive import AdaptiveDispatchPolicy
-from graphdispatch.decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from graphdispatch.demo.trace import generate_trace
-from graphdispatch.descriptors import DispatchKey
-from graphdispatch.modes import DispatchMode
-from graphdispatch.sizes import named_sizes
+from graphdispatch.engines import (
+    AdaptiveDispatchPolicy,
+    DefaultDispatchPolicy,
+    DispatchKey,
+    DispatchMode,
+    DispatchPolicy,
+    named_sizes,
+)
 
 from .timing import Effort, Row, row
 

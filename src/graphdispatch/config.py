@@ -275,7 +275,9 @@ class CUDAGraphConfig(Settings):
     @property
     def max_cached_graphs(self) -> int:
         """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size."""
-        sizes = len(self.resolve().sizes) + len(self.resolve(mixed=True).sizes)
+        sizes = len(self.resolve().sizes)
+        if self.mode.separate_routine():
+            sizes += len(self.resolve(mixed=True).sizes)
         return self.options.max_cached_graphs or max(_MOST_GRAPHS, sizes)
 
     @classmethod

@@ -10,6 +10,7 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, Reason
+from graphdispatch.backends import get_backend
 from graphdispatch.engines import BatchDescriptor, DispatchKey, DispatchMode
 
 from ..helpers import AT_ONCE
@@ -207,7 +208,7 @@ def test_graphs_and_memory_are_not_copied(copied: Callable[[Any], Any]) -> None:
 
 def test_pools_and_backends_are_shared() -> None:
     """Copies of what was given a pool use it, too; a pool cannot go to another process, a backend can."""
-    backend = gd.get_backend("cpu")
+    backend = get_backend("cpu")
     pool = backend.make_pool()
     wrapper = gd.CUDAGraphWrapper(torch.nn.Linear(3, 3).eval(), backend=backend, pool=pool)
     assert copy.deepcopy({"a": wrapper, "pool": pool})["pool"] is pool

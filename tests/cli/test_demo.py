@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch import Reason
 from graphdispatch.demo import DemoResult, SideBySide, generate_trace
 from graphdispatch.demo import run as module
 from graphdispatch.demo.run import StepRecord
-from graphdispatch.reasons import Reason
 
 
 @pytest.mark.parametrize(("slots", "window"), [(4, 8), (16, 64)])

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from graphdispatch.api.wrapper import CUDAGraphWrapper
+from graphdispatch import CUDAGraphMode
 from graphdispatch.backends import get_backend
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.engines.ranks import Agreement, RankConsensus
+from graphdispatch.engines import Agreement, BatchDescriptor, CUDAGraphWrapper, RankConsensus
 from graphdispatch.errors import ConfigError, ConsensusError
-from graphdispatch.modes import CUDAGraphMode
 
 SIZES = (1, 2, 4, 8)
 STEPS = 40

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.descriptors import DispatchKey
-from graphdispatch.engines.prediction import Prewarmer, SizePredictor
+from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)

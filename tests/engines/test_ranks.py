@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.engines.ranks import Agreement, RankConsensus, RankVote, merge_votes
+from graphdispatch import CUDAGraphMode
+from graphdispatch.engines import Agreement, RankConsensus, RankVote
+from graphdispatch.engines.ranks import merge_votes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("rank_worker.py")

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.call.breaks import eager_break
+from graphdispatch import CUDAGraphMode, eager_break
 from graphdispatch.errors import CaptureError, ConfigError
-from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan import CostModel
 
 from ..spy import Spy

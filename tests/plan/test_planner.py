@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphdispatch import CUDAGraphMode
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan import CostModel, Evaluation, Plan, Workload, plan_sizes
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphdispatch.descriptors import DispatchKey
+from graphdispatch import CUDAGraphStats
+from graphdispatch.engines import DispatchKey
 from graphdispatch.errors import ConfigError
 from graphdispatch.plan import Workload
-from graphdispatch.stats import CUDAGraphStats
 
 CSV = "step,num_tokens,num_reqs,uniform_decode\n0,7,1,0\n1,3,3,1\n2,3,3,true\n"
 LOG = """INFO 01-02 10:00:00 [cuda_graph.py:99] **CUDAGraph Stats:**

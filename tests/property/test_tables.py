@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.decide.decision import Decision
-from graphdispatch.decide.keys import CudagraphKeyDispatcher
+from graphdispatch import CUDAGraphMode as Mode
+from graphdispatch import Decision, Reason
 from graphdispatch.decide.table import query_len_of, request_limit
-from graphdispatch.descriptors import BatchDescriptor
-from graphdispatch.modes import CUDAGraphMode as Mode
-from graphdispatch.reasons import Reason
+from graphdispatch.engines import BatchDescriptor, CudagraphKeyDispatcher
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 QUERY_LEN, MAX_REQS = 2, 16

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch.api.adaptive_wrapper import AdaptiveCUDAGraphWrapper
-from graphdispatch.api.graphed import Graphed, graphed
-from graphdispatch.api.manager import CUDAGraphManager
-from graphdispatch.api.wrapper import CUDAGraphWrapper
-from graphdispatch.config import CUDAGraphConfig
-from graphdispatch.descriptors import BatchDescriptor
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, MemoryBudget, Reason, graphed
+from graphdispatch.engines import (
+    AdaptiveCUDAGraphWrapper,
+    BatchDescriptor,
+    CUDAGraphConfig,
+    CUDAGraphManager,
+    CUDAGraphWrapper,
+)
 from graphdispatch.memory.admission import Admission
-from graphdispatch.memory.budget import MemoryBudget
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.modes import CUDAGraphMode
-from graphdispatch.reasons import Reason
 from graphdispatch.stats import EvictionReason
 
+from ..helpers import AT_ONCE
 from ..sized import entry
 
 FULL = CUDAGraphMode.FULL
@@ -132,7 +132,7 @@ def test_runs_of_more_sizes_than_fit_do_not_thrash(
     sizes: tuple[int, ...], room: int, most: int, backed_off: int
 ) -> None:
     """Sizes in runs of three, with room for half of them or for one; ``explain`` agrees with every call."""
-    step = graphed(model(), dynamic={"input": 0}, sizes=sizes, max_cached_graphs=room)
+    step = graphed(model(), dynamic={"input": 0}, sizes=sizes, options=CUDAGraphOptions(max_cached_graphs=room))
     in_runs(step, sizes, 3, 40)
     assert step.stats.captures < most
     assert step.stats.reasons[Reason.BACKING_OFF] > backed_off
@@ -140,7 +140,7 @@ def test_runs_of_more_sizes_than_fit_do_not_thrash(
 
 def test_bytes_that_hold_one_of_two_graphs_do_not_thrash() -> None:
     """The budget is kept throughout, and each capture takes more misses than the one before."""
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[64], memory_budget_bytes=45_000)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[64], options=CUDAGraphOptions(memory_budget_bytes=45_000))
     for i in range(300):
         x = torch.randn(64, (64, 80)[i // 3 % 2])
         assert torch.equal(step(x), x * 2)
@@ -199,7 +199,7 @@ def test_a_wrapper_backs_off(kind: type[CUDAGraphWrapper]) -> None:
 def test_a_manager_backs_off() -> None:
     """``should_capture`` tells what the next call does."""
     drifts = Drifts().eval()
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, capture_after=1))
+    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE))
     for i in range(100):
         drifts.scale = i
         if not manager.registry.has(4, 1):
@@ -219,7 +219,9 @@ def wide() -> nn.Module:
 @pytest.mark.parametrize("outputs", ["clone", "static", "ring:3"])
 def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
     """It is captured once, its memory and buffers are given back, and the reason says how much it took."""
-    step: Any = graphed(wide(), dynamic={"input": 0}, sizes=[64], memory_budget_bytes=100_000, outputs=outputs)
+    step: Any = graphed(
+        wide(), dynamic={"input": 0}, sizes=[64], options=CUDAGraphOptions(memory_budget_bytes=100_000), outputs=outputs
+    )
     for _ in range(100):
         step(torch.randn(64, 64))
     assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
@@ -238,7 +240,7 @@ def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
 
 def test_a_graph_over_the_budget_takes_no_other_with_it() -> None:
     """What is kept goes on serving."""
-    step = graphed(wide(), dynamic={"input": 0}, sizes=[1, 64], memory_budget_bytes=100_000)
+    step = graphed(wide(), dynamic={"input": 0}, sizes=[1, 64], options=CUDAGraphOptions(memory_budget_bytes=100_000))
     for size in [1, 1, 1, 1, *[64] * 4, 1]:
         step(torch.randn(size, 64))
     assert [one.size for one in step.entries] == [1]
@@ -249,7 +251,9 @@ def test_a_graph_over_the_budget_takes_no_other_with_it() -> None:
 def test_a_shared_budget_is_kept_too() -> None:
     """A graph over it is refused whosever it is."""
     budget = MemoryBudget(100_000)
-    steps = [graphed(wide(), dynamic={"input": 0}, sizes=[size], budget=budget) for size in (1, 64)]
+    steps = [
+        graphed(wide(), dynamic={"input": 0}, sizes=[size], options=CUDAGraphOptions(budget=budget)) for size in (1, 64)
+    ]
     for step, size in islice(zip(steps * 5, (1, 64) * 5, strict=True), 10):
         step(torch.randn(size, 64))
         budget.check_integrity()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.plan.workload import Workload
+from graphdispatch.plan import Workload
 
 pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environment that has it")
 

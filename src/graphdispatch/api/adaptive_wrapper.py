@@ -38,6 +38,18 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
 
     After a ``prewarm`` it is a target of ``Prewarmer.capture_one``, which captures in pauses the sizes that are
     forecast to come. Thread-safe.
+
+    Args:
+        runnable: What is captured; it is called eagerly wherever no graph serves.
+        runtime_mode: ``FULL`` or ``PIECEWISE``.
+        options: As for ``CUDAGraphWrapper``; ``capture_after`` and ``eviction`` are refused, too.
+        max_cached_graphs: The most graphs kept at once.
+        min_replays_to_keep: Graphs with fewer replays go first.
+        backend: Where graphs run, given together with ``pool``. None follows the device of the arguments.
+        pool: The memory of the graphs, which wrappers share that never run at the same time.
+
+    Raises:
+        ConfigError: An argument or an option cannot be.
     """
 
     _captures_at_once = True

@@ -183,8 +183,11 @@ def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphC
 
 
 class Graphed(Lifecycle, Generic[P, R]):
-    """A callable served by graphs; made by ``graphed()``. Attributes of the wrapped callable are reachable on it, but
-    are set on the callable itself."""
+    """A callable served by graphs; made by ``graphed()``.
+
+    It is called as the wrapped callable is. Attributes of that are reachable on it, but are set on the callable itself.
+    ``stats`` counts what happened so far: hits, captures, padding, and the reason for every eager step. Thread-safe.
+    """
 
     _graphs: GraphSet
     __slots__ = (
@@ -219,7 +222,6 @@ class Graphed(Lifecycle, Generic[P, R]):
             self._mixed = make(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
         self._rules = rules
         self.stats = server.stats
-        """What happened so far: hits, captures, padding, and the reason for every eager step."""
 
     def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Not these: they hold the server, which a copy makes anew."""
@@ -262,11 +264,23 @@ class Graphed(Lifecycle, Generic[P, R]):
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
         no effect. Each graph is checked with padding on one batch and without on another; where the example's rows are
         all alike that proves nothing of padding, and serving compares the first padded batches. A size that cannot be
-        captured stays eager, with its reason in ``explain``; with ``strict`` it raises ``FallbackError``.
+        captured stays eager, with its reason in ``explain``. All sizes are run once before any is captured.
 
-        All sizes are run once before any is captured. ``max_seconds`` and ``max_bytes`` (default:
-        ``memory_budget_bytes``) are budgets of time and of memory held: capturing stops before it passes one, and the
-        report says which sizes were left out. They are captured later, as they come.
+        Args:
+            *args: The positional arguments of the example call.
+            sizes: The sizes to capture. None: all.
+            progress: Show a bar. Needs the extra ``progress``.
+            max_seconds: The time that capturing may take; it stops before it would pass that. None: no limit.
+            max_bytes: The bytes that graphs may hold; it stops before they would hold more. None: as
+                ``options.memory_budget_bytes``.
+            **kwargs: The keyword arguments of the example call.
+
+        Returns:
+            What was captured, and which sizes were left out and why. Those are captured later, as they come.
+
+        Raises:
+            ConfigError: A size cannot be, or nothing may be captured now.
+            FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
         from ..serve.prewarm import CaptureBatch, Limits
 
@@ -278,8 +292,16 @@ class Graphed(Lifecycle, Generic[P, R]):
     def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> "MemoryEstimate":
         """What graphs of ``sizes`` (default: all) will hold, from an example call, before they are captured.
 
-        The two largest are captured on trial and thrown away; the call leaves no effect. Raises ``ConfigError`` for an
-        example or a size that cannot be, and ``CaptureError`` if there can be no graph.
+        The two largest are captured on trial and thrown away; the call leaves no effect.
+
+        Args:
+            *args: The positional arguments of the example call.
+            sizes: The sizes to estimate. None: all.
+            **kwargs: The keyword arguments of the example call.
+
+        Raises:
+            ConfigError: The example or a size cannot be.
+            CaptureError: There can be no graph.
         """
         from ..serve.prewarm import estimate
 
@@ -303,10 +325,15 @@ class Graphed(Lifecycle, Generic[P, R]):
         return [r for r in dict.fromkeys((self._decode, self._mixed)) if r.table.sizes] or [self._decode]
 
     def use_sizes(self, sizes: str | Sequence[int] | SizePlan) -> None:
-        """Pad calls to these capture sizes from now on: as for ``graphed``, a plan, a name, or sizes.
+        """Pad calls to other capture sizes from now on.
 
-        Graphs of sizes that stay serve on; the others are released, and all of them if the largest size grows. Raises
-        ``ConfigError`` for sizes that cannot be; nothing has changed then.
+        Graphs of sizes that stay serve on; the others are released, and all of them if the largest size grows.
+
+        Args:
+            sizes: As for ``graphed``: the sizes, a name, or a plan.
+
+        Raises:
+            ConfigError: The sizes cannot be; nothing has changed then.
         """
         from .sizes import other_sizes
 
@@ -323,9 +350,17 @@ class Graphed(Lifecycle, Generic[P, R]):
     def capture_size(self, size: int) -> bool:
         """Capture one size now, while nothing is to be served, for every signature of which an example is kept.
 
-        It may be one that ``use_sizes`` brings in later, up to the largest size now. Returns whether there is a graph
-        of it then; it leaves no effect, and an example that the callable refuses is left out. Raises ``ConfigError``
-        for a size that is too large, ``FallbackError`` with ``strict``.
+        It leaves no effect, and an example that the callable refuses is left out.
+
+        Args:
+            size: One of the sizes, or one that ``use_sizes`` brings in later, up to the largest size now.
+
+        Returns:
+            Whether there is a graph of it then.
+
+        Raises:
+            ConfigError: The size is too large.
+            FallbackError: It cannot be captured, and the callable is ``strict``.
         """
         from ..serve.prewarm import capture_size
 

@@ -1,9 +1,10 @@
 """All that the plug-in takes from graphdispatch: its public names, and three modules that are internal to it."""
 
-from graphdispatch import BatchDescriptor, CUDAGraphMode, CUDAGraphOptions, CUDAGraphWrapper, Decision, Reason
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Decision, Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.decide.engine import mode_of
 from graphdispatch.decide.table import KeyTable
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError, FallbackError
 
 __all__ = [
