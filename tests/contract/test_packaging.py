@@ -1,4 +1,4 @@
-"""What stands around the package agrees with it: extras, versions, workflows, hooks."""
+"""What stands around the package agrees with it: extras and versions."""
 
 import re
 import tomllib
@@ -11,31 +11,11 @@ yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
 def loaded(name: str) -> Any:
     """A YAML file as data."""
     return yaml.safe_load((ROOT / name).read_text())
-
-
-def workflow_commands() -> list[str]:
-    """What the steps of all workflows run."""
-    jobs = [job for path in (ROOT / ".github/workflows").glob("*.yml") for job in loaded(str(path))["jobs"].values()]
-    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
-
-
-def make_targets(commands: list[str]) -> set[str]:
-    """The targets that lines of shell ask make for."""
-    return {target for command in commands for target in re.findall(r"^\s*make ([a-z-]+)", command, re.M)}
-
-
-def test_workflows_run_what_continuous_integration_runs() -> None:
-    """The same targets of make, which all exist."""
-    here = make_targets((ROOT / ".ci/run").read_text().splitlines())
-    assert make_targets(workflow_commands()) == here
-    assert here <= TARGETS
-    assert len(here) >= 6
 
 
 def test_every_served_python_is_tested_built_and_declared() -> None:
@@ -57,14 +37,6 @@ def test_every_served_torch_is_tested() -> None:
     assert {version.rpartition(".")[0] for version in tried} == {f"2.{one}" for one in range(minor[0], minor[1] + 1)}
 
 
-def test_hooks_and_help_name_targets_that_exist() -> None:
-    """Each hook is a target, and each target that a user calls has a line of help."""
-    hooks = [hook["entry"] for repo in loaded(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
-    assert make_targets(hooks) == {"lint", "types"}
-    helped = set(re.findall(r"^([a-z-]+):.* ## \S", (ROOT / "Makefile").read_text(), re.M))
-    assert helped == TARGETS
-
-
 def test_all_has_every_extra_for_users() -> None:
     """But vLLM, which brings an engine, and what is for this repository."""
     extras = PROJECT["project"]["optional-dependencies"]
@@ -76,13 +48,3 @@ def test_the_citation_is_of_this_version() -> None:
     """Its version and licence are the project's."""
     cited = loaded("CITATION.cff")
     assert (cited["version"], cited["license"]) == (PROJECT["project"]["version"], PROJECT["project"]["license"])
-
-
-def test_issue_forms_are_whole() -> None:
-    """Each has a name, a description, and fields with labels; code is rendered as such."""
-    forms = [loaded(str(path)) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")]
-    assert len(forms) == 3
-    for form in forms:
-        assert form["name"]
-        assert form["description"]
-        assert all(field["attributes"]["label"] for field in form["body"])
