@@ -1,6 +1,6 @@
 """Amounts in the form in which people read them."""
 
-__all__ = ["count", "milliseconds", "percent", "size_range", "storage"]
+__all__ = ["count", "milliseconds", "percent", "storage"]
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -27,8 +27,3 @@ def storage(amount: float) -> str:
 def count(number: float) -> str:
     """A number of things, with separated thousands. A weight that is not a whole number gets four digits."""
     return f"{number:,.0f}" if number == int(number) else f"{number:,.4g}"
-
-
-def size_range(first: int, last: int) -> str:
-    """The sizes from ``first`` to ``last``."""
-    return str(last) if first == last else f"{first}\N{EN DASH}{last}"

@@ -22,6 +22,13 @@ main(["doctor"])
 """
 
 
+@pytest.fixture(autouse=True)
+def _with_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the core were compiled, also where it is not."""
+    monkeypatch.setattr("graphdispatch.native.bound.CORE", object())
+    monkeypatch.setenv("GRAPHDISPATCH_NATIVE", "0")  # of processes that a test starts
+
+
 def test_a_whole_installation_is_well(run: Callable[..., Any]) -> None:
     """Each package, device and native part has a line, and the exit code is 0."""
     code, out, _ = run("doctor")
