@@ -354,7 +354,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "budget must be a MemoryBudget or None, got 1048576; memory_budget_bytes=",
     ),
     "uniform_decode": ({"uniform_decode": True}, "uniform_decode must be a function of a call's arguments, got True"),
-    "sizes is a path as text": ({"sizes": "/tmp/plan.json"}, "give a pathlib.Path for a saved plan"),
+    "sizes is a file that is not there": ({"sizes": "none.json"}, "none.json cannot be read"),
 }
 
 

@@ -53,7 +53,7 @@ def test_the_report_says_what_was_captured(model: torch.nn.Module) -> None:
 
 def test_a_budget_of_time_leaves_sizes_for_later(model: torch.nn.Module) -> None:
     """Nothing is begun after the time is up; what was left out is captured as it comes."""
-    step = make(model, capture_after=1)
+    step = make(model, options=CUDAGraphOptions(capture_after=1))
     report = step.prewarm(torch.randn(4, 8), max_seconds=1e-9)
     assert report.captured == {CUDAGraphMode.FULL: ()}
     assert [size for _, size in report.left_out] == [16, 8, 4, 2, 1]
@@ -75,7 +75,7 @@ def test_a_budget_of_memory_is_kept(model: torch.nn.Module, by_option: bool) -> 
     free = make(model)
     free.prewarm(torch.randn(4, 8), sizes=(8,))
     limit = free.memory_bytes
-    step = make(model, memory_budget_bytes=limit) if by_option else make(model)
+    step = make(model, options=CUDAGraphOptions(memory_budget_bytes=limit)) if by_option else make(model)
     report = step.prewarm(torch.randn(4, 8), **({} if by_option else {"max_bytes": limit}))
     assert list(report.left_out) == [(CUDAGraphMode.FULL, 16)]
     assert report.captured == {CUDAGraphMode.FULL: (8, 4, 2, 1)}
@@ -151,7 +151,7 @@ def test_other_sizes_keep_the_graphs_that_stay(model: torch.nn.Module) -> None:
 
 def test_sizes_captured_ahead_serve_when_they_come_in(model: torch.nn.Module) -> None:
     """The order of a plan that changes while serving: capture first, then decide by the new sizes."""
-    step = make(model, capture_after=2)
+    step = make(model, options=CUDAGraphOptions(capture_after=2))
     step.keep_examples()
     serves(step, model, 5)
     assert step.capture_size(12)
@@ -204,7 +204,7 @@ def test_the_sizes_that_come_next_are_captured_in_pauses(model: torch.nn.Module)
     """While steps follow each other nothing is captured; in a pause the expected sizes are, as far as is allowed."""
     clock = Clock()
     prewarmer = Prewarmer(SizePredictor(SIZES), clock=clock, allowance_ms=170.0, budget=0.0)
-    step = make(model, capture_after=100)
+    step = make(model, options=CUDAGraphOptions(capture_after=100))
     step.keep_examples()
     slow = Slow(step, clock)
     for rows in (2, 4, 2, 4, 2, 4, 2, 4, 2, 4):
