@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.api.graphed import graphed
-from graphdispatch.config import CUDAGraphConfig
+from graphdispatch import CUDAGraphMode, graphed
+from graphdispatch.engines import CUDAGraphConfig, named_sizes
 from graphdispatch.errors import ConfigError
-from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
-from graphdispatch.sizes import named_sizes
 
 FULL, PIECEWISE, BOTH = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE
 COST = CostModel(
