@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.envs import enable_envs_cache
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
+from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from .core import Reason, mode_of
@@ -54,6 +55,7 @@ class GraphCpuModelRunner(CPUModelRunner):
         if self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
             return 0
         started = time.perf_counter()
+        _run_compiler()
         enable_envs_cache()  # which vLLM does soon after: its code reads the environment, and it sets variables here
         set_cudagraph_capturing_enabled(True)
         try:
@@ -119,6 +121,18 @@ class GraphCpuModelRunner(CPUModelRunner):
                 total.failures,
                 reasons or "none",
             )
+
+
+def _run_compiler() -> None:
+    """Compile one of vLLM's functions before any graph is captured.
+
+    When torch's compiler first runs in a process it sets an environment variable and a flag of ``nn.Module``, which the
+    guards of graphs compare. vLLM compiles functions of its sampler when a request first wants them (``logprobs``).
+    """
+    try:
+        batched_count_greater_than(torch.zeros(2, 3), torch.zeros(2, 1))
+    except RuntimeError as error:  # vLLM itself can then compile nothing, so no request changes anything
+        _logger.warning("torch's compiler does not run here: %s", error)
 
 
 class GraphCpuWorker(PlainCpuWorker):

@@ -1,0 +1,42 @@
+"""Serves requests that sample in several ways, and prints their tokens and what graphs did as JSON."""
+
+import json
+import sys
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 0},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    "logprobs": {"temperature": 0, "logprobs": 3},
+    "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 5},
+    "plain again": {"temperature": 0},
+}
+
+
+def serve(kind: str, place: str) -> None:
+    """Four requests in each way, one way after the other, by an engine in this process."""
+    graphs = {"mode": 0, "cudagraph_mode": kind, "cudagraph_capture_sizes": [4, 32]}
+    llm = LLM(
+        model=place,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=16 << 20,
+        **({"enforce_eager": True} if kind == "eager" else {"compilation_config": graphs}),
+    )
+    prompts = [{"prompt_token_ids": [7 + i, 9, 30 + i, 50, 3 * i + 5]} for i in range(4)]
+    found = {}
+    for way, how in WAYS.items():
+        params = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, **how)
+        tokens = [list(done.outputs[0].token_ids) for done in llm.generate(prompts, params, use_tqdm=False)]
+        found[way] = {"tokens": tokens, "totals": llm.collective_rpc("graph_totals")[0]}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
