@@ -14,23 +14,36 @@ pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environm
 
 from examples.vllm_cpu import MODEL, SETTINGS
 
+COUNT = 48
+"""Tokens of each request, as in the script; more than the sliding window has."""
 
-def serve(kind: str, place: Path) -> dict[str, Any]:
-    """The tokens and totals after each way of sampling."""
-    (place / "config.json").write_text(json.dumps(MODEL))
+
+LLAMA = MODEL | {"num_hidden_layers": 2, "initializer_range": 0.25}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+
+
+def run(*words: str) -> str:
+    """What the script prints; its engine has the plug-in switched on."""
     own = {"GRAPHDISPATCH_VLLM": "graphs", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    command = [sys.executable, str(Path(__file__).with_name("sampled.py")), kind, str(place)]
+    command = [sys.executable, str(Path(__file__).with_name("sampled.py")), *words]
     done = subprocess.run(command, env={**os.environ, **SETTINGS, **own}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return done.stdout
 
 
-def test_graphs_serve_on_however_requests_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [(LLAMA, "float32"), (LLAMA, "bfloat16"), (MISTRAL, "float32")],
+    ids=["llama", "bfloat16", "a sliding window"],
+)
+def test_graphs_serve_on_however_requests_sample(tmp_path: Path, model: dict[str, Any], dtype: str) -> None:
     """The tokens are eager's, and after penalties, logprobs and top-p no step of any request runs eagerly."""
-    eager, graphs = serve("eager", tmp_path), serve("FULL", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    run("make", str(tmp_path))
+    eager, graphs = (json.loads(run(kind, str(tmp_path), dtype).splitlines()[-1]) for kind in ("eager", "FULL"))
     assert [each["tokens"] for each in graphs.values()] == [each["tokens"] for each in eager.values()]
     totals = [each["totals"]["FULL"] for each in graphs.values()]
     assert all(total["eager"] == totals[0]["eager"] for total in totals)
     assert all(total["graphs"] == 2 for total in totals)
     hits = [total["hits"] for total in totals]
-    assert {after - before for before, after in pairwise(hits)} == {8}
+    assert {after - before for before, after in pairwise(hits)} == {COUNT}

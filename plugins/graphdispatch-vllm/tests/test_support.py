@@ -64,6 +64,7 @@ def configure(
         {"data_parallel_size": 2},
         {"enable_prefix_caching": False, "max_num_seqs": 8, "max_num_batched_tokens": 256},
         {"load_format": "dummy", "cudagraph_metrics": True, "seed": 1},
+        {"dtype": "bfloat16", "compilation_config": GRAPHS | {"cudagraph_mode": "FULL"}},
     ],
     ids=str,
 )
@@ -71,9 +72,11 @@ def test_what_the_tests_run_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """vLLM keeps the graphs that the user wants, and its worker has them."""
     got = configure(monkeypatch, tmp_path, GraphCpuPlatform(), **options)
     assert got.parallel_config.worker_cls.endswith(".GraphCpuWorker")
-    assert got.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
+    wanted = options.get("compilation_config", GRAPHS)["cudagraph_mode"]
+    assert got.compilation_config.cudagraph_mode == CUDAGraphMode[wanted]
     assert got.compilation_config.cudagraph_capture_sizes == [4, 32]
-    assert got.compilation_config.mode == CompilationMode.VLLM_COMPILE
+    is_split = got.compilation_config.mode == CompilationMode.VLLM_COMPILE
+    assert is_split == ("PIECEWISE" in wanted)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,8 @@ def test_what_the_tests_run_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (LLAMA, {"runner": "pooling"}, "runner pooling"),
         (BERT, {"runner": "pooling"}, "architecture BertModel"),
         (QWEN, {}, "architecture Qwen2ForCausalLM"),
-        (LLAMA | {"sliding_window": 32}, {}, "sliding window 32"),
-        (LLAMA, {"dtype": "bfloat16"}, "dtype bfloat16"),
+        (LLAMA, {"dtype": "bfloat16"}, "pieces of dtype bfloat16"),
+        (LLAMA, {"dtype": "float16"}, "dtype float16"),
         (LLAMA, {"pipeline_parallel_size": 2}, "parallel_config.pipeline_parallel_size=2"),
         (LLAMA, {"speculative_config": DRAFTS}, "speculative_config"),
         (LLAMA, {"kv_cache_dtype": "fp8"}, "cache_config.cache_dtype='fp8'"),

@@ -42,6 +42,7 @@ def test_a_graph_that_another_rank_lacks_is_left_out(monkeypatch: pytest.MonkeyP
     for name, stand_in in {"_dummy_run": run, "_fill_buffers": lambda step: None}.items():
         monkeypatch.setattr(runner, name, stand_in, raising=False)
     monkeypatch.setattr(runner, "maybe_remove_all_loras", lambda config: None, raising=False)
+    runner.model = torch.nn.Linear(1, 1)
     assert runner.capture_model() == 0
     assert not monitor.cudagraph_capturing_enabled
     assert {size: ran.count(size) for size in SIZES} == {size: 6 if size == 16 else 3 for size in SIZES}

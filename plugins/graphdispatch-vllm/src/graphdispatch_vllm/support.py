@@ -9,11 +9,11 @@ from typing import Any
 __all__ = ["FREE_OPTIONS", "SERVED", "why_not"]
 
 SERVED: dict[str, frozenset[Any]] = {
-    "architecture": frozenset({"LlamaForCausalLM"}),
+    "architecture": frozenset({"LlamaForCausalLM", "MistralForCausalLM"}),
     "runner": frozenset({"generate"}),
     "attention": frozenset({"decoder"}),
-    "sliding window": frozenset({None}),
-    "dtype": frozenset({"float32"}),
+    "dtype": frozenset({"float32", "bfloat16"}),
+    "pieces of dtype": frozenset({None, "float32"}),
     "executor": frozenset({None, "uni", "mp"}),
     "compilation mode": frozenset({None, "NONE", "VLLM_COMPILE"}),
     "model runner": frozenset({"V1"}),
@@ -28,7 +28,7 @@ FREE_OPTIONS: dict[str, frozenset[str]] = {
         "override_generation_config revision runner seed served_model_name skip_tokenizer_init tokenizer "
         "tokenizer_mode tokenizer_revision trust_remote_code",
         "cache_config": "_block_size_resolved block_size enable_prefix_caching gpu_memory_utilization "
-        "kv_cache_memory_bytes num_gpu_blocks_override",
+        "kv_cache_memory_bytes num_gpu_blocks_override sliding_window",
         "parallel_config": "_api_process_count _api_process_rank _coord_store_port _data_parallel_master_port_list "
         "cpu_distributed_timeout_seconds data_parallel_index data_parallel_master_ip "
         "data_parallel_master_port data_parallel_rank data_parallel_rank_local data_parallel_rpc_port "
@@ -65,13 +65,15 @@ def why_not(config: Any) -> str | None:
 
 
 def _kinds(config: Any) -> dict[str, Any]:
-    model, mode = config.model_config, config.compilation_config.mode
+    model, mode, graphs = config.model_config, config.compilation_config.mode, config.compilation_config.cudagraph_mode
+    dtype = str(model.dtype).removeprefix("torch.")
+    has_pieces = graphs is None or graphs.has_piecewise_cudagraphs()  # None stands for FULL_AND_PIECEWISE
     return {
         "architecture": model.architecture,
         "runner": model.runner_type,
         "attention": "MLA" if model.use_mla else model.attn_type,
-        "sliding window": model.get_sliding_window(),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype,
+        "pieces of dtype": dtype if has_pieces else None,
         "executor": config.parallel_config.distributed_executor_backend,
         "compilation mode": None if mode is None else mode.name,
         "model runner": "V2" if config.use_v2_model_runner else "V1",

@@ -56,6 +56,7 @@ class GraphCpuModelRunner(CPUModelRunner):
             return 0
         started = time.perf_counter()
         _run_compiler()
+        _read_annotations(self.get_model())
         enable_envs_cache()  # which vLLM does soon after: its code reads the environment, and it sets variables here
         set_cudagraph_capturing_enabled(True)
         try:
@@ -133,6 +134,16 @@ def _run_compiler() -> None:
         batched_count_greater_than(torch.zeros(2, 3), torch.zeros(2, 1))
     except RuntimeError as error:  # vLLM itself can then compile nothing, so no request changes anything
         _logger.warning("torch's compiler does not run here: %s", error)
+
+
+def _read_annotations(model: torch.nn.Module) -> None:
+    """Read the annotations of the classes of a model's modules before any graph is captured.
+
+    Python gives a class without annotations a table of them when somebody first asks, as a check against a protocol
+    does. vLLM checks its model in the first real step, and the guards of graphs compare what a class has.
+    """
+    for kind in {base for module in model.modules() for base in type(module).__mro__}:
+        getattr(kind, "__annotations__", None)
 
 
 class GraphCpuWorker(PlainCpuWorker):
