@@ -64,7 +64,7 @@ def configure(
         {"data_parallel_size": 2},
         {"enable_prefix_caching": False, "max_num_seqs": 8, "max_num_batched_tokens": 256},
         {"load_format": "dummy", "cudagraph_metrics": True, "seed": 1},
-        {"dtype": "bfloat16", "compilation_config": GRAPHS | {"cudagraph_mode": "FULL"}},
+        {"dtype": "bfloat16", "compilation_config": GRAPHS | {"cudagraph_mode": "FULL", "mode": 0}},
     ],
     ids=str,
 )
@@ -93,7 +93,12 @@ def test_what_the_tests_run_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (LLAMA, {"kv_cache_dtype": "fp8"}, "cache_config.cache_dtype='fp8'"),
         (LLAMA, {"scheduling_policy": "priority"}, "scheduler_config.policy='priority'"),
         (LLAMA, {"worker_cls": "own.Worker"}, "parallel_config.worker_cls='own.Worker'"),
-        (LLAMA, {"compilation_config": GRAPHS | {"mode": 2}}, "compilation mode DYNAMO_TRACE_ONCE"),
+        (LLAMA, {"compilation_config": GRAPHS | {"mode": 2}}, "compilation mode DYNAMO_TRACE_ONCE with pieces"),
+        (
+            LLAMA,
+            {"compilation_config": GRAPHS | {"cudagraph_mode": "FULL"}},
+            "compilation mode VLLM_COMPILE without pieces",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -15,7 +15,7 @@ SERVED: dict[str, frozenset[Any]] = {
     "dtype": frozenset({"float32", "bfloat16"}),
     "pieces of dtype": frozenset({None, "float32"}),
     "executor": frozenset({None, "uni", "mp"}),
-    "compilation mode": frozenset({None, "NONE", "VLLM_COMPILE"}),
+    "compilation mode": frozenset({"VLLM_COMPILE with pieces", "NONE without pieces"}),
     "model runner": frozenset({"V1"}),
 }
 """The kinds of models and engines that are served."""
@@ -68,6 +68,7 @@ def _kinds(config: Any) -> dict[str, Any]:
     model, mode, graphs = config.model_config, config.compilation_config.mode, config.compilation_config.cudagraph_mode
     dtype = str(model.dtype).removeprefix("torch.")
     has_pieces = graphs is None or graphs.has_piecewise_cudagraphs()  # None stands for FULL_AND_PIECEWISE
+    compiled = "VLLM_COMPILE" if mode is None else mode.name  # as vLLM has it by default
     return {
         "architecture": model.architecture,
         "runner": model.runner_type,
@@ -75,7 +76,7 @@ def _kinds(config: Any) -> dict[str, Any]:
         "dtype": dtype,
         "pieces of dtype": dtype if has_pieces else None,
         "executor": config.parallel_config.distributed_executor_backend,
-        "compilation mode": None if mode is None else mode.name,
+        "compilation mode": f"{compiled} {'with' if has_pieces else 'without'} pieces",
         "model runner": "V2" if config.use_v2_model_runner else "V1",
     }
 
