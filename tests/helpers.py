@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from graphdispatch import CUDAGraphOptions
+import torch
+from torch.utils._pytree import tree_flatten
+
+from graphdispatch import CUDAGraphOptions, Reason
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
 """A size is captured when it first comes."""
@@ -20,3 +23,33 @@ def with_options(settings: Mapping[str, Any], **defaults: Any) -> dict[str, Any]
     chosen |= {name: value for name, value in settings.items() if name in fields and name != "outputs"}
     others = {name: value for name, value in settings.items() if name == "outputs" or name not in fields}
     return others | {"options": given.replace(**chosen)}
+
+
+def assert_same(answer: Any, expected: Any, note: str = "") -> None:
+    """Assert that two answers have the same structure, types and values, bit for bit; ``note`` ends the message."""
+    (leaves, form), (others, other_form) = tree_flatten(answer), tree_flatten(expected)
+    assert form == other_form, f"{form} instead of {other_form}\n{note}"
+    for leaf, other in zip(leaves, others, strict=True):
+        torch.testing.assert_close(leaf, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{text}\n{note}")
+
+
+def assert_served(step: Any, *args: Any, **kwargs: Any) -> None:
+    """Call ``step``, and its callable on the same inputs: assert that a graph served, with eager's answer."""
+    _check(step, args, kwargs)
+    decision = step.last_decision
+    assert decision is not None
+    assert decision.reason.is_graph, step.explain(*args, **kwargs)
+
+
+def assert_eager(step: Any, *args: Any, reason: Reason | None = None, **kwargs: Any) -> None:
+    """Call ``step``, and its callable on the same inputs: assert that no graph served, for this ``reason``."""
+    _check(step, args, kwargs)
+    decision = step.last_decision
+    assert decision is not None
+    assert not decision.reason.is_graph, step.explain(*args, **kwargs)
+    assert reason in (None, decision.reason), f"{decision.reason} instead of {reason}\n{step.explain(*args, **kwargs)}"
+
+
+def _check(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    answer = step(*args, **kwargs)
+    assert_same(answer, step.unwrap()(*args, **kwargs), step.explain(*args, **kwargs))

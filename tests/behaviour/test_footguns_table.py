@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from .cases import row_of
+from .cases_read import KEPT, READS
+from .cases_written import WRITES
+
 HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "footguns.md"
 ROW = re.compile(r"^\|(?P<write>[^|]*)\|(?:(?P<here>[^|]*)\|(?P<instead>[^|]*)\|)? `(?P<id>\w+)` \|$", re.MULTILINE)
@@ -25,11 +29,14 @@ def _tests_of(path: Path) -> dict[str, str]:
 # What happens in each row; a row of two columns stands under a heading that says that the answer is right.
 ROWS = {row["id"]: row["here"] or "right" for row in ROW.finditer(DOCUMENT.read_text(encoding="utf-8"))}
 FILES = [path for path in sorted(HERE.glob("test_footguns_*.py")) if path.name != Path(__file__).name]
-TESTS = {name: source for path in FILES for name, source in _tests_of(path).items()}
+CASES = [(name, case) for table in (READS, KEPT, WRITES) for name, case in table.items() if case.row]
+TESTS = {name: source for path in FILES for name, source in _tests_of(path).items()} | {
+    row_of(name): str(getattr(case, "reason", "")).upper() for name, case in CASES
+}
 
 
 def test_every_row_is_executed() -> None:
-    """Each row of the table has a test of its name."""
+    """Each row of the table has a test or a case of its name."""
     assert ROWS
     assert set(ROWS) - set(TESTS) == set()
 

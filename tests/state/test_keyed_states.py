@@ -9,16 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, eager_break
+from graphdispatch import CUDAGraphOptions, eager_break, graphed
 from graphdispatch.engines import EntryState
 
-from ..python_objects import Box, served
+from ..behaviour.cases import Box
+from ..helpers import AT_ONCE
 
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+def served(fn: Any, **options: Any) -> Any:
+    """A callable with graphs of four rows."""
+    return graphed(fn, dynamic={"x": 0}, sizes=(4,), **options)
 
 
 def test_two_adapters_that_alternate_both_stay_captured() -> None:
@@ -87,7 +93,7 @@ def test_graphs_of_another_state_cost_calls_without_a_hit_nothing() -> None:
     """They are compared again when the present state has changed, and go when their weights have moved by then."""
     model = nn.Linear(3, 3)
     owner = Box(factor=1.0)
-    step = served(lambda x: model(x) * owner.factor, capture_after=1)
+    step = served(lambda x: model(x) * owner.factor, options=AT_ONCE)
     x = torch.randn(4, 3)
     step(x)
     (first,) = step.entries
@@ -117,7 +123,7 @@ def test_a_state_that_is_gone_for_good_frees_its_weights() -> None:
     """An adapter that nothing reaches any more goes with its graph, although the graph of the next one still fits."""
     owner = Box(adapter=nn.Linear(3, 3), others=[])
     kept = nn.Linear(3, 3)
-    step = served(lambda x: owner.adapter(x), capture_after=1)
+    step = served(lambda x: owner.adapter(x), options=AT_ONCE)
     x = torch.randn(4, 3)
     step(x)
     first, (entry,) = weakref.ref(owner.adapter.weight), step.entries

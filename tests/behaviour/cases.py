@@ -1,0 +1,105 @@
+"""One table of Python state: what a call may read, what may change without harm, and what a call may write.
+
+``cases_read.py`` and ``cases_written.py`` fill it. A case makes its state anew each time that it is used.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphdispatch import Reason
+
+__all__ = ["KEPT", "PATCH", "READS", "WRITES", "Box", "Case", "Read", "Slotted", "Write", "put_back", "row_of"]
+
+Fn = Callable[[torch.Tensor], Any]
+Made = tuple[Any, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """State and a callable that uses it.
+
+    ``make()`` gives the callable, and what changes the state (of a read) or tells how it is (of a write).
+    """
+
+    make: Callable[[], Made]
+    row: bool = False
+    """Whether it is tested through every front end, as the rows of ``docs/footguns.md`` are."""
+
+
+@dataclass(frozen=True)
+class Read(Case):
+    """State that a call reads."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """How it is served."""
+    serves: bool = True
+    """Whether a graph serves again after the change."""
+
+
+@dataclass(frozen=True)
+class Write(Case):
+    """State that a call writes."""
+
+    reason: Reason = Reason.STATE_REBOUND
+    """Why no graph serves it."""
+    is_shared: bool = False
+    """Whether other threads may use it at the same time, so that nobody puts it back."""
+    in_breaks: bool = True
+    """Whether it is written once, too, where a break does it."""
+
+
+READS: dict[str, Read] = {}
+"""A graph must not serve after the change."""
+KEPT: dict[str, Read] = {}
+"""The graph serves on after the change."""
+WRITES: dict[str, Write] = {}
+PATCH = pytest.MonkeyPatch()
+"""What changes the process; ``put_back`` undoes it."""
+
+
+def row_of(name: str) -> str:
+    """The row of ``docs/footguns.md`` that a case belongs to."""
+    return name.partition(":")[0].removesuffix("_instead")
+
+
+class Box:
+    """A plain object with whatever attributes it is given."""
+
+    limit = 2.0
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("calls", "k")
+
+    def __init__(self, k: Any) -> None:
+        self.k = k
+
+
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Undo what the cases change in the process."""
+    errors, threads, limit = np.geterr(), torch.get_num_threads(), sys.getrecursionlimit()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        PATCH.undo()
+        np.seterr(**errors)
+        torch.set_num_threads(threads)
+        sys.setrecursionlimit(limit)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")

@@ -1,0 +1,1235 @@
+"""The cases of state that a call reads: how it is made, how the call reads it, and a change that eager would notice."""
+
+import argparse
+import asyncio
+import builtins
+import ctypes
+import dataclasses
+import decimal
+import enum
+import functools
+import importlib
+import inspect
+import io
+import logging
+import math
+import multiprocessing
+import os
+import random
+import sys
+import threading
+import types
+import weakref
+from abc import ABC
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, MutableMapping
+from contextvars import ContextVar
+from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pydantic
+import torch
+from torch import Tensor, nn
+
+import graphdispatch as gd
+
+from .cases import KEPT, PATCH, READS, Box, Fn, Made, Read, Slotted
+
+__all__ = ["KEPT", "READS"]
+
+Change = Callable[[Any], Any]
+
+
+class Apart(NamedTuple):
+    """State that a call sees only by way of something else; the change has both."""
+
+    owner: Any
+    seen: Any
+
+
+def run(name: str, table: dict[str, Read] = READS, **more: Any) -> Callable[..., None]:
+    """A case whose call does something with the state."""
+
+    def case(make: Callable[[], Any], use: Callable[[Any, Tensor], Any], change: Change) -> None:
+        def made() -> Made:
+            held = make()
+            seen = held.seen if isinstance(held, Apart) else held
+            return lambda x: use(seen, x), lambda: change(held)
+
+        table[name] = Read(made, **more)
+
+    return case
+
+
+def read(name: str, **more: Any) -> Callable[..., None]:
+    """A case whose call multiplies by what it gets of the state."""
+    return lambda make, get, change: run(name, **more)(make, lambda held, x: x * get(held), change)
+
+
+def kept(name: str, **more: Any) -> Callable[..., None]:
+    """A case of a change that must end no graph."""
+    return read(name, table=KEPT, **more)
+
+
+def reads(make: Callable[[], Any]) -> Callable[[], Any]:
+    """A case that gives what reads a number and what changes it. It has the name of its function."""
+
+    def made() -> Made:
+        number, change = make()
+        return lambda x: x * number(), change
+
+    READS[make.__name__] = Read(made)
+    return make
+
+
+def to(held: Any, **attributes: Any) -> None:
+    """Set attributes."""
+    for name, value in attributes.items():
+        setattr(held, name, value)
+
+
+def put(**attributes: Any) -> Change:
+    """Set attributes of what is held."""
+    return lambda held: to(held, **attributes)
+
+
+def patch(owner: Any, name: str, value: Any) -> Change:
+    """Set a variable or an attribute of what all share, for a while."""
+    how = PATCH.setitem if isinstance(owner, MutableMapping) else partial(PATCH.setattr, raising=False)
+    return lambda _: how(owner, name, value)
+
+
+# How a callable reaches its state.
+
+
+class Runner:
+    """A plain object that holds tensors, is callable and has methods; it keeps its last result."""
+
+    def __init__(self) -> None:
+        self.weight, self.last = torch.rand(3), torch.ones(3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.step(x)
+
+    def step(self, x: Tensor) -> Tensor:
+        return sum([self.scaled(x) for _ in range(2)], x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Layer(nn.Module):
+    """A module with a tensor that is none of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = torch.rand(3), torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def in_a_break(runner: Any) -> Fn:
+    """A break that reads nothing, behind which the runner is read."""
+    part = gd.eager_break(lambda x: x + 1)
+    return lambda x: runner.step(part(x))
+
+
+REACHES: dict[str, tuple[type, Callable[[Any], Fn], dict[str, Any]]] = {
+    "object": (Runner, lambda r: r, {}),
+    "method": (Runner, lambda r: r.step, {}),
+    "partial of an object": (Runner, lambda r: partial(r), {}),
+    "partial of a method": (Runner, lambda r: partial(r.step), {}),
+    "argument of a partial": (Runner, lambda r: partial(lambda runner, x: runner.step(x), r), {}),
+    "closure": (Runner, lambda r: lambda x: r.step(x), {}),
+    "default": (Runner, lambda r: lambda x, runner=r: runner(x), {}),
+    "decorator": (Runner, lambda r: torch.no_grad()(r.step), {}),
+    "inner function": (Runner, lambda r: (lambda inner: lambda x: inner(x) + 1)(lambda x: r.step(x)), {}),
+    "attribute": (Runner, lambda r: (lambda engine: lambda x: engine.runner.step(x))(SimpleNamespace(runner=r)), {}),
+    "list": (Runner, lambda r: lambda x, runners=[r]: [each.step(x) for each in runners], {}),
+    "graphed": (Runner, lambda r: (lambda inner: lambda x: inner(x))(gd.graphed(r.step, dynamic={"x": 0})), {}),
+    "break": (Runner, in_a_break, {"mode": "PIECEWISE"}),
+    "module": (Layer, lambda m: m, {}),
+    "method of a module": (Layer, lambda m: m.forward, {}),
+    "partial of a module": (Layer, lambda m: partial(m), {}),
+    "argument of a partial, a module": (Layer, lambda m: partial(lambda model, x: model(x), m), {}),
+}
+
+
+def reached(how: str, change: Change) -> Callable[[], Made]:
+    """A weight that a callable reaches in one of these ways."""
+    kind, reach, _ = REACHES[how]
+
+    def made() -> Made:
+        runner = kind()
+        return reach(runner), lambda: change(runner)
+
+    return made
+
+
+for how, (_, _, options) in REACHES.items():
+    READS[f"reached by {how}: replaced"] = Read(reached(how, put(weight=torch.zeros(3))), options=options)
+    READS[f"reached by {how}: moved"] = Read(reached(how, lambda r: to(r.weight, data=torch.ones(3))), options=options)
+    KEPT[f"reached by {how}: not read"] = Read(reached(how, put(last=torch.zeros(3))), options=options)
+
+
+# Modules.
+
+
+class Net(nn.Module):
+    """Layers, a buffer, a tensor that is neither, and what else may hang on a module."""
+
+    gain = 2.0
+    slope = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(1.0))
+        self.register_buffer("offset", torch.zeros(3))
+        self.loose = torch.ones(3)
+        self.caches = [torch.ones(3)]
+        self.unregistered = [nn.Linear(3, 3).requires_grad_(False)]
+        self.heads = (nn.Linear(3, 3),)
+        self.activation: Callable[..., Any] = torch.relu
+        self.config = SimpleNamespace(scale=2.0, unread=1.0, deep=SimpleNamespace(shift=torch.ones(3)))
+        self.table = {"a": 1.0, "b": 3.0}
+        self.active = ["a"]
+        self._power = 2
+
+    @staticmethod
+    def raised(x: Tensor, power: int) -> Tensor:
+        return x**power
+
+    @property
+    def scale(self) -> float:
+        return float(self.config.scale)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.active:
+            x = x * self.table[name]
+        x = self.layers(x) * self.loose + self.offset + self.caches[0] * self.slope + self.config.deep.shift
+        return (
+            self.heads[0](self.unregistered[0](self.raised(self.activation(x * self.scale), self._power))) * self.gain
+        )
+
+
+def evaluated(**attributes: Any) -> Net:
+    """A net in evaluation mode."""
+    net = Net().eval()
+    net.__dict__.update(attributes)
+    return net
+
+
+def of_net(name: str, change: Change, *, make: Callable[[], Any] = evaluated, **more: Any) -> None:
+    """A change of a net."""
+    run(name, **more)(make, lambda net, x: net(x), change)
+
+
+def hook(module: nn.Module) -> Any:
+    """A hook that doubles."""
+    return module.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def hook_of_all(_: Any) -> None:
+    """A hook on all modules there are."""
+    table = nn.modules.module._global_forward_hooks
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
+    made = table.pop(handle.id)
+    PATCH.setitem(table, handle.id, made)
+
+
+of_net("weight assigned", lambda net: to(net.layers[0].weight, data=torch.ones(3, 3)))
+of_net("parameter replaced", lambda net: to(net.layers[0], weight=nn.Parameter(torch.ones(3, 3))))
+of_net("parameter removed", lambda net: to(net.layers[0], bias=None))
+of_net("parameter set", lambda net: net.layers[0].weight.detach_().set_(torch.ones(3, 3)))
+of_net("loaded by assignment", lambda net: net.load_state_dict(Net().state_dict(), assign=True))
+of_net("submodule replaced", put(layers=nn.Sequential(nn.Linear(3, 3))))
+of_net("submodule added", lambda net: net.layers.append(nn.Threshold(9.0, 7.0)))
+of_net("submodule removed", lambda net: net.layers.__delitem__(0))
+of_net("buffer replaced", put(offset=torch.ones(3)))
+of_net("loose_tensor_replaced", put(loose=torch.zeros(3)), row=True)
+of_net("loose tensor moved", lambda net: to(net.loose, data=torch.zeros(3)))
+of_net("tensors swapped", lambda net: torch.utils.swap_tensors(net.loose, torch.zeros(3)))
+of_net("tensor in a list replaced", lambda net: net.caches.__setitem__(0, torch.zeros(3)))
+of_net("list replaced", put(caches=[torch.zeros(3)]))
+of_net("layer in a list moved", lambda net: to(net.unregistered[0].weight, data=torch.zeros(3, 3)))
+of_net("layer in a tuple moved", lambda net: to(net.heads[0].weight, data=torch.zeros(3, 3)))
+of_net("function replaced", put(activation=torch.tanh))
+of_net("private number", put(_power=3))
+of_net("module_number_changed", put(slope=5.0), row=True)
+of_net("number in the table of attributes", lambda net: vars(net).update(_power=3))
+of_net("class_attribute_changed", patch(Net, "gain", 5.0), row=True)
+of_net("module_config_changed: read by a property", lambda net: to(net.config, scale=5.0), row=True)
+of_net("module_config_changed", lambda net: to(net.config.deep, shift=torch.zeros(3)), row=True)
+of_net("module_container_changed", lambda net: net.table.update(a=4.0), row=True)
+of_net("module_container_changed: replaced", put(active=["b"]), row=True)
+of_net("trained", lambda net: net.train())
+of_net("inner module trained", lambda net: net.layers[1].train())
+of_net("hook", lambda net: hook(net.layers[0]))
+of_net("hook before", lambda net: net.register_forward_pre_hook(lambda module, args: (args[0] * 2,)))
+of_net("hook on all modules", hook_of_all)
+of_net(
+    "class of a module", lambda net: to(net.heads[0], __class__=type("L", (nn.Linear,), {"forward": lambda s, x: x}))
+)
+of_net("code_replaced", patch(Net, "forward", lambda self, x: x * 9.0), row=True)
+of_net("unread attribute", lambda net: to(net.config, unread=2.0), table=KEPT)
+of_net("written in place", lambda net: net.layers[0].weight.data.fill_(5), table=KEPT)
+of_net("loaded in place", lambda net: net.load_state_dict(Net().state_dict()), table=KEPT)
+of_net("buffer written", lambda net: net.offset.add_(1), table=KEPT)
+of_net("evaluated again", lambda net: net.eval(), table=KEPT)
+of_net("equal number", put(_power=int("2")), table=KEPT)
+of_net("equal entry", lambda net: net.table.update(a=float("1.0")), table=KEPT)
+of_net("hook elsewhere", lambda _: hook(nn.Linear(1, 1)), table=KEPT)
+of_net("hook removed again", lambda net: hook(net).remove(), table=KEPT)
+
+
+def hooked() -> Any:
+    """A net and the handle of its hook."""
+    net = evaluated()
+    return net, hook(net)
+
+
+run("hook removed")(hooked, lambda h, x: h[0](x), lambda h: h[1].remove())
+run("hook replaced")(
+    hooked, lambda h, x: h[0](x), lambda h: (h[1].remove(), h[0].register_forward_hook(lambda *_: _[2] * 3))
+)
+
+
+def _with_hook() -> Made:
+    config, model = Box(k=2.0), nn.Sequential(nn.Identity()).eval()
+    model[0].register_forward_hook(lambda module, args, output: output * config.k)
+    return lambda x: model(x), lambda: to(config, k=5.0)
+
+
+READS["state of a hook"] = Read(_with_hook)
+
+
+class Half:
+    def factor(self) -> float:
+        return 0.5
+
+
+class Third:
+    def factor(self) -> float:
+        return 0.25
+
+
+def with_tables() -> nn.Module:
+    """A model that reads a configuration, a method of a base class, weights and hooks."""
+    scaled = type("Scaled", (type("Own", (Half,), {"__module__": __name__}),), {"__module__": __name__})
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.config, self.scaled = nn.Linear(3, 3), Box(scale=1.0), scaled()
+            self.scaled.unused = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            bonus = getattr(self.linear.weight, "bonus", 1.0)
+            return self.linear(x) * self.config.scale * self.scaled.factor() * bonus
+
+    model = Model().eval()
+    model.linear.weight.bonus = 2.0
+    return model
+
+
+def hide_method(model: Any) -> None:
+    """One attribute goes, and another one hides a method: as many as before."""
+    del model.scaled.unused
+    model.scaled.factor = lambda: 0.125
+
+
+TABLES: dict[str, Change] = {
+    "of a module": lambda m: to(m, __dict__={**m.__dict__, "config": Box(scale=3.0)}),
+    "of an object": lambda m: to(m.config, __dict__={"scale": 3.0}),
+    "of a tensor": lambda m: to(m.linear.weight, __dict__={"bonus": 5.0}),
+    "of submodules": lambda m: to(m, _modules={"linear": nn.Linear(3, 3)}),
+    "of parameters": lambda m: to(m.linear, _parameters=OrderedDict(weight=nn.Parameter(torch.ones(3, 3)), bias=None)),
+    "of hooks": lambda m: to(m.linear, _forward_hooks=OrderedDict({1: lambda module, args, output: output + 1})),
+    "of bases": lambda m: to(type(m.scaled).__bases__[0], __bases__=(Third,)),
+    "with a method hidden": hide_method,
+}
+for name, change in TABLES.items():
+    of_net(f"table replaced {name}", change, make=with_tables)
+
+
+class Factor(nn.Module):
+    """A model with a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def through(forward: Fn) -> Fn:
+    """A function that calls another."""
+    return lambda x: forward(x)
+
+
+def own(name: str) -> Callable[[], Any]:
+    """A model with a method of its own, which reads the number of another model."""
+
+    def make() -> Any:
+        other, model = Factor(), Factor()
+        model.other = [other]
+        setattr(model, name, through(other.forward))
+        return model
+
+    return make
+
+
+for name in ("forward", "_call_impl"):  # only torch's code spells them
+    of_net(f"own {name}", put(**{name: through(lambda x: x + 1)}), make=own(name))
+    of_net(f"what its own {name} reads", lambda m: to(m.other[0], factor=2.0), make=own(name))
+
+
+# Containers and objects.
+
+
+def giver(box: Box) -> Apart:
+    """What gives an object when it is called."""
+    return Apart(box, lambda: box)
+
+
+def cached_number() -> Any:
+    """What computes a number, which it has done."""
+    box = Box(k=2.0)
+    number = functools.cache(lambda: box.k)
+    number()
+    return Apart(box, number)
+
+
+class OwnList(list):
+    """A list that iterates in its own way."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+read("entry of a list")(lambda: [2.0, 3.0], lambda h: h[0], lambda h: h.__setitem__(0, 5.0))
+read("entry to the next list")(lambda: ([2.0, 3.0], [4.0]), lambda h: len(h[0]), lambda h: h[1].append(h[0].pop(0)))
+read("entry to the list before")(lambda: ([2.0, 3.0], [4.0]), lambda h: len(h[0]), lambda h: h[1].insert(0, h[0].pop()))
+read("list grew")(lambda: [2.0], len, lambda h: h.append(5.0))
+read("list shrank")(lambda: [2.0, 3.0], sum, lambda h: h.pop())
+read("list of a class of its own")(lambda: OwnList([2.0]), lambda h: h[0], lambda h: h.__setitem__(0, 5.0))
+read("object in a list")(
+    lambda: Box(k=[Box(k=torch.ones(3))]), lambda h: h.k[0].k, lambda h: to(h.k[0], k=torch.zeros(3))
+)
+read("entry of a dict")(lambda: {"k": 2.0}, lambda h: h["k"], lambda h: h.update(k=5.0))
+read("key of a dict")(lambda: {"k": 2.0}, len, lambda h: h.update(other=2.0))
+read("keys of a dict")(lambda: {"k": 2.0}, lambda h: 2 if "k" in h else 5, lambda h: h.update(j=h.pop("k")))
+read("object in a dict")(lambda: {"k": Box(k=2.0)}, lambda h: h["k"].k, lambda h: to(h["k"], k=5.0))
+read("deep in containers")(
+    lambda: {"k": [[torch.ones(3)]]}, lambda h: h["k"][0][0], lambda h: h["k"][0].__setitem__(0, torch.zeros(3))
+)
+read("large table")(lambda: {f"{n}": n for n in range(5000)}, lambda h: h["2"], lambda h: h.update({"2": 7}))
+read("ordered dict")(lambda: OrderedDict(a=2.0, b=3.0), lambda h: h["a"], lambda h: h.update(a=5.0))
+read("order of a dict")(
+    lambda: OrderedDict(a=2.0, b=3.0), lambda h: next(iter(h.values())), lambda h: h.move_to_end("a")
+)
+read("set grew")(lambda: {1, 2}, len, lambda h: h.add("new"))
+read("set shrank")(lambda: {1, 2}, len, lambda h: h.discard(1))
+read("entry of a deque")(lambda: deque([2.0], maxlen=1), lambda h: h[0], lambda h: h.append(5.0))
+read("deque turned")(lambda: deque([2.0, 5.0]), lambda h: h[0], lambda h: h.rotate())
+read("array of Python")(lambda: array("d", [2.0]), lambda h: h[0], lambda h: h.__setitem__(0, 5.0))
+read("array of Python grew")(lambda: array("d", [2.0]), len, lambda h: h.append(5.0))
+read("memory view")(
+    lambda: Apart(b := bytearray([2]), memoryview(b)), lambda h: h[0], lambda h: h.owner.__setitem__(0, 5)
+)
+read("view of a dict")(lambda: Apart(t := {"k": 2}, t.values()), lambda h: sum(h), lambda h: h.owner.update(k=5))
+read("proxy of a dict")(
+    lambda: Apart(t := {"k": 2}, types.MappingProxyType(t)), lambda h: h["k"], lambda h: h.owner.update(k=5)
+)
+read("default factory")(lambda: defaultdict(lambda: 2), lambda h: h.default_factory(), put(default_factory=lambda: 5))
+read("attribute")(lambda: Box(k=2.0), lambda h: h.k, put(k=5.0))
+read("attribute of the class, shadowed")(Box, lambda h: h.limit, put(limit=5.0))
+read("attribute that comes")(Box, lambda h: getattr(h, "k", 2.0), put(k=5.0))
+read("attribute that goes")(lambda: Box(k=5.0), lambda h: getattr(h, "k", 2.0), lambda h: delattr(h, "k"))
+read("sign of zero")(lambda: Box(k=0.0), lambda h: math.copysign(1, h.k), put(k=-0.0))
+run("number_type_changed", row=True)(lambda: Box(k=2.0), lambda h, x: x.long() * h.k, put(k=2))
+read("number of another type")(lambda: Box(k=1), lambda h: 2 if h.k is True else 5, put(k=True))
+read("text of another type")(lambda: Box(k="a"), lambda h: 2 if isinstance(h.k, str) else 5, put(k=b"a"))
+read("large integer")(lambda: Box(k=1 << 70), lambda h: h.k % 4 + 1, put(k=(1 << 70) + 1))
+read("not a number")(lambda: Box(k=math.nan), lambda h: 2 if h.k != h.k else 5, put(k=1.0))
+read("complex number")(lambda: Box(k=2 + 1j), lambda h: h.k.real, put(k=5 + 1j))
+read("type of data")(lambda: Box(dtype=torch.float32), lambda h: torch.ones(3).to(h.dtype), put(dtype=torch.float64))
+read("slot")(lambda: Slotted(2.0), lambda h: h.k, put(k=5.0))
+read("slot that goes")(lambda: Slotted(2.0), lambda h: getattr(h, "k", 5.0), lambda h: delattr(h, "k"))
+read("computed name")(lambda: Box(k=2.0, name="k"), lambda h: getattr(h, h.name), put(k=5.0))
+read("name as a text")(lambda: Box(k=2.0), lambda h: getattr(h, "k", 0), put(k=5.0))
+read("names in a text")(lambda: Box(a=Box(k=2.0)), lambda h: attrgetter("a.k")(h), lambda h: to(h.a, k=5.0))
+read("attrgetter")(lambda: (Box(a=Box(k=2.0)), attrgetter("a.k")), lambda h: h[1](h[0]), lambda h: to(h[0].a, k=5.0))
+read("name in a text")(lambda: Box(k=2.0, t="{0.k}"), lambda h: float(h.t.format(h)), put(k=5.0))
+read("one of two objects")(
+    lambda: Box(a=Box(k=2), b=Box(k=4), on=True), lambda h: (h.a if h.on else h.b).k, lambda h: to(h.a, k=5)
+)
+read("which of two objects")(
+    lambda: Box(a=Box(k=2), b=Box(k=4), on=True), lambda h: (h.a if h.on else h.b).k, put(on=False)
+)
+read("result of a call")(lambda: giver(Box(mean=2.0)), lambda h: h().mean, lambda h: to(h.owner, mean=5.0))
+read("lru_cache")(lambda: functools.cache(lambda: Box(k=2.0)), lambda h: h().k, lambda h: to(h(), k=5.0))
+read("lru_cache cleared")(cached_number, lambda h: h(), lambda h: (to(h.owner, k=5.0), h.seen.cache_clear()))
+read("weak reference")(lambda: Apart(b := Box(k=2.0), weakref.ref(b)), lambda h: h().k, lambda h: to(h.owner, k=5.0))
+read("weak proxy")(lambda: Apart(b := Box(k=2.0), weakref.proxy(b)), lambda h: h.k, lambda h: to(h.owner, k=5.0))
+read("arguments of an exception")(lambda: ValueError(2), lambda h: h.args[0], put(args=(5,)))
+read("equal arguments")(
+    lambda: [argparse.Namespace(k=1) for _ in "ab"], lambda h: 2 if h[0] == h[1] else 5, lambda h: to(h[0], k=3)
+)
+read("printed arguments")(lambda: argparse.Namespace(k=1), lambda h: len(f"{h}"), put(k=10))
+read("file in memory")(lambda: io.StringIO("2.0"), lambda h: float(h.getvalue()), lambda h: (h.seek(0), h.write("5.0")))
+read("ctypes")(lambda: ctypes.c_float(2.0), lambda h: float(h.value), put(value=5.0))
+read("pointer")(lambda: ctypes.pointer(ctypes.c_int(2)), lambda h: h.contents.value, lambda h: to(h.contents, value=5))
+read("module as attribute")(lambda: Box(m=module(k=2)), lambda h: h.m.k, lambda h: to(h.m, k=5))
+run("subset of data")(lambda: torch.utils.data.Subset([2, 5], [0]), lambda h, x: x * h[0], put(indices=[1]))
+kept("equal constant")(lambda: Box(k=0.5), lambda h: h.k, put(k=float("0.5")))
+kept("equal text")(lambda: Box(k="12"), lambda h: float(h.k), lambda h: to(h, k="".join(["1", "2"])))
+kept("list that is not read")(lambda: Box(k=2.0, log=[]), lambda h: h.k, lambda h: h.log.append(1))
+kept("order of attributes read by name")(
+    lambda: Box(a=2.0, b=3.0), lambda h: getattr(h, "".join("a")) * h.b, lambda h: put_last(vars(h))
+)
+kept("unused one of many tensors")(
+    lambda: {n: torch.ones(3) for n in range(2000)}, lambda h: h[1], lambda h: to(h[2], data=torch.zeros(3))
+)
+read("used one of many tensors")(
+    lambda: {n: torch.ones(3) for n in range(2000)}, lambda h: h[1], lambda h: to(h[1], data=torch.zeros(3))
+)
+
+
+class Engine:
+    """A plain object that holds the model, as engines do."""
+
+    def __init__(self) -> None:
+        self.layers, self.cache, self.scale = [nn.Linear(3, 3).eval()], {"bias": torch.ones(3)}, 2.0
+
+    @torch.no_grad()
+    def step(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) * self.scale + self.cache["bias"]
+
+
+def of_engine(name: str, change: Change, table: dict[str, Read] = READS) -> None:
+    """A change of an engine, through every front end."""
+    run(name, table, row=True)(Engine, lambda engine, x: engine.step(x), change)
+
+
+of_engine("object_attribute_changed", put(scale=5.0))
+of_engine("object_attribute_changed: model", lambda e: to(e, layers=[nn.Linear(3, 3).eval()]))
+of_engine("object_attribute_changed: weight", lambda e: to(e.layers[0].weight, data=torch.ones(3, 3)))
+of_engine("container_entry_changed", lambda e: e.layers.__setitem__(0, nn.Linear(3, 3).eval()))
+of_engine("container_entry_changed: dict", lambda e: e.cache.__setitem__("bias", torch.zeros(3)))
+of_engine("container_entry_changed_instead", lambda e: e.cache["bias"].fill_(7.0), KEPT)
+of_net("module_number_changed_instead", lambda net: net.offset.fill_(5.0), table=KEPT, row=True)
+
+
+class Equal(Box):
+    """Equal to each other one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class Naive(Box):
+    """Compares an attribute that the other may not have."""
+
+    def __eq__(self, other: Any) -> bool:
+        return bool(self.name == other.name)
+
+    __hash__ = None
+
+
+class Keyed:
+    """Looks attributes up in a dict, and raises ``KeyError`` for those that it has not."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["entries"][name]
+
+
+class Hidden:
+    """Finds attributes under other names."""
+
+    def __init__(self) -> None:
+        self._k = 2
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name if name.startswith("_") else f"_{name}")
+
+
+class Operand:
+    """Has special methods that read an attribute."""
+
+    def __init__(self) -> None:
+        self.k = 2
+
+    def __getitem__(self, index: int) -> int:
+        return self.k
+
+    def __len__(self) -> int:
+        return self.k
+
+    def __float__(self) -> float:
+        return float(self.k)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+    @property
+    def number(self) -> int:
+        return self.k
+
+
+class Lazy:
+    """Computes its settings once."""
+
+    @functools.cached_property
+    def config(self) -> Any:
+        return Box(k=2.0)
+
+
+class Through:
+    """It goes through its own attributes."""
+
+    def __init__(self) -> None:
+        self.first, self.second = 2, 5
+
+    def number(self) -> int:
+        return next(value for value in vars(self).values())
+
+
+def put_last(table: Any) -> None:
+    """Delete the first entry and set it again."""
+    name = next(iter(table))
+    table[name] = table.pop(name)
+
+
+read("equal object")(lambda: Box(c=Equal(k=2.0)), lambda h: h.c.k, put(c=Equal(k=5.0)))
+read("naive __eq__")(lambda: Box(c=Naive(name="a", k=2.0)), lambda h: h.c.k, put(c=Box(k=5.0)))
+read("__getattr__ that raises KeyError")(lambda: Keyed(k=2.0), lambda h: h.k, lambda h: h.entries.update(k=5.0))
+read("__getattribute__")(Hidden, lambda h: h.k, put(_k=5))
+read("__getitem__")(Operand, lambda h: h[0], put(k=5))
+read("__len__")(Operand, len, put(k=5))
+read("__float__")(Operand, float, put(k=5))
+read("property")(Operand, lambda h: h.number, put(k=5))
+run("__call__")(Operand, lambda h, x: h(x), put(k=5))
+read("cached_property")(lambda: (h := Lazy(), h.config)[0], lambda h: h.config.k, lambda h: to(h.config, k=5.0))
+read("class of an object")(lambda: Box(k=2.0), lambda h: h.limit, put(__class__=type("Other", (Box,), {"limit": 5.0})))
+read("order of attributes")(Through, lambda h: next(iter(vars(h).values())), lambda h: put_last(vars(h)))
+read("order of own attributes")(Through, lambda h: h.number(), lambda h: put_last(vars(h)))
+read("order of items")(Through, lambda h: [v for _, v in h.__dict__.items()][0], lambda h: put_last(vars(h)))  # noqa: RUF015
+
+
+@reads
+def private_attribute_of_pydantic() -> Any:
+    class Model(pydantic.BaseModel):
+        _number: int = pydantic.PrivateAttr(2)
+
+    model = Model()
+    return lambda: model._number, lambda: setattr(model, "_number", 5)
+
+
+@reads
+def class_pattern() -> Any:
+    point = dataclasses.make_dataclass("Point", [("number", int)])(2)
+    kind = type(point)
+
+    def number() -> int:
+        match point:
+            case kind(found):
+                return found
+
+    return number, lambda: setattr(point, "number", 5)
+
+
+@reads
+def attribute_of_a_number() -> Any:
+    named = type("Named", (int,), {"number": 2, "__module__": __name__})(1)
+    return lambda: named.number, lambda: setattr(named, "number", 5)
+
+
+@reads
+def operator_of_a_number() -> Any:
+    class Scaled(float):
+        by = 2
+
+        def __mul__(self, other: Any) -> Any:
+            return other * self.by
+
+    scaled = Scaled(1)
+    return lambda: scaled * 1, lambda: setattr(scaled, "by", 5)
+
+
+# Functions and classes.
+
+
+@reads
+def computed_name_of_another() -> Any:
+    box, name = Box(k=2.0), "k"
+    return lambda: getattr(box, name), lambda: to(box, k=5.0)
+
+
+def with_variable() -> Made:
+    """A variable of the function around it."""
+    number = 2
+
+    def change() -> None:
+        nonlocal number
+        number = 5
+
+    return lambda x: x * number, change
+
+
+READS["closure_number_changed"] = Read(with_variable, row=True)
+
+
+@reads
+def empty_closure() -> Any:
+    is_there = False
+
+    def number() -> int:
+        return later if is_there else 2  # noqa: F821
+
+    def change() -> None:
+        nonlocal later, is_there
+        later, is_there = 5, True
+
+    later = 0
+    del later
+    return number, change
+
+
+def function(value: int = 2, *, by: int = 1) -> int:
+    """Two defaults."""
+    return value * by
+
+
+def other(value: int = 2, *, by: int = 1) -> int:
+    """Other code."""
+    return value + 5 * by
+
+
+def copy_of(fn: Any) -> Any:
+    """A function of its own."""
+    made = types.FunctionType(fn.__code__, globals(), fn.__name__, fn.__defaults__, fn.__closure__)
+    made.__kwdefaults__ = dict(fn.__kwdefaults__)
+    return made
+
+
+def registered() -> Any:
+    """A function for classes."""
+    return functools.singledispatch(lambda _: 2)
+
+
+def method_for_classes() -> Any:
+    """An object with a method for classes."""
+    return type("Own", (), {"__module__": __name__, "k": functools.singledispatchmethod(lambda self, _: 2)})()
+
+
+read("code of a function")(lambda: copy_of(function), lambda h: h(), put(__code__=other.__code__))
+read("default")(lambda: copy_of(function), lambda h: h(), put(__defaults__=(5,)))
+read("keyword's default")(lambda: copy_of(function), lambda h: h(), put(__kwdefaults__={"by": 5}))
+read("keyword's default in place")(lambda: copy_of(function), lambda h: h(), lambda h: h.__kwdefaults__.update(by=5))
+read("default by inspect")(
+    lambda: copy_of(function), lambda h: inspect.signature(h).parameters["value"].default, put(__defaults__=(5,))
+)
+read("attribute of a function")(lambda: (f := copy_of(function), to(f, k=2))[0], lambda h: h.k, put(k=5))
+read("state of a partial")(lambda: partial(int, "2"), lambda h: h(), lambda h: h.__setstate__((int, ("5",), {}, None)))
+read("single dispatch")(registered, lambda h: h(1), lambda h: h.register(int, lambda _: 5))
+read("single dispatch of a method")(
+    method_for_classes, lambda h: h.k(1), lambda h: vars(type(h))["k"].register(int, lambda s, _: 5)
+)
+read("weak method")(
+    lambda: Apart(o := Operand(), weakref.WeakMethod(o.__len__)), lambda h: h()(), lambda h: to(h.owner, k=5)
+)
+
+
+def own_class(**members: Any) -> Any:
+    """A class of its own."""
+    return type("Own", (), {"__module__": __name__, **members})
+
+
+def with_metaclass() -> Any:
+    """A class and its metaclass."""
+    meta = type("Meta", (type,), {"__module__": __name__, "k": 2})
+    return meta("Own", (), {"__module__": __name__}), meta
+
+
+def abstract() -> Any:
+    """An abstract class and another one."""
+    return type("Base", (ABC,), {"__module__": __name__}), own_class()
+
+
+def choice() -> Any:
+    """A member of an enumeration."""
+    first = enum.Enum("Choice", {"FIRST": {"k": 2}}, module=__name__).FIRST
+    first.number = 2
+    return first
+
+
+made: list[Any] = []
+read("attribute of a class")(lambda: own_class(k=2), lambda h: h.k, put(k=5))
+read("tuple of a class")(lambda: own_class(k=(2, 3)), lambda h: h.k[0], put(k=(5, 3)))
+read("method of a class")(
+    lambda: own_class(k=lambda self: 2)(), lambda h: h.k(), lambda h: to(type(h), k=lambda self: 5)
+)
+read("attribute of a metaclass")(with_metaclass, lambda h: h[0].k, lambda h: to(h[1], k=5))
+read("registered subclass")(abstract, lambda h: 5 if issubclass(h[1], h[0]) else 2, lambda h: h[0].register(h[1]))
+read("subclasses")(own_class, lambda h: 5 if h.__subclasses__() else 2, lambda h: made.append(type("Made", (h,), {})))
+read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
+read("annotations")(
+    lambda: own_class(__annotations__={"k": 2}),
+    lambda h: h.__annotations__["k"],
+    lambda h: h.__annotations__.update(k=5),
+)
+read("enumeration_changed", row=True)(choice, lambda h: h.value["k"], lambda h: h.value.update(k=5))
+read("enumeration_changed: attribute")(choice, lambda h: h.number, put(number=5))
+
+
+def cached_isinstance() -> Any:
+    """An abstract class that has answered, and an object of it, with a name that no code spells."""
+    base = abstract()[0]
+    assert not isinstance(2.5, base)
+    return base, type("Thing", (base,), {"number": 2, "__module__": __name__})()
+
+
+kept("what isinstance caches")(
+    cached_isinstance,
+    lambda h: getattr(h[1], "number".lower()) if isinstance(h[1], h[0]) else 5,
+    lambda h: [isinstance(other, h[0]) for other in (None, 1, "text", [], own_class()())],
+)
+
+
+# Variables, modules and builtins.
+
+
+def module(**names: Any) -> Any:
+    """A module with variables."""
+    made = types.ModuleType("users_settings")
+    vars(made).update(names)
+    return made
+
+
+def settings() -> Any:
+    """A module that is imported by its name."""
+    made = module(k=2, config={"k": 2})
+    PATCH.setitem(sys.modules, "users_settings", made)
+    return made
+
+
+FACTOR, OFFSET, ALIAS, TABLE, BOXES, SETTINGS = 2.0, torch.ones(3), torch.relu, {"k": 2.0}, [Box(k=2.0)], module(k=2)
+
+
+def reads_offset(x: Tensor) -> Tensor:
+    """A helper that reads a global."""
+    return x + OFFSET
+
+
+class Shifted(nn.Module):
+    """Calls a helper that reads a global."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reads_offset(x) * 1.0
+
+
+def largest_if_determined() -> Tensor:
+    """Whether operators fill new memory: deterministic ones do."""
+    return torch.empty(3, dtype=torch.int32) == 2**31 - 1
+
+
+def of_settings(_: Any) -> float:
+    """A variable of a module by its name."""
+    import users_settings
+
+    return users_settings.k
+
+
+def from_settings(_: Any) -> float:
+    """A variable itself."""
+    from users_settings import k
+
+    return k
+
+
+def none() -> None:
+    """No state of one's own."""
+
+
+def source(text: str, **names: Any) -> dict[str, Any]:
+    """The variables of code in no file."""
+    exec(compile(text, "hidden.py", "exec"), names)
+    return names
+
+
+_first = "def k():\n    return [v for k, v in globals().items() if type(v) is int][0]"
+_by_name = "def k():\n    return globals()[''.join(('na', 'me'))].k"
+_count = "def k():\n    return sum(type(v) is int for v in list(globals().values()))"
+run("global_number_changed", row=True)(none, lambda _, x: x * FACTOR, patch(globals(), "FACTOR", 5.0))
+run("global_tensor_rebound", row=True)(none, lambda _, x: x + OFFSET, patch(globals(), "OFFSET", torch.zeros(3)))
+run("helper_global_changed", row=True)(none, lambda _, x: reads_offset(x), patch(globals(), "OFFSET", torch.zeros(3)))
+run("helper_of_module_changed", row=True)(Shifted, lambda m, x: m(x), patch(globals(), "OFFSET", torch.zeros(3)))
+run("global function")(none, lambda _, x: ALIAS(x), patch(globals(), "ALIAS", torch.tanh))
+run("entry of a global dict")(none, lambda _, x: x * TABLE["k"], patch(TABLE, "k", 5.0))
+run("object in a global list")(none, lambda _, x: x * BOXES[0].k, patch(BOXES[0], "k", 5.0))
+read("globals()")(lambda: source(_by_name, name=Box(k=2.0)), lambda h: h["k"](), lambda h: to(h["name"], k=5.0))
+run("settings_module_changed", row=True)(none, lambda _, x: x * SETTINGS.k, patch(SETTINGS, "k", 5.0))
+run("global that hides a builtin")(none, lambda _, x: x * abs(-2), patch(globals(), "abs", lambda _: 7))
+run("builtin replaced")(none, lambda _, x: x * abs(-2), patch(builtins, "abs", lambda _: 7))
+read("import inside")(settings, of_settings, put(k=5))
+read("import of a name inside")(settings, from_settings, put(k=5))
+read("import inside of another module")(settings, of_settings, patch(sys.modules, "users_settings", module(k=5)))
+read("import_module")(settings, lambda _: importlib.import_module("users_settings").k, put(k=5))
+read("import_module of another module")(
+    settings, lambda _: found().k, patch(sys.modules, "users_settings", module(k=5))
+)
+read("import_module of a computed name")(settings, lambda _: importlib.import_module(f"users_{'settings'}").k, put(k=5))
+read("__import__")(settings, lambda _: __import__(f"users_{'settings'}").k, put(k=5))
+read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put(k=5))
+read("sys.modules by another")(settings, lambda _: found().config["k"], lambda h: h.config.update(k=5))
+read("order of variables")(
+    lambda: source(_first, one=2, other=5), lambda h: h["k"](), lambda h: h.update(one=h.pop("one"))
+)
+read("new variable")(lambda: source(_count, one=2, other=2), lambda h: h["k"](), lambda h: h.update(two=1, three=1))
+
+
+def found() -> Any:
+    """A module of a computed name."""
+    return importlib.import_module(f"users_{'settings'}")
+
+
+# Tensors.
+
+
+class PackedParameter(nn.Parameter):
+    """A parameter of a class of its own, as engines have them."""
+
+
+class WatchedParameter(nn.Parameter):
+    """One that sees each function of torch that it is given to."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class OwnTensor(Tensor):
+    """A tensor of a class of its own."""
+
+
+def of_tensor(name: str) -> Callable[..., None]:
+    """A tensor that a closure holds, and one that a module holds."""
+
+    def case(make: Callable[[], Any], get: Callable[[Any], Any], change: Change) -> None:
+        def held_by_module() -> Any:
+            net = nn.Module()
+            net.held = make()
+            return net
+
+        read(f"tensor: {name}")(make, get, change)
+        read(f"tensor of a module: {name}")(held_by_module, lambda net: get(net.held), lambda net: change(net.held))
+
+    return case
+
+
+def assign(change: Callable[[Tensor], Tensor]) -> Change:
+    """Assign the data anew."""
+    return lambda w: to(w, data=change(w.detach().as_subclass(Tensor)))
+
+
+def plain(w: Tensor) -> Tensor:
+    """The same values in a plain tensor."""
+    return (w * 1).as_subclass(Tensor)
+
+
+def matrix() -> nn.Parameter:
+    """Nine different numbers."""
+    return nn.Parameter(torch.randn(3, 3), requires_grad=False)
+
+
+def form(w: Tensor) -> Any:
+    """What a form shows."""
+    return w[0].sum() + w.sum() + w.shape[0]
+
+
+_frozen = {"requires_grad": False}
+of_tensor("type")(lambda: torch.rand(3), lambda w: w.to(torch.float32), assign(lambda w: w.view(torch.int32)))
+of_tensor("conjugate")(
+    lambda: torch.randn(3, dtype=torch.complex64),
+    lambda w: torch.view_as_real(w.resolve_conj())[:, 1],
+    assign(torch.conj),
+)
+of_tensor("memory of a parameter of its own class")(
+    lambda: PackedParameter(torch.rand(3), **_frozen), plain, assign(lambda w: w * 2)
+)
+of_tensor("memory of one with __torch_function__")(
+    lambda: WatchedParameter(torch.rand(3), **_frozen), plain, assign(lambda w: w * 2)
+)
+of_tensor("memory of a tensor of its own class")(
+    lambda: torch.rand(3).as_subclass(OwnTensor), plain, assign(lambda w: w * 2)
+)
+of_tensor("form of a parameter of its own class")(
+    lambda: PackedParameter(torch.rand(4), **_frozen), len, assign(lambda w: w[:2])
+)
+of_tensor("form in five dimensions")(
+    lambda: torch.rand(1, 1, 1, 2, 4), lambda w: w.shape[3], lambda w: w.transpose_(3, 4)
+)
+of_tensor("form in seven dimensions")(
+    lambda: torch.rand(1, 1, 1, 1, 1, 2, 4), lambda w: w.shape[5], lambda w: w.transpose_(5, 6)
+)
+of_tensor("_version")(lambda: torch.ones(3), lambda w: 2 if w._version else 5, lambda w: w.mul_(1))
+of_tensor("grad")(lambda: nn.Parameter(torch.ones(3)), lambda w: 2 if w.grad is None else 5, put(grad=torch.ones(3)))
+of_tensor("hooks")(
+    lambda: nn.Parameter(torch.ones(3)), lambda w: 2 if w._backward_hooks else 5, lambda w: w.register_hook(print)
+)
+of_tensor("is_shared")(lambda: torch.ones(3), lambda w: 2 if w.is_shared() else 5, lambda w: w.share_memory_())
+of_tensor("storage")(
+    lambda: torch.ones(8)[:3], lambda w: w.untyped_storage().nbytes(), lambda w: w.untyped_storage().resize_(64)
+)
+of_tensor("requires_grad")(
+    lambda: torch.ones(3), lambda w: 2 if w.requires_grad else 5, lambda w: w.requires_grad_(True)
+)
+of_tensor("transposed")(matrix, form, assign(torch.t))
+of_tensor("cut")(matrix, form, assign(lambda w: w[:2]))
+of_tensor("transposed in place")(matrix, form, lambda w: w.t_())
+of_tensor("resized")(matrix, form, lambda w: w.resize_(2, 3))
+of_tensor("strided")(matrix, form, lambda w: w.as_strided_((3, 2), (3, 1)))
+of_tensor("attribute")(lambda: torch.ones(3), lambda w: getattr(w, "k", 2), put(k=5))
+read("unused_tensor_resized", row=True)(lambda: torch.zeros(2), lambda w: w.numel(), lambda w: w.resize_(5))
+
+
+# NumPy.
+
+
+class Marked(np.ndarray):
+    """An array with attributes."""
+
+    k = 2
+
+
+def as_integers(held: Any) -> None:
+    """Change the type in place, over bytes that give the same number."""
+    held[:] = np.array([5], dtype=np.int32).view(np.float32)
+    held.dtype = np.int32
+
+
+read("array_changed", row=True)(lambda: np.full(1, 2.0), lambda h: float(h[0]), lambda h: h.fill(5.0))
+read("transposed array")(lambda: np.ones((2, 2)).T, lambda h: float(h.sum()), lambda h: h.__setitem__((0, 1), 5.0))
+read("shape of an array")(lambda: np.zeros((2, 5)), len, put(shape=(5, 2)))
+read("type of an array")(lambda: np.array([2], dtype=np.float32), lambda h: int(h[0]), as_integers)
+read("sign of an array")(lambda: np.array([-1], dtype=np.int8), lambda h: 2 if h[0] < 0 else 5, put(dtype=np.uint8))
+read("flag of an array")(
+    lambda: np.zeros(2), lambda h: 2 if h.flags.writeable else 5, lambda h: to(h.flags, writeable=False)
+)
+read("attribute of an array")(lambda: np.zeros(2).view(Marked), lambda h: h.k, put(k=5))
+read("mask of an array")(
+    lambda: np.ma.array([2.0, 8.0], mask=[False, True]), lambda h: float(h.mean()), put(mask=[False, False])
+)
+read("masked entry")(
+    lambda: np.ma.array([2.0, 8.0], mask=[True, False]),
+    lambda h: float(h.data[0]),
+    lambda h: h.data.__setitem__(0, 5.0),
+)
+read("object in an array")(lambda: np.array([{"k": 2}], dtype=object), lambda h: h[0]["k"], lambda h: h[0].update(k=5))
+
+
+# The process and its libraries.
+
+
+def setting(name: str, ask: Callable[[], Any], change: Callable[[], Any], **more: Any) -> None:
+    """A setting of the process, which code asks for by a function."""
+    read(f"setting: {name}", **more)(ask, lambda was: 2 if ask() == was else 5, lambda _: change())
+
+
+setting("threads", lambda: torch.get_num_threads(), lambda: torch.set_num_threads(torch.get_num_threads() + 1))
+setting("numpy", lambda: np.geterr()["divide"], lambda: np.seterr(divide="raise"))
+setting("recursion", lambda: sys.getrecursionlimit(), lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1))
+setting("precision", lambda: torch.get_float32_matmul_precision(), lambda: torch.set_float32_matmul_precision("high"))
+setting("type", lambda: torch.get_default_dtype(), lambda: torch.set_default_dtype(torch.bfloat16), serves=False)
+run("default_dtype_changed", row=True, serves=False)(
+    none, lambda _, x: x + torch.zeros(3), lambda _: torch.set_default_dtype(torch.float64)
+)
+run("default_dtype_changed: of ones", serves=False)(
+    none, lambda _, x: x + torch.ones(3), lambda _: torch.set_default_dtype(torch.float64)
+)
+run("determinism of operators", serves=False)(
+    none, lambda _, x: x + largest_if_determined(), lambda _: torch.use_deterministic_algorithms(True)
+)
+run("determinism", serves=False)(
+    none,
+    lambda _, x: x * (2 if torch.are_deterministic_algorithms_enabled() else 5),
+    lambda _: torch.use_deterministic_algorithms(True),
+)
+read("environment_changed", row=True)(
+    lambda: PATCH.setenv("GD_K", "2"), lambda _: float(os.environ["GD_K"]), patch(os.environ, "GD_K", "5")
+)
+read("expanded variable")(
+    lambda: PATCH.setenv("GD_K", "2"), lambda _: float(os.path.expandvars("$GD_K")), patch(os.environ, "GD_K", "5")
+)
+read("home")(
+    lambda: PATCH.setenv("HOME", "/2"), lambda _: float(os.path.expanduser("~")[1:]), patch(os.environ, "HOME", "/5")
+)
+read("context variable")(lambda: ContextVar("k", default=2.0), lambda h: h.get(), lambda h: h.set(5.0))
+read("python function replaced")(none, lambda _: int(math.sqrt(4)), patch(math, "sqrt", lambda _: 5))
+run("library_replaced", row=True)(
+    none, lambda _, x: nn.functional.relu(x), patch(nn.functional, "relu", lambda x: x * 5)
+)
+run("library_replaced: method", row=True)(
+    lambda: nn.Tanh().eval(), lambda h, x: h(x), patch(nn.Tanh, "forward", lambda s, x: x * 7)
+)
+read("method of a tensor")(
+    lambda: torch.tensor(2.0), lambda h: h.square(), patch(Tensor, "square", lambda _: torch.tensor(10.0))
+)
+read("operator of a tensor")(
+    lambda: torch.ones(2), lambda h: h @ h, patch(Tensor, "__matmul__", lambda *_: torch.tensor(5.0))
+)
+read("attribute of all tensors")(lambda: torch.ones(3), lambda h: getattr(h, "of_all", 2), patch(Tensor, "of_all", 5))
+read("attribute of a class of torch")(
+    lambda: nn.Linear(2, 2), lambda h: getattr(h, "of_all", 2), patch(nn.Linear, "of_all", 5)
+)
+read("default of a class of torch")(
+    lambda: nn.Linear(2, 2), lambda h: 5 if h.dump_patches else 2, patch(nn.Module, "dump_patches", True)
+)
+read("module of torch")(lambda: stub(k=2), lambda h: h.k, put(k=5))
+read("scale of gradients")(
+    lambda: torch.amp.GradScaler("cpu", init_scale=2.0),
+    lambda h: h.get_scale(),
+    lambda h: h.load_state_dict({**h.state_dict(), "scale": 5.0}),
+)
+read("attribute of a generator")(
+    lambda: type("Seeded", (torch.Generator,), {"k": 2, "__module__": __name__})(), lambda h: h.k, put(k=5)
+)
+read("generator of Python")(
+    lambda: (g := random.Random(3), g.getstate()),
+    lambda h: 2 if h[0].getstate() == h[1] else 5,
+    lambda h: h[0].random(),
+)
+read("generator of NumPy")(
+    lambda: (g := np.random.default_rng(3), g.bit_generator.state),
+    lambda h: 2 if h[0].bit_generator.state == h[1] else 5,
+    lambda h: h[0].random(),
+)
+
+
+def stub(**attributes: Any) -> Any:
+    """A module of a package of torch that is not ``torch.nn``."""
+    made = torch.ao.nn.quantized.FloatFunctional()
+    vars(made).update(attributes)
+    return made
+
+
+def operator() -> Made:
+    """What the Python of a custom operator reads besides its arguments is frozen, as on CUDA, and compared."""
+    context, library = Box(k=2.0), torch.library.Library("graphdispatch_cases", "FRAGMENT")
+    PATCH.setattr(Box, "library", library, raising=False)
+
+    def attend(x: Tensor) -> Tensor:
+        return x * context.k
+
+    library.define("attend(Tensor x) -> Tensor")
+    library.impl("attend", attend, "CPU")
+    PATCH.setattr(Box, "library", None)
+    return lambda x: torch.ops.graphdispatch_cases.attend(x), lambda: to(context, k=5.0)
+
+
+READS["operator_context_changed"] = Read(operator, row=True)
+
+
+# Threads and what else belongs to the machinery.
+
+
+class Worker(threading.Thread):
+    """A thread with state of its own."""
+
+    kind = 2
+
+    def __init__(self) -> None:
+        super().__init__(target=lambda: None)
+        self.k, self.calls, self.net = 2, 0, nn.Linear(3, 3, bias=False)
+        self.count = torch.zeros(1)
+
+
+def with_attributes(held: Any, **attributes: Any) -> Any:
+    """An object that was given attributes."""
+    vars(held).update(attributes)
+    return held
+
+
+def handlers() -> Any:
+    """A logger with two handlers."""
+    logger = logging.Logger("hidden")
+    logger.handlers[:] = [logging.NullHandler()] * 2
+    return logger
+
+
+read("attribute of a thread")(Worker, lambda h: h.k, put(k=5))
+read("attribute of a class of threads")(Worker, lambda h: h.kind, put(kind=5))
+read("attribute given to a thread")(
+    lambda: with_attributes(threading.Thread(), c=Box(k=2)), lambda h: h.c.k, lambda h: to(h.c, k=5)
+)
+read("attribute given to an event")(
+    lambda: with_attributes(threading.Event(), c={"k": 2}), lambda h: h.c["k"], lambda h: h.c.update(k=5)
+)
+read("attribute asked of a condition")(threading.Condition, lambda h: getattr(h, "k", 2), put(k=5))
+read("attribute of a class of queues")(
+    lambda: type("Jobs", (asyncio.Queue,), {"k": 2, "__module__": __name__})(),
+    lambda h: h.k,
+    lambda h: to(type(h), k=5),
+)
+read("extra of a logger")(
+    lambda: logging.LoggerAdapter(logging.Logger("x"), {"k": 2}), lambda h: h.extra["k"], lambda h: h.extra.update(k=5)
+)
+read("handlers of a logger")(handlers, lambda h: len(h.handlers), lambda h: h.handlers.append(logging.NullHandler()))
+read("level of a logger")(lambda: logging.Logger("x"), lambda h: 5 if h.level else 2, lambda h: h.setLevel(10))
+read("event_read", row=True)(threading.Event, lambda h: 1 + h.is_set(), lambda h: h.set())
+read("event_read: shared value", row=True)(lambda: multiprocessing.Value("i", 2), lambda h: h.value, put(value=5))
+read("event_read: decimal context", row=True)(lambda: decimal.Context(prec=5), lambda h: h.prec, put(prec=7))
+read("threading.local", serves=False)(lambda: with_attributes(threading.local(), k=2.0), lambda h: h.k, put(k=5.0))
+
+
+def use_elsewhere(semaphore: Any) -> None:
+    """Another thread takes a semaphore."""
+    thread = threading.Thread(target=semaphore.acquire)
+    thread.start()
+    thread.join()
+
+
+kept("semaphore that the call does not touch")(lambda: threading.Semaphore(50), lambda h: h is not None, use_elsewhere)
+kept("code of the user that is not called")(lambda: odd_error(), lambda h: h is not None, lambda _: None)
+
+
+def odd_error() -> Any:
+    """An exception with a property in place of the attribute that its compiled class keeps."""
+
+    class OddError(ValueError):
+        @property
+        def args(self) -> Any:
+            raise AssertionError
+
+    return OddError(2)
+
+
+def lock_in_a_block(lock: Any) -> int:
+    """Take a lock and give it back."""
+    with lock:
+        return 2
+
+
+kept("lock_left_instead", row=True)(threading.Lock, lock_in_a_block, lambda _: None)
+kept("lock that is given back")(threading.RLock, lambda h: (h.acquire() and h.release()) or 2, lambda _: None)
+kept("log")(lambda: logging.getLogger("graphdispatch.tests"), lambda h: h.debug("hello") or 2, lambda _: None)
+kept("decimal number")(lambda: decimal.Decimal(4), lambda h: float(h.sqrt()), lambda _: None)
+kept("function of pybind11")(lambda: torch._C._get_tracing_state, lambda h: 2 if h() is None else 5, lambda _: None)
+KEPT["number that a break reads"] = Read(
+    lambda: (lambda box: (gd.eager_break(lambda x: x * box.k), lambda: to(box, k=5.0)))(Box(k=2.0)),
+    options={"mode": "PIECEWISE"},
+)

@@ -1,0 +1,663 @@
+"""The cases of state that a call writes: how it is made, what the call does to it, and what tells how it is."""
+
+import array
+import asyncio
+import bz2
+import collections
+import contextvars
+import ctypes
+import decimal
+import hashlib
+import hmac
+import io
+import itertools
+import logging
+import lzma
+import mmap
+import multiprocessing
+import os
+import queue
+import random
+import sys
+import threading
+import types
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import Reason
+
+from .cases import PATCH, WRITES, Box, Made, Slotted, Write
+from .cases_read import (
+    Marked,
+    Worker,
+    choice,
+    copy_of,
+    function,
+    module,
+    own_class,
+    with_attributes,
+    with_metaclass,
+)
+
+__all__ = ["WRITES"]
+
+Act = Callable[[Any, Tensor], Any]
+
+
+def picture(value: Any) -> Any:
+    """What an object holds, by value."""
+    if isinstance(value, Tensor):
+        return value.tolist(), None if value.grad is None else value.grad.tolist(), picture(vars(value))
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {f"{key}": picture(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [picture(held) for held in value]
+    if isinstance(value, (Box, nn.Module)):
+        return picture(vars(value))
+    return (
+        picture(value.k)
+        if isinstance(value, Slotted)
+        else value
+        if isinstance(value, (str, int, float))
+        else type(value)
+    )
+
+
+def answer(name: str, **options: Any) -> Callable[..., None]:
+    """A case whose call answers with what it does to the state; ``tell`` says how that is."""
+
+    def case(make: Callable[[], Any], act: Act, tell: Callable[[Any], Any] = picture) -> None:
+        def made() -> Made:
+            held = make()
+            return lambda x: act(held, x), lambda: tell(held)
+
+        WRITES[name] = Write(made, **options)
+
+    return case
+
+
+def write(name: str, **options: Any) -> Callable[..., None]:
+    """A case whose call does something to the state, and doubles its rows."""
+
+    def case(make: Callable[[], Any], act: Act, *tell: Callable[[Any], Any]) -> None:
+        answer(name, **options)(make, lambda held, x: (act(held, x), x * 2)[1], *tell)
+
+    return case
+
+
+def written(make: Callable[[], Made]) -> Callable[[], Made]:
+    """A case of a callable and what tells its state. It has the name of its function."""
+    WRITES[make.__name__] = Write(make)
+    return make
+
+
+def add(value: Any, _: Tensor) -> None:
+    """Count in the value."""
+    value.value += 1
+
+
+def count(table: Any, _: Tensor) -> None:
+    """Count in the first entry."""
+    table[0] = table[0] + 1
+
+
+def calls(held: Any, _: Any = None) -> None:
+    """Count in an attribute."""
+    held.calls = getattr(held, "calls", 0) + 1
+
+
+# Objects, containers and modules.
+
+
+class Cache:
+    """A list of layers that grows, as ``DynamicCache`` does."""
+
+    def __init__(self, *layers: Any) -> None:
+        self.layers = list(layers)
+
+    def update(self, k: Tensor) -> Tensor:
+        if not self.layers:
+            self.layers.append(Box(keys=None))
+        layer = self.layers[0]
+        layer.keys = k if layer.keys is None else torch.cat([layer.keys, k], 0)
+        return layer.keys
+
+
+class Decoder(nn.Module):
+    """Appends the first row of each call to its cache, and answers with how many rows that has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0 + len(self.cache.update(x[:1]))
+
+
+class Counting(nn.Module):
+    """Counts in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.calls
+
+
+class Hooked(nn.Module):
+    """Its hook keeps features."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.features = inner, {}
+        inner.register_forward_hook(lambda module, args, output: self.features.__setitem__("h", output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * 2
+
+
+class Set:
+    """Has a property with a setter."""
+
+    def __init__(self) -> None:
+        self._held: Any = None
+
+    @property
+    def held(self) -> Any:
+        return self._held
+
+    @held.setter
+    def held(self, value: Any) -> None:
+        self._held = value
+
+
+class Own:
+    """Sets attributes under other names."""
+
+    def __init__(self) -> None:
+        vars(self).update(_calls=0)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, f"_{name}", value)
+
+
+def rows_of(cache: Cache) -> list[int]:
+    """The number of rows in each layer."""
+    return [len(layer.keys) for layer in cache.layers]
+
+
+def turn(table: Any) -> dict[str, Any]:
+    """Count in a dict's own order."""
+    table[f"{len(table)}"] = 1
+    return table
+
+
+def rebound(owner: Any, x: Tensor) -> Tensor:
+    """Rebind an entry."""
+    owner["k"] = owner["k"] + 1
+    return x + owner["k"]
+
+
+def in_two_ways(inner: list[int]) -> Any:
+    """A list that an attribute holds which no code spells, and a tuple."""
+    return Box(pair=(inner, 1), a_name_that_no_code_spells=inner)
+
+
+def comes_and_goes(owner: Any, _: Tensor) -> None:
+    """An attribute that each call sets or deletes."""
+    if hasattr(owner, "calls"):
+        del owner.calls
+    else:
+        owner.calls = 1
+
+
+def reversed_pair(owner: Any, _: Tensor) -> None:
+    """Move the first entry to the end."""
+    owner.move_to_end(next(iter(owner)))
+
+
+answer("cache of objects")(Cache, lambda c, x: x * 0 + len(c.update(x[:1])), rows_of)
+answer("cache that has begun")(
+    lambda: Cache(Box(keys=torch.ones(1, 3))), lambda c, x: x * 0 + len(c.update(x[:1])), rows_of
+)
+answer("cache of a module")(lambda: Decoder().eval(), lambda m, x: m(x), lambda m: rows_of(m.cache))
+answer("cache in a module")(
+    lambda: nn.Sequential(nn.Identity(), Decoder()).eval(), lambda m, x: m(x), lambda m: rows_of(m[1].cache)
+)
+answer("python_counter", row=True)(lambda: Counting().eval(), lambda m, x: m(x), lambda m: m.calls)
+answer("dict_entry_rebound", row=True)(lambda: {"k": torch.zeros(3)}, rebound)
+answer("hook")(lambda: Hooked(nn.ReLU()).eval(), lambda m, x: m(x), lambda m: [*m.features])
+answer("hook that keeps the input")(lambda: Hooked(nn.Identity()).eval(), lambda m, x: m(x), lambda m: [*m.features])
+write("python_queue", row=True)(list, lambda o, x: o.append(len(x) > 0))
+write("attribute of an entry")(lambda: Box(c=[Box(k=None)]), lambda o, x: setattr(o.c[0], "k", x[0] * 1))
+write("never read")(lambda: Box(c=Box()), lambda o, x: setattr(o.c, "hidden", x[0] * 1))
+write("attribute that goes")(lambda: Box(calls=1), comes_and_goes)
+write("class attribute")(lambda: own_class()(), lambda o, _: calls(type(o)), lambda o: getattr(type(o), "calls", 0))
+write("attribute of a metaclass")(with_metaclass, lambda o, _: calls(type(o[0])), lambda o: getattr(o[1], "calls", 0))
+write("class in a type expression")(
+    lambda: list[own_class()], lambda o, _: calls(o.__args__[0]), lambda o: getattr(*o.__args__, "calls", 0)
+)
+write("setter")(lambda: Box(k=Set()), lambda o, x: setattr(o.k, "held", x[0] * 1), lambda o: o.k.held is None)
+write("setter of other names")(Own, lambda o, _: setattr(o, "calls", o._calls + 1), vars)
+write("slot")(lambda: Slotted(None), lambda o, x: setattr(o, "k", x[0] * 1))
+write("slot that comes")(lambda: Slotted(None), comes_and_goes, lambda o: hasattr(o, "calls"))
+write("gradient")(lambda: nn.Parameter(torch.ones(3)), lambda o, x: setattr(o, "grad", x[0] * 1))
+write("attribute of a tensor")(lambda: torch.ones(3), lambda o, x: setattr(o, "tag", x[0] * 1))
+write("data of a tensor")(lambda: torch.ones(3), lambda o, _: setattr(o, "data", o.data + 1))
+write("requires_grad")(
+    lambda: torch.ones(3), lambda o, _: o.requires_grad_(not o.requires_grad), lambda o: o.requires_grad
+)
+write("tensor rebound")(lambda: Box(k=torch.zeros(1)), lambda o, _: setattr(o, "k", o.k + 1))
+write("list in a list")(lambda: [[9]], lambda o, _: o[0].append(1))
+write("entry of a list")(lambda: [0], count)
+write("list in a tuple")(lambda: in_two_ways([0]), lambda o, _: count(o.pair[0], _))
+write("dict")(lambda: {"k": 9}, lambda o, _: o.update(n=len(o), **{f"{len(o)}": 1}))
+write("order of a dict")(lambda: OrderedDict(a=1, b=2, c=3), reversed_pair, list)
+write("hooks")(OrderedDict, lambda o, _: (o.update({len(o): 1}), calls(o)), lambda o: (len(o), vars(o)))
+write("set")(lambda: {9}, lambda o, _: o.add(len(o)), sorted)
+write("deque")(lambda: collections.deque([9]), lambda o, _: o.append(1), list)
+write("array")(lambda: np.zeros(2), lambda o, _: o.__iadd__(1))
+write("numpy_writes", row=True)(lambda: np.zeros(3, dtype=np.float32), lambda o, _: o.__iadd__(3.0))
+write("entry of an array")(lambda: np.array([0], dtype=object), count)
+write("shape of an array")(
+    lambda: np.zeros((1, 1024)), lambda o, _: setattr(o, "shape", (2 * o.shape[0], -1)), np.shape
+)
+write("attribute of an array")(lambda: np.zeros(2).view(Marked), calls, vars)
+write("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
+write("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
+write("default factory")(
+    lambda: collections.defaultdict(int), lambda o, _: next_factory(o), lambda o: o.default_factory()
+)
+write("member of an enumeration")(choice, calls, lambda o: getattr(o, "calls", 0))
+write("partial")(
+    lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), lambda o: o.args
+)
+write("exception")(lambda: ValueError(0), lambda o, _: setattr(o, "args", (o.args[0] + 1,)), lambda o: o.args)
+write("text of a function")(
+    lambda: copy_of(function), lambda o, _: setattr(o, "__doc__", f"{o.__doc__}x"), lambda o: o.__doc__
+)
+write("name of a function")(
+    lambda: copy_of(function), lambda o, _: setattr(o, "__name__", f"{o.__name__}x"), lambda o: o.__name__
+)
+write("default of a function")(
+    lambda: copy_of(function), lambda o, _: setattr(o, "__defaults__", (o() + 1,)), lambda o: o.__defaults__
+)
+
+
+def next_factory(table: Any) -> None:
+    """Count in the factory of a dict."""
+    number = table.default_factory() + 1
+    table.default_factory = lambda: number
+
+
+@written
+def counter_in_a_closure() -> Made:
+    """A variable of the function around it."""
+    number = 0
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal number
+        number += 1
+        return x * number
+
+    return fn, lambda: number
+
+
+@written
+def variable_that_comes_and_goes() -> Made:
+    """A variable of the function around it, which is not there at first."""
+    number = 3
+    del number
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal number
+        try:
+            del number
+        except NameError:
+            number = 3  # noqa: F841
+        return x * 2
+
+    return fn, lambda: fn.__closure__ == (types.CellType(),)
+
+
+def module_code(*lines: str) -> Callable[[], Made]:
+    """Code over variables of its own module."""
+
+    def made() -> Made:
+        names: dict[str, Any] = {"__name__": "written", "newest": 0, "latest": [0]}
+        exec(compile("\n    ".join(("def fn(x):", *lines, "return x * 2")), "written.py", "exec"), names)
+        return names["fn"], lambda: (names["newest"], names["latest"])
+
+    return made
+
+
+WRITES["entry of a global list"] = Write(module_code("latest[0] += 1"))
+WRITES["globals()"] = Write(module_code("globals()['newest'] += 1"), in_breaks=False)
+
+
+# The process and its libraries.
+
+
+def turn_type(_: Any, __: Tensor) -> None:
+    """Turn the default type."""
+    torch.set_default_dtype(torch.float32 if torch.get_default_dtype() is torch.float64 else torch.float64)
+
+
+def turn_determinism(_: Any, __: Tensor) -> None:
+    """Turn determinism on or off, with warnings alone."""
+    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled(), warn_only=True)
+
+
+def warns() -> Any:
+    """Whether determinism is on, and only warns."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def set_variable(_: Any, __: Tensor) -> None:
+    """Count in the environment."""
+    os.environ["GD_TURNS"] = f"{int(os.environ['GD_TURNS']) + 1}"
+
+
+def of_library() -> Any:
+    """A module of torch with an attribute that somebody put there."""
+    PATCH.setattr(nn, "unusual_count", 0, raising=False)
+    return nn
+
+
+def count_in_library(_: Any, __: Tensor) -> None:
+    """Count there."""
+    torch.nn.unusual_count += 1
+
+
+def seeded() -> Any:
+    """A generator and its start."""
+    generator = torch.Generator()
+    generator.manual_seed(1)
+    return generator
+
+
+def draw_again(generator: Any, x: Tensor) -> Tensor:
+    """Seed it and draw: a replay draws on, and would not seed it again."""
+    generator.manual_seed(3)
+    return x + torch.rand(3, generator=generator)
+
+
+write("threads")(
+    lambda: torch.set_num_threads(1),
+    lambda _, __: torch.set_num_threads(torch.get_num_threads() % 4 + 1),
+    lambda _: torch.get_num_threads(),
+)
+write("recursion")(
+    lambda: sys.setrecursionlimit(5000),
+    lambda _, __: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
+    lambda _: sys.getrecursionlimit(),
+)
+write("default type")(lambda: torch.set_default_dtype(torch.float32), turn_type, lambda _: torch.get_default_dtype())
+write("determinism")(
+    lambda: torch.use_deterministic_algorithms(True, warn_only=True), turn_determinism, lambda _: warns()
+)
+write("environment")(lambda: PATCH.setenv("GD_TURNS", "0"), set_variable, lambda _: os.environ["GD_TURNS"])
+write("context", reason=Reason.STATE_UNSEEN)(
+    contextvars.copy_context, lambda o, _: o.run(VARIABLE.set, o.run(VARIABLE.get) + 1), lambda o: o.run(VARIABLE.get)
+)
+write("library", in_breaks=False)(of_library, count_in_library, lambda o: o.unusual_count)
+answer("generator that the call seeds", is_shared=True)(seeded, draw_again, lambda g: g.get_state().tolist()[:99])
+VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
+
+
+# What differs from call to call: numbers that are drawn, and iterators.
+
+
+def drawn(name: str, **options: Any) -> Callable[..., None]:
+    """A case that multiplies by a number that is drawn or taken."""
+
+    def case(make: Callable[[], Any], draw: Callable[[Any], float], tell: Callable[[Any], Any]) -> None:
+        answer(name, **{"reason": Reason.STATE_UNSEEN} | options)(make, lambda held, x: x * draw(held), tell)
+
+    return case
+
+
+drawn("python_randomness", is_shared=True, row=True)(
+    lambda: random.seed(3), lambda _: random.random(), lambda _: random.getstate()
+)
+drawn("numpy.random", is_shared=True)(
+    lambda: np.random.seed(3), lambda _: np.random.random(), lambda _: f"{np.random.get_state()}"
+)
+drawn("own generator of Python")(lambda: random.Random(0), lambda o: o.random(), lambda o: o.getstate())
+drawn("own generator of NumPy")(
+    lambda: np.random.default_rng(0), lambda o: o.random(), lambda o: f"{o.bit_generator.state}"
+)
+answer("tensor_from_numpy", reason=Reason.STATE_UNSEEN, row=True)(
+    lambda: np.random.default_rng(0),
+    lambda o, x: x + torch.from_numpy(o.random(3)),
+    lambda o: f"{o.bit_generator.state}",
+)
+ITERATORS: dict[str, Callable[[], Iterator[int]]] = {
+    "list iterator": lambda: iter(list(range(1, 400))),
+    "count": lambda: itertools.count(1),
+    "map": lambda: map(int, range(1, 400)),
+    "same again": lambda: (1 for _ in [0] * 400),
+    "generator": lambda: (n for n in range(1, 400)),
+    "generator that has begun": lambda: (lambda line: (next(line), line)[1])(n for n in range(400)),
+    "set": lambda: iter(set(range(400))),
+    "dict": lambda: iter(dict.fromkeys(range(400))),
+    "zip": lambda: map(sum, zip(range(400), [1] * 400, strict=True)),
+    "enumerate": lambda: map(sum, enumerate([7] * 400)),
+    "chain": lambda: itertools.chain([1], range(400)),
+    "islice": lambda: itertools.islice(itertools.count(), 400),
+    "reversed": lambda: reversed(range(400)),
+}
+LINE: Any = None
+BOX, LOCAL = Box(), threading.local()
+
+
+class Turns:
+    """Holds an iterator as a class attribute, and is a context manager that takes of one."""
+
+    line: Any = None
+
+    def __enter__(self) -> int:
+        return next(LINE)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def everywhere_held() -> Iterator[int]:
+    """An iterator that begins with one, in all places."""
+    made = iter(list(range(1, 400)))
+    for owner, name in ((sys.modules[__name__], "LINE"), (BOX, "line"), (LOCAL, "line"), (Turns, "line")):
+        PATCH.setattr(owner, name, made, raising=False)
+    PATCH.setitem(sys.modules, "turns_of_a_case", module(box=BOX))
+    return made
+
+
+def next_of_box() -> int:
+    """Take one."""
+    return next(BOX.line)
+
+
+def imported() -> int:
+    """Take one of an imported module's."""
+    import turns_of_a_case
+
+    return int(next(turns_of_a_case.box.line))
+
+
+def swallowed() -> int:
+    """Take one and hide each error."""
+    try:
+        return next_of_box()
+    except:  # noqa: E722
+        return 1
+
+
+def the_box() -> Any:
+    """What holds one."""
+    return BOX
+
+
+cached_box = cache(the_box)
+TAKES: dict[str, Callable[[], int]] = {
+    "global": lambda: next(LINE),
+    "object in a global": lambda: next(BOX.line),
+    "helper": next_of_box,
+    "getter": lambda: next(the_box().line),
+    "cached getter": lambda: next(cached_box().line),
+    "class": lambda: next(Turns.line),
+    "thread's own": lambda: next(LOCAL.line),
+    "import inside": imported,
+    "variables of the module": lambda: next(globals()["LINE"]),
+    "own module": lambda: next(sys.modules[__name__].LINE),
+    "evaluated": lambda: int(eval("next(LINE)")),
+    "context manager": lambda: Turns().__enter__(),
+    "swallowed error": swallowed,
+}
+drawn("iterator: cycle", reason=Reason.STATE_REBOUND)(lambda: itertools.cycle([1, 2, 3]), next, next)
+for name, make in ITERATORS.items():
+    drawn(f"iterator: {name}")(make, next, next)
+for name, take in TAKES.items():
+    drawn(f"iterator of a {name}")(everywhere_held, lambda _, take=take: take(), next)
+
+
+# Objects whose state Python cannot read.
+
+
+def foreign(name: str, **options: Any) -> Callable[..., None]:
+    """A case of an object of compiled code, which a capture must not use."""
+    return write(name, reason=Reason.STATE_UNSEEN, **options)
+
+
+def digest(held: Any) -> str:
+    """What a hash has seen."""
+    return held.hexdigest()
+
+
+def flush(held: Any) -> bytes:
+    """What a compressor has seen."""
+    return held.flush()
+
+
+def toggle(lock: Any, _: Tensor) -> None:
+    """Take a lock that is free, or free it."""
+    if not lock.acquire(blocking=False):
+        lock.release()
+
+
+foreign("compiled_object_used", row=True)(hashlib.sha256, lambda o, _: o.update(b"x"), digest)
+foreign("keyed hash")(lambda: hmac.new(b"k", digestmod="sha256"), lambda o, _: o.update(b"x"), digest)
+foreign("zlib")(zlib.compressobj, lambda o, _: o.compress(b"x"), flush)
+foreign("bz2")(bz2.BZ2Compressor, lambda o, _: o.compress(b"x"), flush)
+foreign("lzma")(lzma.LZMACompressor, lambda o, _: o.compress(b"x"), flush)
+foreign("text")(
+    lambda: io.TextIOWrapper(io.BytesIO(), write_through=True), lambda o, _: o.write("x"), lambda o: o.tell()
+)
+foreign("lock_left", is_shared=True, row=True)(
+    lambda: threading.Semaphore(50), lambda o, _: o.acquire(), lambda o: o._value
+)
+foreign("event", is_shared=True)(
+    threading.Event, lambda o, _: o.clear() if o.is_set() else o.set(), lambda o: o.is_set()
+)
+foreign("lock", in_breaks=False)(threading.Lock, toggle, lambda o: o.locked())
+foreign("reentrant lock", is_shared=True)(
+    threading.RLock, lambda o, _: o.acquire(), lambda o: repr(o).partition("count")[2][:3]
+)
+write("queue")(queue.SimpleQueue, lambda o, _: o.put(1), lambda o: o.qsize())
+foreign("queue of tasks", is_shared=True)(asyncio.Queue, lambda o, _: o.put_nowait(1), lambda o: o.qsize())
+foreign("decimal context", is_shared=True)(
+    decimal.Context, lambda o, _: setattr(o, "prec", o.prec + 1), lambda o: o.prec
+)
+foreign("shared value", is_shared=True)(lambda: multiprocessing.Value("i", 0), add, lambda o: o.value)
+foreign("shared semaphore")(lambda: multiprocessing.Semaphore(50), lambda o, _: o.acquire(), lambda o: o.get_value())
+foreign("bits of NumPy")(lambda: np.random.PCG64(3), lambda o, _: o.random_raw(), lambda o: f"{o.state}")
+foreign("log level", is_shared=True)(
+    lambda: logging.Logger("x"), lambda o, _: o.setLevel(o.level + 1), lambda o: o.level
+)
+foreign("large map", is_shared=True)(lambda: mmap.mmap(-1, 1 << 21), count, lambda o: o[0])
+write("map")(lambda: mmap.mmap(-1, 64), lambda o, _: o.write(b"x"), lambda o: (o[:], o.tell()))
+write("entry of a map")(lambda: mmap.mmap(-1, 64), count, lambda o: o[:])
+write("file in memory")(io.BytesIO, lambda o, _: o.write(b"x"), lambda o: (o.getvalue(), o.tell()))
+write("text in memory")(io.StringIO, lambda o, _: o.write("x"), lambda o: (o.getvalue(), o.tell()))
+write("ctypes")(ctypes.c_int, add, lambda o: o.value)
+write("array of ctypes")(ctypes.c_int * 2, count, list)
+write("structure of ctypes")(
+    type("Pair", (ctypes.Structure,), {"_fields_": (("calls", ctypes.c_float),)}), calls, lambda o: o.calls
+)
+write("attribute of a thread")(Worker, calls, lambda o: o.calls)
+write("tensor of a thread")(Worker, lambda o, _: setattr(o, "count", o.count + 1), lambda o: float(o.count))
+write("attribute of an event")(lambda: with_attributes(threading.Event(), calls=0), calls, lambda o: o.calls)
+write("extra of a logger")(
+    lambda: logging.LoggerAdapter(logging.Logger("x"), {0: 0}), lambda o, _: count(o.extra, _), lambda o: o.extra[0]
+)
+write("object that a queue holds, too")(
+    lambda: shared_with(asyncio.Queue()), lambda o, _: calls(o.zero), lambda o: o.zero.calls
+)
+
+
+def shared_with(tasks: Any) -> Any:
+    """An object that a queue of tasks knows as well."""
+    tasks.shared = Box(calls=0)
+    return Box(zero=tasks.shared, tasks=tasks)
+
+
+# Memory of tensors that the host's code gets hold of.
+
+
+def host(name: str, act: Callable[[Tensor], Any]) -> None:
+    """A case of a tensor that is written without torch."""
+    make = partial(torch.zeros, 2)
+    write(f"host: {name}", reason=Reason.CAPTURE_UNSAFE)(make, lambda n, _: act(n), lambda n: n.tolist())
+
+
+def plus(memory: Any) -> None:
+    """Count in each entry."""
+    memory += 1
+
+
+def first(tensor: Tensor) -> None:
+    """Count in one entry."""
+    tensor.numpy()[0] += 1
+
+
+def by_address(address: int) -> None:
+    """Count at an address."""
+    (ctypes.c_float * 2).from_address(address)[1] += 1
+
+
+def before_torch(tensor: Tensor) -> None:
+    """Get the array, count by torch, then count by NumPy."""
+    memory = tensor.numpy()
+    tensor.add_(1)
+    plus(memory)
+
+
+def in_storage(storage: Any) -> None:
+    """Count in a byte."""
+    storage[0] = storage[0] + 1
+
+
+host("numpy", lambda n: plus(n.numpy()))
+host("one element", first)
+host("out", lambda n: np.add(n, 1, out=n.numpy()))
+host("asarray", lambda n: plus(np.asarray(n)))
+host("dlpack", lambda n: plus(np.from_dlpack(n)))
+host("to_dlpack", lambda n: plus(np.from_dlpack(torch.from_dlpack(torch.utils.dlpack.to_dlpack(n)))))
+host("part", lambda n: plus(n[1:].numpy()))
+host("detached", lambda n: plus(n.detach().numpy()))
+host("address", lambda n: by_address(n.data_ptr()))
+host("address of the storage", lambda n: by_address(n.untyped_storage().data_ptr()))
+host("after torch", lambda n: (n.add_(1), plus(n.numpy())))
+host("before torch", before_torch)
+host("storage", lambda n: in_storage(n.untyped_storage()))
+host("filled storage", lambda n: n.untyped_storage().fill_((int(n.untyped_storage()[0]) + 1) % 100))

@@ -1,0 +1,323 @@
+"""Python state: what a call reads is compared, and what it writes is written once.
+
+The cases are in ``cases_read.py`` and ``cases_written.py``; rows of ``docs/footguns.md`` run through every front end.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import graphdispatch as gd
+
+from ..helpers import assert_same, assert_served
+from .cases import Box, Read, put_back
+from .cases_read import KEPT, READS, Worker
+from .cases_written import WRITES
+from .front_end import FrontEnd
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    with put_back():
+        yield
+
+
+def graphs_of(fn: Any, *, capture_after: int | None = None, **settings: Any) -> Any:
+    """A callable with graphs of four rows; no collection of all memory at each capture."""
+    options = gd.CUDAGraphOptions(gc_disable=False, capture_after=capture_after)
+    return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=options, **settings)
+
+
+def served(case: Read) -> tuple[Any, Callable[[], Any]]:
+    """The callable of a case behind ``graphed``, and its change."""
+    fn, change = case.make()
+    return graphs_of(fn, **case.options), change
+
+
+def check(step: Any, calls: int) -> None:
+    """Call it so often: each time it answers as eager does."""
+    for _ in range(calls):
+        x = torch.randn(4, 3)
+        assert_same(step(x), step.unwrap()(x), step.explain(x))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_is_compared(name: str) -> None:
+    """Graphs serve, the state changes, the answers are eager's from the next call on, and graphs serve again."""
+    step, change = served(READS[name])
+    x = torch.randn(4, 3)
+    check(step, 3)
+    assert_served(step, x)
+    before = step.unwrap()(x)
+    change()
+    with pytest.raises(AssertionError):  # eager notices
+        assert_same(step.unwrap()(x), before)
+    check(step, 3)
+    if READS[name].serves:
+        assert_served(step, x)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_changes_nothing_ends_no_graph(name: str) -> None:
+    """Writes in place, equal constants and what no code reads: the one graph serves on, with eager's answers."""
+    step, change = served(KEPT[name])
+    check(step, 3)
+    assert step.stats.captures == 1, step.explain(torch.randn(4, 3))
+    change()
+    for _ in range(2):
+        assert_served(step, torch.randn(4, 3))
+    assert step.stats.captures == 1
+
+
+class Holding(torch.nn.Module):
+    """A module that holds the callable of a case."""
+
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fn(x)
+
+
+def left(name: str, wrap: Callable[[Any], Any], sizes: tuple[int, ...]) -> tuple[list[Any], Any, Any]:
+    """The answers to batches of these sizes, the state after them, and what was called; each time from the start."""
+    fn, tell = WRITES[name].make()
+    step = wrap(fn)
+    torch.manual_seed(1)
+    answers = [step(torch.randn(rows, 3)) for rows in sizes]
+    return answers, tell(), step
+
+
+SIZES = (3, 4, 3, 4)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_each_call_writes_once(name: str) -> None:
+    """Answers and state are as eager calls leave them, and the calls say why no graph serves them."""
+    with torch.inference_mode() if name.startswith("host:") else torch.no_grad():
+        answers, state, step = left(name, graphs_of, SIZES)
+        expected, eager_state, _ = left(name, lambda fn: fn, SIZES)
+    assert_same(answers, expected)
+    assert state == eager_state
+    assert not step.stats.hits
+    assert step.last_decision.reason is WRITES[name].reason, step.last_decision.explain()
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_capture_ahead_writes_nothing(name: str) -> None:
+    """Its runs are undone, or refused before they change what nobody can put back."""
+    fn, tell = WRITES[name].make()
+    step = graphs_of(Holding(fn).eval())
+    step.prewarm(torch.randn(4, 3))
+    assert not step.entries
+    if not WRITES[name].is_shared:
+        state = tell()
+        assert state == WRITES[name].make()[1]()
+
+
+def broken(fn: Any) -> Any:
+    """A callable with a break, after which something is left to do."""
+    part = gd.eager_break(fn)
+    return lambda x: part(x) * 1
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_only_a_run_with_padding_writes_is_put_back(name: str) -> None:
+    """The caller's runs of three rows leave all as it was; those of four, for the graph's sake, leave nothing."""
+    for options in ({}, {"mode": "PIECEWISE"})[: 1 + WRITES[name].in_breaks]:
+        fn, tell = WRITES[name].make()
+        padded = partial(lambda fn, x: fn(x) if len(x) == 4 else x * 7, fn)
+        step = graphs_of(broken(padded) if options else lambda x, padded=padded: padded(x), capture_after=1, **options)
+        for _ in range(2):
+            x = torch.randn(3, 3)
+            assert_same(step(x), x * 7, step.explain(x))
+        assert not step.stats.hits
+        if not WRITES[name].is_shared:
+            state = tell()
+            assert state == WRITES[name].make()[1]()
+
+
+@pytest.mark.parametrize("name", [name for name, case in WRITES.items() if case.in_breaks])
+def test_a_break_writes_once(name: str) -> None:
+    """What runs in a break runs in each replay, and no capture runs it more often."""
+    answers, state, _ = left(name, lambda fn: graphs_of(broken(fn), mode="PIECEWISE"), SIZES)
+    expected, eager_state, _ = left(name, broken, SIZES)
+    assert_same(answers, expected)
+    assert state == eager_state
+
+
+def rows_in(table: dict[str, Any]) -> list[str]:
+    """The cases that run through every front end."""
+    return [name for name, case in table.items() if case.row]
+
+
+@pytest.mark.parametrize("name", rows_in(READS))
+def test_every_front_end_compares_what_is_read(name: str, settled: Callable[..., FrontEnd]) -> None:
+    """No graph serves the call after the change, and the answers are eager's."""
+    fn, change = READS[name].make()
+    step = settled(fn)
+    change()
+    for call in range(2):
+        x = torch.randn(4, 3)
+        assert_same(step(x), fn(x), f"{step.name}: {step.reason()}")
+        assert call or not step.was_hit()
+
+
+@pytest.mark.parametrize("name", rows_in(KEPT))
+def test_every_front_end_serves_on(name: str, settled: Callable[..., FrontEnd]) -> None:
+    """A graph serves the call after the change, with eager's answer."""
+    fn, change = KEPT[name].make()
+    step = settled(fn)
+    change()
+    x = torch.randn(4, 3)
+    assert_same(step(x), fn(x), f"{step.name}: {step.reason()}")
+    step.check(gd.Reason.EXACT)
+
+
+@pytest.mark.parametrize("name", rows_in(WRITES))
+def test_every_front_end_writes_once(name: str, tried: Callable[..., FrontEnd]) -> None:
+    """No graph serves it; answer and state are eager's after as many calls, failed captures included."""
+    x = torch.randn(4, 3)
+    fn, tell = WRITES[name].make()
+    step = tried(fn)
+    answer, state, reason = step(x), tell(), step.reason()
+    step.check(WRITES[name].reason)
+    eager, eager_tell = WRITES[name].make()
+    expected = [eager(x) for _ in range(step.calls)][-1]
+    if not WRITES[name].is_shared:
+        assert_same(answer, expected, f"{step.name}: {reason}")
+        assert state == eager_tell()
+
+
+def test_a_thread_that_starts_and_ends_is_served() -> None:
+    """Its own attributes change then, and stay as they are."""
+    worker = Worker()
+    step = graphs_of(lambda x: worker.net(x) * worker.k)
+    check(step, 4)
+    worker.start()
+    worker.join()
+    check(step, 4)
+    assert_served(step, torch.randn(4, 3))
+
+
+def test_a_mapped_array_is_served(tmp_path: Path) -> None:
+    """An array over a file is compared by its bytes, and its file is not read whole."""
+    held = np.memmap(tmp_path / "numbers", dtype=np.float32, mode="w+", shape=(1 << 19,))[:4]
+    step = graphs_of(lambda x: x + float(held[1:].sum()))
+    check(step, 3)
+    assert_served(step, torch.randn(4, 3))
+    held[1] = 5
+    check(step, 1)
+
+
+def test_an_argument_that_the_host_writes_is_written_once() -> None:
+    """So is an argument of the caller's."""
+    step = graphs_of(lambda x: (x.numpy().__iadd__(1), x * 2)[1])
+    for rows in (4, 4, 3, 4):
+        x = torch.zeros(rows, 3)
+        assert_same(step(x), torch.full((rows, 3), 2.0))
+        assert_same(x, torch.ones(rows, 3))
+
+
+def test_code_that_reads_only_while_nobody_captures_is_served() -> None:
+    """It reads an argument and a buffer with NumPy in eager runs; neither counts as written."""
+    table = torch.ones(3)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        try:
+            captures = torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # a torch without CUDA
+            captures = False
+        if not captures:
+            assert np.asarray(x).size == x.numel()
+            assert table.numpy().sum() == 3
+            assert x.data_ptr() != table.untyped_storage().data_ptr()
+        return x * table
+
+    before = vars(torch.Tensor).get("numpy")
+    step = graphs_of(fn)
+    check(step, 3)
+    assert_served(step, torch.randn(4, 3))
+    assert vars(torch.Tensor).get("numpy") is before
+
+
+def test_too_much_to_save_is_said() -> None:
+    """What cannot be saved cannot be undone: nothing is run again, and the reason names the option."""
+    fn, tell = WRITES["host: numpy"].make()
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=[4], options=gd.CUDAGraphOptions(state_limit_bytes=7))
+    for _ in range(4):
+        step(torch.randn(4, 3))
+    assert tell() == [4.0, 4.0]
+    assert step.stats.reasons[gd.Reason.STATE_TOO_LARGE]
+    assert "state_limit_bytes" in step.explain(torch.randn(4, 3))
+
+
+def test_the_default_generator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callable that draws nothing never has it set, so that no other thread draws the same numbers twice."""
+    weight, states = torch.ones(3), []
+    step = graphs_of(lambda x: (x * weight).relu())
+    for owner in (torch, torch.random):
+        monkeypatch.setattr(owner, "set_rng_state", states.append)
+    batches, before = [torch.ones(rows, 3) for rows in (1, 4, 2, 4, 3)], torch.get_rng_state()
+    for x in batches:
+        step(x)
+    step.prewarm(torch.ones(4, 3), sizes=(4,))
+    assert step.stats.captures
+    assert not states
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_warm_up_that_fails_leaves_nothing() -> None:
+    """The first of two runs before a prewarm changes a counter, and the second one fails for it."""
+    model = Box(count=0)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        model.count += 1
+        torch._assert_async(torch.tensor(model.count < 2))
+        return x * 2
+
+    graphs_of(fn).prewarm(torch.randn(4, 3))
+    assert model.count == 0
+
+
+def test_an_attribute_of_an_argument_that_a_break_reads() -> None:
+    """A break gets the graph's own copy of the argument, without its attributes; so such a call runs eagerly."""
+    step = graphs_of(gd.eager_break(lambda x: x * getattr(x, "tag", 1.0)), mode="PIECEWISE", capture_after=1)
+    for tag in (None, None, None, 0.5, None, 0.25):
+        x = torch.ones(4, 3)
+        if tag is not None:
+            x.tag = tag
+        assert_same(step(x), torch.full((4, 3), tag or 1.0))
+
+
+def test_an_outer_profiler_goes_on() -> None:
+    """A profiler of the user's is still there after a run that ended early, before an iterator."""
+    fn, tell = WRITES["iterator: count"].make()
+    step, seen, outer = graphs_of(fn), [], sys.getprofile()
+    profile = lambda frame, event, arg: seen.append(event)  # noqa: E731
+    sys.setprofile(profile)
+    try:
+        step.prewarm(torch.ones(4, 3), sizes=(4,))
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(outer)
+    assert seen
+    assert tell() == 1
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_gradient_is_seen_in_objects(wants: bool) -> None:
+    """An argument that is an object may hold a tensor that requires one."""
+    batch = SimpleNamespace(parts=[torch.ones(3, requires_grad=wants)], name="x")
+    step = gd.graphed(lambda x, batch: x * batch.parts[0], dynamic={"x": 0}, sizes=(4,))
+    with torch.enable_grad():
+        step(torch.ones(4, 3), batch)
+    assert (step.last_decision.reason is gd.Reason.NEEDS_GRADIENTS) is wants
