@@ -44,7 +44,22 @@ _MOST_PLANS = 8192
 class CUDAGraphEntry(NotCopied):
     """One captured graph: what it serves, its buffers, outputs, pool, state and statistics.
 
-    Made complete by ``capture_entry`` and published after. ``serve`` is thread-safe; it holds the pool's lock.
+    ``capture_time`` is when it was captured, ``capture_time_ms`` how long that took. ``output`` is None once the graph
+    is released. ``input_addresses`` are the input pointers. ``key`` is the front end's name for the graph; for a
+    manager, (batch size, sequence length). ``replay`` raises `ReplayError` for a batch whose padding no comparison has
+    tested, since an entry has no eager path.
+
+    Front ends make entries; ``replay`` and ``release`` are thread-safe, and wait for the pool's lock.
+
+    Attributes:
+        descriptor: What the graph serves.
+        mode: The runtime mode: ``FULL`` or ``PIECEWISE``.
+        size: The rows of the graph, padding included.
+        pool: The memory of the graph, which other graphs may share.
+        state: Whether it was compared with eager, failed or was released.
+        replay_count: The number of replays.
+        last_used: When it was last used, on a clock that counts uses in the process.
+        stats: The statistics in which ``replay`` counts.
     """
 
     descriptor: BatchDescriptor
@@ -204,9 +219,14 @@ class CUDAGraphEntry(NotCopied):
         return plan
 
     def serve(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
-        """Copy in, replay, hand out: the outputs for ``rows`` rows of a call whose arguments were compared.
+        """Copy in, replay, and return the outputs of a call whose arguments were compared. Thread-safe.
 
         Raises as ``ReplayPlan.run`` does.
+
+        Args:
+            values: The flat values of the call.
+            rows: The number of real rows.
+            stats: Where the hit counts. None: nowhere.
         """
         if WINDOWS.open:
             WINDOWS.wait_for(self)
@@ -248,22 +268,38 @@ class CUDAGraphEntry(NotCopied):
 
     @untraced
     def replay(self, inputs: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Check ``inputs`` (name to tensor, of at most ``size`` rows), copy them in, replay; the real rows' outputs.
+        """Check the inputs, copy them in, and replay the graph.
 
-        Without inputs the static buffers are used as they are. Nothing is compared with eager here, so a batch that
-        would have to be compared first is refused. Raises ``GuardError`` for an input that does not fit or needs a
-        gradient, before anything is copied. Raises ``ReplayError`` after eviction, once weights or captured variables
-        have moved, and for a batch that is not proven: one with padding that no comparison tested, or one that
-        ``verify_every`` wants compared. Counts as a hit of the door that captured the graph. Thread-safe.
+        Nothing is compared with eager here, so a batch that would have to be compared first is refused. Counts as a hit
+        of the front end that captured the graph. Thread-safe.
+
+        Args:
+            inputs: The inputs by name, of at most ``size`` rows. None: the static buffers hold them already.
+
+        Returns:
+            The outputs of the real rows, owned as the front end's options say.
+
+        Raises:
+            GuardError: An input does not fit or needs a gradient. Nothing was copied.
+            ReplayError: The graph was released, weights or captured variables have moved, or the batch is not proven:
+                its padding is one that no comparison tested, or ``verify_every`` wants it compared.
         """
         from .asked import replay  # here, as below
 
         return replay(self, inputs)
 
     def check(self, inputs: Mapping[str, Any]) -> tuple[Sequence[Any], int]:
-        """The values to ``serve`` and their number of rows; raises ``GuardError`` for inputs that do not fit.
+        """The flat values of a call and its number of rows, for ``serve``.
 
-        Every copied tensor must be given; static tensors and constants may be, and must be those of the capture.
+        Args:
+            inputs: The inputs by name. Every copied tensor must be given; static tensors and constants may be, and must
+                be those of the capture.
+
+        Returns:
+            The values, and the number of rows.
+
+        Raises:
+            GuardError: An input does not fit.
         """
         from .asked import check_inputs  # here, since doors compare calls by their signatures
 

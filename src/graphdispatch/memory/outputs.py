@@ -46,8 +46,12 @@ __all__ = [
 class OutputView:
     """A handle on outputs in memory that is used again: ``get()`` returns them, or raises once they were overwritten.
 
-    Those in graph memory are valid until the next replay of any graph in the same pool, those in a ring of N copies
-    for N - 1 further calls of the same signature. Not to be kept past that.
+    Outputs in graph memory are valid until the next replay of any graph in the same pool; those in a ring of N copies
+    for N - 1 further calls of the same signature. Clone what you keep for longer.
+
+    Args:
+        value: The outputs.
+        source: Whose memory it is. None: memory that no replay touches, as of an eager step.
     """
 
     __slots__ = ("_generation", "_source", "_value")
@@ -66,7 +70,14 @@ class OutputView:
 
     @untraced
     def get(self) -> Any:
-        """The outputs. Raises ``StaleOutputError`` if a later replay has used their memory."""
+        """The outputs.
+
+        Returns:
+            The tensors in the shared memory, not copies.
+
+        Raises:
+            StaleOutputError: A later replay has used their memory.
+        """
         if self.is_stale:
             raise StaleOutputError(
                 "this view of a graph's output is stale: a later replay has used its memory; "
