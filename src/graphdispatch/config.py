@@ -292,9 +292,13 @@ class CUDAGraphConfig(Settings):
         return cls(mode=CUDAGraphMode.NONE)
 
     def resolve(self, *, mixed: bool = False) -> "ResolvedConfig":
-        """The concrete sizes that this configuration stands for, or those for ``mixed`` batches.
+        """The concrete sizes that this configuration stands for. Computed once for equal settings.
 
-        Computed once for equal settings.
+        Args:
+            mixed: Whether for batches that are not uniform decode.
+
+        Returns:
+            The configuration with its sizes.
         """
         if not self.mode.has_graphs():
             return ResolvedConfig((), self)
@@ -305,19 +309,32 @@ class CUDAGraphConfig(Settings):
         return ResolvedConfig(sizes, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
-        """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens.
+        """Whether a graph may serve a batch.
 
-        Raises ``ConfigError`` for what is no integer.
+        Args:
+            batch_size: The number of rows.
+            seq_len: The longest sequence, in tokens.
+
+        Raises:
+            ConfigError: An argument is no integer.
         """
         size = self.resolve().size_of(_whole("batch_size", batch_size))
         return 0 <= _whole("seq_len", seq_len) <= self.max_seq_len and size > 0
 
     def get_padded_batch_size(self, batch_size: int) -> int:
-        """The number of rows with which a batch of ``batch_size`` rows runs.
+        """The number of rows with which a batch runs.
 
-        A batch that no larger graph serves stays as it is: below one row, above the largest size, below the first
-        batch of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``. Raises ``ConfigError``
-        for what is no integer.
+        A batch that no larger graph serves is not padded: below one row, above the largest size, below the first batch
+        of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``.
+
+        Args:
+            batch_size: The number of real rows.
+
+        Returns:
+            The padded number of rows, or ``batch_size``.
+
+        Raises:
+            ConfigError: ``batch_size`` is no integer.
         """
         batch_size = _whole("batch_size", batch_size)
         return self.resolve().size_of(batch_size) or batch_size

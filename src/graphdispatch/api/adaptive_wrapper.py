@@ -1,6 +1,6 @@
 """``AdaptiveCUDAGraphWrapper``: a wrapper that keeps the graphs which are worth their memory.
 
-A front door like ``CUDAGraphWrapper``, for engines whose descriptors are more than there is room for.
+The front end for engines that have more descriptors than there is room for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,9 +1,8 @@
 """``CompositeDispatcher``: one front for several dispatchers, such as an encoder's, a draft model's and a decoder's.
 
 A call goes to the first member, by priority, whose graph can serve it; without one, the runner of the first member
-runs. Members are asked for graphs only, so that a runner is entered once, by the composite, after all graphs were
-tried: an error that it raises passes through, and nothing of it runs twice, unless the user named such errors in
-``next_on``.
+runs. The composite tries the graphs of all members first and enters a runner once, after that: an error that it raises
+passes through, and nothing of it runs twice, unless the user named such errors in ``next_on``.
 """
 
 import time

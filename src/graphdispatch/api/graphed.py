@@ -1,7 +1,7 @@
 """``graphed()``: any callable with a changing batch size, served by captured graphs, right every time.
 
-The door for everyone. It names two routes, for uniform decode and for other batches, which are one unless the mode
-tells them apart; the server does the rest.
+The front end for every callable. It makes two routes, for uniform decode and for other batches, which are one unless
+the mode separates them; the server does the rest.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the doors share: letting their graphs go, and their bookkeeping."""
+"""What the front ends share: releasing their graphs, and their bookkeeping."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
 """``CUDAGraphManager``: captures and replays by (batch size, sequence length), padding each batch to the next size.
 
-The front door for engines that think in batch size and sequence length rather than in descriptors.
+The front end for engines that work with batch size and sequence length rather than with descriptors.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,8 @@ class CUDAGraphManager(Lifecycle):
         config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
 
     Raises:
-        ConfigError: ``config`` is no configuration, or an option cannot be honoured here.
+        ConfigError: ``config`` is no configuration.
+        BackendError: Its backend is unknown or has no device here.
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None) -> None:
@@ -238,7 +239,7 @@ class CUDAGraphManager(Lifecycle):
 
         Raises:
             ConfigError: ``inputs`` or outputs contradict the shapes given, or an argument is wrong.
-            FallbackError: The options are ``strict`` and the batch would run eagerly.
+            FallbackError: The configuration is ``strict`` and the batch would run eagerly.
         """
         check_callable("execute_fn", execute_fn)
         inputs, are_arrays = as_tensors(inputs, self.registry.device)
@@ -284,7 +285,7 @@ class CUDAGraphManager(Lifecycle):
 
         Raises:
             ConfigError: The configuration has no such size.
-            FallbackError: The options are ``strict`` and there can be no graph.
+            FallbackError: The configuration is ``strict`` and there can be no graph.
         """
         if size not in self._sizes.resolve().sizes:
             raise ConfigError(f"size must be one of {self._sizes.resolve().sizes}, got {shown(size)}")

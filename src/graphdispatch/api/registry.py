@@ -73,7 +73,8 @@ class CUDAGraphRegistry(MadeAnew):
         config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
 
     Raises:
-        ConfigError: ``config`` is no configuration, or an option cannot be honoured here.
+        ConfigError: ``config`` is no configuration.
+        BackendError: Its backend is unknown or has no device here.
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None) -> None:

@@ -1,7 +1,7 @@
 """``CUDAGraphWrapper``: one callable, captured once for each batch descriptor that the caller names.
 
-The front door for engines, which decide the descriptor themselves. The wrapper trusts it to choose the graph and
-checks that the arguments are what that graph was captured with.
+The front end for engines, which decide the descriptor themselves. The wrapper trusts it to choose the graph and checks
+that the arguments are what that graph was captured with.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tells wrappers the mode and the batch descriptor of a step, for code that cannot pass them down as arguments."""
+"""The mode and the batch descriptor of a step, for code that cannot pass them to wrappers as arguments."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Several dynamic dimensions: what the user says of them, and what calls that have them look like."""
+"""Several dynamic dimensions: how the user declares them, and what calls that have them look like."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -128,7 +128,7 @@ class _Cost:
 
 
 def _cost_of(costs: dict[int, _Cost], size: int) -> _Cost:
-    """The cost of ``size`` among those of a mode; made, and introduced to those near by, when it is first asked for."""
+    """The cost of ``size`` among those of a mode; made, and linked with those near by, at its first use."""
     if size not in costs:
         made = costs[size] = _Cost(size)
         for other in costs.values():

@@ -78,11 +78,11 @@ class Decision(NamedTuple):
 
 
 class SizeTable:
-    """Decisions for every number of rows, for one dynamic dimension: each made once, when it is first asked for.
-    Immutable and thread-safe.
+    """Decisions for every number of rows, for one dynamic dimension: each made once, at its first lookup.
 
-    ``sizes`` are the capture sizes, in increasing order, and ``min_batches`` the smallest batch that each serves (none:
-    all above the next smaller size); with ``pad_batches=False`` only exact sizes are served.
+    Immutable and thread-safe. ``sizes`` are the capture sizes, in increasing order, and ``min_batches`` the smallest
+    batch that each serves (none: all above the next smaller size); with ``pad_batches=False`` only exact sizes are
+    served.
     """
 
     def __init__(

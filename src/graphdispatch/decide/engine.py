@@ -1,4 +1,4 @@
-"""What an engine's limits and its configuration say of graphs: their sizes, and how many there are."""
+"""The capture sizes that follow from an engine's limits and its configuration."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""When a key deserves a graph: at its n-th miss within a window, and later if its earlier graphs did not pay."""
+"""When a key gets a graph: at its n-th miss within a window, and later if its earlier graphs did not pay."""
 
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -29,7 +29,7 @@ class _Shortfall(NamedTuple):
 class Admission:
     """Counts misses of keys that have no graph; a key is captured at its ``capture_after``-th miss within ``window``.
 
-    Time is counted in uses: replays of any graph in the process, and misses. A hit is not told to this class. The time
+    Time is counted in uses: replays of any graph in the process, and misses. This class does not see hits. The time
     of the first miss that counts is also how a full cache compares a newcomer with what it holds: an entry may go only
     if it has not been used since (the rule of LIRS, Jiang and Zhang 2002). So neither a scan of odd sizes nor a cycle
     over more sizes than there is room for evicts what is in use, and a size that comes often displaces what does not.

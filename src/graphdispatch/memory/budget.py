@@ -1,4 +1,4 @@
-"""``MemoryBudget``: at most so many graphs and bytes, over one cache or over several, and who has to go for that."""
+"""``MemoryBudget``: a limit on graphs and bytes, over one cache or over several, and what is evicted for it."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Sequence

@@ -1,4 +1,4 @@
-"""What is known of calls before they come: the prepared hit, or why no graph serves them for a while."""
+"""What is known of calls in advance: the prepared hit, or why no graph serves them for a while."""
 
 import weakref
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Calls of which it is known why no graph serves them: by their rows, or by a look of arguments that none can take."""
+"""Calls for which the reason to run eagerly is known: by their rows, or by argument types that no graph can take."""
 
 from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping

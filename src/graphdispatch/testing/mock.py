@@ -1,4 +1,4 @@
-"""A graph that does what a test tells it, to test dispatchers and their handling of faults without a device."""
+"""A scripted graph, to test dispatchers and their handling of faults without a device."""
 
 from collections.abc import Callable
 from typing import Any
