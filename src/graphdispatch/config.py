@@ -29,9 +29,16 @@ _Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
 def parse_mode(value: object) -> CUDAGraphMode:
-    """The mode that ``value`` means: a ``CUDAGraphMode``, its name in any case, or its integer value.
+    """The mode that a value means.
 
-    Raises ``ConfigError`` that lists the modes for anything else.
+    Args:
+        value: A ``CUDAGraphMode``, its name in any case, or its integer value.
+
+    Returns:
+        The mode.
+
+    Raises:
+        ConfigError: It is something else. The message lists the modes.
     """
     if isinstance(value, CUDAGraphMode):
         return value
@@ -169,7 +176,16 @@ class CUDAGraphOptions(Settings):
         return super().to_dict()
 
     def refuse(self, names: Sequence[str], front_end: str, remedy: str) -> None:
-        """Raise ``ConfigError`` if one of the options ``names`` is set, which ``front_end`` cannot honour."""
+        """Refuse options that a front end cannot honour.
+
+        Args:
+            names: The names of these options.
+            front_end: The name of the front end, for the message.
+            remedy: What to do instead, for the message.
+
+        Raises:
+            ConfigError: One of them is set.
+        """
         for name in names:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:

@@ -287,7 +287,11 @@ class CUDAGraphRegistry(MadeAnew):
         return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
 
     def find(self, fn: Callable[..., Any]) -> _Callable:
-        """The server and routes of a callable, made if it is new."""
+        """The server and routes of a callable, made if it is new.
+
+        Args:
+            fn: The callable.
+        """
         latest = self.latest()
         if latest is not None and latest.server.fn is fn:
             return latest
@@ -317,12 +321,23 @@ class CUDAGraphRegistry(MadeAnew):
         return _Callable(server, Routes(lambda key: self._make_route(number, *key)))
 
     def holder(self, size: int, seq_len: int) -> tuple[Server, GraphGroup, CUDAGraphEntry] | None:
-        """The entry of a key with its group and server; of several callables' that which was used last."""
+        """The entry of a key with its group and server; if several callables have one, the one that was used last.
+
+        Args:
+            size: The rows of the graph.
+            seq_len: The tokens of each row.
+        """
         found = [(one.server, group, e) for one in self._callables for group, e in self._of_key(one, size, seq_len)]
         return max(found, key=lambda held: held[2].last_used, default=None)
 
     def groups_of(self, one: _Callable, size: int, seq_len: int) -> list[GraphGroup]:
-        """The groups of a callable whose calls of this sequence length the graph of ``size`` would serve."""
+        """The groups of a callable whose calls of this sequence length the graph of ``size`` would serve.
+
+        Args:
+            one: The callable's server and routes.
+            size: The rows of the graph.
+            seq_len: The tokens of each row.
+        """
         routes = [route for route in list(one.routes.values()) if route.seq_len == seq_len]
         return [group for route in routes for group in route.groups if size in route.table.sizes]
 
@@ -334,7 +349,15 @@ class CUDAGraphRegistry(MadeAnew):
     def route(
         self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]
     ) -> _KeyedRoute:
-        """The route of batches that ``size`` rows serve; sizes of the configuration share one."""
+        """The route of batches that graphs of one size serve; sizes of the configuration share one.
+
+        Args:
+            one: The callable's server and routes.
+            size: The rows of the graph.
+            seq_len: The tokens of each row.
+            mode: The runtime mode.
+            dynamic: The batch dimension of each input that has one.
+        """
         own = 0 if size in self._tables[mode].sizes else size
         return one.routes[seq_len, mode, own, tuple(dynamic.items())]
 

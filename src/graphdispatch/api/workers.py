@@ -275,11 +275,19 @@ class StreamResult(NotCopied):
         return self._value
 
     def mark(self, done: Event) -> None:
-        """``done`` stands behind the step in the worker's order."""
+        """Mark the end of the step in the worker's order.
+
+        Args:
+            done: The event that follows the step.
+        """
         self._done = done
 
     def fill(self, step: Callable[[], Any]) -> None:
-        """Run ``step`` and keep what it returns or raises. Called once, by whoever runs the step."""
+        """Run the step and keep what it returns or raises. Called once, by whoever runs the step.
+
+        Args:
+            step: The step.
+        """
         try:
             self._value = step()
         except BaseException as error:  # whatever it is, it belongs to whoever asks for the result

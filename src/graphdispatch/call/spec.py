@@ -30,7 +30,7 @@ __all__ = [
 
 
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Types of plain constants: equal ones cannot be told apart, and each is its own description."""
+"""Types of plain constants: equal ones are indistinguishable, and each is its own description."""
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:

@@ -102,7 +102,7 @@ class Admission:
         self._misses.pop(key, None)
 
     def evicted(self, key: Hashable, replays: int) -> None:
-        """Note that a graph went after so many replays, though nobody asked for that. From any thread."""
+        """Note that a graph went after so many replays, though nobody requested that. From any thread."""
         with self._lock:
             lacking = self._shortfalls.pop(key, _Shortfall(0)).replays + _REPLAYS_THAT_PAY - replays
             if lacking > 0:

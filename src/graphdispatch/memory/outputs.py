@@ -179,7 +179,7 @@ class Outputs:
             buffers.prepare([OutputSpec(tensor, dims, own) for (_, tensor), dims, own in parts])
 
     def taker(self, rows: int) -> Callable[[], Any]:
-        """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
+        """What returns the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
         cut, build = self.peek(rows), self._build
         if self.buffers is not None:
             return self.buffers.taker(cut, build)
@@ -277,7 +277,7 @@ def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]]
 
 
 def is_same_value(a: Any, b: Any) -> bool:
-    """Whether two values that are no tensors cannot be told apart: one object, or equal constants of one type."""
+    """Whether two values that are no tensors are indistinguishable: one object, or equal constants of one type."""
     return a is b or (type(a) is type(b) and type(a) in VALUES and repr(a) == repr(b))
 
 

@@ -71,7 +71,7 @@ class RowProof:
         return not self.is_complete or (self.independent and 0 < self.batches < _MOST_BATCHES)
 
     def after(self, earlier: "RowProof | None") -> "RowProof":
-        """This proof as one of a further batch: what an earlier one could tell stays told."""
+        """This proof as one of a further batch: what an earlier one has shown stays known."""
         if earlier is None or not (self.independent and earlier.is_complete):
             return self
         return replace(self, untested=(), assumed=(), batches=earlier.batches + 1)

@@ -20,7 +20,7 @@ _MOST_KNOWN = 8
 
 
 class Told:
-    """What the code of a graph reads of its arguments so, in the calls that were compared with eager.
+    """What the code of a graph reads of its arguments' metadata, in the calls that were compared with eager.
 
     A graph reads its own buffers, so a call that differs here may take another branch. Calls are noted under the lock
     of whoever compares; any thread may ask. ``state`` are the tensors that an argument may be; it holds them.

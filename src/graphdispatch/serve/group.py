@@ -135,9 +135,9 @@ class Spelling:
         self.spec = spec
         self.groups = [first]
         self.changes: Changes | None = None
-        """Whether its calls change too much to be worth graphs; None before the second kind of them."""
+        """Whether its calls change too much to be worth graphs; None before their second signature."""
         self.resting: Standing | None = None
-        """Why new kinds of its calls get no group for a while; the core reads it without a lock."""
+        """Why new signatures of its calls get no group for a while; the core reads it without a lock."""
         self.use(first)
 
     def use(self, group: "GraphGroup") -> None:
