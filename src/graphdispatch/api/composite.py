@@ -53,7 +53,7 @@ class GraphMember(Protocol):
 
         Returns:
             Whether a graph served it, the outputs, and the reason. With ``VERIFIED_NOW`` the member wants the call
-            through its ``dispatch``.
+                through its ``dispatch``.
 
         Raises:
             ReplayError: There is a graph and it cannot be replayed.

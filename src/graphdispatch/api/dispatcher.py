@@ -293,7 +293,7 @@ class CudagraphDispatcher(MadeAnew):
 
         Returns:
             Whether a graph served it, the outputs, and the reason. After ``VERIFIED_NOW`` call ``dispatch``, which
-            compares the graph with eager.
+                compares the graph with eager.
 
         Raises:
             ReplayError: The graph cannot be replayed; one that its owner released is only forgotten.

@@ -179,8 +179,8 @@ class CUDAGraphManager(Lifecycle):
             The outputs for ``batch_size`` rows, owned as ``options.outputs`` says.
 
         Raises:
-            ReplayError: No graph serves the batch now, or its weights have moved. Nothing was copied, unless
-                ``had_effects``.
+            ReplayError: No graph serves the batch now, its weights have moved, or the replay failed. Nothing was
+                written that the caller can see, unless ``had_effects`` is true.
             GuardError: The inputs do not fit. Nothing was copied.
         """
         size = self._sizes.get_padded_batch_size(batch_size)

@@ -51,7 +51,7 @@ def eager_break(target: Any, *more: Any) -> Any:
 
     Returns:
         The marked function, the same module, or None for operators. ``remove_eager_break`` takes back the marks of
-        modules and operators.
+            modules and operators.
 
     Raises:
         ConfigError: ``target`` is none of these.

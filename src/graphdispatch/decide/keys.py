@@ -187,7 +187,7 @@ class CudagraphKeyDispatcher(Unlocked):
 
         Returns:
             The mode and the key of the graph. If a more general graph serves a uniform batch, it is the key of that
-            graph.
+                graph.
         """
         table = self.table
         return (table.piecewise_answers if use_cascade_attn else table.answers)[batch_descriptor]

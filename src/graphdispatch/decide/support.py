@@ -44,15 +44,15 @@ def resolve_cudagraph_mode(
     Args:
         cudagraph_mode: The mode that was configured.
         supports: The level of every attention backend in the model, by name. Without any, the mode stays.
-        uniform_decode_query_len: The tokens that each request of a uniform decode batch schedules.
+        uniform_decode_query_len: The tokens that each request of a uniform decode batch schedules, at least 1.
         piecewise: Whether the model is split around attention, so that it can run in piecewise graphs.
 
     Returns:
         The mode.
 
     Raises:
-        ConfigError: The mode is ``FULL`` and a backend supports no full graph at all, or it needs piecewise graphs and
-            the model is not split.
+        ConfigError: The query length is wrong, the mode is ``FULL`` and a backend supports no full graph at all, or it
+            needs piecewise graphs and the model is not split.
     """
     if uniform_decode_query_len < 1:
         raise ConfigError(f"uniform_decode_query_len must be >= 1, got {uniform_decode_query_len}")

@@ -57,7 +57,7 @@ class SizePredictor(Unlocked):
 
         Returns:
             Each size with the probability that one of the next ``horizon`` steps needs it. Over several steps that is
-            an upper estimate, which takes the steps for independent.
+                an upper estimate, which takes the steps for independent.
 
         Raises:
             ConfigError: ``horizon`` is no positive integer.
