@@ -118,7 +118,7 @@ class CudagraphDispatcher(MadeAnew):
             input_ptrs: The addresses of the tensors that a graph other than an entry reads, in the order of a call's
                 arguments: a call with others runs eagerly. None: the caller answers for what the graph reads.
             outputs: What a replay returns. None: ``graph.outputs``.
-            mode: ``CUDAGRAPH`` or ``PIECEWISE``; an entry's own mode goes before it.
+            mode: ``CUDAGRAPH`` or ``PIECEWISE``. A ``PIECEWISE`` entry is always the latter.
             idempotent: Whether a step may be run again, eagerly, after a graph other than an entry failed. What such a
                 graph wrote before cannot be known, so that ``dispatch`` raises ``ReplayError`` otherwise.
 

@@ -31,7 +31,7 @@ class DispatchPolicy(ABC):
     """
 
     learns: ClassVar[bool] = False
-    """Whether a dispatcher measures its steps and tells ``record`` what they took."""
+    """Whether a dispatcher measures its steps and calls ``record`` with what they took."""
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:  # noqa: B027 (most do not learn)
         """Learn what a step took. A dispatcher calls it only if ``learns`` is true, and possibly late.
