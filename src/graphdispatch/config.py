@@ -29,9 +29,16 @@ _Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
 def parse_mode(value: object) -> CUDAGraphMode:
-    """The mode that ``value`` means: a ``CUDAGraphMode``, its name in any case, or its integer value.
+    """The mode that a value means.
 
-    Raises ``ConfigError`` that lists the modes for anything else.
+    Args:
+        value: A ``CUDAGraphMode``, its name in any case, or its integer value.
+
+    Returns:
+        The mode.
+
+    Raises:
+        ConfigError: It is something else. The message lists the modes.
     """
     if isinstance(value, CUDAGraphMode):
         return value
@@ -169,7 +176,16 @@ class CUDAGraphOptions(Settings):
         return super().to_dict()
 
     def refuse(self, names: Sequence[str], front_end: str, remedy: str) -> None:
-        """Raise ``ConfigError`` if one of the options ``names`` is set, which ``front_end`` cannot honour."""
+        """Refuse options that a front end cannot honour.
+
+        Args:
+            names: The names of these options.
+            front_end: The name of the front end, for the message.
+            remedy: What to do instead, for the message.
+
+        Raises:
+            ConfigError: One of them is set.
+        """
         for name in names:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
@@ -292,9 +308,13 @@ class CUDAGraphConfig(Settings):
         return cls(mode=CUDAGraphMode.NONE)
 
     def resolve(self, *, mixed: bool = False) -> "ResolvedConfig":
-        """The concrete sizes that this configuration stands for, or those for ``mixed`` batches.
+        """The concrete sizes that this configuration stands for. Computed once for equal settings.
 
-        Computed once for equal settings.
+        Args:
+            mixed: Whether for batches that are not uniform decode.
+
+        Returns:
+            The configuration with its sizes.
         """
         if not self.mode.has_graphs():
             return ResolvedConfig((), self)
@@ -305,19 +325,32 @@ class CUDAGraphConfig(Settings):
         return ResolvedConfig(sizes, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
-        """Whether a graph may serve a batch of ``batch_size`` rows whose longest sequence has ``seq_len`` tokens.
+        """Whether a graph may serve a batch.
 
-        Raises ``ConfigError`` for what is no integer.
+        Args:
+            batch_size: The number of rows.
+            seq_len: The longest sequence, in tokens.
+
+        Raises:
+            ConfigError: An argument is no integer.
         """
         size = self.resolve().size_of(_whole("batch_size", batch_size))
         return 0 <= _whole("seq_len", seq_len) <= self.max_seq_len and size > 0
 
     def get_padded_batch_size(self, batch_size: int) -> int:
-        """The number of rows with which a batch of ``batch_size`` rows runs.
+        """The number of rows with which a batch runs.
 
-        A batch that no larger graph serves stays as it is: below one row, above the largest size, below the first
-        batch of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``. Raises ``ConfigError``
-        for what is no integer.
+        A batch that no larger graph serves is not padded: below one row, above the largest size, below the first batch
+        of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``.
+
+        Args:
+            batch_size: The number of real rows.
+
+        Returns:
+            The padded number of rows, or ``batch_size``.
+
+        Raises:
+            ConfigError: ``batch_size`` is no integer.
         """
         batch_size = _whole("batch_size", batch_size)
         return self.resolve().size_of(batch_size) or batch_size

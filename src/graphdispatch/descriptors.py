@@ -9,10 +9,16 @@ __all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "get_padded_
 
 
 class BatchDescriptor(NamedTuple):
-    """The key of a captured graph: padded tokens, requests, kind of batch, and a variant.
+    """The key of a captured graph: padded tokens, requests, kind of batch, and a variant. Immutable and hashable.
 
-    ``variant`` is anything hashable, besides the shape, that the captured code depends on, for example the number of
-    active LoRA adapters.
+    ``variant`` takes the place of vLLM's ``has_lora``.
+
+    Args:
+        num_tokens: The padded number of tokens.
+        num_reqs: The number of requests. None: any number.
+        is_uniform_decode: Whether every request schedules the same number of tokens.
+        variant: Anything hashable, besides the shape, that the captured code depends on, for example the number of
+            active LoRA adapters.
     """
 
     num_tokens: int
@@ -38,10 +44,17 @@ def size_text(key: Hashable) -> str:
 
 
 class DispatchKey(NamedTuple):
-    """What one batch is, before padding: tokens, requests, longest sequence, prefill or not.
+    """What one batch is, before padding. Immutable and hashable.
 
-    ``kind`` is always ``"batch"``. Because of it, a key never equals a ``BatchDescriptor`` with the same numbers.
-    Keys are compared and hashed as plain tuples, so this costs nothing.
+    ``create_dispatch_key`` makes a checked one. ``kind`` is part of the tuple, so that a key never equals a
+    ``BatchDescriptor`` with the same numbers. Keys are compared and hashed as plain tuples, so this costs nothing.
+
+    Args:
+        num_tokens: The number of tokens, at least 1.
+        num_reqs: The number of requests, at most ``num_tokens``.
+        max_seq_len: The longest sequence in tokens; 0 if unknown.
+        is_prefill: Whether the batch is a prefill.
+        kind: Always ``"batch"``; leave it out.
     """
 
     num_tokens: int
@@ -58,7 +71,20 @@ class DispatchKey(NamedTuple):
 
 
 def create_dispatch_key(num_tokens: int, num_reqs: int, max_seq_len: int = 0, is_prefill: bool = False) -> DispatchKey:
-    """A checked ``DispatchKey``. Raises ``ConfigError`` for a count that no batch can have."""
+    """A checked ``DispatchKey``.
+
+    Args:
+        num_tokens: The number of tokens, at least 1.
+        num_reqs: The number of requests, from 1 to ``num_tokens``, since each schedules at least one token.
+        max_seq_len: The longest sequence in tokens; 0 if unknown.
+        is_prefill: Whether the batch is a prefill.
+
+    Returns:
+        The key.
+
+    Raises:
+        ConfigError: No batch can have such a count.
+    """
     check_count("num_tokens", num_tokens)
     check_count("num_reqs", num_reqs)
     check_count("max_seq_len", max_seq_len, 0)
@@ -73,8 +99,18 @@ def create_dispatch_key(num_tokens: int, num_reqs: int, max_seq_len: int = 0, is
 def get_padded_key(key: DispatchKey, pad_to: int = 8) -> DispatchKey:
     """``key`` with its tokens and its longest sequence rounded up to multiples of ``pad_to``.
 
-    An unknown longest sequence (0) stays unknown. A decode key has one token for each request; it keeps
-    ``num_reqs == num_tokens``, so the padded batch is still uniform decode.
+    An unknown longest sequence (0) stays unknown. A decode key with one token for each request keeps ``num_reqs ==
+    num_tokens``, so the padded batch is still uniform decode.
+
+    Args:
+        key: The key of the batch.
+        pad_to: The multiple, at least 1.
+
+    Returns:
+        The padded key.
+
+    Raises:
+        ConfigError: ``pad_to`` is no positive integer.
     """
     check_count("pad_to", pad_to)
     tokens = -(-key.num_tokens // pad_to) * pad_to

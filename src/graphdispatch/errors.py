@@ -39,7 +39,15 @@ class DeviceLostError(BackendError):
 
 
 class CaptureError(GraphDispatchError, RuntimeError):
-    """A capture failed or was refused. ``reason`` classifies the failure; ``__cause__`` is the original error."""
+    """A capture failed or was refused. ``__cause__`` is the original error.
+
+    Args:
+        message: What failed, and the remedy.
+        reason: Which kind of failure it is.
+
+    Attributes:
+        reason: Which kind of failure it is.
+    """
 
     def __init__(self, message: str, reason: Reason = Reason.CAPTURE_FAILED) -> None:
         super().__init__(message)
@@ -49,8 +57,9 @@ class CaptureError(GraphDispatchError, RuntimeError):
 class ReplayError(GraphDispatchError, RuntimeError):
     """A graph could not be replayed: it was released, the device refused it, or a break changed since its capture.
 
-    If ``had_effects`` is true, the step already wrote memory that the caller can see, so it is not run again. If it is
-    false, nothing happened.
+    Attributes:
+        had_effects: Whether the step already wrote memory that the caller can see, so that it is not run again. If it
+            is false, nothing happened.
     """
 
     had_effects: bool = False
@@ -69,7 +78,15 @@ class StaleOutputError(GraphDispatchError, RuntimeError):
 
 
 class FallbackError(GraphDispatchError, RuntimeError):
-    """With ``strict=True``, a step would have run eagerly. ``reason`` says why."""
+    """With ``strict=True``, a step would have run eagerly.
+
+    Args:
+        message: Which step, and the remedy.
+        reason: Why it would have run eagerly.
+
+    Attributes:
+        reason: Why it would have run eagerly.
+    """
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)

@@ -180,7 +180,7 @@ def _library(name: str, extra: str) -> Any:
 
 
 def _stats(served: Any) -> Any:
-    """The counters of a front end. A wrapper's attributes are its runnable's, so its own method is asked first."""
+    """The counters of a front end. A wrapper's attributes are its runnable's, so its own method goes first."""
     ask = getattr(type(served), "get_stats", None)
     stats = ask(served) if ask is not None else getattr(served, "stats", None)
     if not isinstance(stats, CUDAGraphStats | DispatchStats) and not all(hasattr(stats, name) for name in _OF_REQUESTS):
@@ -209,7 +209,7 @@ def _counters(stats: Any) -> dict[str, Any]:
 
 
 def _memory(served: Any) -> MemoryReport | None:
-    """What a front end's graphs hold; a dispatcher's are others', so it counts them alone. None if it cannot tell."""
+    """What a front end's graphs hold; a dispatcher's are others', so it counts them alone. None if it is not known."""
     ask = getattr(type(served), "memory_report", None)
     if ask is None:
         entries = getattr(served, "entries", None)

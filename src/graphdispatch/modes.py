@@ -9,8 +9,15 @@ class CUDAGraphMode(IntEnum):
     """How batches are served: without a graph, by graphs between breaks, by one graph, or by kind of batch.
 
     ``NONE``, ``PIECEWISE`` and ``FULL`` are *runtime* modes: each batch runs in one of them. ``FULL_DECODE_ONLY`` and
-    ``FULL_AND_PIECEWISE`` are *configured* modes: ``FULL`` graphs serve uniform decode batches, and ``NONE`` or
-    ``PIECEWISE`` serves all others. The names and their meanings are vLLM's (``vllm/config/compilation.py``).
+    ``FULL_AND_PIECEWISE`` are *configured* modes. The names and their meanings are vLLM's
+    (``vllm/config/compilation.py``).
+
+    Attributes:
+        NONE: No graph; the batch runs eagerly.
+        PIECEWISE: Graphs between the parts that ``eager_break`` marks.
+        FULL: One graph of the whole step.
+        FULL_DECODE_ONLY: ``FULL`` for uniform decode batches, ``NONE`` for all others.
+        FULL_AND_PIECEWISE: ``FULL`` for uniform decode batches, ``PIECEWISE`` for all others.
     """
 
     NONE = 0
@@ -49,7 +56,14 @@ class CUDAGraphMode(IntEnum):
 
 
 class DispatchMode(Enum):
-    """What a dispatcher did with one call. ``HYBRID`` lets the policy choose at each call."""
+    """What a dispatcher did with one call.
+
+    Attributes:
+        EAGER: It ran the eager runner.
+        CUDAGRAPH: A full graph served it.
+        PIECEWISE: Graphs between eager breaks served it.
+        HYBRID: No call's mode; while it is enabled, the policy chooses at each call.
+    """
 
     EAGER = "eager"
     CUDAGRAPH = "cudagraph"
@@ -61,11 +75,13 @@ class DispatchMode(Enum):
 
 
 class EntryState(Enum):
-    """Where an entry stands in its life, in this order.
+    """The state of an entry, in the order in which they follow each other.
 
-    ``CAPTURED``: captured, and its first replay agreed with eager. ``VERIFIED``: a second, different batch
-    agreed too; from here on a hit only copies, replays and slices. ``FAILED``: a comparison or a replay
-    failed. ``EVICTED``: released; never replayed again.
+    Attributes:
+        CAPTURED: Captured, and its first replay agreed with eager.
+        VERIFIED: A second, different batch agreed too; from here on a hit only copies, replays and slices.
+        FAILED: A comparison or a replay failed.
+        EVICTED: Released; never replayed again.
     """
 
     CAPTURED = "captured"

@@ -25,7 +25,18 @@ class Settings(BaseModel):
 
     @classmethod
     def model_validate(cls, obj: Any, **how: Any) -> Self:
-        """An instance from a mapping or an instance, as pydantic's; raises ``ConfigError``."""
+        """An instance from a mapping or an instance, as pydantic's.
+
+        Args:
+            obj: The mapping or instance.
+            **how: Further arguments of pydantic's method.
+
+        Returns:
+            The instance.
+
+        Raises:
+            ConfigError: An option is unknown, or its value is wrong.
+        """
         try:
             return super().model_validate(obj, **how)
         except ValidationError as error:
@@ -33,12 +44,33 @@ class Settings(BaseModel):
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
-        """The object that ``to_dict`` described; missing options take their defaults. Raises ``ConfigError``."""
+        """The object that ``to_dict`` described.
+
+        Args:
+            d: The options by name; missing ones take their defaults.
+
+        Returns:
+            The object.
+
+        Raises:
+            ConfigError: An option is unknown, or its value is wrong.
+        """
         return cls.model_validate(dict(d) if isinstance(d, Mapping) else d)
 
     @classmethod
     def or_default(cls, given: Self | None, name: str) -> Self:
-        """``given``, or the defaults for None. Raises ``ConfigError`` that names the argument for anything else."""
+        """``given``, or the defaults for None.
+
+        Args:
+            given: An instance, or None.
+            name: The name of the argument, for the message.
+
+        Returns:
+            The instance.
+
+        Raises:
+            ConfigError: ``given`` is something else.
+        """
         if given is not None and not isinstance(given, cls):
             raise ConfigError(
                 f"{name} must be a {cls.__name__} or None, got {reprlib.repr(given)}; {cls.__name__}.from_dict() makes "
@@ -51,7 +83,17 @@ class Settings(BaseModel):
         return self.model_dump(mode="json")
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some options changed, validated like a new one. Raises ``ConfigError``."""
+        """A copy with some options changed, validated like a new one.
+
+        Args:
+            **changes: The new values by name.
+
+        Returns:
+            The copy.
+
+        Raises:
+            ConfigError: An option is unknown, or its value is wrong.
+        """
         kept = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**(kept | changes))
 

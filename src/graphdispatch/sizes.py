@@ -70,10 +70,21 @@ NAMED_SIZES: Mapping[str, Callable[[int], Iterable[int]]] = MappingProxyType(
 
 
 def named_sizes(name: str, max_size: int) -> tuple[int, ...]:
-    """The sizes of that name up to ``max_size``, strictly increasing.
+    """The capture sizes of an engine by name.
 
     ``vllm`` and ``vllm-interactivity`` stop at their last step at or below ``max_size``, as vLLM does; all others
-    contain ``max_size``. Raises ``ConfigError`` for an unknown name or a size that is not a positive integer.
+    contain ``max_size``.
+
+    Args:
+        name: ``"vllm"``, ``"vllm-interactivity"``, ``"sglang"``, ``"trtllm"``, ``"megatron"``, ``"pow2"`` or
+            ``"dense"``.
+        max_size: The largest size.
+
+    Returns:
+        The sizes, strictly increasing.
+
+    Raises:
+        ConfigError: The name is unknown, or ``max_size`` is no positive integer.
     """
     if name not in NAMED_SIZES:
         raise ConfigError(

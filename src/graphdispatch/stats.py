@@ -60,9 +60,14 @@ class CUDAGraphStats(Unlocked):
 
     A graph serves a *hit*. A *verification* is a call for which there was a graph that had to be compared with eager
     first, and agreed; its answer is eager's. Every other call is a *miss*. A *fallback* is a miss that captured
-    nothing. ``real_rows`` and ``padded_rows`` count the rows of hits before and after padding. Use
-    ``knows_rows=False`` if calls arrive padded, so that their real rows are unknown. It is thread-safe if all graphs
-    that count in it belong to one pool.
+    nothing. ``real_rows`` and ``padded_rows`` count the rows of hits before and after padding; ``reasons`` counts each
+    call that was no hit.
+
+    All shares are properties. ``graph_ratio`` leaves verifications out; ``hit_rate`` does not. Thread-safe if all
+    graphs that count in it belong to one pool.
+
+    Args:
+        knows_rows: Whether calls show their real rows; False if they arrive padded.
     """
 
     __slots__ = ("_rows_of_eager", "_rows_of_hits", "hits", "padded_rows", "real_rows", "reasons")
@@ -86,7 +91,12 @@ class CUDAGraphStats(Unlocked):
         self._rows_of_eager: dict[int, int] = {}
 
     def record_hit(self, real_rows: int, padded_rows: int) -> None:
-        """Count a call that a graph served. It takes no lock: the caller holds the lock of the graph's pool."""
+        """Count a call that a graph served. It takes no lock: the caller holds the lock of the graph's pool.
+
+        Args:
+            real_rows: The rows before padding.
+            padded_rows: The rows that the graph computed.
+        """
         self.hits += 1
         self.real_rows += real_rows
         self.padded_rows += padded_rows
@@ -97,9 +107,14 @@ class CUDAGraphStats(Unlocked):
                 self._rows_of_hits[real_rows] = 1
 
     def record_eager(self, reason: Reason, rows: int = 0) -> bool:
-        """Count a call whose answer is eager's, with the reason; returns whether it is the first one for that reason.
+        """Count a call whose answer is eager's.
 
-        ``rows`` is its number of rows, 0 if unknown.
+        Args:
+            reason: Why.
+            rows: Its number of rows; 0 if unknown.
+
+        Returns:
+            Whether it is the first call for that reason.
         """
         rows = getattr(rows, "cells", rows)  # of a batch with several dynamic dimensions
         with self._lock:
@@ -111,7 +126,11 @@ class CUDAGraphStats(Unlocked):
         return count == 1
 
     def record_capture(self, time_ms: float) -> None:
-        """Count a successful capture."""
+        """Count a successful capture.
+
+        Args:
+            time_ms: How long it took, in milliseconds.
+        """
         with self._lock:
             self.captures += 1
             self.capture_time_ms += time_ms
@@ -122,7 +141,11 @@ class CUDAGraphStats(Unlocked):
             self.capture_failures += 1
 
     def record_eviction(self, eviction: Eviction) -> None:
-        """Count an evicted graph after its release."""
+        """Count an evicted graph after its release.
+
+        Args:
+            eviction: What was evicted, and why.
+        """
         with self._lock:
             self.evictions += 1
             self.evicted_bytes += eviction.freed_bytes

@@ -1,1 +1,1 @@
-"""The public doors: each translates its caller's terms, and guarantees nothing of its own."""
+"""The public front ends: each translates its caller's terms, and guarantees nothing of its own."""

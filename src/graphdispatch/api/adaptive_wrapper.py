@@ -1,6 +1,6 @@
 """``AdaptiveCUDAGraphWrapper``: a wrapper that keeps the graphs which are worth their memory.
 
-A front door like ``CUDAGraphWrapper``, for engines whose descriptors are more than there is room for.
+The front end for engines that have more descriptors than there is room for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,16 +28,16 @@ __all__ = ["AdaptiveCUDAGraphWrapper"]
 
 
 class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
-    """All of ``CUDAGraphWrapper``, with eviction by use and bytes, the shapes that are hot, and prewarming.
+    """A ``CUDAGraphWrapper`` that evicts by use and bytes, knows the shapes that are hot, and prewarms.
 
-    When a limit is reached, graphs with fewer than ``min_replays_to_keep`` replays go first, and then those that
-    are used least and longest ago, weighted by capture time and bytes (``Frecency``). While there is room, a descriptor
-    is captured when it first comes, as by ``CUDAGraphWrapper``; without room, when it comes again within a while, and
-    only in place of a graph that was not used for longer than that. So descriptors that come once, or in a cycle that
-    is larger than the cache, run eagerly and displace nothing.
+    When a limit is reached, graphs with fewer than ``min_replays_to_keep`` replays go first, and then those that are
+    used least and longest ago, weighted by capture time and bytes (``Frecency``). While there is room, a descriptor is
+    captured when it first comes, as by ``CUDAGraphWrapper``; without room, when it comes again within a while, and only
+    in place of a graph that was not used for longer than that. So descriptors that come once, or in a cycle that is
+    larger than the cache, run eagerly and displace nothing.
 
-    After a ``prewarm`` it is a target of ``Prewarmer.capture_one``, which captures in pauses the sizes that are
-    forecast to come. Thread-safe.
+    After a ``prewarm``, ``Prewarmer.capture_one`` can drive the wrapper, to capture in pauses the sizes that are
+    forecast. Thread-safe.
 
     Args:
         runnable: What is captured; it is called eagerly wherever no graph serves.
@@ -49,7 +49,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         pool: The memory of the graphs, which wrappers share that never run at the same time.
 
     Raises:
-        ConfigError: An argument or an option cannot be.
+        ConfigError: An argument or an option is wrong.
     """
 
     _captures_at_once = True
@@ -76,10 +76,19 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         return Probation(self._min_replays, Frecency())
 
     def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:
-        """The ``top_k`` descriptors that came most often, each with its number of calls, the most frequent first.
+        """The descriptors that came most often.
 
-        Calls count since ``clear_cache`` or the beginning, with or without a graph; prewarming does not. Calls that
-        no graph can ever serve do not count either.
+        Calls count since ``clear_cache`` or the beginning, with or without a graph; prewarming does not. Calls that no
+        graph can ever serve do not count either.
+
+        Args:
+            top_k: The most descriptors to return.
+
+        Returns:
+            Each descriptor with its number of calls, the most frequent first.
+
+        Raises:
+            ConfigError: ``top_k`` is no positive integer.
         """
         check_count("top_k", top_k)
         with self._server.lock:
@@ -91,16 +100,24 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
     def prewarm(
         self, shapes: Iterable[BatchDescriptor | int], dummy_fn: Callable[[BatchDescriptor], Any]
     ) -> list[BatchDescriptor]:
-        """Capture ``shapes`` now, largest first; returns those that have a graph afterwards.
+        """Capture ``shapes`` now, largest first.
 
-        An integer stands for the descriptor of that many tokens. ``dummy_fn(descriptor)`` gives the arguments of a
-        call: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a pair of the latter two.
-        Whatever the runs write is put back. A graph is compared with eager for the dummy and,
-        if that has floating-point numbers, for another one made of it; else the first real batch is. A shape that
-        cannot be captured is left out, and stays eager.
+        Whatever the runs write is put back. A graph is compared with eager for the dummy and, if that has
+        floating-point numbers, for another one made of it; else the first real batch is. A shape that cannot be
+        captured is left out, and stays eager. What ``dummy_fn`` raises passes through, and what the runnable raises on
+        dummy arguments.
 
-        Raises ``ConfigError`` for what is no shape, and for more shapes than ``max_cached_graphs``, before anything is
-        captured, and what ``dummy_fn`` raises, and the runnable on dummy arguments.
+        Args:
+            shapes: Descriptors; an integer stands for the descriptor of that many tokens.
+            dummy_fn: ``dummy_fn(descriptor)`` gives the arguments of a call: a tensor, a tuple of positional arguments,
+                a mapping of keyword arguments, or a pair of the latter two. It is kept for ``capture_size``.
+
+        Returns:
+            The descriptors that have a graph afterwards, largest first.
+
+        Raises:
+            ConfigError: A shape is none, there are more than ``max_cached_graphs``, or the wrapper sleeps or is frozen;
+                raised before anything is captured.
         """
         check_callable("dummy_fn", dummy_fn, "a function from a descriptor to arguments")
         self._dummy_fn = dummy_fn
@@ -128,14 +145,21 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
 
     @property
     def captured_sizes(self) -> list[int]:
-        """The numbers of tokens whose descriptor, ``BatchDescriptor(num_tokens)``, has a graph; rising."""
+        """The numbers of tokens whose descriptor, ``BatchDescriptor(num_tokens)``, has a graph; increasing."""
         found = self.get_cached_descriptors()
         return sorted(d.num_tokens for d in found if d == BatchDescriptor(d.num_tokens))
 
     def capture_size(self, size: int) -> bool:
-        """Capture ``BatchDescriptor(size)`` now, as ``prewarm`` does; whether it has a graph then.
+        """Capture ``BatchDescriptor(size)`` now, as ``prewarm`` does, with the ``dummy_fn`` of the latest one.
 
-        The arguments come from the ``dummy_fn`` of the latest ``prewarm``. Raises ``ConfigError`` before the first.
+        Args:
+            size: The number of tokens.
+
+        Returns:
+            Whether it has a graph then.
+
+        Raises:
+            ConfigError: There was no ``prewarm`` yet, or the size is wrong.
         """
         if self._dummy_fn is None:
             raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm(shapes, dummy_fn) first")

@@ -1,9 +1,8 @@
 """``CompositeDispatcher``: one front for several dispatchers, such as an encoder's, a draft model's and a decoder's.
 
 A call goes to the first member, by priority, whose graph can serve it; without one, the runner of the first member
-runs. Members are asked for graphs only, so that a runner is entered once, by the composite, after all graphs were
-tried: an error that it raises passes through, and nothing of it runs twice, unless the user named such errors in
-``next_on``.
+runs. The composite tries the graphs of all members first and enters a runner once, after that: an error that it raises
+passes through, and nothing of it runs twice, unless the user named such errors in ``next_on``.
 """
 
 import time
@@ -30,7 +29,7 @@ __all__ = ["CompositeDispatcher", "GraphMember", "MemberStatus"]
 
 
 class GraphMember(Protocol):
-    """What the composite asks of a member; every dispatcher of this package has it."""
+    """What a composite needs of a member; every dispatcher of this package has it."""
 
     @property
     def stats(self) -> DispatchStats:
@@ -45,10 +44,19 @@ class GraphMember(Protocol):
         """Where the member keeps its graphs."""
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it: whether one did, the outputs, and the reason; never the runner.
+        """Serve a call by a graph and count it, if one can. Never runs the runner.
 
-        Raises ``ReplayError`` if there is a graph and it cannot be replayed. With ``VERIFIED_NOW`` the member wants
-        the call through its ``dispatch``.
+        Args:
+            key: What the batch is.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+
+        Returns:
+            Whether a graph served it, the outputs, and the reason. With ``VERIFIED_NOW`` the member wants the call
+                through its ``dispatch``.
+
+        Raises:
+            ReplayError: There is a graph and it cannot be replayed.
         """
 
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +72,15 @@ class GraphMember(Protocol):
 
 
 class MemberStatus(NamedTuple):
-    """How one member stands: failures in a row, seconds until its graphs are tried again, and the last failure."""
+    """The state of one member of a composite.
+
+    Attributes:
+        name: Its name.
+        priority: Its priority.
+        failures: Failures in a row.
+        quarantined_s: Seconds until its graphs are tried again; 0 if they are.
+        detail: The last failure, in words.
+    """
 
     name: str
     priority: int
@@ -86,19 +102,28 @@ class CompositeDispatcher(MadeAnew):
     """Dispatches over members by priority: the first graph that can serve a call does, else the first member's runner.
 
     A member whose graph cannot be replayed is skipped, with the reason counted in ``skips``, and quarantined: its
-    graphs are not tried for ``backoff_s``, twice as long after each further failure, at most ``max_backoff_s``.
-    Only a ``ReplayError`` that says that nothing has happened moves a call on to the next member. Any other error ends
-    the call and passes through unchanged, that of a runner too: what it wrote until then is not undone, so that another
+    graphs are not tried for ``backoff_s``, twice as long after each further failure, at most ``max_backoff_s``. Only a
+    ``ReplayError`` that says that nothing has happened moves a call on to the next member. Any other error ends the
+    call and passes through unchanged, that of a runner too: what it wrote until then is not undone, so that another
     runner would do a part of the step twice. A graph that its owner released is no failure.
 
-    ``next_on`` names errors of runners after which the next member's runner is to be tried all the same: those that a
-    runner raises before it writes anything (a backend that is missing, a shape that it does not take). If the last
-    runner raises one, it passes through. Such a runner is counted in ``skips`` as ``Reason.CALL_RAISED``.
+    ``stats`` sums up all members. ``memory_bytes`` counts the memory of all their graphs, shared memory once.
+    Thread-safe.
 
-    ``stats`` sums up all members, ``memory_bytes`` counts the memory of all their graphs once each, and
-    ``memory_budget_bytes`` bounds it: when ``register_graph`` or ``enforce_budget`` finds more, graphs are evicted by
-    least recent use, whosever they are. An evicted entry is released, or given to ``on_evict(name, entry)``, for an
-    owner that keeps it in a cache of its own. ``clock`` gives seconds that never decrease. Thread-safe.
+    Args:
+        memory_budget_bytes: The most bytes of all members' graphs. When ``register_graph`` or ``enforce_budget`` finds
+            more, the least recently used graphs go, whosever they are. None: no limit.
+        backoff_s: Seconds of the first quarantine.
+        max_backoff_s: Seconds of the longest quarantine.
+        clock: Gives seconds that never decrease.
+        on_evict: Called as ``on_evict(name, entry)`` with an evicted entry, for an owner that keeps it in a cache of
+            its own. None: the entry is released.
+        next_on: Errors of runners after which the next member's runner is tried: those that a runner raises before it
+            writes anything (a backend that is missing, a shape that it does not take). If the last runner raises one,
+            it passes through. Such a runner is counted in ``skips`` as ``Reason.CALL_RAISED``.
+
+    Raises:
+        ConfigError: An argument is wrong.
     """
 
     def __init__(
@@ -142,10 +167,16 @@ class CompositeDispatcher(MadeAnew):
         *,
         accepts: Callable[[DispatchKey], bool] | None = None,
     ) -> None:
-        """Add a member; higher priorities come first, and among equal ones those added first.
+        """Add a member.
 
-        ``accepts`` tells which keys are the member's at all (default: every one), for members that do different work.
-        Raises ``ConfigError`` for a name that is taken, and for what is no dispatcher.
+        Args:
+            name: Its name, which no other member has.
+            dispatcher: The dispatcher; another composite will do.
+            priority: Higher priorities come first, and among equal ones those added first.
+            accepts: Whether a key is the member's at all, for members that do different work. None: every key is.
+
+        Raises:
+            ConfigError: The name is taken, or an argument is wrong.
         """
         for what, value, kind in (("name", name, str), ("priority", priority, int)):
             check_type(what, value, kind, f"of type {kind.__name__}")
@@ -160,7 +191,14 @@ class CompositeDispatcher(MadeAnew):
             self._members = tuple(sorted(members, key=lambda m: -m.priority))
 
     def remove_dispatcher(self, name: str) -> None:
-        """Let a member go; its graphs stay its own. Raises ``ConfigError`` for an unknown name."""
+        """Remove a member; its graphs stay its own.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            ConfigError: No member has this name.
+        """
         gone = self._member(name)
         with self._lock:
             self._members = tuple(member for member in self._members if member is not gone)
@@ -168,7 +206,19 @@ class CompositeDispatcher(MadeAnew):
 
     @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        """Run one call. Raises what the graph or the runner raises, and ``ConfigError`` if no member takes the key."""
+        """Run one call. What the graph or the runner raises passes through.
+
+        Args:
+            key: What the batch is.
+            *args: The positional arguments.
+            **kwargs: The keyword arguments.
+
+        Returns:
+            The outputs.
+
+        Raises:
+            ConfigError: No member accepts the key.
+        """
         start = perf_counter_ns()
         served, result, reason, comparing = self._try_graphs(key, args, kwargs)
         if served:
@@ -182,25 +232,61 @@ class CompositeDispatcher(MadeAnew):
     def run_eagerly(
         self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
     ) -> Any:
-        """Run a call by the first member that takes its key; see ``GraphMember``. ``ConfigError`` if none does.
+        """Run a call eagerly by the first member that accepts its key, and count it.
 
-        An error of ``next_on`` passes the call on to the next member that takes the key, if there is one.
+        An error of ``next_on`` passes the call on to the next member that accepts the key, if there is one.
+
+        Args:
+            key: What the batch is.
+            reason: Why it runs eagerly.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            spent: The time that this decision took, in nanoseconds.
+
+        Returns:
+            The runner's outputs.
+
+        Raises:
+            ConfigError: No member accepts the key.
         """
         return self._run_one(self._members, key, lambda member: member.run_eagerly(key, reason, args, kwargs, spent))
 
     @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a member's graph if one can, so that composites nest; see ``GraphMember``."""
+        """Serve a call by a member's graph if one can, so that composites nest. Never runs a runner.
+
+        Args:
+            key: What the batch is.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+
+        Returns:
+            Whether a graph served it, the outputs, and the reason.
+        """
         return self._try_graphs(key, args, kwargs)[:3]
 
     def has_graph(self, key: DispatchKey) -> bool:
-        """Whether a member has a graph for ``key`` now, in quarantine or not."""
+        """Whether a member has a graph for a key now, in quarantine or not.
+
+        Args:
+            key: The key.
+        """
         return any(key == other for other, _ in self.entries)
 
     def register_graph(self, name: str, key: DispatchKey, graph: Any, **options: Any) -> int:
         """Register a graph with a member, as its own ``register_graph`` does, within the memory budget.
 
-        Returns the bytes freed for it. The new graph itself is never evicted for the budget here.
+        Args:
+            name: The name of the member.
+            key: The key that the graph serves.
+            graph: The graph; it is not evicted for the budget here.
+            **options: Further arguments of the member's ``register_graph``.
+
+        Returns:
+            The bytes freed for it.
+
+        Raises:
+            ConfigError: No member has this name, or the member refuses an argument.
         """
         member = self._member(name).dispatcher
         register = getattr(member, "register_graph", None)
@@ -210,10 +296,16 @@ class CompositeDispatcher(MadeAnew):
         return self.enforce_budget(keep=graph)
 
     def enforce_budget(self, keep: Any = None) -> int:
-        """Evict graphs until the budget holds; returns the bytes that this freed.
+        """Evict graphs until the budget holds.
 
-        Graphs that free nothing (somebody else's memory), ``keep``, and those with a replay in flight are left alone,
-        so that the budget may still be exceeded afterwards.
+        Graphs that free nothing (somebody else's memory) and those with a replay in flight stay, so that the budget may
+        still be exceeded afterwards.
+
+        Args:
+            keep: The entry of a graph that stays, too.
+
+        Returns:
+            The bytes that this freed.
         """
         before = self.memory_bytes
         kept = [entry for _, entry in self.entries if entry is keep]
@@ -237,7 +329,14 @@ class CompositeDispatcher(MadeAnew):
         return [cache for member in self._members for cache in member.dispatcher.caches]
 
     def rearm(self, name: str) -> None:
-        """Try a member's graphs again now. Raises ``ConfigError`` for an unknown name."""
+        """Try a member's graphs again now, without waiting for its quarantine to end.
+
+        Args:
+            name: The name of the member.
+
+        Raises:
+            ConfigError: No member has this name.
+        """
         self._recover(self._member(name))
 
     @property
@@ -275,7 +374,11 @@ class CompositeDispatcher(MadeAnew):
         return [pair for member in self._members for pair in member.dispatcher.entries]
 
     def discard(self, entry: CUDAGraphEntry) -> None:
-        """Let every member forget a graph."""
+        """Let every member forget a graph.
+
+        Args:
+            entry: Its entry.
+        """
         for member in self._members:
             member.dispatcher.discard(entry)
 

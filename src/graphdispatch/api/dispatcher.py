@@ -36,13 +36,22 @@ class Chosen(NamedTuple):
 class CudagraphDispatcher(MadeAnew):
     """Runs a key by a registered graph where the policy and the enabled modes allow it, and eagerly elsewhere.
 
-    ``eager_runner(*args, **kwargs)`` is always right, and registered entries are compared with it as ``graphed``
-    compares its own. A graph serves its own key, and, where it is an entry that fills up smaller batches itself, the
-    smaller batches of its kind that have no graph of their own (``RegisteredGraphs`` says which; the tables are those
-    of ``CudagraphKeyDispatcher``). At most ``max_cached_graphs`` graphs are kept; the least recently used goes. A
-    policy that learns is told the device time of each step. Graphs are registered, or captured of the runner itself:
-    by ``capture``, ``prewarm``, or a ``Prewarmer`` that forecasts keys. Thread-safe: graphs, modes and decisions are
-    one immutable thing, swapped whole, so that a dispatch takes no lock to decide.
+    A graph that cannot be replayed is dropped, and the call runs eagerly. ``EAGER`` cannot be disabled: it serves
+    whatever no graph can.
+
+    A graph serves its own key. If it is an entry that pads smaller batches itself, it also serves the smaller batches
+    of its kind that have no graph of their own. Registered entries are compared with the eager runner as ``graphed``
+    compares its graphs. Graphs are registered, or captured of the runner itself by ``capture``, ``prewarm``, or a
+    ``Prewarmer`` that forecasts keys. Thread-safe: a dispatch takes no lock to decide.
+
+    Args:
+        eager_runner: Called as ``eager_runner(*args, **kwargs)`` wherever no graph serves; its answer is the reference.
+        policy: Decides whether and how to use graphs. None: ``DefaultDispatchPolicy()``. One that learns gets the
+            device time of each step.
+        max_cached_graphs: The most graphs kept at once; the least recently used goes.
+
+    Raises:
+        ConfigError: An argument is wrong.
     """
 
     def __init__(
@@ -102,26 +111,53 @@ class CudagraphDispatcher(MadeAnew):
     ) -> None:
         """Serve ``key`` by ``graph`` from now on, replacing an older one of the same mode.
 
-        A ``CUDAGraphEntry`` brings its inputs and outputs. Of any other graph, ``input_ptrs`` are the addresses of the
-        tensors that it reads, in the order of a call's arguments: a call with others runs eagerly. Without them the
-        caller answers for what the graph reads. ``outputs`` is what a replay gives back (default: ``graph.outputs``).
-        What such a graph wrote before it fails cannot be known, so that ``dispatch`` raises ``ReplayError``, unless
-        ``idempotent`` says that the step may be run again, eagerly.
+        Args:
+            key: The key.
+            graph: A ``CUDAGraphEntry``, which brings its inputs and outputs, or any object with ``replay()``. It stays
+                its owner's, who releases it.
+            input_ptrs: The addresses of the tensors that a graph other than an entry reads, in the order of a call's
+                arguments: a call with others runs eagerly. None: the caller answers for what the graph reads.
+            outputs: What a replay returns. None: ``graph.outputs``.
+            mode: ``CUDAGRAPH`` or ``PIECEWISE``. A ``PIECEWISE`` entry is always the latter.
+            idempotent: Whether a step may be run again, eagerly, after a graph other than an entry failed. What such a
+                graph wrote before cannot be known, so that ``dispatch`` raises ``ReplayError`` otherwise.
+
+        Raises:
+            ConfigError: An argument is wrong, or the graph was released.
         """
         worker = self.workers[0]
         worker.let_go(worker.publish(worker.wrap(key, graph, input_ptrs, outputs, mode, idempotent)))
 
     def has_graph(self, key: DispatchKey) -> bool:
-        """Whether a graph of any mode is registered for ``key`` now."""
+        """Whether a graph of any mode is registered for a key now.
+
+        Args:
+            key: The key; a graph that would serve it padded does not count.
+        """
         return self.get_graph(key) is not None
 
     def get_graph(self, key: DispatchKey) -> Replayable | CUDAGraphEntry | None:
-        """The graph registered for ``key`` (a full one before a piecewise one), as it was given, or None."""
+        """The graph registered for a key, as it was given; a full one before a piecewise one.
+
+        Args:
+            key: The key.
+
+        Returns:
+            The graph, or None.
+        """
         found = first_registered(self.workers, key)
         return found.graph if found is not None else None
 
     def get_entry(self, key: DispatchKey, mode: DispatchMode = DispatchMode.CUDAGRAPH) -> CUDAGraphEntry | None:
-        """The entry of a registered graph: its replay count, last use and outputs."""
+        """The entry of a registered graph: its replay count, last use and outputs.
+
+        Args:
+            key: The key.
+            mode: The mode that it was registered in.
+
+        Returns:
+            The entry, or None.
+        """
         found = first_registered(self.workers, key, (mode,))
         return found.entry if found is not None else None
 
@@ -129,8 +165,17 @@ class CudagraphDispatcher(MadeAnew):
     def capture(self, key: DispatchKey, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Capture ``eager_runner(*args, **kwargs)``, and serve ``key`` by it from now on.
 
-        The runs leave no effects. A call is served if it is spelt like the example and its arguments have the same
-        shapes, dtypes and constants, while the runner's weights are as they are now. Raises ``CaptureError``.
+        The runs leave no effects. The graph serves calls that pass their arguments as the example does, with the same
+        shapes, dtypes and constants, while the runner's weights stay as they are now.
+
+        Args:
+            key: The key.
+            args: The positional arguments of the example.
+            kwargs: The keyword arguments of the example.
+
+        Raises:
+            ConfigError: The key or the example is wrong.
+            CaptureError: There can be no graph.
         """
         call, worker = checked_example(key, args, kwargs), self.workers[0]
         try:
@@ -142,12 +187,20 @@ class CudagraphDispatcher(MadeAnew):
 
     @untraced
     def prewarm(self, keys: Iterable[DispatchKey], dummy_fn: Callable[[DispatchKey], Any]) -> list[DispatchKey]:
-        """Capture the runner for those of ``keys`` that have no graph, largest first; returns those that have one then.
+        """Capture the runner for those of ``keys`` that have no graph, largest first.
 
-        ``dummy_fn(key)`` gives the arguments of a call: a tensor, a tuple of positional arguments, a mapping of keyword
-        arguments, or a pair of the latter two; it is kept for ``capture_size``. A key that cannot be captured is left
-        out. Raises ``ConfigError`` for what is no key, before anything is captured, and what ``dummy_fn`` and the
-        runner raise.
+        A key that cannot be captured is left out. What ``dummy_fn`` and the runner raise passes through.
+
+        Args:
+            keys: The keys, or one.
+            dummy_fn: ``dummy_fn(key)`` gives the arguments of a call: a tensor, a tuple of positional arguments, a
+                mapping of keyword arguments, or a pair of the latter two. It is kept for ``capture_size``.
+
+        Returns:
+            Those of ``keys`` that have a graph then, largest first.
+
+        Raises:
+            ConfigError: One of ``keys`` is no key; raised before anything is captured.
         """
         check_callable("dummy_fn", dummy_fn, "a function from a key to arguments")
         wanted = [keys] if isinstance(keys, DispatchKey) else list(keys)
@@ -163,14 +216,23 @@ class CudagraphDispatcher(MadeAnew):
 
     @property
     def captured_sizes(self) -> list[int]:
-        """The numbers of tokens whose decode key, of one token for each request, has a graph; rising."""
+        """The numbers of tokens whose decode key, of one token for each request, has a graph; increasing."""
         return sorted({key.num_tokens for key, _ in self.entries if key == DispatchKey(key.num_tokens, key.num_tokens)})
 
     def capture_size(self, size: int) -> bool:
-        """Capture the decode key of ``size`` tokens now, as ``prewarm`` does; whether it has a graph then.
+        """Capture the decode key of ``size`` tokens now, as ``prewarm`` does.
 
         With it ``Prewarmer.capture_one`` drives the dispatcher. The arguments come from the ``dummy_fn`` of the latest
-        ``prewarm``, which may have named no keys. Raises ``ConfigError`` before the first.
+        ``prewarm``, which may have named no keys.
+
+        Args:
+            size: The number of tokens.
+
+        Returns:
+            Whether it has a graph then.
+
+        Raises:
+            ConfigError: There was no ``prewarm`` yet, or the size is wrong.
         """
         if self._dummy_fn is None:
             raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm([], dummy_fn) first")
@@ -178,10 +240,20 @@ class CudagraphDispatcher(MadeAnew):
 
     @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        """Run one call: a graph's outputs, or ``eager_runner(*args, **kwargs)``.
+        """Run one call by a graph or by ``eager_runner(*args, **kwargs)``.
 
-        A graph that cannot be replayed is dropped, and the call runs eagerly, unless the replay stopped half-way and
-        has changed memory outside of the graph: then ``ReplayError``. Raises what the runner raises.
+        A graph that cannot be replayed is dropped, and the call runs eagerly. What the runner raises passes through.
+
+        Args:
+            key: What the batch is.
+            *args: The positional arguments.
+            **kwargs: The keyword arguments.
+
+        Returns:
+            The outputs. They are owned as the entry's options say; those of other graphs are the graph's.
+
+        Raises:
+            ReplayError: The replay stopped half-way and has changed memory outside of the graph.
         """
         start = perf_counter_ns()
         chosen = self._choose(key, args, kwargs)
@@ -191,9 +263,19 @@ class CudagraphDispatcher(MadeAnew):
     def run_eagerly(
         self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
     ) -> Any:
-        """Run a call that no graph shall serve, count it with ``reason``, and tell the policy how long it took.
+        """Run a call that no graph shall serve and count it; a policy that learns gets its time.
 
-        ``spent`` is the time that this decision took, in nanoseconds. Raises what the runner raises.
+        What the runner raises passes through.
+
+        Args:
+            key: What the batch is.
+            reason: Why it runs eagerly.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            spent: The time that this decision took, in nanoseconds.
+
+        Returns:
+            The runner's outputs.
         """
         check_key(key)
         return self._run(
@@ -202,10 +284,19 @@ class CudagraphDispatcher(MadeAnew):
 
     @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it: whether one did, the outputs, and the reason. Never runs the runner.
+        """Serve a call by a graph and count it, if one can. Never runs the runner.
 
-        ``VERIFIED_NOW`` asks for ``dispatch``, which compares the graph with eager. Raises ``ReplayError`` if the graph
-        cannot be replayed; one that its owner released is only forgotten.
+        Args:
+            key: What the batch is.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+
+        Returns:
+            Whether a graph served it, the outputs, and the reason. After ``VERIFIED_NOW`` call ``dispatch``, which
+                compares the graph with eager.
+
+        Raises:
+            ReplayError: The graph cannot be replayed; one that its owner released is only forgotten.
         """
         return self._attempt(key, self._choose(key, args, kwargs), args, kwargs)
 
@@ -274,13 +365,27 @@ class CudagraphDispatcher(MadeAnew):
         return mode
 
     def enable_mode(self, mode: DispatchMode) -> None:
-        """Allow a mode again. ``HYBRID`` lets the policy choose; without it a full graph goes first, then piecewise."""
+        """Allow a mode again.
+
+        Args:
+            mode: The mode. ``HYBRID`` lets the policy choose; without it a full graph goes first, then piecewise.
+
+        Raises:
+            ConfigError: It is no mode.
+        """
         check_type("mode", mode, DispatchMode, "a DispatchMode, as DispatchMode.PIECEWISE")
         for worker in self.workers:
             worker.allow(mode, is_allowed=True)
 
     def disable_mode(self, mode: DispatchMode) -> None:
-        """Forbid a mode; graphs stay registered. Raises ``ConfigError`` for ``EAGER``, the way that is always right."""
+        """Forbid a mode; graphs stay registered.
+
+        Args:
+            mode: The mode.
+
+        Raises:
+            ConfigError: It is ``EAGER``, which serves whatever no graph can, or no mode.
+        """
         check_type("mode", mode, DispatchMode, "a DispatchMode, as DispatchMode.PIECEWISE")
         if mode is DispatchMode.EAGER:
             raise ConfigError("EAGER cannot be disabled: it serves whatever no graph can")
@@ -308,18 +413,31 @@ class CudagraphDispatcher(MadeAnew):
         return [worker.cache for worker in self.workers]
 
     def discard(self, entry: CUDAGraphEntry) -> None:
-        """Forget one graph, whatever its key; one that was captured here is released."""
+        """Forget one graph, whatever its key.
+
+        Args:
+            entry: Its entry. It is released if it was captured here; else its owner releases it.
+        """
         for worker in self.workers:
             worker.discard(entry)
 
     def clear_cache(self) -> None:
-        """Forget all graphs; they belong to whoever registered them. The statistics stay."""
+        """Forget all graphs; registered ones stay their owners'. The statistics stay."""
         for worker in self.workers:
             worker.clear()
 
     @untraced
     def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
-        """How ``dispatch`` would run this call, and why, as one line. Nothing is run or counted."""
+        """How ``dispatch`` would run this call, and why. Nothing is run or counted.
+
+        Args:
+            key: What the batch is.
+            *args: The positional arguments.
+            **kwargs: The keyword arguments.
+
+        Returns:
+            One line for people.
+        """
         worker, found, decision = self._choose(key, args, kwargs)
         return decision.explain() if found is None else worker.server.explain(found.route, args, kwargs, key.num_tokens)
 

@@ -1,7 +1,7 @@
 """``graphed()``: any callable with a changing batch size, served by captured graphs, right every time.
 
-The door for everyone. It names two routes, for uniform decode and for other batches, which are one unless the mode
-tells them apart; the server does the rest.
+The front end for every callable. It makes two routes, for uniform decode and for other batches, which are one unless
+the mode separates them; the server does the rest.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,7 +114,7 @@ def graphed(
 def _read(
     fn: Callable[..., Any], arguments: Any, sizes: tuple[Any, int | None], settings: Mapping[str, Any]
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
-    """The configuration and the rules that the arguments of ``graphed`` stand for."""
+    """The configuration and the rules that follow from the arguments of ``graphed``."""
     dynamic = arguments[0]
     try:
         if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
@@ -171,7 +171,7 @@ def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraph
 
 
 def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphConfig) -> Callable[..., bool] | None:
-    """``uniform_decode``, if the mode of ``config`` asks for it. Raises ``ConfigError`` for what cannot be called."""
+    """``uniform_decode``, if the mode of ``config`` needs it. Raises ``ConfigError`` for what cannot be called."""
     if config.mode.separate_routine() and uniform_decode is None:
         raise ConfigError(
             f"uniform_decode must be a function in mode {config.mode.name}, got None; "
@@ -246,7 +246,15 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     @untraced
     def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
-        """How such a call would be served now, in one line; nothing is run or counted."""
+        """How such a call would be served now. Nothing is run or counted.
+
+        Args:
+            *args: The positional arguments of the call.
+            **kwargs: The keyword arguments of the call.
+
+        Returns:
+            One line for people.
+        """
         return self._server.explain(self._route(args, kwargs), args, kwargs)
 
     @untraced
@@ -315,7 +323,7 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
-        """Those of calls that are not uniform decode, in a mode that tells them apart; else the same."""
+        """The capture sizes of calls that are not uniform decode, in a mode that separates them; else ``sizes``."""
         return self._mixed.table.points
 
     @property

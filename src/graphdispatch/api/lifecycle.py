@@ -1,4 +1,4 @@
-"""What the doors share: letting their graphs go, and their bookkeeping."""
+"""What the front ends share: releasing their graphs, and their bookkeeping."""
 
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,11 @@ class Lifecycle(MadeAnew):
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; calls capture anew.
 
-        ``tag`` says what changed, and is kept with the statistics' ``last_evictions``.
+        Args:
+            tag: What changed; it is kept with the statistics' ``last_evictions``.
+
+        Raises:
+            ConfigError: ``tag`` is no text.
         """
         check_type("tag", tag, str, "text that says what changed")
         self._graphs.invalidate(tag)
@@ -33,6 +37,12 @@ class Lifecycle(MadeAnew):
         """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
 
         Waits for calls that a graph serves now. The pool is released too, unless it was given and is its owner's.
+
+        Args:
+            tag: Why; it is kept with the statistics' ``last_evictions``.
+
+        Raises:
+            ConfigError: ``tag`` is no text.
         """
         check_type("tag", tag, str, "text that says why")
         self._graphs.sleep(tag)

@@ -1,6 +1,6 @@
 """``CUDAGraphManager``: captures and replays by (batch size, sequence length), padding each batch to the next size.
 
-The front door for engines that think in batch size and sequence length rather than in descriptors.
+The front end for engines that work with batch size and sequence length rather than with descriptors.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,15 +26,23 @@ __all__ = ["CUDAGraphManager"]
 
 
 class CUDAGraphManager(Lifecycle):
-    """Decides by configuration which batches graphs serve, and serves them. Thread-safe.
+    """Captures and replays functions of named tensors by (batch size, sequence length). Thread-safe.
 
-    ``execute_or_capture`` is the whole job in one call. A batch whose ``seq_len`` is 1 is uniform decode; in mode
-    ``FULL_DECODE_ONLY`` only such batches are served by graphs.
+    ``execute_or_capture`` is the whole job in one call. A size is captured when it comes the second time
+    (``capture_after=1`` in its options: the first). ``replay_graph`` compares a batch first where that is due. A batch
+    whose ``seq_len`` is 1 is uniform decode; in mode ``FULL_DECODE_ONLY`` graphs serve only such batches.
 
     Inputs may be NumPy arrays. The function gets tensors in any case; on the CPU they share the arrays' memory. If all
     inputs are arrays, the outputs are arrays, too; handles (``options.outputs``) and dtypes that NumPy lacks stay.
 
     ``Prewarmer.capture_one`` can drive a manager after ``keep_examples()``: ``captured_sizes`` are batch sizes.
+
+    Args:
+        config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
+
+    Raises:
+        ConfigError: ``config`` is no configuration.
+        BackendError: Its backend is unknown or has no device here.
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None) -> None:
@@ -67,13 +75,26 @@ class CUDAGraphManager(Lifecycle):
         return self._mode.has_graphs()
 
     def get_mode_for_batch(self, batch_size: int, seq_len: int) -> CUDAGraphMode:
-        """The runtime mode of a batch, whether its graph exists yet or not."""
+        """The runtime mode of a batch, whether its graph exists yet or not.
+
+        Args:
+            batch_size: The number of rows.
+            seq_len: The tokens of each row; 1 is uniform decode.
+
+        Returns:
+            ``FULL``, ``PIECEWISE`` or ``NONE``.
+        """
         if not self.is_enabled or not self._sizes.should_use_cudagraph(batch_size, seq_len):
             return CUDAGraphMode.NONE
         return self._mode.decode_mode() if seq_len == 1 else self._mode.mixed_mode()
 
     def should_capture(self, batch_size: int, seq_len: int) -> bool:
-        """Whether the next ``execute_or_capture`` of such a batch would capture."""
+        """Whether the next ``execute_or_capture`` of such a batch would capture.
+
+        Args:
+            batch_size: The number of rows.
+            seq_len: The tokens of each row.
+        """
         mode = self.get_mode_for_batch(batch_size, seq_len)
         if not mode.has_graphs() or self.registry.is_asleep:
             return False
@@ -102,10 +123,26 @@ class CUDAGraphManager(Lifecycle):
         dynamic: Mapping[str, int] | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> CUDAGraphEntry:
-        """Capture now, for the size that serves ``batch_size`` rows; as ``CUDAGraphRegistry.capture``.
+        """Capture now, for the size that serves ``batch_size`` rows. What the runs write is put back.
 
-        The shapes are those of ``batch_size`` rows. Raises ``ConfigError`` for a batch that no graph may serve, and
-        ``CaptureError`` if there can be no graph or between ``sleep()`` and ``wake()``.
+        The example is ``inputs``, or zeros of ``input_shapes``; its shapes are those of ``batch_size`` rows.
+
+        Args:
+            batch_size: The number of rows of the example.
+            seq_len: The tokens of each row.
+            capture_fn: What is captured; it takes its inputs as keyword arguments.
+            input_shapes: The shape of each input. It may be omitted where ``inputs`` shows them.
+            output_shapes: The expected shape of each output: by key for a mapping, else in order. None: not checked.
+            inputs: The example. None: zeros.
+            dynamic: The batch dimension of each input that has one. None: dimension 0 of every input.
+            dtypes: The dtypes of those zeros. None: float32.
+
+        Returns:
+            The entry of the graph.
+
+        Raises:
+            ConfigError: Arguments contradict each other, or no graph may serve such a batch.
+            CaptureError: There can be no graph, or the manager is frozen or sleeps.
         """
         mode = self.get_mode_for_batch(batch_size, seq_len)
         if not mode.has_graphs():
@@ -128,12 +165,23 @@ class CUDAGraphManager(Lifecycle):
 
     @untraced
     def replay_graph(self, batch_size: int, seq_len: int, inputs: Mapping[str, torch.Tensor]) -> Any:
-        """Serve a batch by its graph: the outputs for ``batch_size`` rows, owned as ``options.outputs`` says.
+        """Serve a batch by its graph.
 
         A batch that must be compared with eager first (the second one, a padding that no comparison tested, one in
         every ``verify_every``) is served by the captured function, and the graph is compared with it.
-        Raises ``ReplayError`` if there is no graph for it or its weights have moved, ``GuardError`` for inputs that do
-        not fit; nothing was copied then.
+
+        Args:
+            batch_size: The number of rows.
+            seq_len: The tokens of each row.
+            inputs: The inputs by name, of ``batch_size`` rows.
+
+        Returns:
+            The outputs for ``batch_size`` rows, owned as ``options.outputs`` says.
+
+        Raises:
+            ReplayError: No graph serves the batch now, its weights have moved, or the replay failed. Nothing was
+                written that the caller can see, unless ``had_effects`` is true.
+            GuardError: The inputs do not fit. Nothing was copied.
         """
         size = self._sizes.get_padded_batch_size(batch_size)
         found = self.registry.holder(size, seq_len)
@@ -174,9 +222,24 @@ class CUDAGraphManager(Lifecycle):
     ) -> Any:
         """Serve one batch: by its graph, by capturing it, or eagerly with a reason in ``stats``. Always eager's answer.
 
-        Raises what ``execute_fn`` raises; ``ConfigError`` if ``inputs`` or outputs contradict the shapes given;
-        ``FallbackError`` with ``strict``. A batch that may have to be differentiated runs eagerly; other batches that
-        graphs may serve have outputs without a graph of gradients on every path.
+        What ``execute_fn`` raises passes through. A batch that may have to be differentiated runs eagerly; other
+        batches that graphs may serve have outputs without a graph of gradients on every path.
+
+        Args:
+            batch_size: The number of rows.
+            seq_len: The tokens of each row; 1 is uniform decode.
+            execute_fn: The function; it takes its inputs as keyword arguments.
+            inputs: The inputs by name.
+            input_shapes: The expected shape of each input. None: not checked.
+            output_shapes: The expected shape of each output: by key for a mapping, else in order. None: not checked.
+            dynamic: The batch dimension of each input that has one. None: dimension 0 of every input.
+
+        Returns:
+            The outputs for ``batch_size`` rows, owned as ``options.outputs`` says.
+
+        Raises:
+            ConfigError: ``inputs`` or outputs contradict the shapes given, or an argument is wrong.
+            FallbackError: The configuration is ``strict`` and the batch would run eagerly.
         """
         check_callable("execute_fn", execute_fn)
         inputs, are_arrays = as_tensors(inputs, self.registry.device)
@@ -196,13 +259,12 @@ class CUDAGraphManager(Lifecycle):
         return as_arrays(result) if are_arrays else result
 
     def keep_examples(self) -> None:
-        """Keep two rows of one batch of each kind from now on, so that ``capture_size`` has something to capture
-        with."""
+        """Keep two rows of one batch of each signature from now on, as examples for ``capture_size``."""
         self.registry.keep_examples()
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
-        """The batch sizes that have a graph for every kind of batch seen so far (function, sequence length, shapes)."""
+        """The batch sizes that have a graph for every signature seen so far (function, sequence length, shapes)."""
         found: list[set[int]] = []
         for server, routes in self.registry.by_sizes():
             with server.lock:
@@ -211,10 +273,19 @@ class CUDAGraphManager(Lifecycle):
 
     @untraced
     def capture_size(self, size: int) -> bool:
-        """Capture a batch size now, while nothing is to be served, for every kind of batch of which an example is kept.
+        """Capture a batch size now, while nothing is to be served, for every signature of which an example is kept.
 
-        Returns whether each kind has a graph of it then; it leaves no effect. Raises ``ConfigError`` for a size that is
-        none of the configuration's, ``FallbackError`` with ``strict``.
+        It leaves no effect.
+
+        Args:
+            size: One of the configuration's sizes.
+
+        Returns:
+            Whether each signature has a graph of it then.
+
+        Raises:
+            ConfigError: The configuration has no such size.
+            FallbackError: The configuration is ``strict`` and there can be no graph.
         """
         if size not in self._sizes.resolve().sizes:
             raise ConfigError(f"size must be one of {self._sizes.resolve().sizes}, got {shown(size)}")

@@ -86,14 +86,14 @@ class RegisteredGraphs:
     The keys of graphs are those of two ``KeyTable``, for decode and for prefill, which never serve each other. A decode
     key whose tokens are a multiple of its requests is uniform decode. A graph that pads serves smaller batches with
     sequences of at most the same length (those of unknown length, if its own is); any other graph is a variant of its
-    own, which only its key asks for.
+    own, which only its key selects.
     """
 
     def __init__(self, graphs: Mapping[Slot, Registered], modes: frozenset[DispatchMode]) -> None:
         self.graphs = MappingProxyType(dict(graphs))
         self.modes = modes
         self.candidates = Memo[DispatchKey, Candidates](self._find, _MOST_KEPT)
-        """For each key what may serve it; the first question about a key asks the tables, later ones are one lookup."""
+        """For each key what may serve it; the first lookup of a key goes to the tables, later ones to a dictionary."""
         self._by_descriptor = {_place(found): found for found in self.graphs.values()}
         self._tables = {is_prefill: self._table(is_prefill) for is_prefill in (False, True)}
 
@@ -169,7 +169,7 @@ def check_key(key: Any) -> None:
 def checked_example(
     key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call that an example stands for. Raises ``ConfigError`` for what is no key, and for what are no arguments."""
+    """The arguments of an example call. Raises ``ConfigError`` for what is no key, and for what are no arguments."""
     check_key(key)
     check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
     check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")

@@ -65,9 +65,16 @@ class CUDAGraphRegistry(MadeAnew):
     """Graphs by (batch size, sequence length); all share one pool, one cache and one set of statistics.
 
     A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every
-    input's dimension 0 is the batch unless ``dynamic`` (name to dimension) says which inputs have one and where.
-    A key has one graph, but for callers that capture what comes often, one for each callable. Of the callables without
-    a graph, the eight that were used last are remembered. Thread-safe.
+    input's dimension 0 is the batch unless ``dynamic`` says which inputs have one and where. Shapes may be omitted
+    where ``inputs=`` shows them. A key has one graph; a manager, which captures what comes often, has one for each
+    callable. Of the callables without a graph, the eight that were used last are remembered. Thread-safe.
+
+    Args:
+        config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
+
+    Raises:
+        ConfigError: ``config`` is no configuration.
+        BackendError: Its backend is unknown or has no device here.
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None) -> None:
@@ -105,14 +112,30 @@ class CUDAGraphRegistry(MadeAnew):
         size: int | None = None,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> CUDAGraphEntry:
-        """Capture ``capture_fn`` for ``batch_size`` rows, replacing an older graph of the key; returns its entry.
+        """Capture a function for ``batch_size`` rows, replacing an older graph of the key.
 
-        With ``size`` the graph has that many rows, of which the example fills ``batch_size``, and its key is
-        ``(size, seq_len)``. ``mode`` is ``FULL`` or ``PIECEWISE``.
+        The example that it is captured and checked with is ``inputs``, or zeros of ``input_shapes``. What the runs
+        write is put back.
 
-        The example it is captured and checked with is ``inputs``, or zeros of ``input_shapes`` (float32 unless
-        ``dtypes`` says otherwise). What the runs write is put back. ``output_shapes`` are checked if given.
-        Raises ``ConfigError`` for arguments that contradict each other, ``CaptureError`` if there can be no graph.
+        Args:
+            batch_size: The number of rows of the example.
+            seq_len: The tokens of each row.
+            capture_fn: What is captured; it takes its inputs as keyword arguments.
+            input_shapes: The shape of each input. It may be omitted where ``inputs`` shows them.
+            output_shapes: The expected shape of each output: by key for a mapping, else in order. None: not checked.
+            inputs: The example, by name. None: zeros.
+            dynamic: The batch dimension of each input that has one. None: dimension 0 of every input.
+            dtypes: The dtypes of those zeros. None: float32.
+            size: The rows of the graph, of which the example fills ``batch_size``; the key is then ``(size, seq_len)``.
+                None: ``batch_size``.
+            mode: ``FULL`` or ``PIECEWISE``.
+
+        Returns:
+            The entry of the graph.
+
+        Raises:
+            ConfigError: Arguments contradict each other.
+            CaptureError: There can be no graph, or the registry is frozen or sleeps.
         """
         check_callable("capture_fn", capture_fn)
         if self.is_frozen:
@@ -153,28 +176,56 @@ class CUDAGraphRegistry(MadeAnew):
         return result.entry
 
     def get(self, batch_size: int, seq_len: int) -> CUDAGraphEntry | None:
-        """The entry of exactly this key, or None; of several callables' that which was used last."""
+        """The entry of exactly this key; if several callables have one, the one that was used last.
+
+        Args:
+            batch_size: The rows of the graph.
+            seq_len: The tokens of each row.
+
+        Returns:
+            The entry, or None.
+        """
         found = self.holder(batch_size, seq_len)
         return found[2] if found is not None else None
 
     def has(self, batch_size: int, seq_len: int) -> bool:
-        """Whether there is a graph for exactly this key now."""
+        """Whether there is a graph for exactly this key now.
+
+        Args:
+            batch_size: The rows of the graph.
+            seq_len: The tokens of each row.
+        """
         return self.get(batch_size, seq_len) is not None
 
     def remove(self, batch_size: int, seq_len: int) -> bool:
-        """Release what there is for a key; whether there was a graph."""
+        """Release the graphs of a key.
+
+        Args:
+            batch_size: The rows of the graph.
+            seq_len: The tokens of each row.
+
+        Returns:
+            Whether there was a graph.
+        """
         had_graphs = [self._drop(one, batch_size, seq_len) for one in self._callables]
         return any(had_graphs)
 
     def invalidate(self, tag: str = "") -> None:
-        """Release all graphs, since what they captured changed in a way that no guard sees; ``tag`` says what, for
-        ``stats.last_evictions``."""
+        """Release all graphs, since what they captured changed in a way that no guard sees.
+
+        Args:
+            tag: What changed; it is kept with ``stats.last_evictions``.
+        """
         check_type("tag", tag, str, "text that says what changed")
         for one in self._callables:
             one.server.graphs.invalidate(tag)
 
     def sleep(self, tag: str = "") -> None:
-        """Release all graphs, their buffers and the pool; nothing is captured until ``wake()``."""
+        """Release all graphs, their buffers and the pool; nothing is captured until ``wake()``.
+
+        Args:
+            tag: Why; it is kept with ``stats.last_evictions``.
+        """
         check_type("tag", tag, str, "text that says why")
         self.is_asleep = True
         self._forget_callables(tag)
@@ -185,13 +236,17 @@ class CUDAGraphRegistry(MadeAnew):
         self.is_asleep = False
 
     def freeze(self, is_frozen: bool = True) -> None:
-        """Allow no capture and no comparison from now on; or allow them again."""
+        """Allow no capture and no comparison from now on; or allow them again.
+
+        Args:
+            is_frozen: Whether they are forbidden.
+        """
         self.is_frozen = is_frozen
         for one in self._callables:
             one.server.graphs.freeze(is_frozen)
 
     def keep_examples(self) -> None:
-        """Keep two rows of one call of each kind from now on; see ``CUDAGraphManager.keep_examples``."""
+        """Keep two rows of one call of each signature from now on; see ``CUDAGraphManager.keep_examples``."""
         self._keeps_examples = True
         for one in self._callables:
             with one.server.lock:
@@ -232,7 +287,11 @@ class CUDAGraphRegistry(MadeAnew):
         return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
 
     def find(self, fn: Callable[..., Any]) -> _Callable:
-        """The server and routes of a callable, made if it is new."""
+        """The server and routes of a callable, made if it is new.
+
+        Args:
+            fn: The callable.
+        """
         latest = self.latest()
         if latest is not None and latest.server.fn is fn:
             return latest
@@ -262,12 +321,23 @@ class CUDAGraphRegistry(MadeAnew):
         return _Callable(server, Routes(lambda key: self._make_route(number, *key)))
 
     def holder(self, size: int, seq_len: int) -> tuple[Server, GraphGroup, CUDAGraphEntry] | None:
-        """The entry of a key with its group and server; of several callables' that which was used last."""
+        """The entry of a key with its group and server; if several callables have one, the one that was used last.
+
+        Args:
+            size: The rows of the graph.
+            seq_len: The tokens of each row.
+        """
         found = [(one.server, group, e) for one in self._callables for group, e in self._of_key(one, size, seq_len)]
         return max(found, key=lambda held: held[2].last_used, default=None)
 
     def groups_of(self, one: _Callable, size: int, seq_len: int) -> list[GraphGroup]:
-        """The groups of a callable whose calls of this sequence length the graph of ``size`` would serve."""
+        """The groups of a callable whose calls of this sequence length the graph of ``size`` would serve.
+
+        Args:
+            one: The callable's server and routes.
+            size: The rows of the graph.
+            seq_len: The tokens of each row.
+        """
         routes = [route for route in list(one.routes.values()) if route.seq_len == seq_len]
         return [group for route in routes for group in route.groups if size in route.table.sizes]
 
@@ -279,7 +349,15 @@ class CUDAGraphRegistry(MadeAnew):
     def route(
         self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]
     ) -> _KeyedRoute:
-        """The route of batches that ``size`` rows serve; sizes of the configuration share one."""
+        """The route of batches that graphs of one size serve; sizes of the configuration share one.
+
+        Args:
+            one: The callable's server and routes.
+            size: The rows of the graph.
+            seq_len: The tokens of each row.
+            mode: The runtime mode.
+            dynamic: The batch dimension of each input that has one.
+        """
         own = 0 if size in self._tables[mode].sizes else size
         return one.routes[seq_len, mode, own, tuple(dynamic.items())]
 

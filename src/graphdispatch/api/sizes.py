@@ -1,4 +1,4 @@
-"""Sizes of ``graphed`` other than those of one dynamic dimension from the start: those of several, and later ones."""
+"""Sizes of ``graphed`` for several dynamic dimensions, and sizes that are changed later."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

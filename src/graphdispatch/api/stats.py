@@ -13,10 +13,17 @@ __all__ = ["DispatchStats"]
 
 
 class DispatchStats(Unlocked):
-    """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide.
+    """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide. Thread-safe.
 
-    A *fallback* is an eager call for which a graph was wanted; one that compared a graph with eager is none. Times are
-    wall-clock nanoseconds. Thread-safe.
+    A *fallback* is an eager call for which a graph was wanted; a call that compared a graph with eager is none.
+
+    Attributes:
+        eager: Calls that ran eagerly.
+        graph: Calls that a full graph served.
+        piecewise: Calls that a piecewise graph served.
+        fallbacks: Eager calls for which a graph was wanted.
+        dispatch_time_ns: The time of all decisions, in nanoseconds of wall-clock time.
+        reasons: Eager calls by reason.
     """
 
     def __init__(self) -> None:
@@ -33,7 +40,13 @@ class DispatchStats(Unlocked):
         self.reasons: Counter[Reason] = Counter()
 
     def record(self, mode: DispatchMode, reason: Reason, dispatch_ns: int) -> None:
-        """Count one decided call."""
+        """Count one decided call.
+
+        Args:
+            mode: The mode that it ran in.
+            reason: Why.
+            dispatch_ns: The time that the decision took, in nanoseconds.
+        """
         with self._lock:
             self.dispatch_time_ns += dispatch_ns
             if mode is DispatchMode.CUDAGRAPH:

@@ -31,18 +31,29 @@ _NOT_HONOURED = (
 
 
 class StreamDispatcher(CudagraphDispatcher):
-    """A ``CudagraphDispatcher`` over ``num_streams`` workers whose graphs run at the same time.
+    """A ``CudagraphDispatcher`` over several workers, each with a stream of its own, whose graphs run at the same time.
 
     ``submit`` starts a call and returns at once; ``dispatch`` waits (on CUDA: lets the caller's stream wait) for its
     outputs. Calls overlap if they come from several streams or threads, or were all submitted before the first
-    ``result``. Each call goes to the worker with the least unfinished steps among those that have a graph for its key;
-    with ``selection="sticky"``, to the worker that the calling thread got first, where that one has a graph.
-    Without a graph the call runs eagerly on the caller's own stream: a runner may write state of its own, and would do
-    so on two streams at once. ``eager="worker"`` declares that it does not, and runs such calls on the workers too.
+    ``result``. Graphs of two workers must not share memory that one of them writes. Thread-safe.
 
-    Graphs of two workers must not share memory that one of them writes: what can be seen of that (entries of this
-    library) is refused with ``ConfigError``, and ``shared_writes="allow"`` declares that steps under way at once write
-    to different rows of it. ``max_cached_graphs`` holds for each worker. Thread-safe.
+    Args:
+        eager_runner: Called as ``eager_runner(*args, **kwargs)`` wherever no graph serves; its answer is the reference.
+        num_streams: The number of workers.
+        policy: Decides whether and how to use graphs. None: ``DefaultDispatchPolicy()``.
+        max_cached_graphs: The most graphs that each worker keeps; the least recently used goes.
+        selection: ``"least_busy"`` sends a call to the worker with the fewest unfinished steps among those that have a
+            graph for its key; ``"sticky"`` to the worker that the calling thread got first, where that one has a graph.
+        shared_writes: ``"refuse"`` raises ``ConfigError`` for memory that two workers would write, as far as it can be
+            seen (entries of this library); ``"allow"`` declares that steps under way at once write different rows of
+            it.
+        eager: Where calls without a graph run: on the ``"caller"``'s stream, since a runner may write state of its own,
+            and would do so on two streams at once; or on a ``"worker"``'s, which declares that it does not.
+        backend: Where graphs run. None: as ``get_backend("auto")``.
+        options: How graphs are captured, checked and replayed.
+
+    Raises:
+        ConfigError: An argument is wrong, or an option cannot be honoured here.
     """
 
     workers: Sequence[StreamWorker]
@@ -97,10 +108,20 @@ class StreamDispatcher(CudagraphDispatcher):
         idempotent: bool = False,
         worker: int | None = None,
     ) -> None:
-        """Serve ``key`` on ``worker`` by ``graph``; see ``CudagraphDispatcher.register_graph``.
+        """Serve ``key`` on one worker by ``graph``; see ``CudagraphDispatcher.register_graph``.
 
-        Without ``worker`` it goes to one that has no graph for the key, with the fewest graphs. Raises ``ConfigError``
-        for an entry that shares a pool, or memory that is written, with a graph of another worker.
+        Args:
+            key: The key.
+            graph: A ``CUDAGraphEntry``, or any object with ``replay()``; it stays its owner's.
+            input_ptrs: The addresses of the tensors that a graph other than an entry reads.
+            outputs: What a replay returns. None: ``graph.outputs``.
+            mode: ``CUDAGRAPH`` or ``PIECEWISE``.
+            idempotent: Whether a step may be run again, eagerly, after a graph other than an entry failed.
+            worker: The index of the worker. None: one that has no graph for the key, with the fewest graphs.
+
+        Raises:
+            ConfigError: An argument is wrong, or an entry shares a pool, or memory that is written, with a graph of
+                another worker.
         """
         with self._lock:
             chosen = self._worker(worker) if worker is not None else self._emptiest(key)
@@ -118,11 +139,21 @@ class StreamDispatcher(CudagraphDispatcher):
         *,
         workers: Sequence[int] | None = None,
     ) -> None:
-        """Capture ``eager_runner(*args, **kwargs)`` once on each worker (or on ``workers``), and serve ``key`` by it.
+        """Capture ``eager_runner(*args, **kwargs)`` once on each worker, and serve ``key`` by it from now on.
 
-        The runs leave no effects. A call is served if it is spelt like the example and its arguments have the same
-        shapes, dtypes and constants, while the runner's weights are as they are now. Raises ``CaptureError``,
-        or ``ConfigError`` for workers that would write the same memory; then no worker has the graph.
+        The runs leave no effects. The graphs serve calls that pass their arguments as the example does, with the same
+        shapes, dtypes and constants, while the runner's weights stay as they are now. After an error no worker has the
+        graph.
+
+        Args:
+            key: The key.
+            args: The positional arguments of the example.
+            kwargs: The keyword arguments of the example.
+            workers: The indices of the workers. None: all.
+
+        Raises:
+            ConfigError: An argument is wrong, or workers would write the same memory.
+            CaptureError: There can be no graph.
         """
         call = checked_example(key, args, kwargs)
         check_type("workers", () if workers is None else workers, Sequence, "several numbers of workers, or None")
@@ -145,32 +176,71 @@ class StreamDispatcher(CudagraphDispatcher):
             worker.let_go(gone)
 
     def has_graph(self, key: DispatchKey, worker: int | None = None) -> bool:
-        """Whether a graph of any mode is registered for ``key`` on ``worker`` (default: on any)."""
+        """Whether a graph of any mode is registered for a key.
+
+        Args:
+            key: The key.
+            worker: The index of the worker. None: any.
+        """
         return self.get_graph(key, worker) is not None
 
     def get_graph(self, key: DispatchKey, worker: int | None = None) -> Replayable | CUDAGraphEntry | None:
-        """The graph of ``key`` on ``worker`` (default: on the first one that has it), as it was given, or None."""
+        """The graph of a key, as it was given.
+
+        Args:
+            key: The key.
+            worker: The index of the worker. None: the first one that has it.
+
+        Returns:
+            The graph, or None.
+        """
         found = first_registered(self._among(worker), key)
         return found.graph if found is not None else None
 
     def get_entry(
         self, key: DispatchKey, mode: DispatchMode = DispatchMode.CUDAGRAPH, worker: int | None = None
     ) -> CUDAGraphEntry | None:
-        """The entry of ``key`` on ``worker`` (default: on the first one that has it), or None."""
+        """The entry of a key.
+
+        Args:
+            key: The key.
+            mode: The mode that it was registered in.
+            worker: The index of the worker. None: the first one that has it.
+
+        Returns:
+            The entry, or None.
+        """
         found = first_registered(self._among(worker), key, (mode,))
         return found.entry if found is not None else None
 
     @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        """Run one call and give its outputs to the caller's stream. Raises what the runner raises."""
+        """Run one call, and make the caller's stream wait for its outputs. What the runner raises passes through.
+
+        Args:
+            key: What the batch is.
+            *args: The positional arguments.
+            **kwargs: The keyword arguments.
+
+        Returns:
+            The outputs.
+        """
         return self.submit(key, *args, **kwargs).result()
 
     @untraced
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
-        """Start one call on a worker; one without a graph runs here and now, unless the dispatcher was made with
-        ``eager="worker"``. Never raises what the call raises.
+        """Start one call on a worker. Never raises what the call raises.
 
-        It may wait while a worker that has a graph for the key captures or compares another one.
+        A call without a graph runs here and now, unless the dispatcher was made with ``eager="worker"``. The method may
+        wait while a worker that has a graph for the key captures or compares another one.
+
+        Args:
+            key: What the batch is.
+            *args: The positional arguments.
+            **kwargs: The keyword arguments.
+
+        Returns:
+            A handle, whose ``result()`` gives the outputs or raises what the call raised.
         """
         start = perf_counter_ns()
         chosen = self._choose(key, args, kwargs)
@@ -186,7 +256,16 @@ class StreamDispatcher(CudagraphDispatcher):
 
     @untraced
     def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
-        """How ``dispatch`` would run this call, on which worker, and why, as one line. Nothing is run or counted."""
+        """How ``dispatch`` would run this call, on which worker, and why. Nothing is run or counted.
+
+        Args:
+            key: What the batch is.
+            *args: The positional arguments.
+            **kwargs: The keyword arguments.
+
+        Returns:
+            One line for people.
+        """
         worker, found, decision = self._choose(key, args, kwargs)
         return (
             decision.explain()
@@ -196,7 +275,19 @@ class StreamDispatcher(CudagraphDispatcher):
 
     @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it; see ``CudagraphDispatcher.attempt``."""
+        """Serve a call by a graph and count it, if one can; see ``CudagraphDispatcher.attempt``.
+
+        Args:
+            key: What the batch is.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+
+        Returns:
+            Whether a graph served it, the outputs, and the reason.
+
+        Raises:
+            ReplayError: The graph cannot be replayed.
+        """
         chosen = self._choose(key, args, kwargs)
         if chosen.found is None or chosen.decision.reason is Reason.VERIFIED_NOW:
             return False, None, chosen.decision.reason
@@ -207,7 +298,7 @@ class StreamDispatcher(CudagraphDispatcher):
         return served, result, reason
 
     def synchronize(self) -> None:
-        """Block until all workers have finished what they were given."""
+        """Block until all workers have finished their steps."""
         for worker in self.workers:
             worker.stream.synchronize()
 

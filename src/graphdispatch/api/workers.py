@@ -240,7 +240,11 @@ def first_registered(
 
 
 class StreamResult(NotCopied):
-    """What a submitted call gives back; ``worker`` is the index of the worker that runs it, None for an eager call."""
+    """The handle on a submitted call.
+
+    Attributes:
+        worker: The index of the worker that runs it; None for a call that ran at once.
+    """
 
     def __init__(self, backend: Backend, worker: int | None = None) -> None:
         self.worker = worker
@@ -259,7 +263,7 @@ class StreamResult(NotCopied):
     def result(self) -> Any:
         """The outputs, which are the caller's; raises what the step raised.
 
-        Orders the calling thread's current stream after the worker. Blocks only where the stream has no queue.
+        Orders the calling thread's current stream after the worker. Blocks the host only where the stream has no queue.
         """
         if self._done is not None:
             self._done.wait()
@@ -271,11 +275,19 @@ class StreamResult(NotCopied):
         return self._value
 
     def mark(self, done: Event) -> None:
-        """``done`` stands behind the step in the worker's order."""
+        """Mark the end of the step in the worker's order.
+
+        Args:
+            done: The event that follows the step.
+        """
         self._done = done
 
     def fill(self, step: Callable[[], Any]) -> None:
-        """Run ``step`` and keep what it returns or raises. Called once, by whoever runs the step."""
+        """Run the step and keep what it returns or raises. Called once, by whoever runs the step.
+
+        Args:
+            step: The step.
+        """
         try:
             self._value = step()
         except BaseException as error:  # whatever it is, it belongs to whoever asks for the result

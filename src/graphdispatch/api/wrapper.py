@@ -1,7 +1,7 @@
 """``CUDAGraphWrapper``: one callable, captured once for each batch descriptor that the caller names.
 
-The front door for engines, which decide the descriptor themselves. The wrapper trusts it to choose the graph and
-checks that the arguments are what that graph was captured with.
+The front end for engines, which decide the descriptor themselves. The wrapper trusts it to choose the graph and checks
+that the arguments are what that graph was captured with.
 """
 
 from collections.abc import Callable
@@ -35,16 +35,17 @@ __all__ = ["CUDAGraphWrapper"]
 class CUDAGraphWrapper(Lifecycle):
     """Captures ``runnable`` the first time that a descriptor comes in ``runtime_mode``, and replays it from then on.
 
-    Called with ``batch_descriptor=`` and ``cudagraph_runtime_mode=``, or inside a ``cudagraph_context``. In any other
-    mode, and without a descriptor, the runnable is called as it is; so a FULL wrapper around PIECEWISE ones leaves a
-    PIECEWISE step to them, and while an outer one captures, the inner ones are part of its graph.
+    Call it with ``batch_descriptor=`` and ``cudagraph_runtime_mode=``, or inside a ``cudagraph_context``. In any other
+    mode, and without a descriptor, the runnable is called directly; so a FULL wrapper around PIECEWISE ones leaves a
+    PIECEWISE step to them, and while an outer one captures, the inner ones are part of its graph. The first two batches
+    of a descriptor get eager's answer, while the graph is captured and compared.
 
     All arguments keep their shapes for one descriptor: padding is the caller's. By default tensors are copied into
     buffers of the wrapper on each call and outputs are copies; ``CUDAGraphOptions(inputs="static", outputs="static")``
-    takes the caller's tensors as the buffers and hands out the graph's own, as engines do. A call whose arguments do
-    not fit runs eagerly, with a reason in ``get_stats()``.
+    takes the caller's tensors as the buffers and returns the graph's own outputs, as engines do. A call whose arguments
+    do not fit runs eagerly, with a reason in ``get_stats()``.
 
-    Other attributes are those of the runnable. Thread-safe.
+    Other attributes are those of the runnable. Names with double underscores are the wrapper's own. Thread-safe.
 
     Args:
         runnable: What is captured; it is called eagerly wherever no graph serves.
@@ -55,7 +56,7 @@ class CUDAGraphWrapper(Lifecycle):
         pool: The memory of the graphs, which wrappers share that never run at the same time.
 
     Raises:
-        ConfigError: An argument or an option cannot be.
+        ConfigError: An argument or an option is wrong.
     """
 
     _graphs: GraphSet
@@ -102,10 +103,21 @@ class CUDAGraphWrapper(Lifecycle):
         cudagraph_runtime_mode: CUDAGraphMode | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Serve one call. Raises what the runnable raises.
+        """Serve one call. What the runnable raises passes through.
 
-        ``rows=`` says how many rows of a batch that the caller padded are real, as in ``cudagraph_context``. The
-        runnable does not get it, unless it has a parameter of that name itself.
+        Args:
+            *args: The positional arguments of the runnable.
+            batch_descriptor: What the graph serves. None: as in the ``cudagraph_context``.
+            cudagraph_runtime_mode: The runtime mode of the step. None: as in the ``cudagraph_context``.
+            **kwargs: The keyword arguments of the runnable. ``rows=`` says how many rows of a batch that the caller
+                padded are real, as in ``cudagraph_context``; the runnable does not get it, unless it has a parameter of
+                that name itself.
+
+        Returns:
+            The runnable's outputs, owned as ``options.outputs`` says.
+
+        Raises:
+            ConfigError: The descriptor or the mode is none.
         """
         if "rows" in kwargs and not self._takes_rows:
             rows = kwargs.pop("rows")
@@ -157,7 +169,17 @@ class CUDAGraphWrapper(Lifecycle):
         return [entry.descriptor for entry in self._graphs.cache]
 
     def get_entry(self, descriptor: BatchDescriptor) -> CUDAGraphEntry | None:
-        """The entry of a descriptor, or None."""
+        """The entry of a descriptor.
+
+        Args:
+            descriptor: The descriptor.
+
+        Returns:
+            The entry, or None.
+
+        Raises:
+            ConfigError: It is no ``BatchDescriptor``.
+        """
         check_type("descriptor", descriptor, BatchDescriptor, "a BatchDescriptor")
         return self._graphs.cache.get((descriptor, 1))
 

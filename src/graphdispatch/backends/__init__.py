@@ -23,9 +23,15 @@ _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 
 
 def register_backend(name: str, factory: Callable[[], type[Backend]]) -> None:
-    """Make a backend known. ``factory`` imports and returns its class; it is called when the class is needed.
+    """Make a backend known by name. Thread-safe.
 
-    Raises ``BackendError`` if the name is taken.
+    Args:
+        name: The name, which is not taken.
+        factory: A function without arguments that imports and returns the backend's class; it is called when the class
+            is needed.
+
+    Raises:
+        BackendError: The name is taken.
     """
     with _LOCK:
         if name in _FACTORIES:
@@ -39,10 +45,18 @@ def available_backends() -> tuple[str, ...]:
 
 
 def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:
-    """The backend called ``name`` for ``device``.
+    """The backend of a device. The same device always gets the same object. Thread-safe.
 
-    ``auto`` chooses by ``device``; without a device it takes CUDA if there is a GPU, else the CPU. The same device
-    always gets the same object. Raises ``BackendError`` if the backend is unknown or not available here.
+    Args:
+        name: The name of a backend. ``"auto"`` chooses by ``device``; without a device it takes CUDA if there is a GPU,
+            else the CPU.
+        device: The device. None: the backend's current one.
+
+    Returns:
+        The backend.
+
+    Raises:
+        BackendError: The backend is unknown, has no usable device here, or serves other devices.
     """
     if name == "auto":
         kind = device.type if device is not None else None

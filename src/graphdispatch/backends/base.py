@@ -89,7 +89,11 @@ class Stream(NotCopied, ABC):
 class Timer:
     """The device time between two points of a stream's work. It is read later, and reading it never blocks.
 
-    ``start_event`` and ``end_event`` are two events made with ``timing=True``. A timer may run again.
+    A timer may run again.
+
+    Args:
+        start_event: An event made with ``timing=True``.
+        end_event: Another one.
     """
 
     def __init__(self, start_event: Event, end_event: Event) -> None:
@@ -103,7 +107,11 @@ class Timer:
         self._started, self._stopped = True, False
 
     def stop(self) -> None:
-        """End, on the current stream. Raises ``BackendError`` before ``start``."""
+        """End, on the current stream.
+
+        Raises:
+            BackendError: The timer was not started.
+        """
         if not self._started:
             raise BackendError("timer was stopped before it was started; call start() first")
         self._end.record()
@@ -155,7 +163,11 @@ class Pool(Shared, ABC):
         """Bytes that the pool holds on the device."""
 
     def nbytes_of(self, graphs: "Sequence[Graph]") -> int:
-        """Bytes that the pool would hold if it had only ``graphs``. Here: all bytes, or 0 if ``graphs`` is empty."""
+        """Bytes that the pool would hold for some graphs alone. Here: all bytes, or 0 for none.
+
+        Args:
+            graphs: The graphs.
+        """
         return self.nbytes if graphs else 0
 
     @abstractmethod
@@ -222,17 +234,33 @@ class Capture(ABC):
     def look_inside(
         self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator's Python kernel within ``mode``. ``CaptureError``: the recording cannot hold what it does."""
+        """Run an operator's Python kernel within a mode.
+
+        Args:
+            mode: The mode.
+            func: The operator.
+            key: The dispatch key of the kernel.
+            args: The operator's positional arguments.
+            kwargs: The operator's keyword arguments.
+
+        Returns:
+            The kernel's result.
+
+        Raises:
+            CaptureError: The recording cannot hold what the kernel does.
+        """
         with mode:
             return run_kernel(func, key, args, kwargs)
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
-        """Tell the capture what the callable returned: a tensor, or any nest of tensors. Call it before ``end``.
+        """Give the capture what the callable returned. Call it before ``end``, which sets ``outputs`` to the same nest.
 
-        ``end`` sets ``outputs`` to the same nest. With ``shared``, a tensor that the recording made and that nobody
-        else holds may lie in memory which other graphs of the pool use too. Such a tensor is valid from a replay to
-        the next replay in the pool. A backend whose allocator reuses unheld memory by itself ignores ``shared`` and
-        relies on ``weak_reference``.
+        Args:
+            outputs: A tensor, or any nest of tensors.
+            shared: Whether a tensor that the recording made and that nobody else holds may lie in memory which other
+                graphs of the pool use too. Such a tensor is valid from a replay to the next replay in the pool. A
+                backend whose allocator reuses unheld memory by itself ignores ``shared`` and relies on
+                ``weak_reference``.
         """
         self.outputs = outputs
 
@@ -273,8 +301,11 @@ class _Watch(threading.local):
 class Backend(Shared, ABC):
     """Capture, replay, streams, events and memory of one device.
 
-    ``capture_executes`` tells whether recording also runs the operators (the CPU backend) or only notes them
-    (CUDA). ``is_bit_exact`` tells whether an unpadded replay gives the same bits as eager.
+    ``capture_executes`` tells whether recording also runs the operators (the CPU backend) or only notes them (CUDA).
+    ``is_bit_exact`` tells whether an unpadded replay gives the same bits as eager.
+
+    Args:
+        device: The device.
     """
 
     name: ClassVar[str]
@@ -302,7 +333,14 @@ class Backend(Shared, ABC):
 
     @abstractmethod
     def begin_capture(self, pool: Pool) -> Capture:
-        """Start to record the calling thread's work into ``pool``. Blocks while another capture is in progress."""
+        """Start to record the calling thread's work. Blocks while another capture is in progress.
+
+        Args:
+            pool: The memory of the graph.
+
+        Returns:
+            The capture in progress, which the calling thread owns.
+        """
 
     @abstractmethod
     def is_capturing(self) -> bool:
@@ -318,11 +356,19 @@ class Backend(Shared, ABC):
 
     @abstractmethod
     def use_stream(self, stream: Stream) -> AbstractContextManager[Stream]:
-        """Make ``stream`` the calling thread's current stream within a ``with`` block."""
+        """Make a stream the calling thread's current one within a ``with`` block.
+
+        Args:
+            stream: The stream.
+        """
 
     @abstractmethod
     def make_event(self, *, timing: bool = False) -> Event:
-        """A new event; ``timing`` allows ``elapsed_ms``."""
+        """A new event.
+
+        Args:
+            timing: Whether it allows ``elapsed_ms``.
+        """
 
     def make_timer(self) -> Timer:
         """A new timer."""
@@ -338,7 +384,11 @@ class Backend(Shared, ABC):
 
     @abstractmethod
     def set_rng_state(self, state: Any) -> None:
-        """Put a state from ``rng_state`` back."""
+        """Put a state of the default random generator back.
+
+        Args:
+            state: What ``rng_state`` returned.
+        """
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -350,7 +400,7 @@ class Backend(Shared, ABC):
             self.watch.depth -= 1
 
     def rehearsing(self) -> AbstractContextManager[object]:
-        """A block in which code that asks whether anyone captures is told what it is told while recording."""
+        """A block in which code that queries whether anyone captures gets the same answer as while recording."""
         return nullcontext()
 
     def is_watched(self) -> bool:
@@ -358,23 +408,49 @@ class Backend(Shared, ABC):
         return self.watch.depth > 0 or self.is_capturing()
 
     def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the same memory that does not own it, or ``tensor`` itself if the device cannot make one."""
+        """A tensor on the same memory that does not own it.
+
+        Args:
+            tensor: The owner.
+
+        Returns:
+            The new tensor, or ``tensor`` itself if the device cannot make one.
+        """
         return tensor
 
     def classify_error(self, error: BaseException) -> Reason:
-        """The reason of a capture that failed with ``error``."""
+        """The reason of a failed capture.
+
+        Args:
+            error: What the capture raised.
+        """
         return Reason.OUT_OF_MEMORY if self.is_out_of_memory(error) else Reason.CAPTURE_FAILED
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether ``error`` says that the device has no memory left."""
+        """Whether an error says that the device has no memory left.
+
+        Args:
+            error: The error.
+        """
         return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether ``error`` says that every later request to the device will fail."""
+        """Whether an error says that every later request to the device will fail.
+
+        Args:
+            error: The error.
+        """
         return False
 
     def raise_if_lost(self, error: BaseException) -> None:
-        """Raise ``DeviceLostError`` if ``error`` or its cause says so."""
+        """Check an error that came from the device.
+
+        Args:
+            error: The error.
+
+        Raises:
+            DeviceLostError: The error or its cause says that every later request to the device will fail.
+        """
         if any(self.is_lost(e) for e in (error, error.__cause__) if e is not None):
             what = f"{self.device} is lost, so no step can run on it, not even eagerly ({error})"
             raise DeviceLostError(f"{what}; restart the process") from error

@@ -1,4 +1,4 @@
-"""Torch modes that see what a device would be asked to do: operators arrive as their parts, where they have parts.
+"""Torch modes that see what a device would have to do: operators arrive as their parts, where they have parts.
 
 Note [what arrives as one call]
     An operator of torch that is made of others arrives as these others. So does an operator whose kernel is Python

@@ -1,7 +1,7 @@
 """Keeps ``torch.compile`` out of the library.
 
 A compiler that traces through a server would freeze what it decides, and compile what it captures. So a compiled
-function breaks its graph at each call of a front door, and whatever runs inside runs uncompiled. The mark is set once
+function breaks its graph at each call of a front end, and whatever runs inside runs uncompiled. The mark is set once
 on a function's code, so a call costs nothing more. Modes are marked in the same way.
 """
 

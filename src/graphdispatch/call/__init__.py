@@ -1,1 +1,1 @@
-"""What a call looks like: its spelling, the user's rules for its arguments, padding, and its signature."""
+"""What a call looks like: its form, the user's rules for its arguments, padding, and its signature."""

@@ -28,9 +28,10 @@ def eager_break(target: F) -> F: ...
 @overload
 def eager_break(target: str, *more: str) -> None: ...
 def eager_break(target: Any, *more: Any) -> Any:
-    """Mark a part that runs eagerly in PIECEWISE captures: a function (as a decorator), a module, operators by name.
+    """Mark a part that runs eagerly in PIECEWISE captures.
 
-    The marked part may do what no graph can, such as reading values back or using changing metadata. These rules hold:
+    The marked part may do what no graph can, such as reading values back or using changing metadata. Outside of
+    PIECEWISE captures a mark changes nothing. These rules hold:
 
     - It must return everything that later parts read.
     - It may return new tensors of the same shapes each time; they are copied to where the next graph reads them.
@@ -42,8 +43,18 @@ def eager_break(target: Any, *more: Any) -> Any:
       shares memory with the one that is. From another thread, such a call waits for the replay to end: a break that
       waits for that thread hangs.
 
-    A module is marked in place and returned; ``remove_eager_break`` takes the mark back. Nested marks run inside the
-    outer one. ``torch.compile`` traces through a mark. Raises ``ConfigError`` for anything else.
+    Nested marks run inside the outer one. ``torch.compile`` traces through a mark.
+
+    Args:
+        target: A function (use it as a decorator), a module, which is marked in place, or the name of an operator.
+        *more: Further names of operators.
+
+    Returns:
+        The marked function, the same module, or None for operators. ``remove_eager_break`` takes back the marks of
+            modules and operators.
+
+    Raises:
+        ConfigError: ``target`` is none of these.
     """
     if type(target) is str:
         for name in (target, *more):
@@ -78,9 +89,13 @@ def is_marked(module: nn.Module) -> bool:
 
 
 def remove_eager_break(*targets: Any) -> None:
-    """Take back the marks of modules, and of operators by name.
+    """Take back the marks of modules and of operators.
 
-    Raises ``ConfigError`` for anything but marked modules and names.
+    Args:
+        *targets: Modules that are marked, and names of operators.
+
+    Raises:
+        ConfigError: A target is neither a marked module nor a name.
     """
     for target in targets:
         if type(target) is str:

@@ -1,6 +1,6 @@
-"""Key-value caches of transformers, known by names of classes: which a graph can write to, and what to say of others.
+"""Key-value caches of transformers, known by names of classes: which of them a graph can write to.
 
-Nothing is imported. A cache is an argument that is the same object in each call, as one that is named in ``static=``.
+Nothing is imported. A cache is an argument that is the same object in each call, like one that is named in ``static=``.
 """
 
 from collections.abc import Iterable

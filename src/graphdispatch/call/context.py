@@ -1,4 +1,4 @@
-"""Tells wrappers the mode and the batch descriptor of a step, for code that cannot pass them down as arguments."""
+"""The mode and the batch descriptor of a step, for code that cannot pass them to wrappers as arguments."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +26,15 @@ def cudagraph_context(
 ) -> Iterator[None]:
     """Within the block, wrappers that are called without a mode and descriptor use ``mode`` and ``descriptor``.
 
-    ``mode`` is a runtime mode: ``NONE``, ``PIECEWISE`` or ``FULL``. ``rows`` says how many rows of the padded batch are
-    real, if not all: comparisons with eager leave out the others. Blocks nest. Each thread and each asyncio task has
-    its own blocks.
+    Blocks nest. Each thread and each asyncio task has its own blocks.
 
-    Raises ``ConfigError`` for another mode, for a graph mode without a descriptor, and for rows that the descriptor
-    does not have.
+    Args:
+        mode: A runtime mode: ``NONE``, ``PIECEWISE`` or ``FULL``.
+        descriptor: What the graph serves; needed unless ``mode`` is ``NONE``.
+        rows: How many rows of the padded batch are real; comparisons with eager leave out the others. None: all.
+
+    Raises:
+        ConfigError: The mode is no runtime mode, a graph mode has no descriptor, or the descriptor has fewer rows.
     """
     if mode not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
         raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {shown(mode)}")

@@ -1,4 +1,4 @@
-"""Several dynamic dimensions: what the user says of them, and what calls that have them look like."""
+"""Several dynamic dimensions: how the user declares them, and what calls that have them look like."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +23,21 @@ _SHORTEST, _LONGEST = 16, 512
 
 @dataclass(frozen=True)
 class Dim:
-    """A dynamic dimension with the sizes to which it is padded: ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``.
+    """A dynamic dimension with a name, and the sizes to which batches are padded along it.
 
-    ``sizes`` are strictly increasing; None: powers of two from 16 to ``max_size`` (default 512), or for the first
-    dimension what ``sizes`` and ``max_size`` of ``graphed`` say. ``pad`` is the rule for padding along this dimension:
-    as in ``pad`` of ``graphed`` for all arguments, or a mapping from arguments to rules. Arguments without a rule of
-    their own take the one of ``pad`` of ``graphed``, and zeros else. Raises ``ConfigError``.
+    It stands in ``dynamic`` of ``graphed``: ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``. Frozen.
+
+    Args:
+        name: The name of the dimension. Arguments that use the same name have the same length there in each call.
+        sizes: The sizes, strictly increasing. None: powers of two from 16 to ``max_size``; for the first dimension,
+            what ``sizes`` and ``max_size`` of ``graphed`` say.
+        max_size: The largest size. None: the largest of ``sizes``, or 512. With ``sizes`` it must be their largest.
+        pad: The rule for padding along this dimension: one for all arguments, as an entry of ``pad`` of ``graphed``, or
+            a mapping from arguments to rules. An argument without a rule here takes its rule in ``pad`` of ``graphed``,
+            and zeros without one.
+
+    Raises:
+        ConfigError: The name is empty, or the sizes are out of order, too large or contradict ``max_size``.
     """
 
     name: str
@@ -50,7 +59,7 @@ class Dim:
             raise ConfigError(f"Dim({self.name!r}) has sizes, and another max_size={self.max_size}; give one of them")
 
     def all_sizes(self) -> tuple[int, ...]:
-        """The sizes, made concrete."""
+        """The sizes, made concrete and increasing."""
         if self.sizes is not None:
             return tuple(self.sizes)
         largest = _LONGEST if self.max_size is None else self.max_size

@@ -1,4 +1,4 @@
-"""What callers and users say around a call: where a capture breaks, and how many rows of a padded batch are real."""
+"""What callers and users declare around a call: where a capture breaks, and which rows of a padded batch are real."""
 
 import functools
 from collections.abc import Callable

@@ -20,9 +20,14 @@ PadFunction = Callable[[torch.Tensor, torch.Tensor], Any]
 
 @dataclass(frozen=True)
 class Pad:
-    """How the padding rows of one argument are filled.
+    """How the padding rows of one argument are filled: a rule for ``pad`` of ``graphed``.
 
-    Make one with ``zero``, ``value``, ``repeat_last``, ``leave`` or ``function``.
+    Make one with ``zero``, ``value``, ``repeat_last``, ``leave`` or ``function``. Frozen.
+
+    Args:
+        kind: The rule.
+        fill: The value that ``kind="value"`` fills in.
+        call: The function that ``kind="function"`` calls.
     """
 
     kind: Literal["value", "repeat_last", "leave", "function"]
@@ -36,7 +41,11 @@ class Pad:
 
     @classmethod
     def value(cls, fill: float | int | bool | complex) -> "Pad":
-        """Fill with one value, for example the index of a scratch slot."""
+        """Fill with one value, for example the index of a scratch slot.
+
+        Args:
+            fill: The value, of a type that the argument's dtype can hold.
+        """
         return cls("value", fill)
 
     @classmethod
@@ -51,7 +60,12 @@ class Pad:
 
     @classmethod
     def function(cls, call: PadFunction) -> "Pad":
-        """On every padded call, ``call(padding, real)`` fills the view ``padding``, given the view ``real``."""
+        """Let a function fill the padding rows on every padded call.
+
+        Args:
+            call: ``call(padding, real)`` writes the view ``padding`` in place, and may read the view ``real``. Both are
+                views of one buffer of the graph, valid during the call alone; ``real`` has at least one row.
+        """
         return cls("function", call=call)
 
     @property
@@ -60,8 +74,16 @@ class Pad:
         return self.kind in ("repeat_last", "function")
 
     def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
-        """A function that fills ``padding``, each time by what ``real`` then holds. Both are views of one buffer, cut
-        along ``dim``; ``real`` has at least one row."""
+        """A function that fills ``padding`` from what ``real`` holds at the time of each call.
+
+        Args:
+            padding: The view of the padding rows.
+            real: The view of the real rows, of the same buffer; at least one row.
+            dim: The dimension along which the buffer is cut.
+
+        Returns:
+            A function without arguments.
+        """
         call = self.call
         if call is not None:
             return lambda: call(padding.view_as(padding), real.view_as(real))

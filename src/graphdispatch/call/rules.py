@@ -1,4 +1,4 @@
-"""What the user says of the arguments: which have a batch dimension, how to pad them, which are static."""
+"""The user's rules for arguments: which have a batch dimension, how to pad them, which are static."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType

@@ -1,7 +1,7 @@
 """Calls as flat lists of values: how arguments are named, ordered, flattened and put together again.
 
-Positional and keyword spellings of one call become the same list, in the order of the callable's parameters, so that
-they are served by the same graphs.
+Positional and keyword forms of one call become the same list, in the order of the callable's parameters, so that the
+same graphs serve them.
 """
 
 import inspect
@@ -30,7 +30,7 @@ __all__ = [
 
 
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Types of plain constants: equal ones cannot be told apart, and each is its own description."""
+"""Types of plain constants: equal ones are indistinguishable, and each is its own description."""
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
@@ -105,10 +105,10 @@ def describe(value: Any) -> str:
 
 
 class CallSpec:
-    """One way of spelling a call: so many positional arguments, these keywords.
+    """One form of a call: so many positional arguments, these keywords.
 
-    ``names`` are the arguments in the callable's own order, ``order`` the place of each in the call's spelling (None
-    if the two are the same).
+    ``names`` are the arguments in the callable's own order, ``order`` the place of each in the call (None if the two
+    are the same).
     """
 
     def __init__(self, fn: Callable[..., Any], positional: int, keywords: Sequence[str]) -> None:
@@ -125,7 +125,7 @@ class CallSpec:
 
     @classmethod
     def by_names(cls, names: Sequence[str], positional: int, keywords: Sequence[str]) -> "CallSpec | None":
-        """The spelling of a call that takes exactly these arguments, in this order; None for any other call."""
+        """The form of a call that takes exactly these arguments, in this order; None for any other call."""
         spelled = [*names[:positional], *keywords]
         if positional + len(keywords) != len(names) or set(spelled) != set(names):
             return None
@@ -171,7 +171,7 @@ class Leaves(list[Any]):
 
 
 class FlatCall:
-    """Calls ``fn`` with a flat list of leaves, in the spelling and structure of one recorded call.
+    """Calls ``fn`` with a flat list of leaves, in the form and structure of one recorded call.
 
     ``specs`` is None when every argument is itself a leaf, which is the fast case.
     """

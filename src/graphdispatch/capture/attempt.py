@@ -218,7 +218,7 @@ class CaptureAttempt:
 
     def _make_guard(self, used: Collection[int]) -> StateGuard:
         """What of the callable's state the runs have read. Raises ``CaptureError`` if somebody cannot compare it, or if
-        a run for the graph's sake changed it or drew."""
+        a run made only for the graph changed it or drew."""
         request = self.request
         guard = StateGuard(request.call.fn, self.eager.trace, used, request.roots)
         if guard.unguarded and request.options.guard_weights:

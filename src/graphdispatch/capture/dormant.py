@@ -6,13 +6,13 @@ Note [tensors of zeros]
     guard sees writes to values. So where a tensor holds nothing but zeros, or one truth value, the first proof of a
     size asks once more: the callable runs eagerly on other paddings, and its operators get copies that hold other
     numbers. Real rows that then follow the padding will follow it later. An error of such a run tells nothing.
-    Not asked: tensors that hold something else already; integers that may be indices which nobody checks; all of
+    Not tested: tensors that hold something else already; integers that may be indices which nobody checks; all of
     it, where several processes work together, of which another may hold other values and would run once less.
 
 Note [slots from zero on]
     Padding of zeros writes to slot 0. Nobody sees that while some real row writes there, too, as in early batches. So
     where a call writes by indices, the batch without its first row is run, alone and padded: padding must not write
-    more. A rule that repeats a real row follows the batch. A batch of one row cannot tell, and a later one is asked.
+    more. A rule that repeats a real row follows the batch. A batch of one row cannot tell, and a later one is tested.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -99,7 +99,7 @@ def _run_watched(request: CaptureRequest, *, skims: bool) -> EagerRun | CaptureR
     if refusal is not None:
         return failed_result(request, None, refusal, "")
     reveal_operators()
-    # Context variables that a run for the graph's sake sets are set in a copy, since nobody could unset them.
+    # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     in_break = trace.is_in_break if request.is_piecewise else None
     effects = EffectRecorder(

@@ -251,7 +251,7 @@ class EffectRecorder(OperatorMode):
     def unwritten(self, value: torch.Tensor) -> torch.Tensor | None:
         """Which elements of a value that the run left hold what ``torch.empty`` gave, as nothing wrote them; or None.
 
-        Types of one byte are not asked: too many of their values look like that.
+        Types of one byte are not tested: too many of their values look like that.
         """
         if not self.reserves_memory or value.dtype.itemsize == 1 or not is_strided(value):
             return None
@@ -342,6 +342,6 @@ _UNWRITTEN = 0x5B
 
 
 def _mark_unwritten(made: Any) -> None:
-    """Fill new memory with one byte, so that it can be told later what was never written."""
+    """Fill new memory with one byte, so that it shows later what was never written."""
     if isinstance(made, torch.Tensor) and is_strided(made) and made.dtype.itemsize > 1:
         torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage()).fill_(_UNWRITTEN)

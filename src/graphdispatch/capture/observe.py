@@ -25,7 +25,7 @@ __all__ = ["Event", "Observer", "Run"]
 
 
 class Event(NamedTuple):
-    """Something that a run does, told while it happens, so that the stack is that of the call.
+    """Something that a run does, reported while it happens, so that the stack is that of the call.
 
     Attributes:
         kind: ``"operator"``; ``"forbidden"``, which no graph can hold; or ``"frozen"``, which a graph keeps as it was.
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
 
 class Observer:
-    """Runs one call eagerly, as often as asked, and watches it.
+    """Runs one call eagerly, as often as needed, and watches it.
 
     Args:
         fn: The callable. Nobody else may use it meanwhile.

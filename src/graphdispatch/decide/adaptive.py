@@ -128,7 +128,7 @@ class _Cost:
 
 
 def _cost_of(costs: dict[int, _Cost], size: int) -> _Cost:
-    """The cost of ``size`` among those of a mode; made, and introduced to those near by, when it is first asked for."""
+    """The cost of ``size`` among those of a mode; made, and linked with those near by, at its first use."""
     if size not in costs:
         made = costs[size] = _Cost(size)
         for other in costs.values():
@@ -186,18 +186,25 @@ class _Bucket:
 class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
     """Learns the fastest mode by kind and size of batch from measured latencies; prefers graphs until it knows better.
 
-    Feed it with ``record``. Latencies may come late and out of order. A graph costs what its capture size costs, and an
-    eager step what its own tokens cost, so a batch of 260 may run eagerly if the graph of 512 is slower. A size that
-    was not measured is judged by the sizes near by. The preferred mode changes only if the difference is larger than
-    its error. Now and then another mode is tried, since it may be faster or become so. All trials together cost at most
-    about the share ``exploration`` of the time recorded so far.
-
-    For each kind, size and mode about the latest ``history_size`` latencies count; after a change, only those since.
-    ``sizes`` are the capture sizes; None says that keys are padded already. Outside of ``min_tokens_for_graph`` to
-    ``max_tokens_for_graph`` no graph is used and nothing is learnt. Equal histories give equal decisions.
+    Feed it with ``record``; a dispatcher does so by itself. Latencies may come late and out of order. A graph costs
+    what its capture size costs, and an eager step what its own tokens cost, so a batch of 260 may run eagerly if the
+    graph of 512 is slower. A size that was not measured is judged by the sizes near by. The preferred mode changes only
+    if the difference is larger than its error. Now and then the policy tries another mode, since it may be faster or
+    become so. Equal histories give equal decisions.
 
     Memory grows with the number of sizes, not with time. Thread-safe: ``record`` takes a lock, a decision takes one
     only for a number of tokens that it has not seen before.
+
+    Args:
+        history_size: About so many of the latest latencies of each kind, size and mode count; after a change, only
+            those since.
+        sizes: The capture sizes, strictly increasing. None: keys arrive padded.
+        min_tokens_for_graph: Below this number of tokens no graph is used and nothing is learnt.
+        max_tokens_for_graph: Above this number of tokens no graph is used and nothing is learnt.
+        exploration: The share of the recorded time that all trials together cost at most, roughly; from 0 to 1.
+
+    Raises:
+        ConfigError: An argument is wrong.
     """
 
     learns: ClassVar[bool] = True
@@ -233,7 +240,11 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
         """Whether there is a graph, and it is preferred to eager for ``key`` or due for a trial.
 
-        True also before anything is known, and where ``select_mode`` may answer ``EAGER`` to try it.
+        True also before anything is known, and where ``select_mode`` may return ``EAGER`` to try it.
+
+        Args:
+            key: The key of the batch.
+            graph_available: Whether there is a graph that can serve it now.
         """
         if not graph_available:
             return False
@@ -241,7 +252,15 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         return bucket.order[0] is not _EAGER or bucket in self._trials
 
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
-        """The preferred one of ``available_modes`` for ``key``, or now and then one on trial; else ``EAGER``."""
+        """The preferred mode for ``key``, or now and then one on trial.
+
+        Args:
+            key: The key of the batch.
+            available_modes: The modes that can serve it now.
+
+        Returns:
+            One of ``available_modes``, or ``EAGER``.
+        """
         bucket = self._bucket_of[key.num_tokens, key.is_prefill]
         bucket.available = available_modes
         if self._trials:
@@ -255,10 +274,18 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         return _EAGER
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
-        """Learn that ``key`` ran in ``mode`` for ``latency`` milliseconds.
+        """Learn what a step took.
 
         Most latencies only change a mean: the preference is reviewed after the first few, after every eighth, and at
-        once where a cost has changed. Raises ``ConfigError`` for values that no step can have.
+        once where a cost has changed.
+
+        Args:
+            key: The key of the step.
+            mode: The mode that it ran in: ``EAGER``, ``CUDAGRAPH`` or ``PIECEWISE``.
+            latency: Its device time in milliseconds.
+
+        Raises:
+            ConfigError: No step can have such values.
         """
         if mode not in _DEFAULT_ORDER:
             raise ConfigError(f"mode must be EAGER, CUDAGRAPH or PIECEWISE, got {shown(mode)}; record what really ran")
@@ -289,7 +316,14 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             bucket.records += 1
 
     def estimates(self, key: DispatchKey) -> dict[DispatchMode, Estimate]:
-        """What ``key`` is thought to cost in each mode that was measured at its size or at one near by."""
+        """What a batch is expected to cost in each mode that was measured at its size or at one near by.
+
+        Args:
+            key: The key of the batch.
+
+        Returns:
+            By mode, the mean in milliseconds and its standard error as a share of the mean.
+        """
         bucket = self._bucket_of[key.num_tokens, key.is_prefill]
         with self._lock:
             return self._estimates(bucket)

@@ -20,7 +20,16 @@ _AGAINST_PADDING = (
 
 
 class Decision(NamedTuple):
-    """What to do with one batch: the runtime mode, what the graph serves, the padded size, and why."""
+    """What to do with one batch, and why. Immutable.
+
+    Attributes:
+        mode: The runtime mode; ``NONE`` is eager.
+        descriptor: What the graph serves; None in an eager step.
+        size: The padded number of rows; in an eager step, the rows themselves.
+        reason: Why.
+        rows: The number of real rows; 0 if unknown.
+        detail: The reason in words of this case; empty if ``reason.text`` says it all.
+    """
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor | None
@@ -31,11 +40,27 @@ class Decision(NamedTuple):
 
     @classmethod
     def eager(cls, reason: Reason, rows: int = 0, detail: str = "") -> "Decision":
-        """The decision to run eagerly."""
+        """The decision to run eagerly.
+
+        Args:
+            reason: Why.
+            rows: The number of rows; 0 if unknown.
+            detail: The reason in words of this case.
+
+        Returns:
+            A decision of mode ``NONE`` without a descriptor.
+        """
         return cls(CUDAGraphMode.NONE, None, rows, reason, rows, detail)
 
     def as_mode(self, mode: CUDAGraphMode) -> "Decision":
-        """The same decision, served by a graph of ``mode``."""
+        """The same decision, served by a graph of another mode.
+
+        Args:
+            mode: The runtime mode.
+
+        Returns:
+            The decision.
+        """
         return self if mode is self.mode else self._replace(mode=mode)
 
     def explain(self) -> str:
@@ -53,11 +78,11 @@ class Decision(NamedTuple):
 
 
 class SizeTable:
-    """Decisions for every number of rows, for one dynamic dimension: each made once, when it is first asked for.
-    Immutable and thread-safe.
+    """Decisions for every number of rows, for one dynamic dimension: each made once, at its first lookup.
 
-    ``sizes`` are the capture sizes, in increasing order, and ``min_batches`` the smallest batch that each serves (none:
-    all above the next smaller size); with ``pad_batches=False`` only exact sizes are served.
+    Immutable and thread-safe. ``sizes`` are the capture sizes, in increasing order, and ``min_batches`` the smallest
+    batch that each serves (none: all above the next smaller size); with ``pad_batches=False`` only exact sizes are
+    served.
     """
 
     def __init__(

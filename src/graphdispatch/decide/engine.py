@@ -1,4 +1,4 @@
-"""What an engine's limits and its configuration say of graphs: their sizes, and how many there are."""
+"""The capture sizes that follow from an engine's limits and its configuration."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -68,14 +68,24 @@ def get_cudagraph_sizes(
     *,
     query_len: int = 1,
 ) -> list[int]:
-    """The sizes, in tokens, to capture for an engine's limits, strictly increasing; empty in mode ``NONE``.
+    """The sizes, in tokens, to capture for an engine's limits.
 
-    ``"auto"`` or None means vLLM's capture sizes up to ``min(2 * max_num_reqs, 512, max_num_tokens)``, and any other
-    name its sizes up to the same size; both limits join them where they are not larger.
-    Explicit sizes may come in any order. Those above ``max_num_tokens``, which no batch can reach, are dropped with a
-    ``UserWarning``. In mode ``FULL_DECODE_ONLY`` no size is above ``max_num_reqs * query_len``, the tokens of the
-    largest uniform decode batch; ``query_len`` is more than 1 with speculative decoding. Raises ``ConfigError`` for bad
-    arguments, or when no explicit size is left.
+    Args:
+        capture_sizes: ``"auto"`` or None for vLLM's sizes up to ``min(2 * max_num_reqs, 512, max_num_tokens)``; another
+            name of ``named_sizes`` for its sizes up to the same limit; or sizes in any order. To named sizes both
+            limits are added where they are not larger. Explicit sizes above ``max_num_tokens``, which no batch can
+            reach, are dropped with a ``UserWarning``.
+        max_num_reqs: The most requests of a batch.
+        max_num_tokens: The most tokens of a batch.
+        mode: The configured mode. In ``FULL_DECODE_ONLY`` no size exceeds ``max_num_reqs * query_len``, the tokens of
+            the largest uniform decode batch.
+        query_len: The tokens that each request of a decode batch schedules; more than 1 with speculative decoding.
+
+    Returns:
+        The sizes, strictly increasing; empty in mode ``NONE``.
+
+    Raises:
+        ConfigError: An argument is wrong, or no explicit size is left.
     """
     if not isinstance(mode, CUDAGraphMode):
         raise ConfigError(f"mode must be a CUDAGraphMode, got {shown(mode)}; write for example CUDAGraphMode.FULL")

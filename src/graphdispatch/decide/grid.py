@@ -20,8 +20,7 @@ _HIDDEN = (
 
 
 class GridTable(SizeTable):
-    """Decisions for every combination of extents, each made once, when it is first asked for. Immutable and
-    thread-safe.
+    """Decisions for every combination of extents, each made once, at its first lookup. Immutable and thread-safe.
 
     A batch is served by the smallest of ``points`` (combinations of sizes, one for each axis) that has room for it: of
     all the one with the smallest product. They need not be all combinations of some sizes.

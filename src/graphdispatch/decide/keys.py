@@ -25,23 +25,29 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 class CudagraphKeyDispatcher(Unlocked):
     """Decides which mode and which graph serve a batch; the keys are the only source of truth for valid graphs.
 
-    ``vllm_config`` is an object of the shape of vLLM's ``VllmConfig``. It says the capture sizes, the requests, the
-    compiled sizes, whether the model is split, and the LoRA cases (variants True and False); an option that is given
-    goes before it. Its ``max_num_batched_tokens`` is not read, since vLLM's dispatcher does not: give
-    ``max_num_tokens``.
+    It runs nothing and needs no torch. vLLM calls it ``CudagraphDispatcher``; here that name runs graphs.
+    ``cudagraph_keys`` is a live view of immutable tables; change it by ``add_cudagraph_key``. Thread-safe: a change
+    builds a new table and swaps it whole, under a lock that no decision takes.
 
-    ``capture_sizes`` are numbers of tokens in any order, ``"auto"``, or the name of an engine's sizes (see
-    ``get_cudagraph_sizes``). Each size gets a key for each of ``variants``. A batch has at most ``max_num_reqs``
-    requests and ``max_num_tokens`` tokens.
+    Args:
+        vllm_config: An object of the shape of vLLM's ``VllmConfig``. It gives the capture sizes, the requests, the
+            compiled sizes, whether the model is split, and the LoRA cases (variants True and False); an argument that
+            is given goes before it. Its ``max_num_batched_tokens`` is not read, since vLLM's dispatcher does not: give
+            ``max_num_tokens``.
+        capture_sizes: Numbers of tokens in any order, ``"auto"``, or the name of an engine's sizes (see
+            ``get_cudagraph_sizes``).
+        max_num_reqs: The most requests of a batch. None: as in ``vllm_config``, or 256.
+        max_num_tokens: The most tokens of a batch. None: no limit.
+        variants: The variants of the captured code, each hashable; every size gets a key for each.
+        query_lens: Uniform query lengths besides the one that the keys are initialised with. If any is given, be it
+            that one, uniform sizes are rounded up to multiples of their query length.
+        compile_sizes: The sizes for which the model was compiled specially. Up to the largest capture size, each of
+            them must be a capture size too, since a padded batch would miss its special code.
+        piecewise: Whether the model is split around what no graph can hold. None: as in ``vllm_config``, or True.
+        cost: A cost model, which can prefer a graph of another mode, or eager. None: none.
 
-    ``query_lens`` are uniform query lengths besides the one that the keys are initialised with. If any is given, be it
-    that one, uniform sizes are rounded up to multiples of their query length. ``compile_sizes`` are the sizes for which
-    the model was compiled specially. Up to the largest capture size, each of them must be a capture size too, since a
-    padded batch would miss its special code. ``piecewise`` says that the model is split around what no graph can hold.
-    ``cost`` can prefer a graph of another mode, or eager.
-
-    It runs nothing and needs no torch. Thread-safe: a change builds a new table and swaps it whole, under a lock that
-    no decision takes.
+    Raises:
+        ConfigError: An argument is wrong, or the configured mode needs a split model and ``piecewise`` is False.
     """
 
     table: KeyTable
@@ -112,8 +118,13 @@ class CudagraphKeyDispatcher(Unlocked):
     def add_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
         """Add the key of one more graph. Each call builds a new table: to add many keys, initialise them.
 
-        A uniform key that names its requests serves the query length that follows from them. Raises ``ConfigError`` for
-        a mode other than PIECEWISE and FULL.
+        Args:
+            runtime_mode: ``PIECEWISE`` or ``FULL``.
+            batch_descriptor: The key. A uniform key that names its requests serves the query length that follows from
+                them.
+
+        Raises:
+            ConfigError: The mode is another one, or the key is no descriptor of at least one token.
         """
         _check_runtime_mode(runtime_mode)
         if not isinstance(batch_descriptor, BatchDescriptor) or batch_descriptor.num_tokens < 1:
@@ -125,7 +136,15 @@ class CudagraphKeyDispatcher(Unlocked):
             self._swap({**keys, runtime_mode: keys[runtime_mode] | {batch_descriptor}})
 
     def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
-        """Remove the key of a graph that is gone; a key that is not there is ignored. Builds a new table."""
+        """Remove the key of a graph that is gone. Builds a new table.
+
+        Args:
+            runtime_mode: ``PIECEWISE`` or ``FULL``.
+            batch_descriptor: The key; one that is not there is ignored.
+
+        Raises:
+            ConfigError: The mode is another one.
+        """
         _check_runtime_mode(runtime_mode)
         with self._lock:
             keys = self.table.keys
@@ -136,8 +155,14 @@ class CudagraphKeyDispatcher(Unlocked):
 
         Mixed batches get a key for each size and variant. If uniform decode has graphs of its own, their sizes go from
         the query length to the most tokens of ``max_num_reqs`` requests, as in vLLM 0.11.1. With ``query_lens`` these
-        sizes are rounded up to multiples of each query length, and the keys name their requests. The mode may be a
-        member of vLLM's own enumeration. Raises ``ConfigError`` if it needs a split model and ``piecewise`` is False.
+        sizes are rounded up to multiples of each query length, and the keys name their requests.
+
+        Args:
+            cudagraph_mode: The mode; it may be a member of vLLM's own enumeration.
+            uniform_decode_query_len: The tokens that each request of a uniform decode batch schedules.
+
+        Raises:
+            ConfigError: The mode needs a split model and ``piecewise`` is False, or the query length is wrong.
         """
         cudagraph_mode = mode_of(cudagraph_mode)
         check_count("uniform_decode_query_len", uniform_decode_query_len)
@@ -154,8 +179,15 @@ class CudagraphKeyDispatcher(Unlocked):
         """The runtime mode and key for a batch that the caller has padded, by the rules of vLLM 0.11.1.
 
         That is the exact full graph, else the full graph for any batch, else the piecewise one, else ``(NONE, None)``.
-        Cascade attention skips full graphs. If a more general graph serves a uniform batch, the key of that graph comes
-        back. Keys that name no requests serve every number of them.
+        Keys that name no requests serve every number of them.
+
+        Args:
+            batch_descriptor: The padded batch.
+            use_cascade_attn: Whether the step uses cascade attention, which skips full graphs.
+
+        Returns:
+            The mode and the key of the graph. If a more general graph serves a uniform batch, it is the key of that
+                graph.
         """
         table = self.table
         return (table.piecewise_answers if use_cascade_attn else table.answers)[batch_descriptor]
@@ -170,21 +202,35 @@ class CudagraphKeyDispatcher(Unlocked):
         allowed_modes: Collection[CUDAGraphMode] | None = None,
         excluded_modes: Collection[CUDAGraphMode] = (),
     ) -> Decision:
-        """The decision for a batch as it is, before padding: mode, key, padded size and the reason.
+        """The decision for a batch before padding: mode, key, padded size and the reason.
 
-        ``query_len`` is the number of tokens that *every* request of a uniform decode batch schedules, None for a mixed
-        batch. If the counts contradict it, the batch counts as mixed. Without ``num_reqs`` the batch may have as many
-        requests as tokens, up to ``max_num_reqs``. An integer ``variant`` is rounded up to a captured one; any other
-        must be captured itself. ``allowed_modes`` less ``excluded_modes`` are the runtime modes to choose from.
+        For a batch that was decided before this is one lookup, hit or miss.
 
-        For a batch that was decided before this is one lookup, hit or miss. Raises ``ConfigError`` for a negative
-        ``num_tokens`` or if no mode is left, and ``FallbackError`` if no graph serves the batch and NONE is not
-        allowed.
+        Args:
+            num_tokens: The number of tokens.
+            num_reqs: The number of requests. None: as many as tokens, up to ``max_num_reqs``.
+            query_len: The tokens that *every* request of a uniform decode batch schedules; None for a mixed batch. If
+                the counts contradict it, the batch counts as mixed.
+            variant: The variant that the step needs. An integer is rounded up to a captured one; any other must be
+                captured itself.
+            allowed_modes: The runtime modes to choose from. None: all.
+            excluded_modes: Runtime modes to leave out of those.
+
+        Returns:
+            The decision.
+
+        Raises:
+            ConfigError: ``num_tokens`` is negative, or no mode is left.
+            FallbackError: No graph serves the batch, and ``NONE`` is not allowed.
         """
         return self.table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
 
     def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
-        """What to capture, largest first: piecewise graphs, then full ones; empty until the keys are initialised."""
+        """What to capture: by runtime mode, the keys, largest first.
+
+        Returns:
+            Piecewise graphs, then full ones; empty until the keys are initialised.
+        """
         table = self.table
         if table.mode is None:
             return []

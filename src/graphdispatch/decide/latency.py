@@ -1,4 +1,4 @@
-"""Measures the device time of dispatched steps and tells a policy, without ever waiting for the device."""
+"""Measures the device time of dispatched steps for a policy, without ever waiting for the device."""
 
 from collections import deque
 
@@ -10,8 +10,8 @@ from .policies import DispatchPolicy
 
 __all__ = ["LatencyMeter"]
 
-_MOST_PENDING = 64  # steps whose time the device has not told yet; while there are as many, no more are timed
-_POLLS = 4  # of them asked for their time at once, in turn: however far the device is behind, a step costs the same
+_MOST_PENDING = 64  # steps whose time the device has not reported yet; while there are as many, no more are timed
+_POLLS = 4  # of them polled at once, in turn: however far the device is behind, a step costs the same
 
 
 class LatencyMeter:

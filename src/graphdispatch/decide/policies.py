@@ -23,32 +23,57 @@ def check_limits(min_tokens_for_graph: int, max_tokens_for_graph: int) -> None:
 
 
 class DispatchPolicy(ABC):
-    """Decides for one key. Called on every dispatch, possibly from several threads at once.
+    """Decides for one key whether a graph serves it, and in which mode. Subclass it for rules of your own.
 
-    A dispatcher asks ``should_use_graph``, and then ``select_mode``. If the first answer is no, the step runs eagerly
-    and the second question is not asked. A policy that learns says yes also where a graph is due for a trial, and may
-    answer ``EAGER`` to the second question, to try that.
+    A dispatcher calls it on every dispatch, possibly from several threads at once: first ``should_use_graph``, and if
+    that is true ``select_mode``. Otherwise the step runs eagerly. A policy that learns returns True also where a graph
+    is due for a trial; its ``select_mode`` may return ``EAGER``, to try that.
     """
 
     learns: ClassVar[bool] = False
-    """Whether a dispatcher measures its steps and tells ``record`` what they took."""
+    """Whether a dispatcher measures its steps and calls ``record`` with what they took."""
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:  # noqa: B027 (most do not learn)
-        """Learn that a step of ``key`` took ``latency`` milliseconds of device time in ``mode``; may be called late."""
+        """Learn what a step took. A dispatcher calls it only if ``learns`` is true, and possibly late.
+
+        Args:
+            key: The key of the step.
+            mode: The mode that it ran in.
+            latency: Its device time in milliseconds.
+        """
 
     @abstractmethod
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Whether a graph should serve ``key``, given whether there is one."""
+        """Whether a graph should serve a key.
+
+        Args:
+            key: The key of the batch.
+            graph_available: Whether there is a graph that can serve it now.
+        """
 
     @abstractmethod
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
-        """The mode for ``key`` among those that can serve it now; ``EAGER`` always can."""
+        """The mode for a key.
+
+        Args:
+            key: The key of the batch.
+            available_modes: The modes that can serve it now; ``EAGER`` always can.
+
+        Returns:
+            One of ``available_modes``.
+        """
 
 
 class DefaultDispatchPolicy(DispatchPolicy):
-    """Prefers a graph where there is one, for batches of ``min_tokens_for_graph`` to ``max_tokens_for_graph`` tokens.
+    """Prefers a graph where there is one, for batches whose number of tokens is within limits. Thread-safe.
 
-    ``prefer_piecewise`` takes a piecewise graph before a full one. Raises ``ConfigError`` for limits out of order.
+    Args:
+        min_tokens_for_graph: The fewest tokens of a batch that a graph serves.
+        max_tokens_for_graph: The most tokens of a batch that a graph serves.
+        prefer_piecewise: Take a piecewise graph before a full one.
+
+    Raises:
+        ConfigError: A limit is no positive integer, or they are out of order.
     """
 
     def __init__(
@@ -67,11 +92,24 @@ class DefaultDispatchPolicy(DispatchPolicy):
         )
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-        """Whether there is a graph and the number of tokens is within the limits."""
+        """Whether there is a graph and the number of tokens is within the limits.
+
+        Args:
+            key: The key of the batch.
+            graph_available: Whether there is a graph that can serve it now.
+        """
         return graph_available and self.min_tokens_for_graph <= key.num_tokens <= self.max_tokens_for_graph
 
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
-        """The preferred kind of graph, then the other, then eager."""
+        """The preferred kind of graph, then the other, then eager.
+
+        Args:
+            key: The key of the batch.
+            available_modes: The modes that can serve it now.
+
+        Returns:
+            One of ``available_modes``, or ``EAGER``.
+        """
         first, second = DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
         if self.prefer_piecewise:
             first, second = second, first

@@ -11,7 +11,14 @@ __all__ = ["AttentionSupport", "resolve_cudagraph_mode"]
 
 
 class AttentionSupport(IntEnum):
-    """Which batches an attention backend can serve in a full graph, by vLLM's levels; a larger value can do more."""
+    """Which batches an attention backend can serve in a full graph, by vLLM's levels; a larger value can do more.
+
+    Attributes:
+        NEVER: No batch.
+        UNIFORM_SINGLE_TOKEN_DECODE: Decode batches with one token for each request.
+        UNIFORM_BATCH: Batches whose requests all schedule the same number of tokens.
+        ALWAYS: All batches.
+    """
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -26,18 +33,26 @@ def resolve_cudagraph_mode(
     uniform_decode_query_len: int = 1,
     piecewise: bool = True,
 ) -> CUDAGraphMode:
-    """The mode that all attention backends of a model can serve: ``cudagraph_mode``, or a lower one with a warning.
+    """The mode that all attention backends of a model can serve: ``cudagraph_mode``, or a lower one.
 
-    ``supports`` maps the name of every attention backend in the model to its level. The lowest level decides; without
-    any, the mode stays. ``piecewise`` says that the model is split around attention, so that it can run in piecewise
-    graphs. The rules are vLLM's:
+    The lowest level decides. Each step down is a ``UserWarning`` that says what is lost. The rules are vLLM's:
 
     - ``FULL`` needs ``ALWAYS``, and otherwise becomes ``FULL_AND_PIECEWISE``, or ``FULL_DECODE_ONLY`` without a split.
     - Full graphs of uniform decode need ``UNIFORM_BATCH`` for a query length above 1, and any level but ``NEVER`` for
       1. Otherwise the mode becomes ``PIECEWISE``, or ``NONE`` without a split.
 
-    Each step down is a ``UserWarning`` that says what is lost. Raises ``ConfigError`` for ``FULL`` if a backend
-    supports no full graph at all, and for a mode with piecewise graphs if the model is not split.
+    Args:
+        cudagraph_mode: The mode that was configured.
+        supports: The level of every attention backend in the model, by name. Without any, the mode stays.
+        uniform_decode_query_len: The tokens that each request of a uniform decode batch schedules, at least 1.
+        piecewise: Whether the model is split around attention, so that it can run in piecewise graphs.
+
+    Returns:
+        The mode.
+
+    Raises:
+        ConfigError: The query length is wrong, the mode is ``FULL`` and a backend supports no full graph at all, or it
+            needs piecewise graphs and the model is not split.
     """
     if uniform_decode_query_len < 1:
         raise ConfigError(f"uniform_decode_query_len must be >= 1, got {uniform_decode_query_len}")

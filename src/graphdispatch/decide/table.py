@@ -5,9 +5,9 @@ prefers FULL to PIECEWISE, then the nearest size, then the nearest variant, then
 the graph that was captured for fewer requests.
 
 Note [decisions on demand]
-    A table of a thousand sizes and eight variants has some hundred thousand decisions, and traffic asks for a few
-    hundred of them. Each is made by bisection when it is first asked for, and kept. So making a table costs one pass
-    over its keys, and every later question, hit or miss, is a lookup.
+    A table of a thousand sizes and eight variants has some hundred thousand decisions, and traffic needs a few
+    hundred of them. Each is made by bisection at its first lookup, and kept. So making a table costs one pass over its
+    keys, and every later decision, hit or miss, is a lookup.
 """
 
 import sys
@@ -57,11 +57,11 @@ def query_len_of(key: BatchDescriptor, default: int | None) -> int | None:
 
 
 class KeyTable(MadeAnew):
-    """Every decision that a set of keys allows. Immutable, so that any number of threads may ask it.
+    """Every decision that a set of keys allows. Immutable and thread-safe.
 
     ``mode`` is the configured mode and ``query_len`` the uniform query length. Both are None until the keys are
-    initialised, and until then no graph serves. No batch has more than ``max_num_reqs`` requests. ``cost`` is asked
-    once about each batch. See Note [decisions on demand].
+    initialised, and until then no graph serves. No batch has more than ``max_num_reqs`` requests. ``cost`` is evaluated
+    once for each batch. See Note [decisions on demand].
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class KeyTable(MadeAnew):
         allowed_modes: Collection[CUDAGraphMode] | None = None,
         excluded_modes: Collection[CUDAGraphMode] = (),
     ) -> Decision:
-        """The decision for any batch, as ``CudagraphKeyDispatcher.decide`` documents it."""
+        """The decision for any batch; see ``CudagraphKeyDispatcher.decide``."""
         if query_len is not None and num_reqs is not None and num_reqs * query_len != num_tokens:
             query_len = None
         if allowed_modes is None:
@@ -139,7 +139,7 @@ class KeyTable(MadeAnew):
         return self._decisions[query_len, variant, allowed_modes, num_reqs, num_tokens]
 
     def _decide(self, batch: _Batch) -> Decision:
-        """Make a decision, for the first time that it is asked for."""
+        """Make a decision, at its first lookup."""
         query_len, variant, allowed, num_reqs, num_tokens = batch
         _check_batch(num_tokens, query_len, allowed)
         if query_len is not None and num_tokens % query_len:

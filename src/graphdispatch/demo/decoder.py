@@ -21,7 +21,20 @@ __all__ = ["PRESETS", "Decoder", "DecoderConfig"]
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The dimensions of a decoder. ``window`` is the longest sequence that a cache slot holds, in tokens."""
+    """The dimensions of a decoder. Frozen.
+
+    Args:
+        layers: The number of decoder layers.
+        hidden: The width of a row between layers.
+        heads: The number of query heads.
+        kv_heads: The number of key-value heads, a divisor of ``heads``.
+        head_dim: The width of a head, even.
+        ffn: The width inside the feed-forward part.
+        vocab: The number of tokens in the vocabulary.
+        window: The longest sequence that a cache slot holds, in tokens.
+        rope_theta: The base of the rotary frequencies.
+        norm_eps: The epsilon of the norms.
+    """
 
     layers: int
     hidden: int
@@ -106,11 +119,18 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder with ``slots`` cache slots, one scratch slot, and seeded random weights.
+    """A decoder with cache slots, one scratch slot, and seeded random weights.
 
     The cache is two buffers ``[layers, slots + 1, kv_heads, window, head_dim]``. ``forward`` writes them in place and
     changes nothing else. It reads no value back to the host, and its shapes depend only on the number of rows, so it
     can be captured at every size. Make one call at a time, since calls share the cache.
+
+    Args:
+        config: The dimensions.
+        slots: The number of cache slots, besides the scratch slot.
+        seed: The seed of the weights.
+        device: Where weights and cache lie.
+        dtype: The dtype of weights, cache and logits.
     """
 
     cache_keys: Tensor
@@ -149,7 +169,16 @@ class Decoder(nn.Module):
         return self.slots
 
     def forward(self, token_ids: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Three int64 ``[N]`` -> logits ``[N, vocab]``, one row for each token: see Note [rows]."""
+        """The logits of each token's successor, one row for each token: see Note [rows].
+
+        Args:
+            token_ids: The tokens, int64 ``[N]``.
+            slots: The cache slot of each token's sequence, int64 ``[N]``.
+            positions: The position of each token in its sequence, int64 ``[N]``.
+
+        Returns:
+            The logits ``[N, vocab]``.
+        """
         rows = _Rows(
             slots,
             positions,

@@ -38,7 +38,11 @@ class SizePredictor(Unlocked):
         self._follows = np.zeros((len(self.sizes) + 1, len(self.sizes) + 1))
 
     def observe(self, key: DispatchKey) -> None:
-        """Take in the key of the step that comes next."""
+        """Take in the key of the step that comes next.
+
+        Args:
+            key: The key; its number of tokens counts.
+        """
         now = bisect_left(self.sizes, key.num_tokens)
         with self._lock:
             self._follows[self._last] *= self._keep
@@ -48,8 +52,15 @@ class SizePredictor(Unlocked):
     def forecast(self, horizon: int = 1) -> list[tuple[int, float]]:
         """All sizes, the likeliest first; before the first observation all are equally likely.
 
-        Each comes with the probability that it is needed within the next ``horizon`` steps; over several steps that
-        is an upper estimate, which takes the steps for independent.
+        Args:
+            horizon: The number of steps to look ahead.
+
+        Returns:
+            Each size with the probability that one of the next ``horizon`` steps needs it. Over several steps that is
+                an upper estimate, which takes the steps for independent.
+
+        Raises:
+            ConfigError: ``horizon`` is no positive integer.
         """
         check_count("horizon", horizon)
         with self._lock:
@@ -66,10 +77,10 @@ class SizePredictor(Unlocked):
 
 
 class Prewarmer:
-    """Has the sizes that are forecast captured in pauses, before steps need them. Thread-safe; it starts no thread.
+    """Captures the sizes that are forecast in pauses, before steps need them. Thread-safe.
 
-    A pause counts once it has lasted as long as a capture is expected to take: what has lasted tends to last.
-    ``capture_ms`` is that time, learnt from the captures made, and ``spent_ms`` what all of them took, in milliseconds.
+    Captures when it is called, and starts no thread. A pause counts once it has lasted as long as a capture is expected
+    to take: what has lasted tends to last.
 
     Args:
         predictor: What forecasts the sizes.
@@ -79,8 +90,12 @@ class Prewarmer:
         horizon: Within how many steps it must be needed.
         clock: Gives seconds.
 
+    Attributes:
+        capture_ms: The time that a capture is expected to take, in milliseconds; it is learnt from those made.
+        spent_ms: The time that all captures took, in milliseconds.
+
     Raises:
-        ConfigError: If an argument is wrong.
+        ConfigError: An argument is wrong.
     """
 
     def __init__(
@@ -102,24 +117,37 @@ class Prewarmer:
         self.capture_ms, self.spent_ms = 100.0, 0.0
 
     def step_started(self, key: DispatchKey) -> None:
-        """Say that a step for ``key`` starts; the predictor observes it."""
+        """Note that a step starts; the predictor observes its key.
+
+        Args:
+            key: The key of the step.
+        """
         self.predictor.observe(key)
         with self._lock:
             self._running += 1
 
     def step_ended(self) -> None:
-        """Say that a step has ended, by an error too. Raises ``ConfigError`` if none was running."""
+        """Note that a step has ended, by an error too.
+
+        Raises:
+            ConfigError: No step was running.
+        """
         with self._lock:
             if not self._running:
                 raise ConfigError("step_ended() must follow step_started(), got one call too many")
             self._running, self._paused_at = self._running - 1, self._clock()
 
     def capture_one(self, target: Any) -> int | None:
-        """In a pause, have ``target`` capture the likeliest size without a graph; returns the size, or None.
+        """Capture the likeliest size that has no graph, if this is a pause. Call it whenever there is nothing to serve.
 
-        ``target`` is what ``graphed`` made, a manager, a dispatcher or an adaptive wrapper: it has ``captured_sizes``
-        and ``capture_size(size)``. Call it whenever there is nothing to serve. A size that cannot be captured costs its
-        time, and the next one is tried while the budget lasts.
+        A size that cannot be captured costs its time, and the next one is tried while the budget lasts.
+
+        Args:
+            target: What captures: a callable made by ``graphed``, a manager, a dispatcher or an adaptive wrapper. It
+                has ``captured_sizes`` and ``capture_size(size)``.
+
+        Returns:
+            The size that was captured, or None.
         """
         ready = set(target.captured_sizes)
         for size, chance in self.predictor.forecast(self._horizon):

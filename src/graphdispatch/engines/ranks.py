@@ -30,7 +30,14 @@ _Graph = tuple[CUDAGraphMode, int]
 
 
 class RankVote(NamedTuple):
-    """What one rank could do in one step: its rows, its mode, whether it would capture, and the graphs that it has."""
+    """What one rank could do in one step.
+
+    Attributes:
+        rows: The number of rows of its batch; 0 for no work.
+        mode: The value of the best mode that the batch allows.
+        may_capture: Whether it would capture; 1 or 0.
+        graphs: The mode and the size of each graph that it has.
+    """
 
     rows: int
     mode: int
@@ -60,12 +67,20 @@ class Agreement(NamedTuple):
 
 
 def merge_votes(votes: Sequence[RankVote], sizes: Sequence[int], tried: Collection[_Graph] = ()) -> Agreement:
-    """The agreement that follows from the votes of all ranks, in order of rank. A pure function.
+    """The agreement that follows from the votes of all ranks. A pure function.
 
     The mode is the least mode of all votes, and the number of rows the largest. The first of these that is possible is
     taken: replay the nearest size that holds the rows, if all ranks have its graph; capture that size, if all ranks
     would and it is not in ``tried``; replay the nearest size that all ranks have, in the best mode for which there is
     one; run eagerly.
+
+    Args:
+        votes: The votes, in order of rank.
+        sizes: The capture sizes, strictly increasing.
+        tried: Graphs that are not captured again: the mode and the size of each.
+
+    Returns:
+        What all ranks do.
     """
     rows, mode = max(vote.rows for vote in votes), CUDAGraphMode(min(vote.mode for vote in votes))
     refusing = [rank for rank, vote in enumerate(votes) if vote.mode == CUDAGraphMode.NONE or vote.rows > sizes[-1]]

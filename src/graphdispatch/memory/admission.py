@@ -1,4 +1,4 @@
-"""When a key deserves a graph: at its n-th miss within a window, and later if its earlier graphs did not pay."""
+"""When a key gets a graph: at its n-th miss within a window, and later if its earlier graphs did not pay."""
 
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -29,7 +29,7 @@ class _Shortfall(NamedTuple):
 class Admission:
     """Counts misses of keys that have no graph; a key is captured at its ``capture_after``-th miss within ``window``.
 
-    Time is counted in uses: replays of any graph in the process, and misses. A hit is not told to this class. The time
+    Time is counted in uses: replays of any graph in the process, and misses. This class does not see hits. The time
     of the first miss that counts is also how a full cache compares a newcomer with what it holds: an entry may go only
     if it has not been used since (the rule of LIRS, Jiang and Zhang 2002). So neither a scan of odd sizes nor a cycle
     over more sizes than there is room for evicts what is in use, and a size that comes often displaces what does not.
@@ -102,7 +102,7 @@ class Admission:
         self._misses.pop(key, None)
 
     def evicted(self, key: Hashable, replays: int) -> None:
-        """Note that a graph went after so many replays, though nobody asked for that. From any thread."""
+        """Note that a graph went after so many replays, though nobody requested that. From any thread."""
         with self._lock:
             lacking = self._shortfalls.pop(key, _Shortfall(0)).replays + _REPLAYS_THAT_PAY - replays
             if lacking > 0:

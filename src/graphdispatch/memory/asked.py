@@ -1,4 +1,4 @@
-"""What is asked of an entry by itself: the checks of inputs that are given by name, and their replay."""
+"""Entries used directly: the checks of inputs that are given by name, and their replay."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

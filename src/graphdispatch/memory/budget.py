@@ -1,4 +1,4 @@
-"""``MemoryBudget``: at most so many graphs and bytes, over one cache or over several, and who has to go for that."""
+"""``MemoryBudget``: a limit on graphs and bytes, over one cache or over several, and what is evicted for it."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -59,12 +59,21 @@ class Choice(NamedTuple):
 
 
 class MemoryBudget(Shared):
-    """At most ``max_cached_graphs`` graphs and ``memory_budget_bytes`` bytes; None sets no limit.
+    """A limit on the graphs and bytes of several callables together.
 
-    The bytes are those of pools, static inputs, output buffers and graphs, shared ones counted once. Give a budget to
-    several wrappers, ``graphed`` callables or managers, and the graph of the lowest score among all of theirs goes
-    (``eviction``); each of them keeps its own limits as well. A graph that another one's capture evicted is captured
-    anew when it comes again. A graph that is larger than the budget by itself is not kept. Thread-safe.
+    Give one budget to several wrappers, ``graphed`` callables or managers (``CUDAGraphOptions(budget=...)``). When it
+    is full, the graph of the lowest score among all of theirs goes, and each of them keeps its own limits as well. A
+    graph that another one's capture evicted is captured anew when it comes again. A graph that is larger than the
+    budget by itself is not kept. The budget keeps no callable alive. Thread-safe.
+
+    Args:
+        memory_budget_bytes: The most bytes of pools, static inputs, output buffers and graphs; shared memory counts
+            once. None: no limit.
+        max_cached_graphs: The most graphs. None: no limit.
+        eviction: Which graph goes: the name of a policy, or an ``EvictionPolicy``.
+
+    Raises:
+        ConfigError: A limit or the policy is wrong.
     """
 
     def __init__(
@@ -95,10 +104,13 @@ class MemoryBudget(Shared):
         return Frecency()
 
     def join(self, cache: "GraphCache") -> None:
-        """Count the graphs of ``cache`` from now on; nothing is evicted yet. The budget keeps no cache alive.
+        """Count the graphs of ``cache`` from now on; nothing is evicted yet.
 
-        A cache that was made with this budget has joined it, and makes room in it before each capture. Any other
-        member adds graphs without asking the budget; call ``enforce`` afterwards.
+        A cache that was made with this budget has joined it, and makes room in it before each capture. Any other member
+        adds graphs without a check; call ``enforce`` afterwards. The budget keeps no cache alive.
+
+        Args:
+            cache: The cache.
         """
         with self.lock:
             self._references = (*(known for known in self._references if known() not in (None, cache)), ref(cache))
@@ -110,11 +122,18 @@ class MemoryBudget(Shared):
     def choose(
         self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, gone: Collection[CUDAGraphEntry] = ()
     ) -> Choice:
-        """What has to go for ``newcomer``, or for one more graph that holds as much as those here do on average.
+        """Which graphs have to go to make room for one more. Changes nothing; call it with ``lock`` held.
 
-        Only entries whose last use was before ``since`` (None: any) may go; ``gone`` go anyway. The lowest scores go
-        first, but an entry stays if it fits beside all others that stay: one whose end frees nothing does not go for
-        its bytes. Called with ``lock`` held; changes nothing.
+        The lowest scores go first, but an entry stays if it fits beside all others that stay: one whose end frees
+        nothing does not go for its bytes.
+
+        Args:
+            newcomer: The entry that needs room. None: one more graph, as large as those here are on average.
+            since: Only entries whose last use was before this use may go. None: any.
+            gone: Entries that go in any case.
+
+        Returns:
+            The entries that have to go, with their scores, and whether there is room then.
         """
         held = [victim for victim in self.candidates() if victim.entry not in gone]
         # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
@@ -130,10 +149,16 @@ class MemoryBudget(Shared):
         return self._choose(held, reason, fits, lambda entry: since is None or entry.last_used < since)
 
     def enforce(self, keep: Collection[CUDAGraphEntry] = ()) -> list[Victim]:
-        """Drop what must go until the limits hold, whichever cache has it, and return it for release.
+        """Drop entries until the limits hold, whichever cache has them.
 
-        ``keep`` and entries with a replay in flight stay; where only bytes are over, so do entries that hold none. The
-        limits may therefore still be exceeded afterwards. Thread-safe; locks one member at a time.
+        Where only bytes exceed the limit, entries that hold none stay. So the limits may still be exceeded afterwards.
+        Thread-safe; locks one member at a time.
+
+        Args:
+            keep: Entries that stay. Those with a replay in flight stay as well.
+
+        Returns:
+            What was dropped; the caller releases it.
         """
         with self.lock:
             held = self.candidates()

@@ -166,7 +166,7 @@ class GraphCache:
             return self._entries.get(victim.key) is victim.entry and bool(self._take(victim.key, victim.reason))
 
     def record(self, eviction: Eviction) -> None:
-        """Count a release in ``stats``, and tell ``admission`` of it unless the user asked for it."""
+        """Count a release in ``stats``, and tell ``admission`` of it unless the user requested it."""
         self.stats.record_eviction(eviction)
         told = eviction.descriptor.num_tokens, eviction.reason, eviction.replays, eviction.freed_bytes
         _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *told)

@@ -1,4 +1,4 @@
-"""The entry: one captured graph with everything that belongs to it. There is one class for all front doors."""
+"""The entry: one captured graph with everything that belongs to it. There is one class for all front ends."""
 
 import math
 import time
@@ -44,13 +44,31 @@ _MOST_PLANS = 8192
 class CUDAGraphEntry(NotCopied):
     """One captured graph: what it serves, its buffers, outputs, pool, state and statistics.
 
-    Made complete by ``capture_entry`` and published after. ``serve`` is thread-safe; it holds the pool's lock.
+    ``capture_time`` is when it was captured, ``capture_time_ms`` how long that took. ``output`` is None once the graph
+    is released. ``input_addresses`` are the input pointers. ``key`` is the front end's name for the graph; for a
+    manager, (batch size, sequence length). ``replay`` raises ``ReplayError`` for a batch whose padding no comparison
+    has tested, since an entry has no eager path.
+
+    Front ends make entries; ``replay`` and ``release`` are thread-safe, and wait for the pool's lock.
+
+    Attributes:
+        descriptor: What the graph serves.
+        mode: The runtime mode: ``FULL`` or ``PIECEWISE``.
+        size: The rows of the graph, padding included.
+        graph: The backend's graph.
+        pool: The memory of the graph, which other graphs may share.
+        backend: The backend that captured it.
+        inputs: The static inputs that it reads.
+        outputs: What it writes, and how that is returned.
+        state: Whether it was compared with eager, failed or was released.
+        replay_count: The number of replays.
+        last_used: When it was last used, on a clock that counts uses in the process.
     """
 
     descriptor: BatchDescriptor
     mode: CUDAGraphMode
     key: Hashable
-    """What its door calls it: a batch descriptor, a size, a dispatch key, or batch size and sequence length."""
+    """The front end's name for it: a batch descriptor, a size, a dispatch key, or batch size and sequence length."""
     size: int
     graph: Graph
     pool: Pool
@@ -115,7 +133,7 @@ class CUDAGraphEntry(NotCopied):
     place: Hashable = None
     """Its key in the cache that keeps it; ``key`` until one does."""
     stats: CUDAGraphStats | None = None
-    """Where the replays count that somebody asks of the entry itself; its door counts its own calls."""
+    """Where direct replays of the entry count; its front end counts its own calls."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
     _timer: Timer | None = None
     _is_timed: bool = False
@@ -140,13 +158,20 @@ class CUDAGraphEntry(NotCopied):
         return self.state is EntryState.CAPTURED and self.replay_count >= MOST_ALIKE
 
     def differs(self, values: Sequence[Any]) -> bool:
-        """Whether a batch is another one than that with which it was captured (yes, if that was not kept)."""
+        """Whether a batch is another one than that with which it was captured (yes, if that was not kept).
+
+        Args:
+            values: The flat values of the call.
+        """
         pairs = [pair for pair in zip(values, self.warm_batch, strict=False) if is_tensor(pair[1])]
         return not pairs or not all(starmap(bits_equal, pairs))
 
     def may_pad(self, rows: int) -> bool:
-        """Whether comparisons with eager say that a batch of ``rows`` rows may be served: a full one, or a padded one
-        if rows are proven to be independent and so many were compared."""
+        """Whether comparisons with eager allow a batch: a full one, or a padded one if rows are proven independent.
+
+        Args:
+            rows: The number of real rows; so many must have been compared.
+        """
         if rows == self.size:
             return True
         proof = self.proof
@@ -155,7 +180,11 @@ class CUDAGraphEntry(NotCopied):
         return self.compared.covers(rows, self.size)
 
     def compares(self, rows: int) -> bool:
-        """Whether a batch of ``rows`` rows would be padded, and has to be compared with eager before."""
+        """Whether a batch would be padded, and has to be compared with eager before.
+
+        Args:
+            rows: The number of real rows.
+        """
         return rows != self.size and not self.may_pad(rows) and not self.depends_on_padding(rows)
 
     def trust(self) -> None:
@@ -166,16 +195,27 @@ class CUDAGraphEntry(NotCopied):
         self.compared.trust(self.size)
 
     def depends_on_padding(self, rows: int) -> bool:
-        """Whether a batch of ``rows`` rows would be padded although rows are known to depend on padding."""
+        """Whether a batch would be padded although rows are known to depend on padding.
+
+        Args:
+            rows: The number of real rows.
+        """
         return self.proof is not None and not self.proof.allows(rows, self.size)
 
     def loses(self, rows: int) -> bool:
-        """Whether a batch of ``rows`` rows would be padded, and eager is expected to be faster than that."""
+        """Whether a batch would be padded, and eager is expected to be faster than that.
+
+        Args:
+            rows: The number of real rows.
+        """
         return self.gain is not None and rows != self.size and cells_of(rows) < self.gain.loses_below
 
     def carries(self, values: Sequence[Any]) -> bool:
-        """Whether one of a call's tensors carries an attribute that the code may ask for. What torch's compiler notes
-        on the tensors that it is given is none."""
+        """Whether a tensor of a call carries an attribute that the code may read; notes of torch's compiler are none.
+
+        Args:
+            values: The flat values of the call.
+        """
         return any(not f"{name}".startswith("_dynamo_") for place in self.bare for name in values[place].__dict__)
 
     def fits_modes(self) -> bool:
@@ -195,7 +235,11 @@ class CUDAGraphEntry(NotCopied):
         self.last_used = next_use()
 
     def plan(self, rows: int) -> ReplayPlan:
-        """The prepared replay for ``rows`` rows; made once."""
+        """The prepared replay for a number of rows; made once.
+
+        Args:
+            rows: The number of real rows.
+        """
         plan = self._plans.get(rows)
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:
@@ -204,23 +248,40 @@ class CUDAGraphEntry(NotCopied):
         return plan
 
     def serve(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
-        """Copy in, replay, hand out: the outputs for ``rows`` rows of a call whose arguments were compared.
+        """Copy in, replay, and return the outputs of a call whose arguments were compared. Thread-safe.
 
         Raises as ``ReplayPlan.run`` does.
+
+        Args:
+            values: The flat values of the call.
+            rows: The number of real rows.
+            stats: Where the hit counts. None: nowhere.
         """
         if WINDOWS.open:
             WINDOWS.wait_for(self)
         return self.plan(rows).run(values, stats)
 
     def with_values(self, answer: Any, rows: int) -> Any:
-        """Eager's answer where a replay would put it; see ``Outputs.with_values``."""
+        """Eager's answer where a replay would put it; see ``Outputs.with_values``.
+
+        Args:
+            answer: Eager's outputs.
+            rows: The number of real rows.
+        """
         with self.pool.lock:
             return self.outputs.with_values(answer, rows)
 
     def fail(self, error: BaseException, before: Any, stage: ReplayStage) -> None:
-        """Raise ``ReplayError`` for a replay that stopped half-way; after one without effects the caller can run the
-        step eagerly, and the generator is where it was. Returns for an error that is the caller's own, which only the
-        graph itself raises, not the copies before and after it."""
+        """Raise ``ReplayError`` for a replay that stopped half-way.
+
+        After one without effects the caller can run the step eagerly, and the generator is where it was. Returns for an
+        error that is the caller's own, which only the graph itself raises, not the copies before and after it.
+
+        Args:
+            error: What stopped it.
+            before: The state of the random generator before the replay, or None.
+            stage: How far it came.
+        """
         if self.mutated:
             self.inputs.mark_dirty()
         self.backend.raise_if_lost(error)
@@ -241,36 +302,63 @@ class CUDAGraphEntry(NotCopied):
             raise failure from error
 
     def copy_back(self, values: Sequence[Any], rows: int) -> None:
-        """Copy the arguments that the graph wrote back to the caller's tensors. Hold the pool's lock."""
+        """Copy the arguments that the graph wrote back to the caller's tensors. Hold the pool's lock.
+
+        Args:
+            values: The flat values of the call.
+            rows: The number of real rows.
+        """
         for index in self.mutated:
             values[self.inputs.specs[index].position].copy_(self.inputs.real(index, rows, self.size))
         self.inputs.mark_dirty()
 
     @untraced
     def replay(self, inputs: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Check ``inputs`` (name to tensor, of at most ``size`` rows), copy them in, replay; the real rows' outputs.
+        """Check the inputs, copy them in, and replay the graph.
 
-        Without inputs the static buffers are used as they are. Nothing is compared with eager here, so a batch that
-        would have to be compared first is refused. Raises ``GuardError`` for an input that does not fit or needs a
-        gradient, before anything is copied. Raises ``ReplayError`` after eviction, once weights or captured variables
-        have moved, and for a batch that is not proven: one with padding that no comparison tested, or one that
-        ``verify_every`` wants compared. Counts as a hit of the door that captured the graph. Thread-safe.
+        Nothing is compared with eager here, so a batch that would have to be compared first is refused. Counts as a hit
+        of the front end that captured the graph. Thread-safe.
+
+        Args:
+            inputs: The inputs by name, of at most ``size`` rows. None: the static buffers hold them already.
+
+        Returns:
+            The outputs of the real rows, owned as the front end's options say.
+
+        Raises:
+            GuardError: An input does not fit or needs a gradient. Nothing was copied.
+            ReplayError: The graph was released, weights or captured variables have moved, or the batch is not proven:
+                its padding is one that no comparison tested, or ``verify_every`` wants it compared.
         """
         from .asked import replay  # here, as below
 
         return replay(self, inputs)
 
     def check(self, inputs: Mapping[str, Any]) -> tuple[Sequence[Any], int]:
-        """The values to ``serve`` and their number of rows; raises ``GuardError`` for inputs that do not fit.
+        """The flat values of a call and its number of rows, for ``serve``.
 
-        Every copied tensor must be given; static tensors and constants may be, and must be those of the capture.
+        Args:
+            inputs: The inputs by name. Every copied tensor must be given; static tensors and constants may be, and must
+                be those of the capture.
+
+        Returns:
+            The values, and the number of rows.
+
+        Raises:
+            GuardError: An input does not fit.
         """
-        from .asked import check_inputs  # here, since doors compare calls by their signatures
+        from .asked import check_inputs  # here, since front ends compare calls by their signatures
 
         return check_inputs(self, inputs)
 
     def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
-        """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known."""
+        """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known.
+
+        Args:
+            values: The flat values of the call.
+            rows: The number of real rows.
+            stats: Where the hit counts. None: nowhere.
+        """
         plan = self.plan(rows)
         if WINDOWS.open:
             WINDOWS.wait_for(self)

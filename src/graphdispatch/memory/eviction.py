@@ -44,10 +44,22 @@ class EvictionPolicy(MadeAnew, ABC):
 
     @abstractmethod
     def scores(self, entries: Sequence[CUDAGraphEntry]) -> list[float]:
-        """The score of each entry now. Asking twice gives the same, unless an entry was used in between."""
+        """The score of each entry now. A second call gives the same, unless an entry was used in between.
+
+        Args:
+            entries: The graphs that are kept.
+
+        Returns:
+            A score for each of ``entries``, in their order.
+        """
 
     def evicted(self, entry: CUDAGraphEntry, score: float) -> None:
-        """Note that an entry of this score is evicted, for policies that age or remember."""
+        """Note that an entry is evicted, for policies that age or remember.
+
+        Args:
+            entry: The entry.
+            score: Its score.
+        """
         del entry, score
 
 

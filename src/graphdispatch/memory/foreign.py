@@ -1,4 +1,4 @@
-"""Entries around graphs that somebody else captured: the memory stays theirs, the bookkeeping is ours."""
+"""Entries around graphs that somebody else captured: they own the memory, this library keeps the statistics."""
 
 from collections.abc import Hashable
 from typing import Any, Protocol, runtime_checkable
@@ -85,11 +85,20 @@ def entry_around(
     idempotent: bool = False,
     addresses: tuple[int, ...] | None = None,
 ) -> CUDAGraphEntry:
-    """An entry that replays ``graph`` and hands out ``outputs`` (tensors that it writes, or any nest) as they are.
+    """An entry around a graph that somebody else captured.
 
-    The graph's inputs are its owner's to fill; ``addresses`` are those that it reads, if they are known. Releasing the
-    entry only lets go of the graph. ``idempotent`` says that the step may be run again after a replay that stopped
-    half-way, whatever that wrote.
+    The graph's inputs are its owner's to fill. Releasing the entry only drops the reference to the graph.
+
+    Args:
+        graph: The graph.
+        key: The front end's name for it.
+        outputs: The tensors that it writes, or any nest of them, which are returned themselves.
+        piecewise: Whether it consists of graphs between eager breaks.
+        idempotent: Whether the step may be run again after a replay that stopped half-way, whatever that wrote.
+        addresses: The addresses of the tensors that it reads; None: not known.
+
+    Returns:
+        The entry.
     """
     pool = ForeignPool()
     tensors = sum(is_tensor(leaf) for leaf in tree_leaves(outputs))

@@ -77,7 +77,7 @@ class StaticInputs:
     def views(self, size: int) -> tuple[torch.Tensor, ...]:
         """The arguments of a graph of ``size`` rows, in the order of ``specs``: always the same tensors.
 
-        The buffers are allocated when first asked for.
+        The buffers are allocated at their first use.
         """
         if size not in self._views:
             with torch.inference_mode(False), torch.no_grad():

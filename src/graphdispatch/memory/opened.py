@@ -1,8 +1,8 @@
-"""Objects among outputs: opened into the values that they hold, so that a graph can give them back.
+"""Objects among outputs: opened into the values that they hold, so that a graph can return them.
 
 An object that the call makes (a cache, a batch encoding) is a node like a dict: its attributes are outputs. A hit makes
 a new object of the same class around the graph's results, without calling code of the class. An object that was there
-before the call is handed out itself.
+before the call is returned itself.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
-"""Outputs: which part of what a graph writes belongs to the batch, and how it is handed out.
+"""Outputs: which part of what a graph writes belongs to the batch, and how it is returned.
 
     clone     copies, one allocation each
     ring:N    a handle on the next of N preallocated copies; stale after N further calls of the signature
     view      a handle on graph memory; stale after the pool's next replay
-    static    graph memory as it is
+    static    graph memory itself
 
 Which dimension of an output follows the batch is learnt by comparing a run of the real rows with a run of another
 number of rows, never from a dimension that merely equals the number of rows.
@@ -46,8 +46,12 @@ __all__ = [
 class OutputView:
     """A handle on outputs in memory that is used again: ``get()`` returns them, or raises once they were overwritten.
 
-    Those in graph memory are valid until the next replay of any graph in the same pool, those in a ring of N copies
-    for N - 1 further calls of the same signature. Not to be kept past that.
+    Outputs in graph memory are valid until the next replay of any graph in the same pool; those in a ring of N copies
+    for N - 1 further calls of the same signature. Clone what you keep for longer.
+
+    Args:
+        value: The outputs.
+        source: Whose memory it is. None: memory that no replay touches, as of an eager step.
     """
 
     __slots__ = ("_generation", "_source", "_value")
@@ -66,7 +70,14 @@ class OutputView:
 
     @untraced
     def get(self) -> Any:
-        """The outputs. Raises ``StaleOutputError`` if a later replay has used their memory."""
+        """The outputs.
+
+        Returns:
+            The tensors in the shared memory, not copies.
+
+        Raises:
+            StaleOutputError: A later replay has used their memory.
+        """
         if self.is_stale:
             raise StaleOutputError(
                 "this view of a graph's output is stale: a later replay has used its memory; "
@@ -131,11 +142,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class Outputs:
-    """What one graph writes, cut to the real rows and handed out as the mode says.
+    """What one graph writes, cut to the real rows and returned as the mode says.
 
-    ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the
-    model returns) is handed out itself, as eager would. With a ring as ``buffers`` what is handed out is copied
-    there: allocated, checked and cut once, so that a hit only copies.
+    ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the model
+    returns) is returned itself, as by eager. With a ring as ``buffers`` the outputs are copied there: allocated,
+    checked and cut once, so that a hit only copies.
     """
 
     def __init__(
@@ -168,7 +179,7 @@ class Outputs:
             buffers.prepare([OutputSpec(tensor, dims, own) for (_, tensor), dims, own in parts])
 
     def taker(self, rows: int) -> Callable[[], Any]:
-        """What hands out the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
+        """What returns the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
         cut, build = self.peek(rows), self._build
         if self.buffers is not None:
             return self.buffers.taker(cut, build)
@@ -182,8 +193,11 @@ class Outputs:
         return lambda: build([tensor.clone() if own else tensor for tensor, own in parts])
 
     def parts(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:
-        """What the core hands out for ``rows`` real rows: clones of the tensors that are the graph's own, the others as
-        they are, and whether in a tuple. Empty where only ``taker`` can."""
+        """What the core needs to return the outputs for ``rows`` real rows; empty where only ``taker`` can.
+
+        It is the tensors, whether each is the graph's own (the core clones these and returns the others themselves),
+        and whether they form a tuple.
+        """
         if (
             self.buffers is not None
             or self._mode != "clone"
@@ -194,8 +208,10 @@ class Outputs:
         return tuple(self.peek(rows)), self._is_own, self._build is tuple
 
     def with_values(self, answer: Any, rows: int) -> Any:
-        """Eager's answer for ``rows`` rows, in the tensors that a replay would hand out: with ``outputs="static"`` the
-        graph's own, so that their addresses hold from the first call on. Call it with the pool's lock held."""
+        """Eager's answer for ``rows`` rows, in the tensors that a replay would return. Hold the pool's lock.
+
+        With ``outputs="static"`` they are the graph's own, so that their addresses hold from the first call on.
+        """
         if self._mode != "static":
             return answer
         if self._objects is not None:
@@ -261,7 +277,7 @@ def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]]
 
 
 def is_same_value(a: Any, b: Any) -> bool:
-    """Whether two values that are no tensors cannot be told apart: one object, or equal constants of one type."""
+    """Whether two values that are no tensors are indistinguishable: one object, or equal constants of one type."""
     return a is b or (type(a) is type(b) and type(a) in VALUES and repr(a) == repr(b))
 
 

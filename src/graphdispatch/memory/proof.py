@@ -14,7 +14,7 @@ __all__ = ["MOST_COMPARED", "Compared", "RowProof"]
 MOST_COMPARED = 64
 """The largest size of which each number of rows is compared with eager by itself."""
 
-_MOST_BATCHES = 3  # that are asked, where a proof takes its numbers from them
+_MOST_BATCHES = 3  # that are tested, where a proof takes its numbers from them
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class RowProof:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no further batch needs to be asked."""
+        """Whether no further batch needs to be tested."""
         return not (self.independent and (self.untested or self.assumed))
 
     @property
     def may_show_more(self) -> bool:
-        """Whether the next padded batch that is compared is asked as well."""
+        """Whether the next padded batch that is compared is tested as well."""
         return not self.is_complete or (self.independent and 0 < self.batches < _MOST_BATCHES)
 
     def after(self, earlier: "RowProof | None") -> "RowProof":
-        """This proof as one of a further batch: what an earlier one could tell stays told."""
+        """This proof as one of a further batch: what an earlier one has shown stays known."""
         if earlier is None or not (self.independent and earlier.is_complete):
             return self
         return replace(self, untested=(), assumed=(), batches=earlier.batches + 1)

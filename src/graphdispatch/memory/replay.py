@@ -31,7 +31,7 @@ across threads."""
 
 
 class ReplayPlan:
-    """Copy in, replay, hand out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
+    """Copy in, replay, copy out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
 
     __slots__ = ("_cells", "_entry", "_graph", "_load", "_pool", "_size", "_take", "_watched", "native", "rows")
 

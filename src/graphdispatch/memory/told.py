@@ -1,5 +1,8 @@
-"""What code can tell of an argument besides its values: where it lies in its storage, whether it needs a gradient,
-whether it is another argument or a tensor of the callable's state. Loaded only where code tells it."""
+"""Argument metadata that code reads, besides the values of an argument.
+
+It is where an argument lies in its storage, whether it needs a gradient, whether it is another argument or a tensor of
+the callable's state. Loaded only where code reads it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +20,7 @@ _MOST_KNOWN = 8
 
 
 class Told:
-    """What the code of a graph reads of its arguments so, in the calls that were compared with eager.
+    """What the code of a graph reads of its arguments' metadata, in the calls that were compared with eager.
 
     A graph reads its own buffers, so a call that differs here may take another branch. Calls are noted under the lock
     of whoever compares; any thread may ask. ``state`` are the tensors that an argument may be; it holds them.
@@ -32,7 +35,7 @@ class Told:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many kinds of calls were compared that others run eagerly."""
+        """Whether so many different calls were compared that others run eagerly."""
         return len(self._known) >= _MOST_KNOWN
 
     @property

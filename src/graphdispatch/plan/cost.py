@@ -40,12 +40,19 @@ class Document(BaseModel):
             raise ConfigError(_first_fault(error)) from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to ``path`` as JSON."""
+        """Write it to a file as JSON.
+
+        Args:
+            path: The file, which it replaces.
+        """
         Path(path).write_text(self.model_dump_json(exclude_none=True) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """What was saved to ``path``.
+        """What was saved to a file.
+
+        Args:
+            path: The file.
 
         Raises:
             ConfigError: If the file cannot be read, or holds something else. It names the file and the field.
@@ -160,7 +167,15 @@ class CostModel(Document):
         return cls(**columns)
 
     def at(self, name: str, sizes: ArrayLike) -> Floats:
-        """The cost called ``name`` at each of some sizes: ``cost.at("eager_ms", [1, 8])``."""
+        """The cost of one kind at each of some sizes: ``cost.at("eager_ms", [1, 8])``.
+
+        Args:
+            name: The name of a field.
+            sizes: The sizes, in tokens.
+
+        Returns:
+            The cost at each size, in the unit of the field.
+        """
         points: Mapping[int, float] = getattr(self, name)
         known, values = np.array(list(points), float), np.maximum.accumulate(list(points.values()))
         wanted = np.asarray(sizes, float)
@@ -170,7 +185,14 @@ class CostModel(Document):
         return found
 
     def step_ms(self, mode: CUDAGraphMode, sizes: ArrayLike) -> Floats:
-        """Milliseconds of a step by a graph of each of some sizes.
+        """The time of a step by a graph of each of some sizes.
+
+        Args:
+            mode: The runtime mode.
+            sizes: The sizes, in tokens.
+
+        Returns:
+            Milliseconds for each size.
 
         Raises:
             ConfigError: If the model does not know graphs of this mode.

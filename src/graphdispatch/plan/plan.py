@@ -114,7 +114,14 @@ class Plan(Document):
         return tuple(sorted({size for sizes in self.graphs.values() for size in sizes}))
 
     def sizes_of(self, mode: CUDAGraphMode) -> tuple[Any, ...]:
-        """The sizes of the graphs of a runtime mode, in increasing order; none if it was not planned for."""
+        """The sizes of the graphs of a runtime mode.
+
+        Args:
+            mode: The runtime mode.
+
+        Returns:
+            The sizes in increasing order; none if the mode was not planned for.
+        """
         return self.graphs.get(mode, ())
 
     def evaluate(self, workload: Workload, cost: CostModel | None = None) -> Evaluation:

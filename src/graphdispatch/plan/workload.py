@@ -99,6 +99,9 @@ class Workload:
     def from_stats(cls, stats: CUDAGraphStats) -> Self:
         """The calls that live counters have seen, by number of rows; all count as uniform decode.
 
+        Args:
+            stats: The counters, such as ``serve.stats``.
+
         Raises:
             ConfigError: If no call with a known number of rows was counted.
         """
@@ -162,7 +165,10 @@ class Workload:
         return int(self.shapes.prod(1).max())
 
     def split(self, fraction: float = 0.5) -> tuple[Self, Self]:
-        """The first ``fraction`` of the steps and the rest, to plan on one and judge on the other.
+        """The first steps and the rest, to plan on one part and judge on the other.
+
+        Args:
+            fraction: The share of the steps that comes first.
 
         Raises:
             ConfigError: If the order of the steps is not known, or no step is left on one side.

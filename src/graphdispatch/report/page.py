@@ -18,19 +18,23 @@ _UNKNOWN = "not measured"
 
 
 class GraphRow(NamedTuple):
-    """One graph that is held now. None stands for what nobody measured."""
+    """One graph that is held now. None stands for what nobody measured.
+
+    Attributes:
+        size: The size as the front end names it: ``8``, ``4 x 128``.
+        mode: The runtime mode.
+        hits: The calls that this graph served.
+        padding: The padding as a share of the rows that it computed for them.
+        gain_ms: By how much a replay of a full batch is faster than an eager call, in milliseconds.
+        nbytes: The bytes that releasing it frees; what all graphs share is not among them.
+    """
 
     size: str
-    """As the front end names it: ``8``, ``4 x 128``."""
     mode: str
     hits: int
-    """The calls that this graph served."""
     padding: float | None
-    """The padding as a share of the rows that it computed for them."""
     gain_ms: float | None
-    """By how much a replay of a full batch is faster than an eager call."""
     nbytes: int
-    """The bytes that releasing it frees; what all graphs share is not among them."""
 
     def cells(self) -> tuple[str, ...]:
         """The row as text, in the order of ``GRAPH_COLUMNS``."""
@@ -40,17 +44,23 @@ class GraphRow(NamedTuple):
 
 
 class ReasonRow(NamedTuple):
-    """Why calls ran eagerly."""
+    """Why calls ran eagerly.
+
+    Attributes:
+        reason: The value of the ``Reason``.
+        calls: The number of calls.
+        share: The share of all calls.
+        sentence: The reason in words.
+        remedy: What to do; empty where such calls come before a graph.
+        details: What failed captures say of it, such as a line of the model.
+    """
 
     reason: str
     calls: int
     share: float
-    """Of all calls."""
     sentence: str
     remedy: str
-    """What to do; empty where such calls come before a graph."""
     details: tuple[str, ...] = ()
-    """What failed captures say of it, such as a line of the model."""
 
     def cells(self) -> tuple[str, ...]:
         """The row as text, in the order of ``REASON_COLUMNS``."""
@@ -59,7 +69,13 @@ class ReasonRow(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """The calls with some numbers of rows: those that graphs served, and the others."""
+    """The calls with some numbers of rows.
+
+    Attributes:
+        rows: The numbers of rows.
+        graph: The calls that graphs served.
+        eager: The other calls.
+    """
 
     rows: str
     graph: int
@@ -75,27 +91,36 @@ class Report:
     """What a served callable did until the report was made. Immutable plain data.
 
     ``str`` gives it as text; a notebook and, where rich is installed, ``rich.print`` show it as tables.
+
+    Attributes:
+        name: The callable, or the class of its front end.
+        calls: All calls.
+        hits: The calls that graphs served.
+        padding: The padding as a share of all rows that graphs computed; None if the rows of calls are not known.
+        captures: The number of captures.
+        capture_ms: What they took together, in milliseconds.
+        evictions: The number of graphs that were evicted.
+        memory_bytes: What all graphs hold together, with their pool and buffers.
+        graphs: The graphs that are held now.
+        waiting: The sizes that have no graph now.
+        reasons: Why calls ran eagerly; those that somebody can do something about come first.
+        bars: The calls by their number of rows; none where it is not known.
+        marks: Where the capture sizes lie among the bars, in bars from the left.
     """
 
     name: str
     calls: int
     hits: int
     padding: float | None
-    """The padding as a share of all rows that graphs computed; None if the rows of calls are not known."""
     captures: int
     capture_ms: float
     evictions: int
     memory_bytes: int
-    """What all graphs hold together, with their pool and buffers."""
     graphs: tuple[GraphRow, ...]
     waiting: tuple[str, ...]
-    """The sizes that have no graph now."""
     reasons: tuple[ReasonRow, ...]
-    """Those that somebody can do something about come first."""
     bars: tuple[Bar, ...]
-    """The calls by their number of rows; none where it is not known."""
     marks: tuple[float, ...]
-    """Where the capture sizes lie among the bars, in bars from the left."""
 
     @property
     def headline(self) -> str:

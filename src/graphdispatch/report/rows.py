@@ -27,9 +27,17 @@ def make_report(
     groups: Iterable["GraphGroup"],
     memory_bytes: int,
 ) -> Report:
-    """The report on a front end: its counters, the graphs that it holds, and its groups with their failed captures.
+    """The report on a front end. If it is in use, the figures may be from slightly different moments.
 
-    If the callable is in use, the figures may be from slightly different moments.
+    Args:
+        name: What the report calls it.
+        stats: Its counters.
+        entries: The graphs that it holds.
+        groups: Its groups, with their failed captures.
+        memory_bytes: The bytes of all its graphs.
+
+    Returns:
+        The report.
     """
     entries, groups = sorted(entries, key=lambda entry: (entry.size, entry.mode)), list(groups)
     points: dict[int, Any] = {}

@@ -1,1 +1,1 @@
-"""The one server behind every door: lookups, hits, captures, failures, counters."""
+"""The one server behind every front end: lookups, hits, captures, failures, counters."""

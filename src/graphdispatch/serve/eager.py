@@ -1,4 +1,4 @@
-"""The eager path: how a call runs that no graph serves, and at once where it is known why none does."""
+"""The eager path: how a call runs that no graph serves, and at once where the reason is known beforehand."""
 
 import logging
 import threading

@@ -276,7 +276,7 @@ class GraphSet:
         return [entry for group in owned for entry in group.all_entries]
 
     def _rearm(self, reason: EvictionReason, tag: str) -> None:
-        """Release all graphs, with the buffers that they shared; sizes are captured anew when they are asked for."""
+        """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again."""
         for group in self.groups.values():
             group.forgive()
         self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])

@@ -11,7 +11,7 @@ __all__ = ["GridRoute"]
 
 
 class GridRoute(Route):
-    """One kind of calls, whose graphs are named by the extents that they have room for."""
+    """A route whose graphs are named by the extents that they have room for."""
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""

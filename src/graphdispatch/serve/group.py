@@ -37,10 +37,22 @@ RETRY = Backoff(first=16, factor=4)
 
 
 class Route:
-    """One kind of calls at a door: the sizes that serve it, and how its arguments are read.
+    """Calls of a front end that share a table of sizes: which sizes serve them, and how their arguments are read.
 
-    ``key`` is the door's name for it, unique within the door. A door makes a route once and gives it to the server
-    with each call. Changed only with the server's lock held; ``spellings`` is read without it.
+    A front end makes a route once and gives it to the server with each call. Changed only with the server's lock held;
+    ``spellings`` is read without it.
+
+    Args:
+        key: The front end's name for it, unique there.
+        table: The decisions for each number of rows.
+        rules: The user's rules for the arguments; None: every argument is static (``inputs="static"``).
+        descriptor: What its graphs serve, where the front end names them; None: by their sizes.
+        entry: The only graph of the route, where somebody else captured it; None where the server captures.
+        signature: The signature of its calls, where the front end knows it beforehand; None: learnt from each first
+            call.
+        is_single: Whether only calls like the first one are served.
+        captures: Whether the server captures what comes often; else the front end does, or somebody else did.
+        without_sizes: Why calls run eagerly if the table has no sizes.
     """
 
     __slots__ = ("__dict__", "refused", "spellings")
@@ -61,15 +73,15 @@ class Route:
         self.key = key
         self.table = table
         self.rules = rules
-        """What the user said of the arguments; None: every argument is static (``inputs="static"``)."""
+        """The user's rules for the arguments; None: every argument is static (``inputs="static"``)."""
         self.descriptor = descriptor
-        """What its graphs are called, where the door names them; None: by their sizes."""
+        """What its graphs serve, where the front end names them; None: by their sizes."""
         self.entry = entry
         """The only graph of the route, where somebody else captured it; None where the server captures."""
         self.signature = signature
-        """What its calls look like, where the door knows it beforehand; None: it is learnt from each first call."""
+        """The signature of its calls, where the front end knows it; None: it is learnt from each first call."""
         self.captures = captures and entry is None
-        """Whether the server captures what comes often; else only the door does, or somebody else did."""
+        """Whether the server captures what comes often; else only the front end does, or somebody else did."""
         self.without_sizes = without_sizes
         """Why calls run eagerly if the table has no sizes."""
         self.is_single = is_single
@@ -83,7 +95,7 @@ class Route:
         return self.descriptor or BatchDescriptor(size)
 
     def name_of(self, size: int) -> Hashable:
-        """What the door calls the graph of ``size``: the ``key`` of its entry."""
+        """The front end's name for the graph of ``size``: the ``key`` of its entry."""
         return self.descriptor or size
 
     def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
@@ -104,18 +116,18 @@ class Route:
         self.refused.add(Decision.eager(refusal.reason, detail=refusal.detail), args, kwargs)
 
     def forget_calls(self) -> None:
-        """Forget the spellings, with their groups, and what was refused."""
+        """Forget the forms of calls, with their groups, and what was refused."""
         self.spellings.clear()
         self.refused = None
 
     @property
     def groups(self) -> list["GraphGroup"]:
-        """The groups of all spellings."""
+        """The groups of all forms of calls."""
         return [group for spelling in self.spellings.values() for group in spelling.groups]
 
 
 class Spelling:
-    """One way of spelling a call, with the groups that such calls have made; the latest used is tried first."""
+    """One form of a call (how many positional arguments, which keywords), with its groups, the latest used first."""
 
     __slots__ = ("changes", "groups", "latest", "resting", "spec")
 
@@ -123,9 +135,9 @@ class Spelling:
         self.spec = spec
         self.groups = [first]
         self.changes: Changes | None = None
-        """Whether its calls change too much to be worth graphs; None before the second kind of them."""
+        """Whether its calls change too much to be worth graphs; None before their second signature."""
         self.resting: Standing | None = None
-        """Why new kinds of its calls get no group for a while; the core reads it without a lock."""
+        """Why new signatures of its calls get no group for a while; the core reads it without a lock."""
         self.use(first)
 
     def use(self, group: "GraphGroup") -> None:

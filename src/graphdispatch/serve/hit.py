@@ -1,6 +1,6 @@
 """The hit path: all that runs when a graph serves a call that needs nothing else.
 
-It matches the call, asks the guards, and executes a plan that was made before. Where there is a native core, its
+It matches the call, checks the guards, and executes a plan that was made before. Where there is a native core, its
 ``serve`` (``native/core/hit.cpp``) takes the place of ``serve_in_python``, which stays the reference. While a profiler
 of torch is on in the thread, the core leaves the call to ``serve_in_range``.
 """

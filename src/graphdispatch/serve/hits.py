@@ -1,4 +1,4 @@
-"""What is known of calls before they come: the prepared hit, or why no graph serves them for a while."""
+"""What is known of calls in advance: the prepared hit, or why no graph serves them for a while."""
 
 import weakref
 from collections import Counter
@@ -49,7 +49,7 @@ class Standing(NamedTuple):
 class Hits(dict[int, Hit | Standing | None]):
     """The hits of a group by number of rows; ``hits[rows]`` is None where no graph serves so many by a hit yet.
 
-    A hit is made when it is first asked for, by any thread, without a lock. Why there is none is put here by the slow
+    A hit is made at its first lookup, by any thread, without a lock. Why there is none is put here by the slow
     path, with the server's lock held.
     """
 

@@ -1,4 +1,4 @@
-"""Kinds of calls: which one gives way to a new one, and whether they change too much to be worth graphs."""
+"""Call signatures: which one gives way to a new one, and whether they change too much to be worth graphs."""
 
 import random
 from collections import Counter
@@ -44,10 +44,10 @@ class Kinds:
     def leaving(self, groups: Collection["GraphGroup"]) -> "GraphGroup | None":
         """The group that gives way, or None if none does now.
 
-        One without graphs goes first. Which one is left to chance: by age, a cycle over more kinds of calls than the
-        limit would drop each of them just before it comes again. One whose capture failed stays, or it would be
-        captured in vain without end. If there is none, a group goes that had no call while 16 calls were refused (32,
-        64, ... after each that went so), the least recently used of them.
+        One without graphs goes first. Which one is left to chance: by age, a cycle over more signatures than the limit
+        would drop each of them just before it comes again. One whose capture failed stays, or it would be captured in
+        vain without end. If there is none, a group goes that had no call while 16 calls were refused (32, 64, ... after
+        each that went so), the least recently used of them.
         """
         idle = [group for group in groups if not (group.has_graphs or len(group.failures))]
         if idle:
@@ -66,11 +66,11 @@ class Kinds:
         return min(unused, key=lambda group: max((entry.last_used for entry in group.all_entries), default=0))
 
     def refusal(self, spelling: "Spelling", server: "Server") -> Refusal | None:
-        """Why a call of a new kind, spelled like this, gets no group since such calls always change; or None.
+        """Why a call of this form with a new signature gets no group since such calls always change; or None.
 
-        Where graphs do not pay, it is enough that kinds make others give way before they have a graph. As soon as that
-        is found, the groups that serve nothing are forgotten, but for the latest. After 1,024 such calls the next 64
-        are looked at.
+        Where graphs do not pay, it is enough that signatures make others give way before they have a graph. As soon as
+        that is found, the groups that serve nothing are forgotten, but for the latest. After 1,024 such calls the next
+        64 are examined.
         """
         resting = spelling.resting
         if resting is not None and resting.misses[0] < resting.until:
@@ -89,15 +89,18 @@ class Kinds:
 
 
 class Changes:
-    """Counts the new kinds among the calls of one spelling. Called with the server's lock held."""
+    """Counts the new signatures among the calls of one form. Called with the server's lock held."""
 
     def __init__(self) -> None:
         self._new = 0
         self._gone = 0
 
     def refusal(self, groups: Sequence["GraphGroup"], gone: int, ledger: "Ledger") -> Refusal | None:
-        """Why a call of a new kind gets no group: of the ``groups`` that 64 new kinds left, at least 4 and three in
-        four were called once; or graphs do not pay, and as many of the 64 made a group give way (``gone`` in all)."""
+        """Why a call of a new signature gets no group, or None.
+
+        Of the ``groups`` that 64 new signatures left, at least 4 and three in four were called once; or graphs do not
+        pay, and as many of the 64 made a group give way (``gone`` in all).
+        """
         self._new = (self._new + 1) % _SAMPLE
         if self._new:
             return None

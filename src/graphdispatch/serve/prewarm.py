@@ -176,7 +176,7 @@ class CaptureBatch:
         return f"{self._server.graphs.memory_bytes / 2**20:.1f} MiB"
 
     def _within_budget(self, group: GraphGroup, leaves: Sequence[Any], todo: list[int]) -> Iterator[int]:
-        """The sizes for which there are time and memory, each asked for when the one before it is done.
+        """The sizes for which there are time and memory, each given when the one before it is done.
 
         What a capture took beyond the estimate is expected of the next one too.
         """

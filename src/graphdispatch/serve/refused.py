@@ -1,4 +1,4 @@
-"""Calls of which it is known why no graph serves them: by their rows, or by a look of arguments that none can take."""
+"""Calls for which the reason to run eagerly is known: by their rows, or by argument types that no graph can take."""
 
 from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping
@@ -67,7 +67,7 @@ class RefusedCalls:
         return self._known.get(tuple(look)) if known else None
 
     def add(self, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember a refusal, if the look of the call tells that it stays."""
+        """Remember a refusal, if the look of the call shows that it stays."""
         if decision.reason not in _LASTING:
             return
         self._note_kinds([*args, *kwargs.values()])
@@ -96,7 +96,7 @@ class RefusedCalls:
         return len(self._known)
 
     def _add_look(self, look: list[Any], values: Iterable[Any]) -> bool:
-        """Add the look of some values; False if one of them cannot be told by its look."""
+        """Add the look of some values; False if the look of one of them does not identify it."""
         for value in values:
             kind = type(value)
             look.append(kind)

@@ -1,4 +1,4 @@
-"""The routes of a door that has many: one for each key."""
+"""The routes of a front end that has many: one for each key."""
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -11,10 +11,13 @@ R = TypeVar("R", bound=Route)
 
 
 class Routes(dict[Hashable, R], Generic[R]):
-    """The routes of a door by its own keys; ``routes[key]`` makes one that is new.
+    """The routes of a front end by its own keys; ``routes[key]`` makes one that is new.
 
-    Beyond ``most`` routes, those that no call has made a group of are forgotten. Not thread-safe: used with the
-    server's lock held, but for lookups with ``get``.
+    Not thread-safe: used with the server's lock held, but for lookups with ``get``.
+
+    Args:
+        make: Makes the route of a key.
+        most: Beyond so many routes, those that no call has made a group of are forgotten.
     """
 
     __slots__ = ("_make", "_most")

@@ -1,6 +1,6 @@
-"""The one server behind every door: everything that happens to a call that is no hit.
+"""The one server behind every front end: everything that happens to a call that is no hit.
 
-A door translates its caller's terms into a ``Route`` and hands the call over; it guarantees nothing of its own.
+A front end translates its caller's terms into a ``Route`` and passes the call on; it guarantees nothing of its own.
 """
 
 import itertools
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "Server"]
 
-_CALLS_THAT_LOSE = 64  # that run eagerly at once before it is asked again whether a graph pays
+_CALLS_THAT_LOSE = 64  # that run eagerly at once before it is examined again whether a graph pays
 
 
 class Choice(NamedTuple):
@@ -253,7 +253,7 @@ class Server(EagerPath):
         return group, leaves, group.signature.match(leaves)
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
-        """The spelling of a call; None if the only graph of the route is of a call with other arguments."""
+        """The form of a call; None if the only graph of the route is of a call with other arguments."""
         if route.entry is None or route.entry.call is None:
             return CallSpec(self.fn, len(args), tuple(kwargs))
         return CallSpec.by_names(route.entry.call.names, len(args), tuple(kwargs))
@@ -286,13 +286,13 @@ class Server(EagerPath):
 
     def _all_kinds(self) -> "Kinds":
         if self._kinds is None:
-            from .kinds import Kinds  # here, since most callables have few kinds of calls
+            from .kinds import Kinds  # here, since most callables have few signatures
 
             self._kinds = Kinds()
         return self._kinds
 
     def forget(self, group: GraphGroup) -> None:
-        """Let go of a group, with its graphs and static inputs, and of its spelling if it was the only one."""
+        """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
         for entry in group.all_entries:
             self.graphs.release(self.graphs.cache.retire(entry, EvictionReason.DROPPED))
         self.graphs.groups.pop(group.key, None)
@@ -330,7 +330,7 @@ class Server(EagerPath):
             group.hits.clear()
 
     def clear(self, *routes: Route) -> None:
-        """Release all graphs, and forget the spellings and signatures of ``routes``; called with the lock held."""
+        """Release all graphs, and forget the forms and signatures of calls of ``routes``; called with the lock held."""
         for route in routes:
             route.forget_calls()
         self.graphs.clear()
@@ -361,7 +361,7 @@ class Server(EagerPath):
             return self.choose(route, args, kwargs)
 
     def after_eager(self, choice: Choice, run: Callable[..., CaptureResult], *args: Any) -> Any:
-        """Capture or compare a graph by ``run(*args)``, then count and hand out the call's eager answer."""
+        """Capture or compare a graph by ``run(*args)``, then count and return the call's eager answer."""
         decision = choice.decision
         result = self.graphs.ledger.pay(run, *args, is_capture=decision.reason is Reason.CAPTURED_NOW)
         if result.reason is not decision.reason:

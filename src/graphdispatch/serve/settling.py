@@ -1,4 +1,4 @@
-"""Another batch made of an example, and graphs whose calls are all alike settled by one."""
+"""Derives a second batch from an example, and verifies graphs whose calls are all alike on it."""
 
 import logging
 from collections.abc import Sequence

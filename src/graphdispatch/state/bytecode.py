@@ -1,7 +1,7 @@
 """Finds the names of the attributes, variables and imports that a piece of code reads or assigns, from its bytecode.
 
-What is assigned counts as read: a replay does not assign it again once somebody else has. Of what an attribute is read
-is not asked: the guard compares every object that has an attribute of that name.
+What is assigned counts as read: a replay does not assign it again once somebody else has. Which object an attribute is
+read of does not matter: the guard compares every object that has an attribute of that name.
 """
 
 import builtins

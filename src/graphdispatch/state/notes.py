@@ -1,4 +1,4 @@
-"""What the Python code of some runs reads: the names that it spells, its variables, and the code itself."""
+"""What the Python code of some runs reads: the names that it holds, its variables, and the code itself."""
 
 import os
 import types

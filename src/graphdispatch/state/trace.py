@@ -71,7 +71,7 @@ class CodeTrace(CodeNotes):
         super().__init__()
         self.walk = walk
         self.spares_iterators = spares_iterators
-        """Whether runs are for the graph's sake, so that they must not advance an iterator."""
+        """Whether runs are made only for the graph, so that they must not advance an iterator."""
         self.spared = walk.iterator if spares_iterators else None
         """The iterator before which a run ended, or must not begin."""
         self.sets_generator = False

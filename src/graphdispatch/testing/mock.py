@@ -1,4 +1,4 @@
-"""A graph that does what a test tells it, to test dispatchers and their handling of faults without a device."""
+"""A scripted graph, to test dispatchers and their handling of faults without a device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,15 @@ __all__ = ["MockCUDAGraph"]
 
 
 class MockCUDAGraph:
-    """A scripted graph: counts captures and replays, runs ``on_replay``, and fails on request.
+    """A scripted graph: counts captures and replays, runs a function on each replay, and fails on request.
 
-    ``outputs`` is what the dispatcher returns after a replay. With ``fail_capture``, ``capture_end`` raises a
-    ``CaptureError`` with this error as its cause. With ``fail_replay_at``, the replay of that number (from 1) raises
-    ``ReplayError``. Like a real graph, it refuses a replay before a capture or after a reset.
+    Like a real graph, it refuses a replay before a capture or after a reset.
+
+    Args:
+        outputs: What a dispatcher returns after a replay.
+        on_replay: Called on each replay.
+        fail_capture: ``capture_end`` raises ``CaptureError`` with this error as its cause.
+        fail_replay_at: The replay of this number (from 1) raises ``ReplayError``.
     """
 
     def __init__(
@@ -38,13 +42,21 @@ class MockCUDAGraph:
         return self._state == "captured"
 
     def capture_begin(self) -> None:
-        """Start the capture. Raises ``CaptureError`` if a capture has already begun or ended."""
+        """Start the capture.
+
+        Raises:
+            CaptureError: A capture has already begun or ended.
+        """
         if self._state != "empty":
             raise CaptureError(f"this graph is {self._state} already; make a new one for a new capture")
         self._state = "capturing"
 
     def capture_end(self) -> None:
-        """End the capture. Raises ``CaptureError`` if none has begun, or as scripted."""
+        """End the capture.
+
+        Raises:
+            CaptureError: No capture has begun, or ``fail_capture`` was given.
+        """
         if self._state != "capturing":
             raise CaptureError("capture_end without capture_begin")
         if self._fail_capture is not None:
@@ -54,7 +66,11 @@ class MockCUDAGraph:
         self.captures += 1
 
     def replay(self) -> None:
-        """Run ``on_replay``. Raises ``ReplayError`` if nothing is captured, or as scripted."""
+        """Run ``on_replay``.
+
+        Raises:
+            ReplayError: Nothing is captured, or this is the replay of number ``fail_replay_at``.
+        """
         if self._state != "captured":
             raise ReplayError("replay without a capture")
         self.replays += 1

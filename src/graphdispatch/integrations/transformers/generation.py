@@ -34,16 +34,24 @@ class GraphedGeneration:
     """Within the block, ``model.generate(...)`` serves its decode steps by graphs, and gives the same tokens.
 
     A request of ``n`` rows that may need ``t`` tokens uses a static cache of ``n`` rows and the smallest of
-    ``cache_lengths`` that holds ``t`` (default: powers of two from 64 up to what the model's positions allow, at most
-    4,096). Caches are kept from request to request, at most ``max_caches`` of them, and each has one graph, which is
-    captured at the first decode step that uses it. Prefills run eagerly. A request of more than ``max_batch_size``
-    prompts runs as before, and so does every request that graphs do not serve; ``stats.not_served`` and ``explain`` say
-    why. ``options`` are those of ``graphed``, but that ``capture_after`` is 1 if it is not given.
+    ``cache_lengths`` that holds ``t``. Caches are kept from request to request, and each has one graph, which is
+    captured at the first decode step that uses it. Prefills run eagerly. A request that graphs do not serve runs as it
+    would without the block; ``stats.not_served`` and ``explain`` say why.
 
     The model's class is replaced by a subclass of the same name, and put back at the end of the block or by
     ``unpatch``, which releases caches and graphs as well. Copies and pickles of the model are of the original class.
-    Raises ``ConfigError`` for a model that cannot generate, or is served already. Threads may generate at the same
-    time; while two of them need one cache, the second request runs as before.
+    Threads may generate at the same time; while two of them need one cache, the second request runs without graphs.
+
+    Args:
+        model: A model with transformers' ``generate()``.
+        cache_lengths: The lengths of caches, in tokens. None: powers of two from 64 up to what the model's positions
+            allow, at most 4,096.
+        max_batch_size: The most prompts of a request that graphs serve.
+        max_caches: The most caches that are kept.
+        options: As for ``graphed``; ``capture_after`` is 1 if it is not given.
+
+    Raises:
+        ConfigError: The model cannot generate, is served already, or an argument is wrong.
     """
 
     def __init__(
@@ -92,7 +100,7 @@ class GraphedGeneration:
         return self
 
     def unpatch(self) -> None:
-        """Give the model its class back and release caches and graphs. Requests under way end as they began."""
+        """Give the model its class back and release caches and graphs. Requests under way finish as they began."""
         if type(self.model) is self._hooked:
             self.model.__class__ = self._original
         self._pool.close()
@@ -116,7 +124,7 @@ class GraphedGeneration:
         return memory_report(entry for slot in self._pool for entry in slot.step.entries)
 
     def explain(self) -> str:
-        """What served which requests, and why others ran as before, a line for each."""
+        """What served which requests, and why graphs did not serve others, a line for each."""
         stats = self.stats
         lines = [f"{stats.served} of {stats.requests} requests served, {stats.hits} of {stats.steps} steps by graphs"]
         lines += [slot.explain() for slot in self._pool]
@@ -270,8 +278,16 @@ def _lengths(model: Any, given: Iterable[int] | None) -> tuple[int, ...]:
 
 
 def graphed_generation(model: Any, **settings: Any) -> GraphedGeneration:
-    """Serve ``model.generate(...)`` by graphs from now on; ``unpatch()`` of what it returns ends it.
+    """Serve ``model.generate(...)`` by graphs from now on, until ``unpatch()`` of what it returns.
 
-    ``settings`` are those of ``GraphedGeneration``. Raises ``ConfigError`` as that does.
+    Args:
+        model: A model with transformers' ``generate()``.
+        **settings: Further arguments of ``GraphedGeneration``.
+
+    Returns:
+        The object that serves the model.
+
+    Raises:
+        ConfigError: The model cannot generate, is served already, or a setting is wrong.
     """
     return GraphedGeneration(model, **settings).patch()
