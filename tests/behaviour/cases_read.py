@@ -464,6 +464,12 @@ read("type of data")(lambda: Box(dtype=torch.float32), lambda h: torch.ones(3).t
 read("slot")(lambda: Slotted(2.0), lambda h: h.k, put(k=5.0))
 read("slot that goes")(lambda: Slotted(2.0), lambda h: getattr(h, "k", 5.0), lambda h: delattr(h, "k"))
 read("computed name")(lambda: Box(k=2.0, name="k"), lambda h: getattr(h, h.name), put(k=5.0))
+read("computed name of a part")(
+    lambda: [Box(k=2.0), "k"], lambda h: getattr(h[0], h[1]), lambda h: setattr(h[0], "k", 5.0)
+)
+read("computed name, arguments in a list")(
+    lambda: [Box(k=2.0), "k"], lambda h: getattr(*h), lambda h: setattr(h[0], "k", 5.0)
+)
 read("name as a text")(lambda: Box(k=2.0), lambda h: getattr(h, "k", 0), put(k=5.0))
 read("names in a text")(lambda: Box(a=Box(k=2.0)), lambda h: attrgetter("a.k")(h), lambda h: to(h.a, k=5.0))
 read("attrgetter")(lambda: (Box(a=Box(k=2.0)), attrgetter("a.k")), lambda h: h[1](h[0]), lambda h: to(h[0].a, k=5.0))

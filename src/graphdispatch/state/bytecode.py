@@ -72,10 +72,10 @@ def code_reads(code: CodeType) -> CodeReads:
         kind, name = instruction.opname, instruction.argval
         if kind in _ATTRIBUTES:
             attributes.add(name)
-            is_own = _is_just(instructions[index - 1 : index + 1], owner)
+            is_own = name == "__dict__" and index > 0 and _loads(instructions[index - 1], owner, at=-1)
         elif kind in _VARIABLES:
             variables.add(name)
-            is_own = _is_just(instructions[index + 1 : index + 3], owner)
+            is_own = _is_given_first(instructions[index + 1 :], owner)
             of_globals = of_globals or (name == "globals" and not _takes_one(instructions[index + 1 : index + 6]))
             if name in _BY_NAME and _names_a_constant(instructions[index + 1 :]):
                 continue
@@ -158,13 +158,31 @@ def _takes_one(following: Sequence[dis.Instruction]) -> bool:
     return bool(is_get or is_entry or (steps[:1] and steps[0].opname == "CONTAINS_OP"))
 
 
-def _is_just(pair: Sequence[dis.Instruction], variable: str | None) -> bool:
-    """Whether the first of two instructions loads the variable, and the second does not take a part of it."""
-    first, *rest = pair
-    loaded = first.argval[0] if first.opname == "LOAD_FAST_LOAD_FAST" else first.argval  # two at once, from 3.13 on
-    is_loaded = variable is not None and first.opname.startswith("LOAD_FAST") and loaded == variable
-    is_part = any(i.opname in _ATTRIBUTES or i.opname.startswith("BINARY") for i in rest)
-    return is_loaded and (not is_part or any(i.argval == "__dict__" for i in rest))
+def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> bool:
+    """Whether an instruction loads the variable: alone, or in place ``at`` of two, which 3.13 loads at once."""
+    loaded = instruction.argval
+    if type(loaded) is tuple:
+        loaded = loaded[at]
+    return variable is not None and instruction.opname.startswith("LOAD_FAST") and loaded == variable
+
+
+def _is_given_first(following: Sequence[dis.Instruction], variable: str | None) -> bool:
+    """Whether the call whose arguments ``following`` loads gets the variable itself first, and no part of it.
+
+    False if unsure: where the arguments branch, and for ``f(*args)``.
+    """
+    depth, first = 0, False
+    for instruction in following:
+        kind = instruction.opname
+        if kind in ("PRECALL", "CALL") and depth == instruction.arg:
+            return first
+        if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
+            return False
+        if kind not in ("PUSH_NULL", "PRECALL", "KW_NAMES"):
+            is_empty, depth = depth == 0, depth + dis.stack_effect(instruction.opcode, instruction.arg)
+            if is_empty or depth < 2:  # what makes the first argument, or changes it
+                first = _loads(instruction, variable)
+    return False
 
 
 def _names_a_constant(following: Sequence[dis.Instruction]) -> bool:
