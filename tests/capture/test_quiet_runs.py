@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,12 +13,9 @@ from torch.nn import functional
 
 from graphdispatch import graphed
 from graphdispatch.backends.insight import COMPILER, reveal_operators
-from graphdispatch.capture import eager_run, effects, quiet
+from graphdispatch.capture import effects, quiet
 from graphdispatch.capture.effects import EffectRecorder
-from graphdispatch.engines import EntryState
 from graphdispatch.native.tape import TAPE
-from graphdispatch.state.trace import CodeTrace
-from graphdispatch.state.walk import StateWalk
 
 from ..helpers import AT_ONCE
 
@@ -130,11 +126,6 @@ def test_all_else_is_stopped_before_it_happens(name: str) -> None:
     assert torch.equal(torch.zeros(2).add_(1), torch.ones(2))
 
 
-def test_what_torch_hides_from_modes_is_no_concern() -> None:
-    """The memory of a tensor that is made of numbers."""
-    assert watched(lambda: torch.tensor([1.0, 2.0]) * X[:, :2]).used() >= {X.untyped_storage()._cdata}
-
-
 def test_operators_of_others_are_stopped() -> None:
     """In Python, in a tensor subclass, and in the place of a kernel of torch, whenever that came."""
 
@@ -171,47 +162,6 @@ def test_where_the_dispatcher_does_not_show_all(monkeypatch: pytest.MonkeyPatch)
     assert not quiet.can_watch()
 
 
-def test_threads_and_traces_see_nothing_of_it() -> None:
-    """Another thread writes as it likes meanwhile, and the trace of a run has the callable's code alone."""
-    codes: list[Any] = []
-    wrote: list[bool] = []
-
-    def elsewhere() -> None:
-        torch.zeros(2).add_(1)
-        wrote.append(True)
-
-    def work() -> None:  # a new thread, for which each operator is new
-        trace = CodeTrace(StateWalk(QUIET["composite"]))
-        with torch.no_grad(), trace:
-            watched(QUIET["composite"])
-        codes.extend(trace.codes)
-
-    for target in (
-        work,
-        lambda: watched(lambda: (other := threading.Thread(target=elsewhere)).start() or other.join()),
-    ):
-        thread = threading.Thread(target=torch.no_grad()(target))
-        thread.start()
-        thread.join()
-    assert wrote
-    assert any(code is QUIET["composite"].__code__ for code in codes)
-    assert not [code for code in codes if code.co_name == "_judge"]
-
-
-def test_one_watch_at_a_time() -> None:
-    """A run within a run is an error, and ends only itself."""
-    assert TAPE.module is not None
-    watch = TAPE.module.Watch(print, quiet.StoppedError)
-    with pytest.raises(quiet.StoppedError), quiet.watching():
-        watch.enter()
-    with pytest.raises(RuntimeError, match="not watched"):
-        watch.leave()
-    with pytest.raises(TypeError):
-        TAPE.module.Watch()
-    watch.enter()
-    watch.leave()
-
-
 def test_lengths_are_compared_by_quiet_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A callable that only computes, but for one length: that is found, and every answer is eager's."""
     runs: list[bool] = []
@@ -237,32 +187,6 @@ def test_lengths_are_compared_by_quiet_runs(monkeypatch: pytest.MonkeyPatch) -> 
                 assert torch.equal(table, own)
         assert served.stats.hits > (0 if at else 5)
     assert runs
-
-
-@pytest.mark.parametrize("stops", [False, True])
-def test_comparisons_for_the_graphs_sake_are_quiet(monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
-    """Those of ``prewarm``; one that is stopped is made again, watched in Python. A call of the caller's is never."""
-    skimmed: list[bool] = []
-    run = eager_run._run_watched
-
-    def noted(request: Any, *, skims: bool) -> Any:
-        skimmed.append(skims)
-        if skims and stops:
-            raise quiet.StoppedError
-        return run(request, skims=skims)
-
-    monkeypatch.setattr(eager_run, "_run_watched", noted)
-    with torch.inference_mode(False), torch.no_grad():
-        served = graphed(lambda x: x.float() * 2, dynamic={"x": 0}, sizes=(4, 8), options=AT_ONCE)
-        served.prewarm(torch.arange(8.0).reshape(2, 4), sizes=[4])
-        assert len(skimmed) > 1
-        assert skimmed == [False, *([True, False] if stops else [True]) * (len(skimmed) // (1 + stops))][: len(skimmed)]
-        assert served.entries[0].state is EntryState.VERIFIED
-        skimmed.clear()
-        for number in range(3):
-            x = torch.full((8, 4), float(number))
-            assert torch.equal(served(x), x * 2)
-        assert skimmed == [False, False]
 
 
 def _step(ids: Tensor, table: Tensor, at: int) -> Tensor:
