@@ -2,18 +2,17 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CUDAGraphMode, eager_break, remove_eager_break
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed, remove_eager_break
 from graphdispatch.backends import get_backend
 from graphdispatch.call import marks
 from graphdispatch.call.breaks import is_marked
-from graphdispatch.call.marks import ACTIVE, BREAKS
 from graphdispatch.capture.piecewise import PiecewiseGraph
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import CaptureError, ConfigError
@@ -22,13 +21,6 @@ from ..spy import Spy
 
 ONE = BatchDescriptor(1)
 X = torch.tensor([1.0, -2.0, 3.0])
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    """Breaks are for inference."""
-    with torch.no_grad():
-        yield
 
 
 def captured(fn: Callable[..., Any], *args: Any, mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE) -> Any:
@@ -71,13 +63,6 @@ def net() -> Net:
     return Net().requires_grad_(False)
 
 
-def test_a_marked_function_is_itself_outside_of_a_capture() -> None:
-    """It is called with its arguments, keeps its name, and may be marked twice."""
-    assert torch.equal(double(X), X * 2)
-    assert double.__name__ == "double"
-    assert eager_break(double) is double
-
-
 def test_a_marked_module_is_itself_outside_of_a_capture(net: Net) -> None:
     """It returns what it did, is the same object, and may be marked twice."""
     expected = net(X)
@@ -90,11 +75,6 @@ def test_a_mark_costs_a_full_capture_nothing() -> None:
     """In a FULL capture the marked part is in the graph."""
     graph = captured(lambda x: double(x + 1) + 1, X, mode=CUDAGraphMode.FULL)
     assert not isinstance(graph, PiecewiseGraph)
-
-
-def test_a_function_breaks(net: Net) -> None:
-    """Each call of a marked function is a break, under its name."""
-    assert names(lambda x: double(double(x + 1) + 1), X) == ["double", "double"]
 
 
 def test_a_method_breaks() -> None:
@@ -198,19 +178,6 @@ def test_the_compiler_traces_through_a_mark() -> None:
     assert torch.equal(compiled(X), (X + 1) * 2 + 1)
 
 
-def test_nobody_captures_outside_of_a_capture() -> None:
-    """There is an active capture within one, and none before and after."""
-    seen = Spy()
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(marks.ACTIVE.get() is None)  # by the library's module, which no guard looks into
-        return x + 1
-
-    captured(look, X)
-    assert set(seen) == {True, False}
-    assert ACTIVE.get() is None
-
-
 def test_another_thread_does_not_break() -> None:
     """While one thread captures, a marked function on another thread is itself, and sees no capture."""
     seen = Spy()
@@ -260,28 +227,131 @@ def test_a_capture_within_a_capture_is_refused() -> None:
     assert not backend.is_capturing()
 
 
-@pytest.mark.parametrize("name", ["nonzero", "aten::no_such_thing", "::", "nowhere::nothing"])
-def test_an_unknown_operator_is_an_error(name: str) -> None:
-    """The error names it and the spelling, and nothing is added."""
-    with pytest.raises(ConfigError, match="is unknown to torch; write 'namespace::name'"):
-        eager_break("aten::sin", name)
-    assert "aten::sin" not in BREAKS
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "no overload": (lambda: eager_break("aten::sin", "nonzero"), "is unknown to torch; write 'namespace::name'"),
+    "no operator": (lambda: eager_break("aten::sin", "aten::no_such_thing"), "is unknown to torch"),
+    "no name": (lambda: eager_break("aten::sin", "::"), "is unknown to torch"),
+    "a number": (lambda: eager_break(3), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
+    "a tensor": (lambda: eager_break(X), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
+    "two functions": (lambda: eager_break(double, double), "takes one function or module"),  # type: ignore[call-overload]
+    "no mark": (lambda: remove_eager_break(nn.Linear(3, 3)), "takes marked modules .* got Linear"),
+}
 
 
-@pytest.mark.parametrize("target", [3, None, torch.ones(1)])
-def test_what_cannot_be_marked_is_an_error(target: Any) -> None:
-    """Only functions, modules and names of operators can."""
-    with pytest.raises(ConfigError, match="takes a function, a module or names of operators, got"):
-        eager_break(target)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_marked_is_an_error(name: str) -> None:
+    """The error names it and what would be right, and nothing was marked."""
+    mark, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message):
+        mark()
+    assert names(lambda x: x.sin() + 1, X) == []
 
 
-def test_two_functions_at_once_are_an_error() -> None:
-    """Only names of operators may be several."""
-    with pytest.raises(ConfigError, match="takes one function or module"):
-        eager_break(double, double)  # type: ignore[call-overload]
+class HostReader(nn.Module):
+    """Reads a value of its input back to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (2.0 if float(x.abs().max()) >= 0 else 3.0)
 
 
-def test_what_has_no_mark_cannot_lose_it(net: Net) -> None:
-    """A module that is not marked is named in the error."""
-    with pytest.raises(ConfigError, match=r"takes marked modules .* got Linear"):
-        remove_eager_break(net.part)
+class Model(nn.Module):
+    """Two host readers between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.one, self.two = HostReader(), HostReader()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.two(torch.relu(self.one(self.first(x)))))
+
+
+def automatic(model: nn.Module, **options: object) -> Graphed[..., torch.Tensor]:
+    """The model served with automatic breaks, captured at first sight."""
+    return graphed(
+        model,
+        dynamic={"x": 0},
+        max_size=8,
+        options=CUDAGraphOptions(breaks="auto", **options, capture_after=1),  # type: ignore[arg-type]
+    )
+
+
+def test_failing_modules_become_breaks() -> None:
+    """Both host readers run eagerly, everything else is captured, and the answers are eager's."""
+    model = Model().eval().requires_grad_(False)
+    serve = automatic(model)
+    for rows in (3, 4, 3, 8, 7, 7):
+        x = torch.randn(rows, 4)
+        assert torch.allclose(serve(x), model(x), atol=1e-5)
+    assert serve.last_decision.mode is CUDAGraphMode.PIECEWISE
+    assert {type(m) for m in serve.automatic_breaks} == {HostReader}
+    for why in serve.automatic_breaks.values():
+        assert "_local_scalar_dense" in why
+        assert "test_breaks.py" in why
+        assert "float(x.abs().max())" in why
+    assert "forward" not in vars(model.one)  # the marks are there during captures only
+    assert all(isinstance(e.graph, PiecewiseGraph) and len(e.graph.breaks) == 2 for e in serve.entries)
+
+
+def test_a_model_that_fails_itself_stays_eager() -> None:
+    """Where the served module itself fails there is nothing to break around."""
+    serve = automatic(HostReader().eval())
+    x = torch.randn(2, 4)
+    assert torch.equal(serve(x), serve.unwrap()(x))
+    assert serve.last_decision.reason is Reason.CAPTURE_UNSAFE
+    assert not serve.automatic_breaks
+
+
+def test_breaks_are_bounded() -> None:
+    """With ``max_breaks=1`` a model that needs two stays eager, with its reason."""
+    serve = automatic(Model().eval(), max_breaks=1)
+    serve(torch.randn(2, 4))
+    assert len(serve.automatic_breaks) == 1
+    assert serve.last_decision.reason is Reason.CAPTURE_UNSAFE
+
+
+class _Reader(nn.Module):
+    """Reads a value back and holds almost all of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layers, after a read."""
+        return self.layers(x) if x.sum().item() < 1e9 else x
+
+
+class _Mixed(nn.Module):
+    """A read inside a part with some of the layers, and further layers around it."""
+
+    def __init__(self, inside: int, around: int) -> None:
+        super().__init__()
+        self.reader = _Reader()
+        self.reader.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(inside)))
+        self.around = nn.Sequential(*(nn.Linear(4, 4) for _ in range(around)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The read, and what follows."""
+        return self.around(self.reader(x))
+
+
+@torch.no_grad()
+def test_the_share_of_the_breaks_is_told_and_bounded() -> None:
+    """What counts is how much of the work runs eagerly, and not how many modules there are."""
+    x = torch.randn(4, 4)
+    served = automatic(_Mixed(1, 9).eval())
+    for _ in range(3):
+        served(torch.randn(4, 4))
+    assert "(18 % of the operators, " in served.explain(x)
+    for share, is_served in ((0.2, True), (0.15, False)):
+        served = automatic(_Mixed(1, 9).eval(), max_eager_share=share)
+        for _ in range(3):
+            served(torch.randn(4, 4))
+        assert bool(served.entries) is is_served
+    assert "breaks would run 18 % of the operators, and max_eager_share allows 15 %" in served.explain(x)
+    assert "x.sum().item()" in served.explain(x)
