@@ -1,6 +1,6 @@
 """Padding rows must write nothing that real rows leave alone: in arguments without rows, and in state by index."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,14 +8,6 @@ from torch import Tensor, nn
 
 import graphdispatch as gd
 from graphdispatch import Reason
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
 
 WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "index_fill": lambda c, i: c.index_fill_(0, i, 0),
@@ -74,6 +66,12 @@ def test_an_argument_written_where_real_rows_write_is_served(rows: int, layout: 
     assert step.last_decision.reason is Reason.PADDED
 
 
+@torch.library.custom_op("graphdispatch_test::store_rows", mutates_args=("cache",))
+def store_rows(cache: Tensor, slots: Tensor) -> None:
+    """Its schema says that it writes the whole cache."""
+    cache[slots] = 1
+
+
 class Seen(nn.Module):
     """Notes by index which slots its rows name."""
 
@@ -88,6 +86,8 @@ class Seen(nn.Module):
 
 
 NOTES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "custom operator": store_rows,
+    "index_copy": lambda c, i: c.index_copy_(0, i, torch.ones(len(i), 2)),
     "index_put": lambda c, i: c.__setitem__(i, 1),
     "index_fill": lambda c, i: c.index_fill_(0, i, 1),
     "raised": lambda c, i: c.__setitem__(i, c[i].clamp(min=1)),
