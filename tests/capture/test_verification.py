@@ -1,25 +1,23 @@
 """The two-step comparison with eager: on the first batch, on a different one, and on the first padded one."""
 
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+import graphdispatch as gd
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
 from graphdispatch.capture.verify import Tolerance, difference, tolerance_for
 from graphdispatch.engines import EntryState
+from graphdispatch.errors import ConfigError
 
 from ..helpers import AT_ONCE, with_options
 from ..spy import Spy
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def make(fn: Callable[[torch.Tensor], Any], **options: Any) -> Graphed[..., Any]:
@@ -32,7 +30,6 @@ def reasons(step: Graphed[..., Any], *batches: torch.Tensor) -> list[Reason]:
     found = []
     for batch in batches:
         step(batch)
-        assert step.last_decision is not None
         found.append(step.last_decision.reason)
     return found
 
@@ -45,7 +42,6 @@ def test_frozen_value_is_found_on_the_second_batch() -> None:
     assert reasons(step, first) == [Reason.CAPTURED_NOW]
     hidden[0] = 3.0
     assert torch.equal(step(second), second * 3.0)
-    assert step.last_decision is not None
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED
 
 
@@ -74,13 +70,6 @@ def test_a_batch_with_nan_is_the_same_batch_again() -> None:
     step = make(lambda x: x.nan_to_num())
     x = torch.tensor([[float("nan"), 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]])
     assert reasons(step, x, x, x + 1) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.VERIFIED_NOW]
-
-
-def test_padded_capture_proves_padding() -> None:
-    """A capture from a padded batch compared padding at once."""
-    step = make(lambda x: x * 2)
-    batches = torch.randn(3, 3), torch.randn(4, 3), torch.randn(3, 3)
-    assert reasons(step, *batches) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.PADDED]
 
 
 def test_failed_comparison_releases_the_graph() -> None:
@@ -125,10 +114,12 @@ def test_tolerance_is_the_users() -> None:
     assert reasons(loose, torch.randn(3, 3)) == [Reason.CAPTURED_NOW]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
-def test_integers_must_be_equal(dtype: torch.dtype) -> None:
-    """There is no tolerance for integers."""
-    assert tolerance_for(dtype, exact=False, rtol=1.0, atol=1.0).is_exact
+def test_tolerances() -> None:
+    """Integers must be equal; so must what promises eager's bits, but for as much as the user allows."""
+    for dtype in (torch.int64, torch.bool, torch.uint8):
+        assert tolerance_for(dtype, exact=False, rtol=1.0, atol=1.0).is_exact
+    assert tolerance_for(torch.float32, exact=True).is_exact
+    assert tolerance_for(torch.float32, exact=True, rtol=1e-3) == Tolerance(1e-3, 0.0)
 
 
 EXACT = Tolerance(0.0, 0.0)
@@ -149,10 +140,11 @@ NAN, INF = float("nan"), float("inf")
         ([INF], [-INF], LOOSE, "not finite"),
         ([NAN], [INF], LOOSE, "not finite"),
         ([], [], EXACT, None),
+        ([1, 2, 3], [1, 0, 0], LOOSE, "^2 of 3 elements differ$"),
         ([1.0], [1.0, 2.0], LOOSE, r"\(2,\) torch.float32 instead of \(1,\)"),
     ],
 )
-def test_difference(eager: list[float], graph: list[float], tolerance: Tolerance, words: str | None) -> None:
+def test_difference(eager: list[Any], graph: list[Any], tolerance: Tolerance, words: str | None) -> None:
     """Two tensors agree within a tolerance of eager's largest value, or the sentence says how they do not."""
     found = difference(torch.tensor(eager), torch.tensor(graph), tolerance)
     if words is None:
@@ -201,17 +193,6 @@ def test_rounding_of_sums_that_cancel_is_no_difference(dtype: torch.dtype, width
     assert difference(eager, graph.roll(1, 0), tolerance) is not None
 
 
-def test_given_tolerances_hold_where_bits_are_promised() -> None:
-    """An unpadded replay may differ from eager as far as the user allows."""
-    assert tolerance_for(torch.float32, exact=True).is_exact
-    assert tolerance_for(torch.float32, exact=True, rtol=1e-3) == Tolerance(1e-3, 0.0)
-
-
-def test_difference_counts_integers() -> None:
-    """For integers the number of differing elements is told."""
-    assert difference(torch.tensor([1, 2, 3]), torch.tensor([1, 0, 0]), EXACT) == "2 of 3 elements differ"
-
-
 @pytest.mark.parametrize(
     ("first", "pad"),
     [(torch.zeros(3, 3), "zero"), (torch.ones(1, 3), "repeat_last")],
@@ -255,8 +236,238 @@ def test_a_constant_argument_does_not_keep_padded_batches_eager(others_differ: b
     for _ in range(20):
         ids = torch.randint(1, 9, (3,)) if others_differ else torch.zeros(3, dtype=torch.int64)
         step(ids, torch.zeros(3, dtype=torch.int64))
-        assert step.last_decision is not None
         found.append(step.last_decision.reason)
     first_hit = 16 if others_differ else 20
     assert found[1:first_hit] == [Reason.VERIFIED_NOW] * (first_hit - 1)
     assert found[first_hit:] == [Reason.PADDED] * (20 - first_hit)
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_one_call_in_n_is_compared(rows: int) -> None:
+    """The first two calls capture and verify; then each fourth runs eagerly beside the replay."""
+    step = make(lambda x: x * 2, verify_every=3)
+    found = reasons(step, *torch.randn(14, rows, 2))
+    hit = Reason.EXACT if rows == 4 else Reason.PADDED
+    assert found[2:] == [hit, hit, hit, Reason.VERIFIED_NOW] * 3
+    assert step.stats.captures == 1
+
+
+def test_a_hidden_change_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    """The call that finds it gets eager's answer; the graph goes, and the log tells shapes and difference."""
+    hidden = Spy([2.0])
+    step = make(lambda x: x * hidden[0], verify_every=3)
+    for _ in range(4):
+        step(torch.ones(4, 2) * torch.randn(4, 1))
+    hidden[0] = 5.0
+    x = torch.ones(4, 2)
+    with caplog.at_level(logging.WARNING, "graphdispatch"):
+        answers = [step(x) for _ in range(3)]
+    assert torch.equal(answers[0], x * 2)  # within the interval the frozen value still answers
+    assert torch.equal(answers[1], x * 5)
+    assert torch.equal(answers[2], x * 5)
+    assert not step.entries
+    assert "x (4, 2) torch.float32" in caplog.text
+    assert "largest difference 3" in caplog.text
+    assert "verification_failed" in step.explain(x) or "not what eager gives" in step.explain(x)
+
+
+ENOUGH = 12  # calls with one batch, more than are served before the comparison
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.parametrize("batch", [torch.randn, lambda *shape: torch.randint(0, 99, shape)])
+def test_calls_that_are_all_alike_are_verified(rows: int, batch: Callable[..., torch.Tensor]) -> None:
+    """After some calls, be they of floats or integers, padded or not."""
+    step, x = make(lambda x: x * 2), batch(rows, 3)
+    for _ in range(ENOUGH):
+        assert torch.equal(step(x), x * 2)
+    assert step.entries[0].state is EntryState.VERIFIED
+    assert step.stats.hits == ENOUGH - 1
+    other = batch(rows, 3)
+    assert torch.equal(step(other), other * 2)
+
+
+def test_a_value_that_the_capture_froze_is_found() -> None:
+    """The comparison is a true one: a graph that is no longer what eager does goes, and calls run eagerly."""
+    hidden = Spy([2.0])  # no guard looks into it
+    step, x = make(lambda x: x * hidden[0]), torch.randn(4, 3)
+    step(x)
+    hidden[0] = 3.0
+    for _ in range(ENOUGH):
+        step(x)
+    assert torch.equal(step(x), x * 3)
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+def test_the_comparison_leaves_no_effects() -> None:
+    """State that the call writes is as after the calls of the caller alone, and so is the random generator."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("last", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            self.last.copy_(x.sum(0))
+            return x + self.count + torch.rand_like(x)
+
+    model, alone = Counts().eval(), Counts().eval()
+    step, x = make(model), torch.randn(4, 3)
+    found = []
+    for fn in (alone, step):
+        torch.manual_seed(0)
+        found.append([fn(x) for _ in range(ENOUGH)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.equal(model.count, alone.count)
+    assert torch.equal(model.last, x.sum(0))
+    assert [entry.state for entry in step.entries] == [EntryState.VERIFIED]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_zeros_tell_nothing_of_a_number_of_rows(dim: int) -> None:
+    """A batch of zeros agrees with eager whatever branch the code takes; another batch made of it does not."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * (2.0 if x.shape[dim] == 3 else 1.0)
+
+    shapes = [(2, 4), (3, 4)] if dim == 0 else [(2, 2), (2, 3)]
+    dynamic = {"x": {0: "batch", 1: Dim("length", sizes=[6])}} if dim else {"x": 0}
+    with torch.no_grad():
+        step = graphed(fn, dynamic=dynamic, sizes=(5,), options=AT_ONCE)
+        step(torch.randn(shapes[0]))
+        step(torch.zeros(shapes[1]))
+        for _ in range(4):
+            x = torch.randn(shapes[1])
+            assert torch.equal(step(x), fn(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_memory_that_nothing_wrote_is_not_compared(dtype: torch.dtype) -> None:
+    """Half of an output and half of the state come from ``torch.empty``; what was written is compared, and served."""
+    state = torch.zeros(4, 6, dtype=dtype)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), 6, dtype=dtype)
+        out[:, :3] = x
+        state.copy_(torch.empty(4, 6, dtype=dtype))
+        state[:, 1] = 7
+        return torch.cat([out, out], 1)
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for rows in (4, 4, 4, 3, 3):
+        x = torch.randn(rows, 3).mul(9).to(dtype)
+        assert torch.equal(step(x)[:, 6:9], x)
+        assert state[:, 1].eq(7).all()
+    assert step.last_decision.reason is Reason.PADDED
+
+
+def test_what_was_written_is_still_compared() -> None:
+    """A frozen value beside memory that nothing wrote is found."""
+
+    hidden = Spy([2.0])
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x), 6)
+        out[:, :3] = x * hidden[0]
+        return out
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step(torch.randn(4, 3))
+    hidden[0] = 3.0
+    step(torch.randn(4, 3))
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+FULL = gd.CUDAGraphMode.FULL
+
+
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    """As an engine's: padding rows of the output hold whatever was there."""
+    noise = torch.from_numpy(np.random.default_rng().random((len(x) - 3, 3))).float()
+    return torch.cat([x[:3] * 2, x[3:] + noise])
+
+
+@pytest.mark.parametrize("how", ["argument", "context", "none"])
+def test_rows_that_the_caller_padded_are_not_compared(how: str) -> None:
+    """The wrapper compares the real rows alone, if the caller says how many they are; the runnable does not hear it."""
+    wrapper, descriptor = gd.CUDAGraphWrapper(_attention), gd.BatchDescriptor(8)
+    for _ in range(4):
+        x = torch.randn(8, 3)
+        if how == "context":
+            with gd.cudagraph_context(FULL, descriptor, rows=3):
+                out = wrapper(x)
+        else:
+            rows = {"rows": 3} if how == "argument" else {}
+            out = wrapper(x, batch_descriptor=descriptor, cudagraph_runtime_mode=FULL, **rows)
+        assert torch.equal(out[:3], x[:3] * 2)
+    assert (wrapper.get_stats().hits > 0) is (how != "none")
+
+
+def test_a_parameter_of_the_runnable_is_its_own() -> None:
+    """A runnable that has a parameter ``rows`` gets it."""
+    wrapper = gd.CUDAGraphWrapper(lambda x, rows: x * rows)
+    x = torch.randn(8, 3)
+    for _ in range(3):
+        out = wrapper(x, rows=3, batch_descriptor=gd.BatchDescriptor(8), cudagraph_runtime_mode=FULL)
+        assert torch.equal(out, x * 3)
+
+
+@pytest.mark.parametrize("rows", [0, 9, True, 1.5])
+def test_rows_are_checked(rows: object) -> None:
+    """They are some of the descriptor's."""
+    wrapper = gd.CUDAGraphWrapper(lambda x: x)
+    with pytest.raises(ConfigError, match="rows must be how many of the descriptor's 8 tokens are real"):
+        wrapper(torch.randn(8), batch_descriptor=gd.BatchDescriptor(8), cudagraph_runtime_mode=FULL, rows=rows)
+
+
+def _partly(x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(len(x), 6)
+    out[:, :2] = x[:, :2]
+    return out
+
+
+def _reused(x: torch.Tensor) -> torch.Tensor:
+    first = (x.sin() * 3).cos() * 2
+    second = first.exp()
+    del first
+    out = torch.empty_like(x)
+    out[:, :2] = second[:, :2]
+    return out
+
+
+BLANK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "partly written": _partly,
+    "reused": _reused,
+    "grown": lambda x: x.new_zeros(1, 4).resize_(len(x), 4),
+    "permuted": lambda x: torch.empty_permuted(x.shape, (1, 0)),
+    "strided": lambda x: torch.empty_strided((len(x), 3), (5, 1)),
+    "integers": lambda x: torch.empty(x.shape, dtype=torch.int16),
+    "booleans": lambda x: torch.empty(x.shape, dtype=torch.bool),
+    "complex": lambda x: torch.empty(x.shape, dtype=torch.complex64),
+    "bfloat16": lambda x: x.bfloat16().new_empty(len(x), 3),
+}
+
+
+@pytest.mark.parametrize("name", BLANK)
+@pytest.mark.parametrize("toggled", [False, True])
+def test_deterministic_torch_fills_new_memory(name: str, toggled: bool) -> None:
+    """With deterministic algorithms torch fills new memory; so do the watched run and each replay, bit for bit."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return BLANK[name](x), (x * 2).exp()
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    try:
+        for call in range(10):
+            torch.use_deterministic_algorithms(not toggled or call >= 4)
+            torch.utils.deterministic.fill_uninitialized_memory = call < 8
+            x = torch.randn(3 + call % 2, 4)
+            got, want = step(x), fn(x)
+            if torch.are_deterministic_algorithms_enabled() and call < 8:
+                torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert step.stats.hits or (toggled and name in ("grown", "booleans"))  # these are not told apart from values
