@@ -112,8 +112,21 @@ def state_of(model: Model) -> Any:
     return model.calls, model.seen, buffers, model.random.getstate()
 
 
-@pytest.mark.parametrize("at", [5, 9, 15, 16])
-@pytest.mark.parametrize("dim", [0, 1])
+def check_alike(models: list[Model], served: Callable[[Tensor], Tensor], x: Tensor, seed: int) -> None:
+    """One call of the first model and one of the served second: the same answer or error, draws and state."""
+    answers: list[Any] = []
+    for step in (models[0], served):
+        torch.manual_seed(seed)
+        try:
+            answers.append((step(x), torch.rand(1).item()))
+        except ValueError as error:
+            answers.append((torch.zeros(1), str(error)))
+    assert torch.allclose(answers[0][0], answers[1][0], atol=1e-6), seed
+    assert answers[0][1] == answers[1][1], seed
+    assert state_of(models[0]) == state_of(models[1]), seed
+
+
+@pytest.mark.parametrize(("dim", "at"), [(0, 5), (0, 16), (1, 9), (1, 15)])
 @pytest.mark.parametrize("branch", BRANCHES, ids=lambda branch: branch.__name__)
 def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: int, at: int) -> None:
     """Outputs, state and random numbers are eager's, also after what the branch reads was changed."""
@@ -123,21 +136,14 @@ def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: 
         models.append(Model(branch, dim, at).eval())
     rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[16])} if dim else {0: "batch"}
     served = graphed(models[1], dynamic={"x": rules}, sizes=[4] if dim else [16])
-    generator, drawn = torch.Generator().manual_seed(1), []
-    batches = [torch.randn((3, n, 4) if dim else (n, 3, 4), generator=generator) for n in LENGTHS * 5]
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn((3, n, 4) if dim else (n, 3, 4), generator=generator) for n in LENGTHS * 4]
     for number, x in enumerate(batches):
-        if number == len(LENGTHS) * 3:
+        if number == len(LENGTHS) * 2:
             for model in models:
                 model.config.factor = 2.0
                 model.extra.add_(0.5)  # type: ignore[operator]
-        answers = []
-        for step in (models[0], served):
-            torch.manual_seed(number)
-            answers.append((step(x), torch.rand(1).item()))
-        assert torch.allclose(answers[0][0], answers[1][0], atol=1e-6), number
-        drawn.append(answers[0][1] == answers[1][1])
-        assert state_of(models[0]) == state_of(models[1]), number
-    assert all(drawn)
+        check_alike(models, served, x, number)
 
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
@@ -196,22 +202,13 @@ def test_a_branch_below_some_product(branch: Callable[[Model, Tensor], Tensor]) 
     rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[8])}
     served = graphed(models[1], dynamic={"x": rules}, sizes=[4], options=AT_ONCE)
     generator = torch.Generator().manual_seed(1)
-    for number, shape in enumerate(SHAPES * 4):
+    for number, shape in enumerate(SHAPES * 3):
         x = torch.randn((*shape, 4), generator=generator)
-        if number == len(SHAPES) * 2:
+        if number == len(SHAPES):
             for model in models:
                 model.config.factor = 2.0
                 model.extra.add_(0.5)  # type: ignore[operator]
-        answers: list[Any] = []
-        for step in (models[0], served):
-            torch.manual_seed(number)
-            try:
-                answers.append((step(x), torch.rand(1).item()))
-            except ValueError as error:
-                answers.append((torch.zeros(1), str(error)))
-        assert torch.allclose(answers[0][0], answers[1][0], atol=1e-6), number
-        assert answers[0][1] == answers[1][1], number
-        assert state_of(models[0]) == state_of(models[1]), number
+        check_alike(models, served, x, number)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -254,27 +251,16 @@ class Experts(nn.Module):
         return x @ self.weights[int(x[0, 0].abs() * 4) % 6]
 
 
-class Mixture(nn.Module):
-    """Experts between two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.experts, self.after = nn.Linear(4, 4), Experts(), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.experts(self.before(x)).relu())
-
-
 @pytest.mark.parametrize("is_marked", [True, False])
 def test_memory_that_a_break_chooses_is_no_branch(is_marked: bool) -> None:
     """What runs in a break may use other memory for each batch."""
     torch.manual_seed(0)
-    model = Mixture().eval()
+    model = nn.Sequential(nn.Linear(4, 4), Experts(), nn.Linear(4, 4)).eval()
     plain = copy.deepcopy(model)
     if is_marked:
-        model.experts.forward = eager_break(model.experts.forward)  # type: ignore[method-assign]
+        eager_break(model[1])
     options = CUDAGraphOptions() if is_marked else CUDAGraphOptions(breaks="auto")
-    served = graphed(model, dynamic={"x": 0}, sizes=[4], mode="PIECEWISE", options=options)
+    served = graphed(model, dynamic={"input": 0}, sizes=[4], mode="PIECEWISE", options=options)
     for number in range(24):
         x = torch.randn(1 + number % 4, 4)
         assert torch.allclose(served(x), plain(x), atol=1e-6)

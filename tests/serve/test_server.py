@@ -1,8 +1,5 @@
 """The server behind every front end: what it keeps of calls, and how much of it."""
 
-import threading
-from typing import Any
-
 import pytest
 import torch
 
@@ -34,7 +31,7 @@ def test_a_wrapper_remembers_so_many_descriptors() -> None:
     wrapper = CUDAGraphWrapper(double, max_cached_graphs=4)
     server, routes = wrapper._server, wrapper._routes
     server.max_groups = routes._most = 8
-    for rows in range(1, 60):
+    for rows in range(1, 30):
         call(wrapper, rows)
     assert len(server.graphs.groups) <= 8
     assert len(routes) <= 8 + 1
@@ -47,18 +44,19 @@ def test_a_wrapper_remembers_so_many_descriptors() -> None:
 
 
 def test_a_manager_remembers_so_many_lengths() -> None:
-    """A thousand sequence lengths share one guard, one server and one set of static inputs."""
+    """Many sequence lengths share one guard, one server and one set of static inputs."""
     manager = CUDAGraphManager(
         CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=CUDAGraphOptions(capture_after=1000))
     )
     x = torch.randn(4, 3)
     with torch.no_grad():
-        for seq_len in range(1, 1500):
+        manager.execute_or_capture(4, 1, double, {"x": x})
+        latest = manager.registry.latest()
+        latest.server.max_groups = latest.routes._most = 16
+        for seq_len in range(1, 60):
             manager.execute_or_capture(4, seq_len, double, {"x": x})
-    latest = manager.registry.latest()
-    assert latest is not None
-    assert len(latest.server.graphs.groups) <= 1024
-    assert len(latest.routes) <= 1024 + 1
+    assert len(latest.server.graphs.groups) <= 16
+    assert len(latest.routes) <= 16 + 1
     assert len({id(group.inputs) for group in latest.server.graphs.groups.values()}) == 1
 
 
@@ -69,11 +67,9 @@ def test_a_server_that_was_forgotten_captures_no_more() -> None:
     with torch.no_grad():
         manager.execute_or_capture(4, 1, double, {"x": x})
         latest = manager.registry.latest()
-        assert latest is not None
         route = next(iter(latest.routes.values()))
         manager.sleep()
         assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)
-    assert latest.server.decision is not None
     assert latest.server.decision.reason is Reason.ASLEEP
     assert (manager.registry.num_graphs, manager.registry.memory_bytes) == (0, 0)
 
@@ -90,35 +86,3 @@ def test_nothing_is_prewarmed_while_asleep() -> None:
     wrapper.sleep()
     with pytest.raises(ConfigError, match=r"prewarm cannot capture now: .*sleep"):
         wrapper.prewarm([4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))
-
-
-def test_weights_assigned_while_awake_are_seen_after_a_second_wake() -> None:
-    """``wake`` of what is awake changes nothing: the guard goes on comparing with the captured weights."""
-    model = torch.nn.Linear(3, 3).eval().requires_grad_(False)
-    step = gd.graphed(model, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
-    with torch.no_grad():
-        for rows in (3, 4, 3):
-            step(torch.randn(rows, 3))
-        model.weight.data = torch.randn(3, 3)
-        step.wake()
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), model(x))
-
-
-def test_a_hit_needs_no_lock_of_the_server() -> None:
-    """New numbers of rows of a verified graph are served while another thread holds the lock that captures take."""
-    step = gd.graphed(double, dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
-    answers: list[Any] = []
-    with torch.no_grad():
-        for rows in range(1, 9):  # each is compared once
-            step(torch.randn(rows, 3))
-
-    def serve() -> None:
-        with torch.no_grad():
-            answers.extend(step(torch.ones(rows, 3)).shape[0] for rows in range(1, 9))
-
-    with step._server.lock:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        thread.join(60)
-    assert answers == list(range(1, 9))
