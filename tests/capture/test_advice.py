@@ -114,18 +114,3 @@ def test_arguments_that_are_one_tensor_are_named() -> None:
 
     x = torch.randn(4, 4)
     assert "query, key are one tensor" in _explain(Attention().eval(), query=x, key=x)
-
-
-def test_a_normalisation_over_the_batch_is_probed_with_more_rows() -> None:
-    """A callable that raises for one row is captured for two: the rows of its outputs are learnt with three."""
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        if len(x) < 2:
-            raise ValueError("too few")
-        return x * 2
-
-    served = graphed(model, dynamic={"x": 0}, sizes=[2])
-    for _ in range(5):
-        x = torch.randn(2, 3)
-        assert torch.equal(served(x), x * 2)
-    assert served.stats.hits == 2
