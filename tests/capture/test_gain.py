@@ -152,24 +152,3 @@ def test_a_prewarmed_graph_is_not_judged() -> None:
     found = [*reasons(step, 5), *reasons(step, 5, rows=2)]
     assert Reason.VERIFIED_NOW in found
     assert Reason.NO_GAIN not in found
-
-
-def test_what_is_timed_leaves_no_effects() -> None:
-    """Python state that the further runs change is as after one call."""
-
-    class Remembers(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.made: list[int] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not self.made:
-                self.made.append(1)
-            return x * 2
-
-    model = Remembers().eval()
-    step = serve(pairs(FAST, SLOW), model)
-    assert reasons(step, 1) == [Reason.STATE_REBOUND]
-    assert model.made == [1]
-    assert reasons(step, 3)[-1] is Reason.NO_GAIN
-    assert model.made == [1]

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphdispatch import graphed
 from graphdispatch.backends.insight import COMPILER, reveal_operators
-from graphdispatch.capture import effects, quiet
+from graphdispatch.capture import quiet
 from graphdispatch.capture.effects import EffectRecorder
 from graphdispatch.native.tape import TAPE
-
-from ..helpers import AT_ONCE
 
 pytestmark = pytest.mark.skipif(not TAPE.wait(), reason="runs are watched in Python")
 X, INDEX, MASK = torch.linspace(-1, 1, 24).reshape(4, 6), torch.tensor([1, 0]), torch.tensor([True, False] * 3)
@@ -51,13 +48,6 @@ def scripted(x: Tensor) -> Tensor:
     return x.add_(1)
 
 
-def _catches() -> None:
-    try:
-        BUFFER.add_(1)
-    except Exception:
-        BUFFER.mul_(0)
-
-
 LIMITING = {
     "to integers": lambda: (X.abs() * 3).long(),
     "seen as integers": lambda: X.view(torch.int32) + 1,
@@ -80,7 +70,6 @@ STOPPED: dict[str, Callable[[], Any]] = {
     "check": lambda: torch._assert_async(torch.tensor(True)),
     "sparse": lambda: X.to_sparse().sum(),
     "swallowed": _swallows,
-    "caught": _catches,
     "raised": lambda: functional.linear(X, X[:, :3]),
 }
 
@@ -160,37 +149,3 @@ def test_where_the_dispatcher_does_not_show_all(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(quiet.StoppedError):
         watched(lambda: monkeypatch.setitem(sys.modules, COMPILER, sys))
     assert not quiet.can_watch()
-
-
-def test_lengths_are_compared_by_quiet_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A callable that only computes, but for one length: that is found, and every answer is eager's."""
-    runs: list[bool] = []
-
-    def counted() -> Any:
-        runs.append(True)
-        return quiet.watching()
-
-    monkeypatch.setattr(effects, "watching", counted)
-    for at in (0, 5):
-        with torch.inference_mode(False), torch.no_grad():
-            table = torch.randn(20, 3)
-            own = table.clone()
-            served = graphed(
-                lambda ids, table=table, at=at: _step(ids, table, at),
-                dynamic={"ids": {0: "batch", 1: "seq"}},
-                sizes=[(4, 8)],
-                options=AT_ONCE,
-            )
-            for seed, (rows, length) in enumerate([(4, 8), (3, 6), (2, 5), (4, 7), (4, 5), (1, 8), (2, 5), (4, 4)] * 3):
-                ids = torch.randint(0, 20, (rows, length), generator=torch.Generator().manual_seed(seed))
-                assert torch.allclose(served(ids), _step(ids, own, at), atol=1e-5)
-                assert torch.equal(table, own)
-        assert served.stats.hits > (0 if at else 5)
-    assert runs
-
-
-def _step(ids: Tensor, table: Tensor, at: int) -> Tensor:
-    y = functional.embedding(ids, table).cumsum(1)
-    if ids.shape[1] == at:
-        table[0] += 1
-    return y

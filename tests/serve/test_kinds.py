@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import Graphed, Reason, graphed
+import graphdispatch as gd
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.call.spec import FlatCall
+from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
+from graphdispatch.errors import ConfigError
 
-from ..helpers import with_options
+from ..helpers import AT_ONCE, with_options
 
 ROWS = 4
 
@@ -55,14 +58,6 @@ def test_a_kind_that_is_used_no_more_gives_way() -> None:
     assert len(step.entries) == 2
     assert step.memory_bytes == step.memory_report().total
     step.check_integrity()
-
-
-def test_kinds_whose_captures_failed_give_way() -> None:
-    """They have no graph to lose."""
-    step = serve(lambda x: x * 2 if x.shape[1] == 7 or x.sum().item() > -1e9 else x, max_signatures=2)
-    for columns in (3, 5):
-        assert call(step, columns) is Reason.CAPTURE_UNSAFE
-    assert calls_until_graph(step, 7) == 16
 
 
 def test_each_replacement_makes_the_next_one_rarer() -> None:
@@ -117,14 +112,6 @@ def test_what_releases_all_graphs_ends_the_rest(end: str) -> None:
         step.wake()
         assert call(step, 3, -2) is Reason.FIRST_SIGHTING
     assert call(step, 3, -2) is Reason.CAPTURED_NOW
-
-
-def test_kinds_that_come_again_are_no_change() -> None:
-    """A cycle over a few more kinds than are kept gets its graphs."""
-    step = serve(max_signatures=8, capture_after=2)
-    found = [call(step, 3, number) for _ in range(30) for number in range(10)]
-    assert Reason.SIGNATURE_CHANGES not in found
-    assert len(step.entries) >= 4
 
 
 EAGER_S, REPLAY_S, SPENT_S = 2e-3, 1e-3, 0.1
@@ -203,3 +190,76 @@ def test_nothing_has_to_pay_that_is_asked_for_or_not_measured() -> None:
     step = serve(writes, max_signatures=64, capture_after=2)
     for columns in range(1, 2 * FREE):
         assert Reason.CAPTURED_NOW in [call(step, columns) for _ in range(3)]
+
+
+FULL = CUDAGraphMode.FULL
+
+
+def call_wrapper(wrapper: CUDAGraphWrapper, rows: int) -> None:
+    """One call of its own descriptor, compared with eager."""
+    x = torch.randn(rows, 3)
+    with torch.no_grad():
+        got = wrapper(x, batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=FULL)
+    assert torch.equal(got, x * 2)
+
+
+def test_a_wrapper_remembers_so_many_descriptors() -> None:
+    """Those without a graph make way; the graphs stay, and serve."""
+    wrapper = CUDAGraphWrapper(twice, max_cached_graphs=4)
+    server, routes = wrapper._server, wrapper._routes
+    server.max_groups = routes._most = 8
+    for rows in range(1, 30):
+        call_wrapper(wrapper, rows)
+    assert len(server.graphs.groups) <= 8
+    assert len(routes) <= 8 + 1
+    kept = wrapper.get_cached_descriptors()
+    assert len(kept) == 4
+    for _ in range(2):
+        for descriptor in kept:
+            call_wrapper(wrapper, descriptor.num_tokens)
+    assert wrapper.get_stats().hits >= 4
+
+
+def test_a_manager_remembers_so_many_lengths() -> None:
+    """Many sequence lengths share one guard, one server and one set of static inputs."""
+    manager = CUDAGraphManager(
+        CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=CUDAGraphOptions(capture_after=1000))
+    )
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        manager.execute_or_capture(4, 1, twice, {"x": x})
+        latest = manager.registry.latest()
+        latest.server.max_groups = latest.routes._most = 16
+        for seq_len in range(1, 60):
+            manager.execute_or_capture(4, seq_len, twice, {"x": x})
+    assert len(latest.server.graphs.groups) <= 16
+    assert len(latest.routes) <= 16 + 1
+    assert len({id(group.inputs) for group in latest.server.graphs.groups.values()}) == 1
+
+
+def test_a_server_that_was_forgotten_captures_no_more() -> None:
+    """A call that found its server just before ``sleep`` runs eagerly, and leaves nothing in the pool."""
+    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE))
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        manager.execute_or_capture(4, 1, twice, {"x": x})
+        latest = manager.registry.latest()
+        route = next(iter(latest.routes.values()))
+        manager.sleep()
+        assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)
+    assert latest.server.decision.reason is Reason.ASLEEP
+    assert (manager.registry.num_graphs, manager.registry.memory_bytes) == (0, 0)
+
+
+def test_nothing_is_prewarmed_while_asleep() -> None:
+    """``sleep`` says that weights are elsewhere, so that a capture would hold their old memory."""
+    step = gd.graphed(twice, dynamic={"x": 0}, sizes=(4,))
+    step.sleep()
+    with pytest.raises(ConfigError, match=r"prewarm cannot capture now: .*sleep"):
+        step.prewarm(torch.randn(2, 3))
+    step.wake()
+    assert step.prewarm(torch.randn(2, 3)).captured == {FULL: (4,)}
+    wrapper = gd.AdaptiveCUDAGraphWrapper(twice)
+    wrapper.sleep()
+    with pytest.raises(ConfigError, match=r"prewarm cannot capture now: .*sleep"):
+        wrapper.prewarm([4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))

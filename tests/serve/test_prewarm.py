@@ -309,6 +309,8 @@ def test_what_cannot_be_captured_has_no_estimate() -> None:
     with pytest.raises(CaptureError, match=r"no graph of 64 rows, so no estimate: .*item") as caught:
         estimate_memory(graphs, group, leaves, LADDER)
     assert caught.value.reason is Reason.CAPTURE_UNSAFE
+    with pytest.raises(ConfigError, match="sizes must be one or more sizes of at least 1 row"):
+        estimate_memory(graphs, group, leaves, [0, 4])
     assert graphs.stats.capture_failures == 0
 
 

@@ -152,44 +152,6 @@ def test_weights_that_moved_are_released_in_a_refused_call(args: tuple[Any, ...]
     assert not step.entries
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_sleep_is_the_reason_while_it_lasts(name: str) -> None:
-    """A refused call during sleep is asleep, and refused again afterwards."""
-    fn, args, reason = CALLS[name]
-    step = serve(fn)
-    for _ in range(3):
-        step(*args)
-    step.sleep()
-    step(*args)
-    assert step.last_decision.reason is Reason.ASLEEP
-    step.wake()
-    for _ in range(2):
-        step(*args)
-    assert step.last_decision.reason is reason
-
-
-def test_an_error_of_a_refused_call_passes_through() -> None:
-    """It is counted as any refused call, and the run has ended for captures of other threads."""
-    has_failed = threading.Event()
-
-    def fails(x: torch.Tensor) -> torch.Tensor:
-        if has_failed.is_set():
-            raise LookupError("gone")
-        return unsafe(x)
-
-    step = serve(fails)
-    for _ in range(4):
-        step(torch.ones(ROWS, 3))
-    has_failed.set()
-    for _ in range(3):
-        with pytest.raises(LookupError, match="gone"):
-            step(torch.ones(ROWS, 3))
-    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
-    assert step.stats.reasons[Reason.CAPTURE_UNSAFE] == 7
-    assert (step.stats.misses, step.stats.calls, step.stats.rows) == (7, 7, {ROWS: 7})
-    assert not WINDOWS._runs
-
-
 @pytest.mark.parametrize("odd", [(), (Opaque(),)], ids=["rows", "look"])
 def test_refused_calls_of_threads_are_all_counted(odd: tuple[Any, ...]) -> None:
     """None is lost, be it served by the core or by Python."""
