@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CUDAGraphOptions, Reason, eager_break, graphed
+from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Stream
 from graphdispatch.call.marks import ACTIVE
 from graphdispatch.capture.piecewise import break_figures
-from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
+from graphdispatch.engines import CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
 
 from ..helpers import AT_ONCE
@@ -340,22 +340,6 @@ def test_what_a_call_wrote_to_its_argument_before_it_raised_stays(raises_in: str
     fuse.blown = False
     x, ids = torch.randn(rows, 3), torch.arange(rows)
     assert torch.equal(served(x.clone(), ids), model(x, ids))
-
-
-def test_an_exception_in_a_break_at_capture_leaves_nothing_open() -> None:
-    """The call gets eager's answer with a reason, no capture is open or active, and another one succeeds."""
-    fuse = Fuse()
-    fuse.blown = fuse.only_in_capture = True
-    wrapper = CUDAGraphWrapper(lambda x: fuse(x + 1) + 1, PIECEWISE, CUDAGraphOptions(max_failures=9))
-    x = torch.randn(4, 3)
-    assert torch.equal(wrapper(x, batch_descriptor=ONE, cudagraph_runtime_mode=PIECEWISE), (x + 1) * 2 + 1)
-    assert wrapper.get_stats().reasons[Reason.CAPTURE_FAILED] == 1
-    assert ACTIVE.get() is None
-    assert not get_backend("cpu").is_capturing()
-    fuse.blown = False
-    other = BatchDescriptor(2)
-    wrapper(x, batch_descriptor=other, cudagraph_runtime_mode=PIECEWISE)
-    assert wrapper.get_cached_descriptors() == [other]
 
 
 def test_a_model_that_catches_a_break_s_exception_gets_no_graph() -> None:

@@ -69,23 +69,6 @@ def test_independent_rows_are_served_padded(make: Callable[[], nn.Module], dtype
     assert step.entries[0].proof.is_complete
 
 
-def test_a_given_pad_rule_is_kept() -> None:
-    """Rows of one segment attend to each other, and padding rows have a segment of their own."""
-    first = nn.Linear(8, 24)
-
-    def fn(x: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
-        q, k, v = first(x).chunk(3, -1)
-        scores = (q @ k.T).masked_fill(segment[:, None] != segment[None], torch.finfo(x.dtype).min)
-        return scores.softmax(-1) @ v
-
-    for sizes in ((5, 8, 3, 5, 3), (8, 8, 5, 5, 3, 5)):
-        step = gd.graphed(fn, dynamic={"x": 0, "segment": 0}, pad={"segment": -1}, sizes=(8,), options=AT_ONCE)
-        for rows in sizes:
-            x, segment = torch.randn(rows, 8), torch.arange(rows) // 2
-            torch.testing.assert_close(step(x, segment), fn(x, segment))
-        assert reason(step) is Reason.PADDED
-
-
 TABLE = torch.randn(12, 3)
 PARTICULAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "check": lambda x: (torch._assert_async(((x >= 0) & (x < 8)).all()), x * 2)[1],

@@ -193,22 +193,6 @@ def test_rounding_of_sums_that_cancel_is_no_difference(dtype: torch.dtype, width
     assert difference(eager, graph.roll(1, 0), tolerance) is not None
 
 
-@pytest.mark.parametrize(
-    ("first", "pad"),
-    [(torch.zeros(3, 3), "zero"), (torch.ones(1, 3), "repeat_last")],
-    ids=["zeros padded by zeros", "one row repeated"],
-)
-def test_a_batch_of_equal_rows_proves_nothing(first: torch.Tensor, pad: str) -> None:
-    """Where real and padding rows are all alike, a model that mixes rows shows nothing; the next batch is compared."""
-
-    def mixes(x: torch.Tensor) -> torch.Tensor:
-        return x * 0.5 + x.mean(0)
-
-    step = graphed(mixes, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, pad={"x": pad})
-    for x in (first, torch.randn(4, 3), torch.randn(3, 3), torch.randn(3, 3)):
-        assert torch.equal(step(x), mixes(x))
-
-
 def test_each_argument_must_tell_its_rows_apart() -> None:
     """A batch whose rows differ in another argument proves nothing about one whose rows are all alike."""
 

@@ -222,24 +222,6 @@ def test_a_check_of_data_that_some_sizes_alone_make(dim: int) -> None:
         served(1e6 * torch.ones((2, 3, 4) if dim else (3, 2, 4)))
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_the_guard_grows_by_what_a_branch_reads(dim: int) -> None:
-    """A branch that only computes is served, by graphs of its own once the state that it alone reads is another."""
-    torch.manual_seed(0)
-    model = Model(Model.scaled, dim, 5).eval()
-    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[16])} if dim else {0: "batch"}
-    served = graphed(model, dynamic={"x": rules}, sizes=[4] if dim else [16])
-    for _ in range(4):
-        for n in LENGTHS:
-            served(torch.randn((3, n, 4) if dim else (n, 3, 4)))
-    before = served.stats.captures
-    assert served.stats.hits > 2 * len(LENGTHS)
-    model.config.factor = 2.0
-    x = torch.randn((3, 5, 4) if dim else (5, 3, 4))
-    assert torch.allclose(served(x), model.linear(x) * 2, atol=1e-6)
-    assert served.stats.captures == before or served.stats.captures == before + 1
-
-
 class Experts(nn.Module):
     """Each batch uses the weight that its first number chooses."""
 

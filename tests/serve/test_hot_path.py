@@ -16,10 +16,8 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, grap
 from graphdispatch.engines import (
     BatchDescriptor,
     CUDAGraphConfig,
-    CudagraphDispatcher,
     CUDAGraphManager,
     CUDAGraphWrapper,
-    DispatchKey,
 )
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
@@ -70,27 +68,6 @@ def settled_manager() -> tuple[CUDAGraphManager, Callable[[], Any]]:
     return manager, call
 
 
-def settled_dispatcher() -> tuple[CudagraphDispatcher, Callable[[], Any]]:
-    """A dispatcher with an entry, and a padded batch that the entry serves."""
-    model = torch.nn.Linear(3, 3).eval()
-    example = {"input": torch.randn(SIZE - 1, 3)}
-    with torch.no_grad():
-        entry = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE)).capture_graph(
-            SIZE - 1, 1, model, inputs=example
-        )
-    dispatcher = CudagraphDispatcher(model)
-    dispatcher.register_graph(DispatchKey(SIZE, SIZE), entry)
-    key = DispatchKey(SIZE - 1, SIZE - 1)
-
-    @torch.no_grad()
-    def call() -> Any:
-        return dispatcher.dispatch(key, torch.randn(SIZE - 1, 3))
-
-    for _ in range(2):
-        call()
-    return dispatcher, call
-
-
 class Bound(NamedTuple):
     """A settled call, and how many functions of the package a hit of it may run below it, and how deep."""
 
@@ -103,9 +80,6 @@ BOUNDS = {
     "graphed": Bound(settled_graphed),
     "padding graphed": Bound(partial(settled_graphed, SIZE)),
     "wrapper": Bound(settled_wrapper),
-    # Besides the hit (9): the graphs of the key are looked up, the policy is asked whether and which, and the call is
-    # counted by mode.
-    "dispatcher": Bound(settled_dispatcher, calls=17),
     # Besides the hit (9): the batch is checked and placed by the configuration (26), and the device is timed (22).
     "manager": Bound(settled_manager, calls=58, depth=7),
 }

@@ -173,25 +173,6 @@ def test_graphs_that_have_paid_let_others_be_captured() -> None:
     assert [call(step, 20) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
 
 
-@pytest.mark.usefixtures("clocks")
-def test_nothing_has_to_pay_that_is_asked_for_or_not_measured() -> None:
-    """Not with ``capture_after=1``, not what ``prewarm`` captures, and not where no gain can be measured."""
-    step = settled(capture_after=1)
-    assert call(step, 20) is Reason.CAPTURED_NOW
-    step = settled()
-    step.prewarm(torch.randn(ROWS, 20))
-    assert call(step, 20) is Reason.EXACT
-    state = torch.zeros(1)
-
-    def writes(x: torch.Tensor) -> torch.Tensor:
-        state.add_(1)
-        return x * 2
-
-    step = serve(writes, max_signatures=64, capture_after=2)
-    for columns in range(1, 2 * FREE):
-        assert Reason.CAPTURED_NOW in [call(step, columns) for _ in range(3)]
-
-
 FULL = CUDAGraphMode.FULL
 
 
