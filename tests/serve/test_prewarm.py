@@ -215,7 +215,7 @@ def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:
     report = step.prewarm(torch.randn(4, 8))
     assert report.captured == {CUDAGraphMode.FULL: (6, 3), CUDAGraphMode.PIECEWISE: (12, 10, 5)}
     full, piecewise, none = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
-    for is_decode, expected in (
+    for is_decode, expected in (  # noqa: B007 (the closure reads it)
         (True, [(full, 3), (full, 6), (full, 6), (none, 7), (none, 11)]),
         (False, [(piecewise, 5), (piecewise, 5), (piecewise, 10), (piecewise, 10), (piecewise, 12)]),
     ):
