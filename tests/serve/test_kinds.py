@@ -60,6 +60,17 @@ def test_a_kind_that_is_used_no_more_gives_way() -> None:
     step.check_integrity()
 
 
+def test_kinds_in_use_stay() -> None:
+    """However often another one comes."""
+    step = serve()
+    for _ in range(3):
+        call(step, 3)
+        call(step, 5)
+    for _ in range(60):
+        assert (call(step, 3), call(step, 5)) == (Reason.EXACT, Reason.EXACT)
+        assert call(step, 7) is Reason.TOO_MANY_SIGNATURES
+
+
 def test_each_replacement_makes_the_next_one_rarer() -> None:
     """Kinds that come in turns do not have a graph captured each time."""
     step = serve(max_signatures=1)
