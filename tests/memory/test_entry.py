@@ -164,7 +164,7 @@ def test_an_entry_describes_itself(entry: CUDAGraphEntry) -> None:
     assert (entry.descriptor, entry.mode, entry.size) == (BatchDescriptor(4, 4, True), CUDAGraphMode.FULL, 4)
     assert entry.capture_time_ms > 0
     assert entry.avg_replay_time_ms == 0.0
-    entry.replay()
+    entry.replay({"x": torch.ones(4, 3)})
     assert entry.avg_replay_time_ms > 0.0
     assert repr(entry) == f"<CUDAGraphEntry FULL 4 rows, captured, 1 replays, {entry.nbytes} bytes>"
 
