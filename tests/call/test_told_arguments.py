@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphEntry, CUDAGraphManager
 from graphdispatch.errors import GuardError
-from graphdispatch.memory.told import Told
-from graphdispatch.state.notes import TENSOR_NAMES, told_by
+from graphdispatch.state.notes import TENSOR_NAMES
 from graphdispatch.state.tensors import TENSOR_READERS
 
 from ..helpers import AT_ONCE
@@ -161,17 +160,6 @@ def test_which_tensor_it_is(name: str, is_first: bool) -> None:
     assert hits or not is_first
 
 
-def test_attention_of_torch_compares_the_query_with_the_key() -> None:
-    """It computes all three in one product then, whose last bits differ."""
-    net = nn.MultiheadAttention(16, 2, batch_first=True).eval()
-    served = graphed(net, dynamic={"query": 0, "key": 0, "value": 0}, sizes=[4])
-    with torch.no_grad():
-        for number in range(24):
-            x = torch.randn(4, 3, 16)
-            key = x if number % 3 == 2 and number > 6 else torch.randn(4, 3, 16)
-            assert torch.equal(served(x, key, key)[0], net(x, key, key)[0])
-
-
 def test_alike_calls_are_served() -> None:
     """Code that reads such things is served for calls that are alike, and tells why others are not."""
 
@@ -194,24 +182,6 @@ def test_alike_calls_are_served() -> None:
     assert "._version" in decision.detail
 
 
-def test_tensors_of_inference_mode_are_asked_only_what_they_know() -> None:
-    """Each kind of question about one; code may ask it of another tensor."""
-    with torch.inference_mode():
-        x = torch.randn(4, 3)
-        told = Told(sorted(told_by([_asks_all.__code__])), [x], [])
-        assert len(told.names) > 10
-        told.note([x])
-        assert told.knows([torch.randn(4, 3)])
-
-
-def _asks_all(x: Tensor) -> tuple[object, ...]:
-    return (
-        x._version, x._base, x._is_view(), x.grad, x.grad_fn, x.is_leaf, x.output_nr, x.requires_grad, x.retains_grad,
-        x.is_conj(), x.is_neg(), x.is_inference(), x.is_shared(), x.storage_offset(), x.untyped_storage(),
-        x._backward_hooks,
-    )  # fmt: skip
-
-
 def test_an_entry_refuses_what_was_not_compared() -> None:
     """``CUDAGraphEntry.replay`` has nothing to compare with."""
 
@@ -232,19 +202,6 @@ def test_an_entry_refuses_what_was_not_compared() -> None:
 def test_all_that_can_be_asked_has_a_reader() -> None:
     """The names are known where the readers are not loaded."""
     assert set(TENSOR_READERS) == TENSOR_NAMES
-
-
-def test_most_code_reads_nothing_of_this() -> None:
-    """So that hits need not look; the library's own code does not count."""
-    assert told_by([plain.__code__, Told.note.__code__, _compares_types.__code__]) == []
-    assert told_by([READS["getattr"][0].__code__, READS["grad"][0].__code__]) == ["grad", "storage_offset"]
-
-
-def _compares_types(x: Tensor) -> bool:
-    if x.T is _compares_types:
-        return True
-    is_type = type(x) is Tensor or type(x) is nn.Parameter or type(x) is type(x.dtype) or type(x) is str
-    return is_type or x is None or x is True or x.dtype is torch.float16 or x.__class__ is not Tensor
 
 
 def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:

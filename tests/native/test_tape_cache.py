@@ -242,7 +242,8 @@ def test_an_exit_meanwhile(compiler: Compiler, tmp_path: Path) -> None:
 
 def test_it_can_be_turned_off() -> None:
     """``GRAPHDISPATCH_NATIVE=0`` starts no thread, and says so."""
-    code = "import threading; from graphdispatch.native.tape import TAPE as t; print(t.wait(), t, threading.active_count())"
+    code = "import threading; from graphdispatch.native.tape import TAPE as tape"
+    code += "; print(tape.wait(), tape, threading.active_count())"
     env = {**os.environ, "GRAPHDISPATCH_NATIVE": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60, check=True)
     assert done.stdout.strip() == "False <CPU tape: Python's loop, since GRAPHDISPATCH_NATIVE=0 turns it off> 1"
