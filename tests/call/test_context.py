@@ -27,14 +27,19 @@ def test_wrapper_reads_the_context() -> None:
 def test_contexts_nest_and_end() -> None:
     """The inner block counts, then the outer one; an exception leaves none, and another thread has its own."""
     seen: list[object] = []
-    with pytest.raises(KeyError), cudagraph_context(FULL, BatchDescriptor(4)):
-        with cudagraph_context(NONE):
-            assert current_context() == (NONE, None)
-        assert current_context() == (FULL, BatchDescriptor(4))
-        thread = threading.Thread(target=lambda: seen.append(current_context()))
-        thread.start()
-        thread.join()
-        raise KeyError
+
+    def within() -> None:
+        with cudagraph_context(FULL, BatchDescriptor(4)):
+            with cudagraph_context(NONE):
+                assert current_context() == (NONE, None)
+            assert current_context() == (FULL, BatchDescriptor(4))
+            thread = threading.Thread(target=lambda: seen.append(current_context()))
+            thread.start()
+            thread.join()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        within()
     assert current_context() is None
     assert seen == [None]
 

@@ -108,7 +108,7 @@ def test_a_decision_tells_each_dimension() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 17), (5, 3), (3, LONGEST + 5), (0, 3), (3, 0)], ids=str)
 def test_what_no_size_holds_runs_eagerly(shape: tuple[int, int]) -> None:
-    """A call above the largest size of one dimension, or empty along one, runs eagerly, with the reason of any batch."""
+    """A call above the largest size of one dimension, or empty along one, runs eagerly, as any batch."""
     step = served(lambda x: x * 2, "x")
     x = torch.ones(shape)
     assert torch.equal(step(x), x * 2)
