@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget
 from graphdispatch.config import parse_mode
-from graphdispatch.engines import CUDAGraphConfig
+from graphdispatch.engines import CUDAGraphConfig, named_sizes
 from graphdispatch.errors import ConfigError
 from graphdispatch.sizes import NAMED_SIZES
 

@@ -1,5 +1,6 @@
 """The counters: what is a hit, a miss and a fallback, and what the rates are before anything was counted."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
