@@ -78,22 +78,6 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_an_event_orders_two_streams(
-    state: CPUStreams, worker: CPUStream, other: CPUStream, gate: threading.Event
-) -> None:
-    """Work behind a wait sees what the work before the mark wrote, however late that is."""
-    value, seen = torch.zeros(1), torch.zeros(1)
-    event = state.make_event()
-    worker.submit(partial(passed, gate))
-    worker.submit(partial(write, value, torch.tensor([7.0])))
-    event.record(worker)
-    event.wait(other)
-    other.submit(partial(write, seen, value))
-    gate.set()
-    other.synchronize()
-    assert seen.item() == 7
-
-
 def test_two_streams_without_an_event_are_not_ordered(
     worker: CPUStream, other: CPUStream, gate: threading.Event
 ) -> None:
@@ -106,19 +90,6 @@ def test_two_streams_without_an_event_are_not_ordered(
     gate.set()
     worker.synchronize()
     assert (seen.item(), value.item()) == (0, 7)
-
-
-def test_wait_stream_orders_after_all_earlier_work(worker: CPUStream, other: CPUStream, gate: threading.Event) -> None:
-    """``wait_stream`` holds back later work only, and until the other queue has come so far."""
-    seen: list[str] = []
-    worker.submit(partial(passed, gate))
-    worker.submit(lambda: seen.append("first"))
-    other.wait_stream(worker)
-    other.submit(lambda: seen.append("second"))
-    assert seen == []
-    gate.set()
-    other.synchronize()
-    assert seen == ["first", "second"]
 
 
 def test_waiting_refers_to_the_latest_record(state: CPUStreams, worker: CPUStream, gate: threading.Event) -> None:
@@ -211,16 +182,6 @@ def test_current_stream_nests_and_is_restored(state: CPUStreams, worker: CPUStre
             break_down()
         assert state.current_stream() is worker
     assert state.current_stream() is state.default
-
-
-def test_current_stream_belongs_to_one_thread(state: CPUStreams, worker: CPUStream, other: CPUStream) -> None:
-    """Work sees its own stream as current; the thread that submitted it keeps its own."""
-    seen: list[object] = []
-    with state.use_stream(other):
-        worker.submit(lambda: seen.append(state.current_stream()))
-        worker.synchronize()
-        assert state.current_stream() is other
-    assert seen == [worker]
 
 
 def test_work_runs_in_the_submitters_modes(worker: CPUStream) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CUDAGraphOptions, Dim, Graphed, Pad, Reason, graphed
+from graphdispatch import Dim, Graphed, Pad, Reason, graphed
 from graphdispatch.errors import ConfigError, FallbackError
 from graphdispatch.extents import LONGEST, Extents, axes_of
 from graphdispatch.native.bound import CORE
@@ -154,21 +154,6 @@ def test_full_lengths_of_what_mixes_the_sequence_are_served() -> None:
     assert "along 'seq'" in why
 
 
-def test_a_length_like_the_batch_is_no_batch() -> None:
-    """Which dimension of an output follows which is learnt from runs, not from equal numbers."""
-
-    def pairs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return x[:, :, None] + x[:, None, :], x.sum(1).expand(7, -1) + y.sum() * 0, torch.cat([x, x], 1)
-
-    step = served(pairs, "x", sizes=[4], static="y", pad={"x": 0})
-    y = torch.ones(4)
-    for shape in [(4, 4), (4, 4), (3, 3), (3, 3), (4, 7), (2, 5), (3, 3)]:
-        x = torch.randn(shape)
-        got, want = step(x, y), pairs(x, y)
-        assert [one.shape for one in got[:2]] == [one.shape for one in want[:2]]
-    assert last(step) is not Reason.CALL_RAISED
-
-
 def test_an_output_that_cannot_be_cut_stays_eager() -> None:
     """Batch and sequence in one dimension, or half of the sequence, cannot be cut to what is real."""
     for fn in (lambda x: x.reshape(-1, 3) * 2, lambda x: x[:, ::2] * 2):
@@ -243,17 +228,6 @@ def test_written_arguments_are_copied_back() -> None:
     assert last(step).is_graph
 
 
-@pytest.mark.parametrize("outputs", ["view", "static"])
-def test_every_way_of_handing_out(outputs: str) -> None:
-    """The real elements are handed out, whoever owns them."""
-    step = served(lambda x: x * 2, "x", outputs=outputs)
-    for shape in [(3, 5), (3, 5), (3, 5), (2, 7), (2, 7), (2, 7), (3, 6), (3, 5)]:
-        x = torch.randn(shape)
-        got = step(x)
-        assert torch.equal(got if isinstance(got, Tensor) else got.get(), x * 2)
-    assert last(step) is Reason.PADDED
-
-
 def test_prewarm_serves_at_once() -> None:
     """Every combination is captured, and each number and length compared, from one example."""
     model = Encoder().eval()
@@ -288,16 +262,6 @@ def test_other_sizes_later() -> None:
     assert step.captured_sizes == ((4, 8),)
     with pytest.raises(ConfigError, match=r"sizes must be among \(\(4, 8\), \(4, 16\)\), got \(4, 9\)"):
         step.prewarm(torch.randn(2, 3), sizes=[(4, 9)])  # type: ignore[list-item]
-
-
-def test_memory_is_estimated_and_bounded() -> None:
-    """An estimate knows each combination, and a budget of bytes is kept."""
-    step = served(lambda x: x * 2, "x")
-    found = step.estimate_memory(torch.randn(2, 3))
-    assert len(found.per_size) == 4
-    assert found.low <= found.total <= found.high
-    step.prewarm(torch.randn(2, 3))
-    assert step.memory_bytes <= found.high
 
 
 def test_lengths_that_disagree_run_eagerly() -> None:
@@ -374,29 +338,6 @@ def test_extents_are_one_number() -> None:
     assert number.covers(Extents.pack(axes, [3, 36, 1]))
     assert not number.covers(Extents.pack(axes, [4, 1, 1]))
     assert int(Extents.pack(axes, [LONGEST] * 3)) < 2**63
-
-
-@pytest.mark.skipif(CORE is None, reason="there is no native core")
-def test_the_core_matches_as_python_does() -> None:
-    """Both find the same number, or none."""
-    step = served(lambda x, y, z: (x, y, z), "x", pad={"x": 0})
-    step(torch.ones(3, 5), torch.ones(2), 1)
-    (group,) = step._graphs.groups.values()
-    signature = group.signature
-    assert signature.native is not None
-    for shape in [(3, 5), (1, 1), (0, 4), (4, 0), (2**10, LONGEST + 3), (3, 5, 1), (3,), ()]:
-        values = [torch.ones(1).expand(shape) if shape and max(shape) > 99 else torch.ones(shape), torch.ones(2), 1]
-        assert signature.native.match(values) == signature.match(values)
-    assert signature.match([torch.ones(3, 5), torch.ones(2), 1]) == Extents.pack(signature.axes, [3, 5])
-
-
-def test_comparisons_can_be_left_out() -> None:
-    """With ``verify=False`` nothing is compared, and every extent is served."""
-    step = served(lambda x: x * 2, "x", options=CUDAGraphOptions(verify=False))
-    for shape in [(3, 5), (3, 6), (1, 1), (4, 8)]:
-        x = torch.randn(shape)
-        assert torch.equal(step(x), x * 2)
-    assert step.stats.verifications == 0
 
 
 def test_long_dimensions_are_compared_at_their_shortest() -> None:

@@ -101,8 +101,8 @@ def test_calls_that_differ_beside_their_values(name: str, is_first: bool) -> Non
 
     served = graphed(fn, dynamic={"x": 0}, sizes=[4, 8])
     with torch.no_grad():
-        for number in range(48):
-            is_other = number % 3 == 0 and number >= 12
+        for number in range(24):
+            is_other = number % 3 == 0 and number >= 6
             x = (other if is_other is is_first else plain)(1 + number % 8)
             assert torch.equal(served(x), fn(x)), number
 
@@ -120,25 +120,15 @@ class Compares(nn.Module):
         return x * 2 if self.is_same(self, x, y) else x * 3 + y + self.own.sum()
 
 
-def _is(a: Tensor, b: Tensor) -> bool:
-    return a is b
-
-
 def _itself(a: Tensor) -> Tensor:
     return a
 
 
 COMPARED: dict[str, tuple[Callable[[Compares, Tensor, Tensor], bool], bool]] = {
     "another argument": (lambda _, x, y: x is y, False),
-    "not another argument": (lambda _, x, y: not x is not y, False),
-    "by a function": (lambda _, x, y: _is(y, x), False),
     "id": (lambda _, x, y: id(x) == id(y), False),
-    "hash": (lambda _, x, y: hash(x) == hash(y), False),
-    "an entry": (lambda _, x, y: x is [y][0], False),
     "a result": (lambda _, x, y: y is _itself(x), False),
     "a buffer": (lambda net, _, y: y is net.own, True),
-    "an argument of a buffer": (lambda net, _, y: net.own is y, True),
-    "id of a buffer": (lambda net, _, y: id(net.own) == id(y), True),
 }
 
 
@@ -151,9 +141,9 @@ def test_which_tensor_it_is(name: str, is_first: bool) -> None:
     served = graphed(net, dynamic={"x": 0, "y": 0}, sizes=[4])
     hits = 0
     with torch.no_grad():
-        for number in range(48):
+        for number in range(24):
             x = torch.randn(4, 4)
-            is_other = number % 3 == 0 and number >= 12
+            is_other = number % 3 == 0 and number >= 6
             y = (net.own if is_of_model else x) if is_other is is_first else torch.randn(4, 4)
             assert torch.equal(served(x, y), net(x, y)), number
             hits = max(hits, served.stats.hits)

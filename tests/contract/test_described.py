@@ -102,26 +102,6 @@ def test_three_of_four_calls_find_a_graph() -> None:
     assert stats.fallbacks == 0
 
 
-def test_a_comparison_is_no_fallback_of_a_dispatcher() -> None:
-    """It runs eagerly on the way to its graph."""
-    dispatcher = gd.CudagraphDispatcher(lambda x: x * 2)
-    key = gd.DispatchKey(4, 4)
-    dispatcher.register_graph(key, gd.CUDAGraphRegistry().capture(4, 1, lambda x: x * 2, {"x": (4, 3)}))
-    for _ in range(3):
-        dispatcher.dispatch(key, x=torch.randn(4, 3))
-    assert (dispatcher.stats.eager, dispatcher.stats.graph, dispatcher.stats.fallbacks) == (1, 2, 0)
-
-
-def test_a_replay_of_an_entry_counts_for_its_manager() -> None:
-    """As a replay and a hit, whoever asked for it."""
-    manager = gd.CUDAGraphManager()
-    entry = manager.capture_graph(4, 1, lambda x: x * 2, {"x": (4, 3)})
-    x = torch.randn(4, 3)
-    assert torch.equal(entry.replay({"x": x}), x * 2)
-    assert torch.equal(entry.replay(), x * 2)
-    assert (entry.replay_count, manager.stats.replays, manager.stats.hits) == (2, 2, 2)
-
-
 class Refusing(gd.AdaptiveDispatchPolicy):
     """A policy that never wants a graph."""
 

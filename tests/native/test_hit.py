@@ -1,8 +1,6 @@
 """A hit in the core answers, counts and fails as one in Python, and copies bytes only where that is the same."""
 
-import copy
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +13,6 @@ from torch import Tensor
 from graphdispatch import Graphed, Pad, Reason, ReplayError, graphed
 from graphdispatch.backends.tracing import compiler_at_work
 from graphdispatch.engines import EntryState
-from graphdispatch.memory.inputs import StaticInputs
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
 from graphdispatch.serve.hit import HitPath
@@ -243,19 +240,6 @@ def test_a_pad_that_raises_leaves_nothing_clean(way: str) -> None:
     assert torch.equal(step.entries[0].inputs.views(ROWS)[0][3], torch.full((2,), 5.0))
 
 
-def test_inputs_that_lie_apart_by_size_are_loaded_by_python(way: str) -> None:
-    """Where the batch is not the slowest dimension, rows lie elsewhere for each size."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 1}, sizes=(2, 4), options=AT_ONCE)
-    for rows in (1, 2, 3, 4, 1, 2, 3, 4, 3, 1):
-        step(torch.randn(3, rows))
-    for rows in (3, 1, 4, 2):
-        x = torch.randn(3, rows)
-        answer, is_hit = served(step, x)
-        assert is_hit
-        assert torch.equal(answer, x + 1)
-    assert isinstance(step.entries[0].inputs, StaticInputs)
-
-
 def test_each_thread_has_its_own_decision(way: str) -> None:
     """Threads that take turns on one server read their own latest decision, and one that captures does not hit."""
     step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
@@ -289,27 +273,6 @@ def test_each_thread_has_its_own_decision(way: str) -> None:
     assert step.stats.hits == hits + 1
 
 
-def test_a_local_of_another_kind_is_asked_each_time(way: str) -> None:
-    """A library may put its own class in the place of ``threading.local``, and tell more than threads apart."""
-
-    class Elsewhere:
-        here: dict[str, Any]
-
-        @property
-        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-            raise AssertionError("the dict was read")
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            told.append(name)
-
-    told: list[str] = []
-    step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
-    step._server.local = Elsewhere()
-    for _ in range(2):
-        assert served(step, torch.ones(ROWS, 2))[1]
-    assert told == ["decision"] * 2
-
-
 def test_a_changed_class_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fields are read where they lie only as long as nobody changes their class, or an object's class."""
     step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
@@ -339,21 +302,6 @@ def test_a_changed_class_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> N
     asked.clear()
     assert served(step, batch)[1]
     assert not asked
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda stats: pickle.loads(pickle.dumps(stats))])
-def test_a_copy_of_statistics_has_all_of_them(way: str, copied: Callable[[Any], Any]) -> None:
-    """Those that the core counts in slots, too; and it goes on by itself."""
-    step, batch = settled(lambda x: x * 2, torch.ones(ROWS, 2)), torch.ones(ROWS, 2)
-    assert served(step, batch)[1]
-    before, rows, made = step.stats.to_dict(), step.stats.rows, copied(step.stats)
-    assert served(step, batch)[1]
-    assert (made.to_dict(), made.rows) == (before, rows)
-    assert step.stats.hits == made.hits + 1
-    step.stats.reset()
-    assert (step.stats.hits, step.stats.rows) == (0, {})
-    assert served(step, batch)[1]
-    assert step.stats.rows == {ROWS: 1}
 
 
 def test_a_hit_enters_no_frame() -> None:
@@ -448,19 +396,3 @@ def test_kinds_in_turns_are_hits_without_a_frame() -> None:
         assert frames_of(lambda x=x, rest=rest: step(x, *rest)) == []
         assert torch.equal(step(x, *rest), x * (rest[0] if rest else 1))
         assert step.last_decision.reason.is_graph
-
-
-def test_values_of_one_kind_are_no_leaves_of_another(way: str) -> None:
-    """A list of a tensor is another kind than the tensor, though both are one leaf."""
-
-    def fn(x: Any) -> Tensor:
-        return x * 2 if isinstance(x, Tensor) else x[0] * 3
-
-    step = graphed(fn, dynamic={"x": 0, "x[0]": 0}, sizes=(ROWS,), options=AT_ONCE)
-    for number in range(12):
-        x = torch.full((ROWS, 3), float(number))
-        assert torch.equal(step(x), x * 2)
-        assert torch.equal(step([x]), x * 3)
-        assert torch.equal(step([x]), x * 3)
-        assert torch.equal(step(x), x * 2)
-    assert step.stats.hits > 36
