@@ -241,12 +241,6 @@ def test_written_literal_starts_anew() -> None:
     follows(fn, 4, 6)
 
 
-def test_inference_mode_records_the_parts() -> None:
-    """Under ``inference_mode``, where composite operators arrive whole, the same bits come out."""
-    with torch.inference_mode():
-        follows(lambda x: torch.nn.functional.linear(x, x).reshape(-1) + x.flatten().sum(), 4, 6)
-
-
 def test_sizes_share_one_arena() -> None:
     """Graphs captured largest first take the arena of the largest, and no more."""
     pool = get_backend("cpu").make_pool()

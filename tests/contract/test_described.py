@@ -81,16 +81,6 @@ def test_a_manager_s_entry_is_named_by_batch_size_and_sequence_length() -> None:
     assert manager.registry.num_graphs == 2
 
 
-def test_other_front_ends_name_their_entries_too() -> None:
-    """A wrapper by the descriptor, ``graphed`` by the size."""
-    entry = wrapped().get_entry(gd.BatchDescriptor(4))
-    assert entry is not None
-    assert entry.key == entry.descriptor
-    serve = gd.graphed(lambda x: x * 2, dynamic={"x": 0}, max_size=8)
-    serve.prewarm(torch.randn(3, 2), sizes=[4, 8])
-    assert [one.key for one in serve.entries] == [4, 8]
-
-
 def test_three_of_four_calls_find_a_graph() -> None:
     """One capture and three calls: the one that compares the graph is no miss, and is counted apart."""
     wrapper = wrapped()

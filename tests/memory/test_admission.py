@@ -9,10 +9,8 @@ import torch
 from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.admission import Admission
-from graphdispatch.memory.cache import GraphCache
 
 from ..helpers import with_options
-from ..sized import entry
 
 
 class Clock:
@@ -61,20 +59,6 @@ def test_memory_is_bounded_by_the_window() -> None:
     for clock.now in range(10_000):
         admission.count_miss(clock.now)
     assert admission.num_keys == 101
-
-
-def test_a_full_cache_takes_only_what_comes_more_often() -> None:
-    """The newcomer's two misses must be nearer to each other than now is to the last use of some entry."""
-    admission = Admission()
-    cache = GraphCache(1, admission=admission)
-    held = entry(replays=1)
-    cache.add("held", held)
-    admission.count_miss("new")
-    held.increment_replay()
-    assert cache.admit("new") is Reason.CACHE_FULL
-    admission.count_miss("new")
-    assert cache.admit("new") is Reason.CAPTURED_NOW
-    assert cache.admit("other") is Reason.FIRST_SIGHTING
 
 
 @pytest.mark.parametrize(
