@@ -288,3 +288,30 @@ def test_a_graph_kind_without_latencies_is_judged_by_the_other() -> None:
         feed(policy, GRAPH, tokens, 1.0)
     answers = [policy.select_mode(DispatchKey(tokens, 1), (PIECEWISE, EAGER)) for tokens in (8, 64)]
     assert answers == [PIECEWISE, EAGER]
+
+
+def test_a_small_difference_does_not_turn_a_decision() -> None:
+    """Eager that is half a percent faster does not displace the graph, however often it is measured."""
+    policy = AdaptiveDispatchPolicy(10_000)
+    for _ in range(3000):
+        feed(policy, EAGER, 8, 0.995, 1)
+        feed(policy, GRAPH, 8, 1.0, 1)
+    assert chosen(policy, 8) is GRAPH
+
+
+def test_news_of_one_size_reaches_the_guess_for_another() -> None:
+    """A size that never ran follows its neighbour at once when the neighbour's graph becomes slow."""
+    policy = AdaptiveDispatchPolicy()
+    feed(policy, EAGER, 32, 2.0)
+    feed(policy, GRAPH, 32, 1.0)
+    assert policy.should_use_graph(DispatchKey(36, 1), True)
+    feed(policy, GRAPH, 32, 20.0, 8)
+    assert not policy.should_use_graph(DispatchKey(36, 1), True)
+
+
+def test_latencies_that_never_vary_do_no_harm() -> None:
+    """Three thousand equal latencies leave no spread, and a change after them is still noticed."""
+    policy = AdaptiveDispatchPolicy(2)
+    feed(policy, GRAPH, 8, 1.0, 3000)
+    feed(policy, GRAPH, 8, 5.0, 8)
+    assert policy.estimates(DispatchKey(8, 1))[GRAPH].mean == pytest.approx(5.0, rel=0.1)
