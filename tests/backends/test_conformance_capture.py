@@ -79,7 +79,7 @@ def test_python_is_frozen(draw: Draw, record: Record) -> None:
 
 
 def test_graphs_of_one_pool_work_in_turn(draw: Draw, record: Record) -> None:
-    """They may share memory; each is right when it is replayed."""
+    """They may share memory; each is right when it is replayed, and the memory stays when another is released."""
     made = []
     for rows in (8, 4):
         x = draw(rows, 3)
@@ -88,6 +88,10 @@ def test_graphs_of_one_pool_work_in_turn(draw: Draw, record: Record) -> None:
         x.copy_(draw(*x.shape))
         graph.replay()
         torch.testing.assert_close(out, (x * 2).exp().cumsum(0))
+    made[0][1].reset()
+    x, graph, out = made[-1]
+    graph.replay()
+    torch.testing.assert_close(out, (x * 2).exp().cumsum(0))
 
 
 def test_the_generation_grows_with_each_replay(backend: Backend, pool: Pool, draw: Draw, record: Record) -> None:
@@ -113,16 +117,6 @@ def test_a_released_graph_is_not_replayed(draw: Draw, record: Record) -> None:
         graph.replay()
 
 
-def test_releasing_one_graph_leaves_the_others(draw: Draw, record: Record) -> None:
-    """The memory that they share stays."""
-    x = draw()
-    kept, out = record(lambda x: (x @ x.T).exp(), x)
-    dropped, _ = record(lambda x: (x @ x.T).exp(), x)
-    dropped.reset()
-    kept.replay()
-    torch.testing.assert_close(out, (x @ x.T).exp())
-
-
 def test_an_error_in_a_capture_is_kept_and_nothing_else(
     backend: Backend, pool: Pool, draw: Draw, record: Record
 ) -> None:
@@ -137,6 +131,10 @@ def test_an_error_in_a_capture_is_kept_and_nothing_else(
 
     with pytest.raises(KeyError, match="mine"):
         broken()
+    capture = backend.begin_capture(pool)
+    x + 1
+    capture.abort()
+    capture.abort()
     assert not backend.is_capturing()
     assert repr(backend.current_stream()) == repr(stream)
     assert can_take_lock_elsewhere()
@@ -158,17 +156,6 @@ def can_take_lock_elsewhere() -> bool:
     thread.start()
     thread.join()
     return taken[0]
-
-
-def test_an_aborted_capture_leaves_nothing(backend: Backend, pool: Pool, draw: Draw) -> None:
-    """Aborting is idempotent and never raises."""
-    x = draw()
-    capture = backend.begin_capture(pool)
-    x + 1
-    capture.abort()
-    capture.abort()
-    assert not backend.is_capturing()
-    assert can_take_lock_elsewhere()
 
 
 def test_a_capture_inside_a_capture_is_refused(backend: Backend, pool: Pool, draw: Draw) -> None:

@@ -152,16 +152,6 @@ def names_within(call: Callable[[], object]) -> list[str]:
     return [event.name.removeprefix("aten::") for event in profiler.events() if event.name.startswith("aten::")]
 
 
-def test_the_kernel_of_mean_calls_what_stands_for_it() -> None:
-    """The operators that torch's own kernel of ``mean`` runs are those that a replay runs."""
-    x, out = torch.randn(4, 8), torch.empty(4, 1)
-    inside = names_within(lambda: aten.mean.out(x, [1], True, out=out))
-    parts = parts_of(aten.mean.out, (x, [1], True), {"out": out})
-    assert parts is not None
-    assert [part.func._schema.name for part in parts] == ["aten::sum", "aten::div_"]
-    assert [name for name in inside if name in ("sum", "div_")] == ["sum", "div_"]
-
-
 def test_a_replay_prepares_nothing() -> None:
     """A replay makes no tensor: not of a number, not of a copy, not of a mean's count."""
     x = torch.randn(4, 8)

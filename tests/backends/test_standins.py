@@ -216,18 +216,6 @@ def test_paths_that_differ_are_refused() -> None:
     assert served.stats.reasons[Reason.VERIFICATION_FAILED]
 
 
-def test_fast_paths_are_those_of_eager() -> None:
-    """``nn.TransformerEncoder`` takes its fast path in the recording as in eager, and is served with eager's bits."""
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    served = graphed(model, dynamic={"src": 0}, sizes=[4])
-    with torch.no_grad():
-        for _ in range(8):
-            x = torch.randn(4, 5, 16)
-            assert torch.equal(served(x), model(x))
-    assert served.stats.hits == 5
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_mask_that_eager_reads_is_refused() -> None:
     """A ``TransformerEncoder`` with a padding mask reads it in eager: refused, with the remedy, and never wrong."""
@@ -241,36 +229,6 @@ def test_a_mask_that_eager_reads_is_refused() -> None:
             torch.testing.assert_close(served(x, src_key_padding_mask=mask), model(x, src_key_padding_mask=mask))
     assert set(served.stats.reasons) == {Reason.FIRST_SIGHTING, Reason.CAPTURE_UNSAFE}
     assert "enable_nested_tensor=False" in served.explain(x, src_key_padding_mask=mask)
-
-
-def test_packed_sequences_are_refused() -> None:
-    """The lengths of a packed sequence choose the operators of a recurrent layer; a graph would keep the first ones."""
-    for layer in (nn.LSTM(3, 4), nn.GRU(3, 4), nn.RNN(3, 4)):
-        layer.eval()
-
-        def model(data: torch.Tensor, batch_sizes: torch.Tensor, layer: Any = layer) -> torch.Tensor:
-            out: torch.Tensor = layer(nn.utils.rnn.PackedSequence(data, batch_sizes))[0].data
-            return out
-
-        served = graphed(model, dynamic={})
-        with torch.no_grad():
-            for sizes in ([2, 2, 2], [2, 2, 2], [2, 2, 2], [2, 2, 1, 1], [3, 2, 1]):
-                data, lengths = torch.randn(6, 3), torch.tensor(sizes)
-                assert torch.equal(served(data, lengths), model(data, lengths))
-        assert served.stats.reasons[Reason.CAPTURE_UNSAFE]
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused() -> None:
-    """Nested tensors run eagerly, as arguments and within the call: their shapes are data."""
-    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
-    served = graphed(lambda x: x.to_padded_tensor(0.0), dynamic={"x": 0})
-    assert served(nested).shape == (2, 2, 3)
-    assert served.stats.reasons[Reason.TENSOR_SUBCLASS]
-    inside = graphed(lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 3])).values(), dynamic={})
-    for _ in range(4):
-        inside(torch.ones(3, 2))
-    assert not inside.stats.hits
 
 
 def test_results_for_the_host_are_refused_by_schema() -> None:

@@ -58,13 +58,7 @@ def as_argument(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
     return serve, lambda ids, places: serve(input_ids=ids, position_ids=places, past_key_values=cache)
 
 
-def as_static(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
-    """The cache is an argument that is named in ``static=``."""
-    serve = graphed(model, dynamic={}, static=("past_key_values",))
-    return serve, lambda ids, places: serve(input_ids=ids, position_ids=places, past_key_values=cache)
-
-
-PLACES = [in_closure, on_object, as_argument, as_static]
+PLACES = [in_closure, on_object, as_argument]
 
 
 def make_cache(model: Any, kind: str) -> Any:
@@ -128,20 +122,6 @@ def test_other_caches_are_refused_in_time(models: dict[str, Any], model: str, ki
     with pytest.raises(AssertionError, match=told):
         raise AssertionError(decision.detail)
     assert (serve.stats.hits, serve.stats.captures) == (0, 0)
-
-
-def test_a_cache_of_convolutions_alone_is_static(models: dict[str, Any]) -> None:
-    """A ``DynamicCache`` whose layers have one size is written by graphs."""
-    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=99, state_size=4)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    plain, served = (transformers.DynamicCache(config=config) for _ in range(2))
-    step = graphed(model, dynamic={})
-    with torch.no_grad():
-        for index in range(8):
-            ids = torch.tensor([[5 + index]])
-            want = model(input_ids=ids, cache_params=plain, use_cache=True).logits
-            assert torch.equal(step(input_ids=ids, cache_params=served, use_cache=True).logits, want)
-    assert step.stats.hits
 
 
 @pytest.mark.parametrize("model", ["full", "sliding", "hybrid"])

@@ -40,65 +40,52 @@ def again(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return caller(leaves)
 
 
+def several(a: Any, *rest: Any, key: Any = None) -> tuple[Any, ...]:
+    """Any number of positions."""
+    return a, rest, key
+
+
+def keywords(a: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
+    """Any keywords."""
+    return a, rest
+
+
+def by_place(a: Any, /, **rest: Any) -> tuple[Any, dict[str, Any]]:
+    """A parameter that may share its name with a keyword."""
+    return a, rest
+
+
 @pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [((1, 2), {}), ((1,), {"b": 2}), ((), {"a": 1, "b": 2}), ((), {"b": 2, "a": 1})],
-    ids=["positional", "mixed", "keywords", "keywords in another order"],
+    ("fn", "args", "kwargs", "names", "values", "answer"),
+    [
+        (three, (1, 2), {}, ("a", "b"), [1, 2], (1, 2, 3)),
+        (three, (1,), {"b": 2}, ("a", "b"), [1, 2], (1, 2, 3)),
+        (three, (), {"b": 2, "a": 1}, ("a", "b"), [1, 2], (1, 2, 3)),
+        (three, (1,), {"c": 5, "b": 2}, ("a", "b", "c"), [1, 2, 5], (1, 2, 5)),  # a default left out is no argument
+        (several, (1, 2, 3), {"key": 4}, ("a", "key", "rest[0]", "rest[1]"), [1, 4, 2, 3], (1, (2, 3), 4)),
+        (keywords, (1,), {"z": 2, "b": 3}, ("a", "b", "z"), [1, 3, 2], (1, {"z": 2, "b": 3})),
+        (keywords, (), {"b": 3, "z": 2, "a": 1}, ("a", "b", "z"), [1, 3, 2], (1, {"z": 2, "b": 3})),
+        (max, (1, 2), {}, ("arg0", "arg1"), [1, 2], 2),  # a builtin without a signature
+    ],
 )
-def test_spellings_are_one_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_spellings_are_one_form(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], values: list[Any], answer: Any
+) -> None:
     """In the order of the callable's parameters, by their names; and each call reaches the callable as it was spelt."""
-    assert form(three, *args, **kwargs) == (("a", "b"), [1, 2])
-    assert again(three, *args, **kwargs) == (1, 2, 3)
+    assert form(fn, *args, **kwargs) == (names, values)
+    assert again(fn, *args, **kwargs) == answer
 
 
-def test_a_default_left_out_is_no_argument() -> None:
-    """It is the callable's own; given, it is one more."""
-    assert form(three, 1, 2)[0] == ("a", "b")
-    assert form(three, 1, c=5, b=2) == (("a", "b", "c"), [1, 2, 5])
+def test_names_that_meet_are_told_apart() -> None:
+    """A keyword of the same name as a parameter by position goes to ``**kwargs``."""
+    assert len(set(form(by_place, 1, a=2)[0])) == 2
+    assert again(by_place, 1, a=2) == (1, {"a": 2})
 
 
-def test_variable_positions_have_names() -> None:
-    """What ``*rest`` takes is named after it and numbered, after the named parameters."""
-
-    def fn(a: Any, *rest: Any, key: Any = None) -> tuple[Any, ...]:
-        return a, rest, key
-
-    assert form(fn, 1, 2, 3, key=4) == (("a", "key", "rest[0]", "rest[1]"), [1, 4, 2, 3])
-    assert again(fn, 1, 2, 3, key=4) == (1, (2, 3), 4)
-
-
-def test_variable_keywords_are_sorted() -> None:
-    """What ``**kwargs`` takes has no order of its own, so that two orders are one form."""
-
-    def fn(a: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
-        return a, rest
-
-    assert form(fn, 1, z=2, b=3) == form(fn, 1, b=3, z=2) == (("a", "b", "z"), [1, 3, 2])
-    assert again(fn, z=2, b=3, a=1) == (1, {"z": 2, "b": 3})
-
-
-def test_positional_only_parameters_keep_their_place() -> None:
-    """A keyword of the same name goes to ``**kwargs`` and is not confused with it."""
-
-    def fn(a: Any, /, **rest: Any) -> tuple[Any, dict[str, Any]]:
-        return a, rest
-
-    assert len(set(form(fn, 1, a=2)[0])) == 2
-    assert again(fn, 1, a=2) == (1, {"a": 2})
-
-
-def test_a_builtin_without_signature_is_called() -> None:
-    """Its arguments are numbered."""
-    assert form(torch.add, 1, 2)[0] == ("arg0", "arg1")
-    assert again(torch.add, torch.ones(2), torch.ones(2), alpha=3).tolist() == [4.0, 4.0]
-
-
-def test_a_module_has_the_parameters_of_its_forward() -> None:
-    """Without ``self``; and it is called itself, so that hooks run."""
-    model = nn.Linear(2, 2)
-    seen: list[Any] = []
+def test_a_module_is_called_itself() -> None:
+    """By the parameters of its ``forward``, so that hooks run."""
+    model, seen = nn.Linear(2, 2), list[int]()
     model.register_forward_hook(lambda *_: seen.append(1))
-    assert form(model, torch.ones(2))[0] == ("input",)
     again(model, torch.ones(1, 2))
     assert seen == [1]
 
@@ -109,13 +96,24 @@ def test_a_module_has_the_parameters_of_its_forward() -> None:
         (three, ("a", "b", "c")),
         (partial(three, 1), ("b", "c")),
         (nn.ReLU(), ("input",)),
+        (torch.compile(nn.Linear(3, 3), backend="eager"), ("input",)),
         (partial(nn.ReLU()), ("input",)),
         (partial(partial(nn.Bilinear(2, 2, 2), torch.ones(1, 2))), ("input2",)),
         (lambda *args: args, ("args",)),
         (lambda **kwargs: kwargs, None),
         (torch.add, None),
     ],
-    ids=["function", "partial", "module", "partial of a module", "bound", "positions", "keywords", "builtin"],
+    ids=[
+        "function",
+        "partial",
+        "module",
+        "compiled module",
+        "partial of a module",
+        "bound",
+        "positions",
+        "keywords",
+        "builtin",
+    ],
 )
 def test_parameter_names(fn: Callable[..., Any], names: tuple[str, ...] | None) -> None:
     """None where any name may be accepted."""
@@ -138,11 +136,6 @@ def test_a_call_of_known_arguments_may_be_spelt_in_any_way() -> None:
     assert CallSpec.by_names(("a", "b", "c"), 3, ()).order is None  # type: ignore[union-attr]
     assert CallSpec.by_names(("a", "b", "c"), 2, ("b",)) is None
     assert CallSpec.by_names(("a", "b"), 3, ()) is None
-
-
-def test_a_compiled_module_has_the_parameters_of_its_own() -> None:
-    """What ``torch.compile`` makes of a module takes anything, by its signature."""
-    assert parameter_names(torch.compile(nn.Linear(3, 3), backend="eager")) == ("input",)
 
 
 def test_the_callers_own_containers_are_passed_on() -> None:

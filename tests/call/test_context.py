@@ -11,49 +11,36 @@ from graphdispatch.call.context import current_context
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 from graphdispatch.errors import ConfigError
 
-FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
 
 
 def test_wrapper_reads_the_context() -> None:
-    """A wrapper that is called without instructions takes those of the context."""
+    """A wrapper that is called without instructions takes those of the context; an argument goes before it."""
     wrapper = CUDAGraphWrapper(lambda x: x * 2)
     with cudagraph_context(FULL, BatchDescriptor(4)):
         wrapper(torch.randn(4, 3))
-    assert wrapper.get_cached_descriptors() == [BatchDescriptor(4)]
-
-
-def test_argument_beats_the_context() -> None:
-    """What is passed to the call wins over the context."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2)
-    with cudagraph_context(FULL, BatchDescriptor(4)):
-        wrapper(torch.randn(4, 3), cudagraph_runtime_mode=NONE)
+        wrapper(torch.randn(4, 3), cudagraph_runtime_mode=NONE, batch_descriptor=BatchDescriptor(2))
         wrapper(torch.randn(4, 3), batch_descriptor=BatchDescriptor(8))
-    assert wrapper.get_cached_descriptors() == [BatchDescriptor(8)]
+    assert wrapper.get_cached_descriptors() == [BatchDescriptor(4), BatchDescriptor(8)]
 
 
-def test_contexts_nest() -> None:
-    """The inner block counts, and the outer one is back after it."""
-    with cudagraph_context(FULL, BatchDescriptor(4)):
-        with cudagraph_context(NONE):
-            assert current_context() == (NONE, None)
-        assert current_context() == (FULL, BatchDescriptor(4))
-    assert current_context() is None
-
-
-def test_context_ends_with_an_error() -> None:
-    """An exception leaves no context behind."""
-    with pytest.raises(KeyError), cudagraph_context(PIECEWISE, BatchDescriptor(4)):
-        raise KeyError
-    assert current_context() is None
-
-
-def test_thread_has_its_own() -> None:
-    """Another thread does not see this thread's context."""
+def test_contexts_nest_and_end() -> None:
+    """The inner block counts, then the outer one; an exception leaves none, and another thread has its own."""
     seen: list[object] = []
-    with cudagraph_context(FULL, BatchDescriptor(4)):
-        thread = threading.Thread(target=lambda: seen.append(current_context()))
-        thread.start()
-        thread.join()
+
+    def within() -> None:
+        with cudagraph_context(FULL, BatchDescriptor(4)):
+            with cudagraph_context(NONE):
+                assert current_context() == (NONE, None)
+            assert current_context() == (FULL, BatchDescriptor(4))
+            thread = threading.Thread(target=lambda: seen.append(current_context()))
+            thread.start()
+            thread.join()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        within()
+    assert current_context() is None
     assert seen == [None]
 
 
@@ -73,16 +60,9 @@ def test_task_has_its_own() -> None:
     assert asyncio.run(both()) == [(FULL, BatchDescriptor(1)), (FULL, BatchDescriptor(2))]
 
 
-def test_composite_mode_is_refused() -> None:
-    """One step runs in one mode."""
-    with (
-        pytest.raises(ConfigError, match="mode must be NONE, PIECEWISE or FULL"),
-        cudagraph_context(CUDAGraphMode.FULL_AND_PIECEWISE, BatchDescriptor(4)),
-    ):
-        pass
-
-
-def test_graph_mode_needs_a_descriptor() -> None:
-    """A mode with graphs comes with a descriptor."""
-    with pytest.raises(ConfigError, match="descriptor must be a BatchDescriptor in mode FULL"), cudagraph_context(FULL):
-        pass
+def test_instructions_are_checked() -> None:
+    """One step runs in one mode, and a mode with graphs comes with a descriptor."""
+    with pytest.raises(ConfigError, match="mode must be NONE, PIECEWISE or FULL"):
+        cudagraph_context(CUDAGraphMode.FULL_AND_PIECEWISE, BatchDescriptor(4)).__enter__()
+    with pytest.raises(ConfigError, match="descriptor must be a BatchDescriptor in mode FULL"):
+        cudagraph_context(FULL).__enter__()

@@ -9,7 +9,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphdispatch import Reason, graphed
-from graphdispatch.errors import ConfigError
 
 
 class Named(dict[str, torch.Tensor]):
@@ -56,12 +55,6 @@ def test_declared_arguments_may_be_left_out_or_none() -> None:
         assert served.stats.hits == hits + 2, kind
 
 
-def test_a_name_that_fits_nothing_is_an_error() -> None:
-    """If a call has nothing that ``dynamic`` names, and the signature does not have it either, the name is wrong."""
-    with pytest.raises(ConfigError, match=r"dynamic names 'idz', which is no argument of this call"):
-        graphed(lambda **kwargs: kwargs["ids"] * 2, dynamic={"idz": 0})(ids=torch.ones(2))
-
-
 @pytest.mark.parametrize("kind", [Named, Tokens, UserDict])
 def test_mappings_are_nests(kind: Any) -> None:
     """A mapping that torch does not know is a nest of its values; the callable gets one of the same class."""
@@ -97,14 +90,6 @@ def test_attributes_of_mappings_select_the_graph() -> None:
     odd = Tokens({"ids": torch.randn(4, 3)}, note=[1])  # type: ignore[arg-type]
     assert torch.equal(served(odd), model(odd))
     assert served.stats.reasons[Reason.NO_TENSORS] + served.stats.reasons[Reason.UNGUARDED_ARGUMENT] == 1
-
-
-def test_gradients_in_mappings_are_seen() -> None:
-    """A tensor in a mapping that requires a gradient makes the call one that needs gradients."""
-    served = graphed(lambda batch: batch["x"] * 2, dynamic={"batch['x']": 0}, sizes=[4])
-    x = torch.randn(4, 3, requires_grad=True)
-    served(UserDict({"x": x})).sum().backward()
-    assert x.grad is not None
 
 
 def test_classes_without_keys() -> None:
@@ -152,14 +137,6 @@ def test_constants_select_the_graph(values: tuple[Any, ...]) -> None:
             x = torch.randn(4, 3)
             torch.testing.assert_close(served(x, value), model(x, value), rtol=0, atol=0, equal_nan=True)
     assert served.stats.hits == len(values)
-
-
-def test_a_slice_of_objects_is_refused() -> None:
-    """A slice may hold anything; one that holds no constants is an object whose change cannot be seen."""
-    served = graphed(lambda x, part: x * 2, dynamic={"x": 0}, sizes=[4])
-    for _ in range(3):
-        served(torch.ones(4, 2), slice(torch.tensor(1)))
-    assert set(served.stats.reasons) == {Reason.UNGUARDED_ARGUMENT}
 
 
 def test_the_missing_entry_of_dynamic_is_named() -> None:

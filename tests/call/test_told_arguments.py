@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphEntry, CUDAGraphManager
 from graphdispatch.errors import GuardError
-from graphdispatch.memory.told import Told
-from graphdispatch.state.notes import TENSOR_NAMES, told_by
+from graphdispatch.state.notes import TENSOR_NAMES
 from graphdispatch.state.tensors import TENSOR_READERS
 
 from ..helpers import AT_ONCE
@@ -102,8 +101,8 @@ def test_calls_that_differ_beside_their_values(name: str, is_first: bool) -> Non
 
     served = graphed(fn, dynamic={"x": 0}, sizes=[4, 8])
     with torch.no_grad():
-        for number in range(48):
-            is_other = number % 3 == 0 and number >= 12
+        for number in range(24):
+            is_other = number % 3 == 0 and number >= 6
             x = (other if is_other is is_first else plain)(1 + number % 8)
             assert torch.equal(served(x), fn(x)), number
 
@@ -121,25 +120,15 @@ class Compares(nn.Module):
         return x * 2 if self.is_same(self, x, y) else x * 3 + y + self.own.sum()
 
 
-def _is(a: Tensor, b: Tensor) -> bool:
-    return a is b
-
-
 def _itself(a: Tensor) -> Tensor:
     return a
 
 
 COMPARED: dict[str, tuple[Callable[[Compares, Tensor, Tensor], bool], bool]] = {
     "another argument": (lambda _, x, y: x is y, False),
-    "not another argument": (lambda _, x, y: not x is not y, False),
-    "by a function": (lambda _, x, y: _is(y, x), False),
     "id": (lambda _, x, y: id(x) == id(y), False),
-    "hash": (lambda _, x, y: hash(x) == hash(y), False),
-    "an entry": (lambda _, x, y: x is [y][0], False),
     "a result": (lambda _, x, y: y is _itself(x), False),
     "a buffer": (lambda net, _, y: y is net.own, True),
-    "an argument of a buffer": (lambda net, _, y: net.own is y, True),
-    "id of a buffer": (lambda net, _, y: id(net.own) == id(y), True),
 }
 
 
@@ -152,24 +141,13 @@ def test_which_tensor_it_is(name: str, is_first: bool) -> None:
     served = graphed(net, dynamic={"x": 0, "y": 0}, sizes=[4])
     hits = 0
     with torch.no_grad():
-        for number in range(48):
+        for number in range(24):
             x = torch.randn(4, 4)
-            is_other = number % 3 == 0 and number >= 12
+            is_other = number % 3 == 0 and number >= 6
             y = (net.own if is_of_model else x) if is_other is is_first else torch.randn(4, 4)
             assert torch.equal(served(x, y), net(x, y)), number
             hits = max(hits, served.stats.hits)
     assert hits or not is_first
-
-
-def test_attention_of_torch_compares_the_query_with_the_key() -> None:
-    """It computes all three in one product then, whose last bits differ."""
-    net = nn.MultiheadAttention(16, 2, batch_first=True).eval()
-    served = graphed(net, dynamic={"query": 0, "key": 0, "value": 0}, sizes=[4])
-    with torch.no_grad():
-        for number in range(24):
-            x = torch.randn(4, 3, 16)
-            key = x if number % 3 == 2 and number > 6 else torch.randn(4, 3, 16)
-            assert torch.equal(served(x, key, key)[0], net(x, key, key)[0])
 
 
 def test_alike_calls_are_served() -> None:
@@ -194,24 +172,6 @@ def test_alike_calls_are_served() -> None:
     assert "._version" in decision.detail
 
 
-def test_tensors_of_inference_mode_are_asked_only_what_they_know() -> None:
-    """Each kind of question about one; code may ask it of another tensor."""
-    with torch.inference_mode():
-        x = torch.randn(4, 3)
-        told = Told(sorted(told_by([_asks_all.__code__])), [x], [])
-        assert len(told.names) > 10
-        told.note([x])
-        assert told.knows([torch.randn(4, 3)])
-
-
-def _asks_all(x: Tensor) -> tuple[object, ...]:
-    return (
-        x._version, x._base, x._is_view(), x.grad, x.grad_fn, x.is_leaf, x.output_nr, x.requires_grad, x.retains_grad,
-        x.is_conj(), x.is_neg(), x.is_inference(), x.is_shared(), x.storage_offset(), x.untyped_storage(),
-        x._backward_hooks,
-    )  # fmt: skip
-
-
 def test_an_entry_refuses_what_was_not_compared() -> None:
     """``CUDAGraphEntry.replay`` has nothing to compare with."""
 
@@ -232,19 +192,6 @@ def test_an_entry_refuses_what_was_not_compared() -> None:
 def test_all_that_can_be_asked_has_a_reader() -> None:
     """The names are known where the readers are not loaded."""
     assert set(TENSOR_READERS) == TENSOR_NAMES
-
-
-def test_most_code_reads_nothing_of_this() -> None:
-    """So that hits need not look; the library's own code does not count."""
-    assert told_by([plain.__code__, Told.note.__code__, _compares_types.__code__]) == []
-    assert told_by([READS["getattr"][0].__code__, READS["grad"][0].__code__]) == ["grad", "storage_offset"]
-
-
-def _compares_types(x: Tensor) -> bool:
-    if x.T is _compares_types:
-        return True
-    is_type = type(x) is Tensor or type(x) is nn.Parameter or type(x) is type(x.dtype) or type(x) is str
-    return is_type or x is None or x is True or x.dtype is torch.float16 or x.__class__ is not Tensor
 
 
 def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:

@@ -1,7 +1,14 @@
-"""The key dispatcher: vLLM 0.11.1's rules exactly, the later contracts through ``decide``, and swaps under readers."""
+"""vLLM's dispatcher contracts, each rule once; tables, their errors, and swaps under readers.
 
-import inspect
+0.11.1: ``vllm/v1/cudagraph_dispatcher.py``, where the caller pads. 0.33: the same file, which pads, counts adapters and
+takes modes; its defects are rules here, turned round. MRV2: the candidate table of the second model runner. What holds
+for any keys and any batch, ``tests/property/test_tables.py`` compares with a search.
+"""
+
+import os
+import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from itertools import product
@@ -17,91 +24,189 @@ from graphdispatch.engines import BatchDescriptor, CudagraphKeyDispatcher
 from graphdispatch.errors import ConfigError, FallbackError
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
-FULL_DECODE_ONLY, FULL_AND_PIECEWISE = Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE
+DECODE_ONLY, BOTH = Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE
 NO_GRAPH = (NONE, None)
-SIZES = (1, 2, 4, 8, 16, 24)
+Key = tuple[Mode, BatchDescriptor]
 
 
 def desc(tokens: int, uniform: bool = False, variant: Any = None, reqs: int | None = None) -> BatchDescriptor:
-    """A descriptor as vLLM 0.11.1 writes it."""
+    """A descriptor, with short names."""
     return BatchDescriptor(tokens, reqs, uniform, variant)
 
 
-def made(mode: Mode = FULL_AND_PIECEWISE, query_len: int = 1, **options: Any) -> CudagraphKeyDispatcher:
-    """An initialised dispatcher."""
-    dispatcher = CudagraphKeyDispatcher(**{"capture_sizes": SIZES, "max_num_reqs": 16, **options})
-    dispatcher.initialize_cudagraph_keys(mode, query_len)
-    return dispatcher
+def plan(mode: Mode | None = BOTH, query_len: int = 1, *keys: Key, **options: Any) -> CudagraphKeyDispatcher:
+    """A dispatcher over sizes 1, 8, 16, 24 for up to 16 requests and ``keys``, initialised unless ``mode`` is None."""
+    made = CudagraphKeyDispatcher(**{"capture_sizes": (1, 8, 16, 24), "max_num_reqs": 16, **options})
+    if mode is not None:
+        made.initialize_cudagraph_keys(mode, query_len)
+    for key in keys:
+        made.add_cudagraph_key(*key)
+    return made
 
 
-def test_nothing_is_dispatched_before_the_keys_are_initialised() -> None:
-    """Keys alone are not enough, and the answer says what is missing."""
-    dispatcher = CudagraphKeyDispatcher(capture_sizes=SIZES)
-    dispatcher.add_cudagraph_key(FULL, desc(8))
-    assert dispatcher.dispatch(desc(8)) == NO_GRAPH
-    assert dispatcher.decide(8).reason is Reason.NOT_INITIALIZED
-    assert not dispatcher.keys_initialized
-    dispatcher.initialize_cudagraph_keys(NONE)
-    assert dispatcher.dispatch(desc(8)) == (FULL, desc(8))
+def full(*keys: BatchDescriptor, query_len: int = 1, piecewise: BatchDescriptor | None = None, **options: Any) -> Any:
+    """A dispatcher of these FULL keys, and of one for pieces."""
+    made = plan(BOTH, query_len, **options)
+    for mode, wanted in ((FULL, keys), (PIECEWISE, (piecewise,) if piecewise else ())):
+        made.cudagraph_keys[mode].clear()
+        for key in wanted:
+            made.add_cudagraph_key(mode, key)
+    return made
 
 
-UNIFORM_12 = {desc(size, True) for size in (2, 4, 8)}
+def padded(made: CudagraphKeyDispatcher, tokens: int, reqs: int | None = None, **batch: Any) -> tuple[Mode, Any]:
+    """What ``decide`` gives, as a pair like ``dispatch``'s."""
+    found = made.decide(tokens, reqs, **batch)
+    assert found.size == (found.descriptor.num_tokens if found.descriptor else tokens)
+    return found.mode, found.descriptor
 
 
-@pytest.mark.parametrize(
-    ("mode", "piecewise", "full"),
-    [
-        (NONE, set(), set()),
-        (PIECEWISE, set(map(desc, SIZES)), set()),
-        (FULL, set(), set(map(desc, SIZES))),
-        (FULL_DECODE_ONLY, set(), UNIFORM_12),
-        (FULL_AND_PIECEWISE, set(map(desc, SIZES)), UNIFORM_12),
+RULES_0_11_1: dict[str, list[tuple[Callable[[], Any], Any]]] = {
+    "1 a key without its kind": [(lambda: desc(8, True, 2, 4).non_uniform, desc(8, False, 2, 4))],
+    "2 nothing before the keys are initialised": [
+        (lambda: plan(None, 1, (FULL, desc(8))).dispatch(desc(8)), NO_GRAPH),
+        (lambda: plan(None).get_capture_descs(), []),
+        (lambda: plan(None).keys_initialized, False),
     ],
-)
-def test_initialising_adds_the_keys_of_the_mode(mode: Mode, piecewise: set[Any], full: set[Any]) -> None:
-    """Uniform keys reach from the query length to what all requests schedule, and exist only apart from mixed ones."""
-    assert made(mode, 2, max_num_reqs=6).cudagraph_keys == {PIECEWISE: piecewise, FULL: full}
-
-
-@pytest.mark.parametrize(
-    ("variants", "count"), [((None,), 2), ((False,), 2), ((True, False), 4), ((0, 1, 2, 4, 5), 10)]
-)
-def test_each_size_gets_a_key_for_each_variant(variants: tuple[Any, ...], count: int) -> None:
-    """No LoRA, one LoRA case, specialised on LoRA, and LoRA counts."""
-    dispatcher = made(FULL, capture_sizes=[1, 8], variants=variants)
-    assert len(dispatcher.cudagraph_keys[FULL]) == count
-
-
-def test_capture_sizes_come_in_any_order() -> None:
-    """Sizes from largest to smallest, as engines list them, make the same plan."""
-    assert made(capture_sizes=SIZES[::-1]).cudagraph_keys == made().cudagraph_keys
-
-
-@pytest.mark.parametrize(
-    ("mode", "asked", "cascade", "answer"),
-    [
-        (FULL, desc(8), False, (FULL, desc(8))),
-        (PIECEWISE, desc(8), False, (PIECEWISE, desc(8))),
-        (FULL_DECODE_ONLY, desc(8), False, NO_GRAPH),
-        (FULL_AND_PIECEWISE, desc(8), False, (PIECEWISE, desc(8))),
-        (FULL, desc(8, True), False, (FULL, desc(8))),
-        (PIECEWISE, desc(8, True), False, (PIECEWISE, desc(8))),
-        (FULL_DECODE_ONLY, desc(8, True), False, (FULL, desc(8, True))),
-        (FULL_AND_PIECEWISE, desc(8, True), False, (FULL, desc(8, True))),
-        (FULL_AND_PIECEWISE, desc(24, True), False, (PIECEWISE, desc(24))),
-        (FULL_DECODE_ONLY, desc(24, True), False, NO_GRAPH),
-        (FULL_AND_PIECEWISE, desc(15), False, NO_GRAPH),
-        (NONE, desc(8), False, NO_GRAPH),
-        (FULL, desc(8), True, NO_GRAPH),
-        (FULL_DECODE_ONLY, desc(8, True), True, NO_GRAPH),
-        (FULL_AND_PIECEWISE, desc(8, True), True, (PIECEWISE, desc(8))),
-        (PIECEWISE, desc(8), True, (PIECEWISE, desc(8))),
-        (FULL_AND_PIECEWISE, desc(8, variant=True), False, NO_GRAPH),
+    "3 exact in FULL, else the general key in FULL": [
+        (lambda: plan(DECODE_ONLY).dispatch(desc(8, True)), (FULL, desc(8, True))),
+        (lambda: plan(FULL).dispatch(desc(8, True)), (FULL, desc(8))),
+        (lambda: plan(FULL).dispatch(desc(8, reqs=5)), (FULL, desc(8))),
+        (lambda: plan(query_len=2).dispatch(desc(8, True, reqs=4)), (FULL, desc(8, True))),
+        (lambda: plan(query_len=2).dispatch(desc(8, True, reqs=8)), (PIECEWISE, desc(8))),
     ],
-)
-def test_dispatch_by_the_rules_of_0_11_1(mode: Mode, asked: Any, cascade: bool, answer: Any) -> None:
-    """Exact full, general full, general piecewise, nothing; cascade attention skips full graphs."""
-    assert made(mode).dispatch(asked, use_cascade_attn=cascade) == answer
+    "3 cascade attention takes no full graph": [
+        (lambda: plan(FULL).dispatch(desc(8), True), NO_GRAPH),
+        (lambda: plan(DECODE_ONLY).dispatch(desc(8, True), use_cascade_attn=True), NO_GRAPH),
+    ],
+    "4 the general key in PIECEWISE, cascade or not": [
+        (lambda: plan().dispatch(desc(24, True)), (PIECEWISE, desc(24))),
+        (lambda: plan().dispatch(desc(8, True), use_cascade_attn=True), (PIECEWISE, desc(8))),
+        (lambda: plan(NONE, 1, (PIECEWISE, desc(8, True))).dispatch(desc(8, True)), NO_GRAPH),
+    ],
+    "5 else none": [
+        (lambda: plan().dispatch(desc(15)), NO_GRAPH),
+        (lambda: plan(NONE).dispatch(desc(8)), NO_GRAPH),
+        (lambda: plan(DECODE_ONLY).dispatch(desc(8)), NO_GRAPH),
+    ],
+    "6 mixed keys for every size, in any order, and adapter case": [
+        (lambda: plan(capture_sizes=(24, 8, 16, 1)).cudagraph_keys == plan().cudagraph_keys, True),
+        (lambda: len(plan(FULL, variants=(True, False)).cudagraph_keys[FULL]), 8),
+        (lambda: plan(FULL, variants=(True,)).dispatch(desc(8, variant=False)), NO_GRAPH),
+    ],
+    "6 uniform keys from the query length to what all requests schedule, where decode is apart": [
+        (lambda: {key.num_tokens for key in plan(DECODE_ONLY, 2, max_num_reqs=8).cudagraph_keys[FULL]}, {8, 16}),
+        (lambda: any(key.is_uniform_decode for key in plan(FULL).cudagraph_keys[FULL]), False),
+    ],
+}  # fmt: skip
+
+
+RULES_0_33: dict[str, list[tuple[Callable[[], Any], Any]]] = {
+    "1 piecewise keys name neither requests nor kind": [
+        (lambda: padded(plan(PIECEWISE), 7, 7, query_len=1), (PIECEWISE, desc(8))),
+    ],
+    "2 the modes allowed less those excluded": [
+        (lambda: padded(plan(), 8, 8, query_len=1, excluded_modes={FULL}), (PIECEWISE, desc(8))),
+        (lambda: padded(plan(), 8, 8, query_len=1, allowed_modes={NONE, PIECEWISE}), (PIECEWISE, desc(8))),
+        (lambda: padded(plan(FULL), 8, excluded_modes={FULL}), NO_GRAPH),
+    ],
+    "3 none at once": [
+        (lambda: padded(plan(NONE), 8), NO_GRAPH),
+        (lambda: padded(plan(), 25), NO_GRAPH),
+    ],
+    "4 adapters are rounded up to a captured count, an exact one is none": [
+        (lambda: padded(plan(FULL, variants=(0, 1, 2, 4, 5)), 7, variant=3), (FULL, desc(8, variant=4))),
+        (lambda: padded(plan(FULL, variants=(0, 1, 2, 4, 5)), 7, variant=1), (FULL, desc(8, variant=1))),
+        (lambda: padded(plan(FULL, variants=(0, 1, 2, 4, 5)), 7, variant=6), NO_GRAPH),
+        (lambda: padded(plan(FULL, variants=(1000,)), 7, variant=0), (FULL, desc(8, variant=1000))),
+        (lambda: padded(full(desc(8, variant=1), desc(16, variant=2)), 10, variant=1), (FULL, desc(16, variant=2))),
+    ],
+    "5 FULL, then PIECEWISE, then none; uniform counts only where decode is apart": [
+        (lambda: padded(plan(), 7, 7, query_len=1), (FULL, desc(8, True))),
+        (lambda: padded(plan(), 7, 3), (PIECEWISE, desc(8))),
+        (lambda: padded(plan(DECODE_ONLY), 7, 3), NO_GRAPH),
+        (lambda: padded(plan(FULL), 7, 7, query_len=1), (FULL, desc(8))),
+    ],
+    "6 a uniform graph has its tokens over the query length as requests": [
+        (lambda: padded(plan(DECODE_ONLY, 4, query_lens=[4]), 12, 3, query_len=4), (FULL, desc(16, True, reqs=4))),
+        (lambda: plan(query_len=3, query_lens=[3]).dispatch(desc(18, True)), (FULL, desc(18, True, reqs=6))),
+        (lambda: {key[:2] for key in plan(DECODE_ONLY, 3, query_lens=[3], max_num_reqs=7).cudagraph_keys[FULL]},
+         {(3, 1), (9, 3), (18, 6), (21, 7)}),
+    ],
+    "6 defect: a size that the query length does not divide stops the engine": [
+        (lambda: padded(plan(query_len=3), 15, 5, query_len=3), (FULL, desc(24, True))),
+        (lambda: padded(plan(query_len=5, max_num_reqs=4), 10, 2, query_len=5), (PIECEWISE, desc(16))),
+    ],
+    "7 capture goes from large to small, PIECEWISE first": [
+        (lambda: [(mode, [key.num_tokens for key in keys]) for mode, keys in plan().get_capture_descs()],
+         [(PIECEWISE, [24, 16, 8, 1]), (FULL, [16, 8, 1])]),
+        (lambda: [key.variant for key in plan(FULL, capture_sizes=[8], variants=(0, 2, 1)).get_capture_descs()[0][1]],
+         [2, 1, 0]),
+    ],
+    "8 sizes compiled beyond the graphs are never padded": [
+        (lambda: padded(plan(compile_sizes=[8, 40]), 8, 3), (PIECEWISE, desc(8))),
+    ],
+    "9 limit: only one size is tried": [
+        (lambda: padded(plan(PIECEWISE, 1, (FULL, desc(24))), 7), (FULL, desc(24))),
+    ],
+}  # fmt: skip
+
+
+RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
+    "uniform decode pads up to a full graph": [
+        (lambda: padded(plan(PIECEWISE, 6, (FULL, desc(18, True, reqs=3))), 12, 2, query_len=6),
+         (FULL, desc(18, True, reqs=3))),
+    ],
+    "an exact match is not padded further": [
+        (lambda: padded(plan(DECODE_ONLY, 6, query_lens=[6]), 12, 2, query_len=6), (FULL, desc(12, True, reqs=2))),
+    ],
+    "a uniform graph goes before a general one of its size": [
+        (lambda: padded(full(desc(8, True), desc(8)), 8, 8, query_len=1), (FULL, desc(8, True))),
+        (lambda: padded(full(desc(8, True), desc(8)), 8, 5), (FULL, desc(8))),
+    ],
+    "a mixed batch never gets a uniform graph, and still gets one": [
+        (lambda: padded(plan(PIECEWISE, 1, (FULL, desc(12, True))), 12, 5), (PIECEWISE, desc(16))),
+        *[(lambda batch=batch: padded(plan(query_len=2, query_lens=[2]), *batch, query_len=2), (PIECEWISE, desc(8)))
+          for batch in ((7, None), (7, 3), (8, 5), (6, 6))],
+    ],
+    "uniform decode beyond the sizes falls back": [
+        (lambda: padded(plan(), 17, 17, query_len=1), (PIECEWISE, desc(24))),
+        (lambda: padded(plan(DECODE_ONLY), 17, 17, query_len=1), NO_GRAPH),
+    ],
+    "query lengths that share a token count keep their graphs": [
+        (lambda: padded(plan(DECODE_ONLY, 2, query_lens=[4]), 8, 2, query_len=4), (FULL, desc(8, True, reqs=2))),
+        (lambda: padded(plan(DECODE_ONLY, 2, query_lens=[4]), 8, 4, query_len=2), (FULL, desc(8, True, reqs=4))),
+        (lambda: padded(full(desc(12, True, reqs=6), desc(12, True, reqs=4)), 12, 12, query_len=1), NO_GRAPH),
+    ],
+    "enough requests, and an unknown number counts as the most possible": [
+        (lambda: padded(full(desc(8, reqs=4), piecewise=desc(8)), 6, 4), (FULL, desc(8, reqs=4))),
+        (lambda: padded(full(desc(8, reqs=4), piecewise=desc(8)), 6, 5), (PIECEWISE, desc(8))),
+        (lambda: padded(full(desc(16, reqs=4), desc(24)), 10), (FULL, desc(24))),
+        (lambda: padded(full(desc(16, reqs=4), desc(24), max_num_reqs=4), 10), (FULL, desc(16, reqs=4))),
+    ],
+    "a bound on the query length is a count like any other, and none is known without it": [
+        (lambda: padded(plan(FULL, variants=(2, 4)), 7, 3, variant=3), (FULL, desc(8, variant=4))),
+        (lambda: padded(plan(FULL, variants=(2, 4)), 7, 3), NO_GRAPH),
+    ],
+    "micro-batches are equal or no graph": [
+        (lambda: padded(plan(FULL, variants=(None, "2 ubatches")), 7, variant="2 ubatches"),
+         (FULL, desc(8, variant="2 ubatches"))),
+        (lambda: padded(plan(FULL, variants=(None, "2 ubatches")), 7, variant="3 ubatches"), NO_GRAPH),
+    ],
+}  # fmt: skip
+
+ROWS = [
+    pytest.param(ask, answer, id=f"{version}: {rule}")
+    for version, rules in (("0.11.1", RULES_0_11_1), ("0.33", RULES_0_33), ("MRV2", RULES_MRV2))
+    for rule, rows in rules.items()
+    for ask, answer in rows
+]
+
+
+@pytest.mark.parametrize(("ask", "answer"), ROWS)
+def test_a_rule_of_the_contracts(ask: Callable[[], Any], answer: Any) -> None:
+    """Mode and descriptor, or none."""
+    assert ask() == answer
 
 
 def rules_of_0_11_1(keys: Any, asked: BatchDescriptor, cascade: bool) -> tuple[Mode, BatchDescriptor | None]:
@@ -116,169 +221,149 @@ def rules_of_0_11_1(keys: Any, asked: BatchDescriptor, cascade: bool) -> tuple[M
 @pytest.mark.parametrize(("mode", "query_len"), list(product(Mode, [1, 2, 3])))
 def test_dispatch_agrees_with_0_11_1_on_every_descriptor(mode: Mode, query_len: int) -> None:
     """Every size, kind, LoRA case and attention, with keys added by hand besides."""
-    dispatcher = made(mode, query_len, max_num_reqs=6, variants=(True, False))
-    dispatcher.add_cudagraph_key(FULL, desc(5, variant=True))
-    dispatcher.add_cudagraph_key(FULL, desc(6, True, False))
-    dispatcher.add_cudagraph_key(PIECEWISE, desc(7, True, False))
+    others = (FULL, desc(5, variant=True)), (FULL, desc(6, True, False)), (PIECEWISE, desc(7, True, False))
+    dispatcher = plan(mode, query_len, *others, max_num_reqs=6, variants=(True, False))
     for tokens, uniform, variant, cascade in product(range(26), (False, True), (None, False, True), (False, True)):
         asked = desc(tokens, uniform, variant)
         assert dispatcher.dispatch(asked, cascade) == rules_of_0_11_1(dispatcher.cudagraph_keys, asked, cascade)
 
 
-def test_a_key_without_requests_serves_any_number_of_them() -> None:
-    """A batch that names its requests finds the graph whose key does not."""
-    assert made(FULL).dispatch(desc(8, reqs=5)) == (FULL, desc(8))
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "unsplit model": (lambda: plan(piecewise=False), ConfigError, "must not need piecewise graphs"),
+    "mode of a key": (lambda: plan(BOTH, 1, (NONE, desc(8))), ConfigError, "runtime_mode must be PIECEWISE or FULL"),
+    "configured mode of a key": (lambda: plan(BOTH, 1, (BOTH, desc(8))), ConfigError, "runtime_mode must be PIECEWISE"),
+    "no mode left": (
+        lambda: plan().decide(8, allowed_modes={FULL}, excluded_modes={FULL}), ConfigError, "must leave some of NONE"
+    ),
+    "no mode": (lambda: plan().decide(8, allowed_modes=[]), ConfigError, "must leave"),
+    "configured mode": (lambda: plan().decide(8, allowed_modes=[BOTH]), ConfigError, "must leave"),
+    "eager excluded": (lambda: plan().decide(25, excluded_modes={NONE}), FallbackError, "allowed_modes must hold NONE"),
+    "compile_sizes": (
+        lambda: plan(compile_sizes=[8, 12, 40]), ConfigError, r"compile_sizes must be among .* got \[12\]"
+    ),
+    "negative tokens": (lambda: plan().decide(-1), ConfigError, "num_tokens must be >= 0 and query_len >= 1"),
+    "no query": (lambda: plan().decide(4, query_len=0), ConfigError, "num_tokens must be >= 0 and query_len >= 1"),
+    "no requests": (lambda: plan(max_num_reqs=0), ConfigError, "max_num_reqs must be"),
+    "no tokens": (lambda: plan(max_num_tokens=0), ConfigError, "max_num_tokens must be"),
+    "query_lens": (lambda: plan(query_lens=[0]), ConfigError, "query_lens must be"),
+    "a size": (lambda: plan(capture_sizes=[0, 8]), ConfigError, r"capture_sizes\[0\] must be"),
+    "sizes": (lambda: plan(capture_sizes="nobody"), ConfigError, "capture sizes must be one of"),
+    "a key through the view": (lambda: plan().cudagraph_keys[FULL].add(desc(0)), ConfigError, "num_tokens >= 1"),
+    "a configuration in pieces": (
+        lambda: CudagraphKeyDispatcher(engine(is_attention_compiled_piecewise=lambda: False)), ConfigError,
+        "must not need piecewise graphs",
+    ),
+    "no configuration": (
+        lambda: CudagraphKeyDispatcher([8, 16]), ConfigError, "vllm_config must have compilation_config"
+    ),
+    "an empty configuration": (
+        lambda: CudagraphKeyDispatcher(SimpleNamespace(compilation_config=None)), ConfigError, "vllm_config must have"
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("reqs", "answer"), [(4, (FULL, desc(8, True))), (8, (PIECEWISE, desc(8)))])
-def test_requests_that_contradict_the_query_length_make_a_batch_mixed(reqs: int, answer: Any) -> None:
-    """Eight requests of one token are not served by the graph for four of two."""
-    assert made(query_len=2).dispatch(desc(8, True, reqs=reqs)) == answer
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_an_error_with_a_remedy(name: str) -> None:
+    """Each assertion of vLLM's is a typed error here, and no silent eager step; nor do wrong options pass."""
+    broken, error, message = WRONG[name]
+    with pytest.raises(error, match=message) as caught:
+        broken()
+    if isinstance(caught.value, FallbackError):
+        assert caught.value.reason is Reason.ABOVE_LARGEST_SIZE
 
 
-def test_a_staged_key_is_found_without_its_requests() -> None:
-    """The exact contract reaches sizes staged at multiples of the query length."""
-    dispatcher = made(query_len=3, query_lens=[3])
-    assert dispatcher.dispatch(desc(18, True)) == (FULL, desc(18, True, reqs=6))
-    assert dispatcher.dispatch(desc(18, True, reqs=6)) == (FULL, desc(18, True, reqs=6))
+@pytest.mark.parametrize("kind", [set, frozenset, list])
+def test_the_callers_modes_stay_as_they_are(kind: Callable[..., Any]) -> None:
+    """0.33: 9, the defect that ``allowed -= excluded`` changes the caller's set."""
+    allowed = kind([NONE, PIECEWISE, FULL])
+    plan().decide(8, allowed_modes=allowed, excluded_modes=kind([FULL]))
+    assert allowed == kind([NONE, PIECEWISE, FULL])
 
 
-def test_staged_sizes_are_multiples_and_end_at_the_schedulers_limit() -> None:
-    """Each size is rounded up, and the first one too large is lowered to what the scheduler can send."""
-    dispatcher = made(FULL_DECODE_ONLY, 3, query_lens=[3], max_num_reqs=7)
-    assert {(key.num_tokens, key.num_reqs) for key in dispatcher.cudagraph_keys[FULL]} == {
-        (3, 1), (6, 2), (9, 3), (18, 6), (21, 7)
-    }  # fmt: skip
+MISSES: list[tuple[Callable[[], CudagraphKeyDispatcher], dict[str, Any], Reason]] = [
+    (lambda: full(), {"num_tokens": 8}, Reason.NOT_CAPTURED),
+    (lambda: plan(None), {"num_tokens": 8, "variant": 3}, Reason.NOT_INITIALIZED),
+    (lambda: plan(NONE), {"num_tokens": 8}, Reason.DISABLED),
+    (lambda: full(desc(8)), {"num_tokens": 0}, Reason.NO_ROWS),
+    (lambda: full(desc(8)), {"num_tokens": 9000}, Reason.ABOVE_LARGEST_SIZE),
+    (lambda: full(desc(8, variant=2)), {"num_tokens": 8, "variant": 3}, Reason.VARIANT_NOT_CAPTURED),
+    (lambda: full(desc(8, variant="a")), {"num_tokens": 8, "variant": 1}, Reason.VARIANT_NOT_CAPTURED),
+    (lambda: full(desc(8, variant="a")), {"num_tokens": 8}, Reason.VARIANT_NOT_CAPTURED),
+    (lambda: full(desc(8)), {"num_tokens": 8, "excluded_modes": [FULL]}, Reason.MODE_EXCLUDED),
+    (lambda: full(desc(8)), {"num_tokens": 8, "allowed_modes": {NONE}}, Reason.MODE_EXCLUDED),
+    (lambda: full(desc(8)), {"num_tokens": 9, "excluded_modes": [FULL]}, Reason.ABOVE_LARGEST_SIZE),
+    (lambda: full(desc(8, True)), {"num_tokens": 8}, Reason.MIXED_BATCH),
+    (lambda: full(desc(8, True)), {"num_tokens": 8, "query_len": 2}, Reason.QUERY_LEN_NOT_CAPTURED),
+    (lambda: full(desc(8, reqs=4)), {"num_tokens": 8, "num_reqs": 5}, Reason.TOO_MANY_REQUESTS),
+]  # fmt: skip
 
 
-def test_staging_changes_nothing_where_the_query_length_divides_the_sizes() -> None:
-    """Sizes that are multiples already stay what they are."""
-    staged, plain = made(query_len=2, query_lens=[2]), made(query_len=2)
-    sizes = [{key.num_tokens for key in found.cudagraph_keys[FULL]} for found in (staged, plain)]
-    assert sizes[0] == sizes[1] == {2, 4, 8, 16, 24}
+@pytest.mark.parametrize(("make", "batch", "reason"), MISSES, ids=[str(miss[2]) for miss in MISSES])
+def test_every_miss_has_its_own_reason(
+    make: Callable[[], CudagraphKeyDispatcher], batch: dict[str, Any], reason: Reason
+) -> None:
+    """No graph is an explicit answer: mode NONE, no descriptor, the real size, and why; the second time a lookup."""
+    made = make()
+    found = made.decide(**batch)
+    assert found[:5] == (NONE, None, batch["num_tokens"], reason, batch["num_tokens"])
+    assert found.explain().startswith("eager")
+    assert made.decide(**batch) == found
 
 
-@pytest.mark.parametrize("query_len", [1, 2, 3])
-def test_all_query_lengths_of_dynamic_speculation_have_graphs(query_len: int) -> None:
-    """Several lengths are served side by side, though their sizes meet."""
-    dispatcher = made(FULL_DECODE_ONLY, 1, query_lens=[2, 3])
-    found = dispatcher.decide(6, 6 // query_len, query_len=query_len)
-    assert (found.mode, found.size % query_len, found.descriptor.num_reqs) == (FULL, 0, found.size // query_len)  # type: ignore[union-attr]
+def test_a_miss_says_what_there_is() -> None:
+    """The line for a person names the size to go beyond, or the variants."""
+    assert full(desc(8)).decide(9).explain() == (
+        "eager, 9 rows: the batch is larger than the largest graph for it (8); capture a larger size"
+    )
+    assert full(desc(8, variant="a")).decide(8, variant="b").explain().endswith("captured: a)")
 
 
-@pytest.mark.parametrize(("tokens", "reqs"), [(7, None), (7, 3), (8, 5), (6, 6)])
-def test_a_batch_that_its_counts_show_to_be_mixed_gets_no_uniform_graph(tokens: int, reqs: int | None) -> None:
-    """Odd tokens, or requests that do not schedule two each, are not decode of two tokens."""
-    assert made(query_len=2, query_lens=[2]).decide(tokens, reqs, query_len=2).descriptor == desc(8)
+@pytest.mark.parametrize("batch", [(8, 3), (7, 3), (9, 3), (10**6, 3), (7, 1)])
+def test_a_batch_is_decided_once(batch: tuple[int, int]) -> None:
+    """A hit or a miss, however large: the second time gives the very decision of the first, so that it is a lookup."""
+    made = full(desc(8, reqs=2), desc(8))
+    assert made.decide(*batch) is made.decide(*batch)
 
 
-@pytest.mark.parametrize(("reqs", "size"), [(4, 16), (5, 24), (None, 24)])
-def test_a_graph_for_fewer_requests_is_passed_by(reqs: int | None, size: int) -> None:
-    """The request limit of a key holds in ``decide``, for a number that is not known too."""
-    dispatcher = made(FULL, capture_sizes=[24])
-    dispatcher.add_cudagraph_key(FULL, desc(16, reqs=4))
-    assert dispatcher.decide(10, reqs).size == size
+def cost(mode: Mode, padded: int, real: int) -> float:
+    """Padded tokens count one each; a piecewise step costs two more, an eager one ten more."""
+    return padded + {FULL: 0, PIECEWISE: 2, NONE: 10}[mode]
 
 
-LORA = (0, 1, 2, 4, 5)
+@pytest.mark.parametrize(("tokens", "mode"), [(16, FULL), (11, PIECEWISE), (20, NONE), (30, FULL)])
+def test_a_cost_model_weighs_padding_against_the_better_mode(tokens: int, mode: Mode) -> None:
+    """Too much padding makes the worse mode cheaper, or eager, which is then the policy's choice where it may be."""
+    made = full(desc(16), desc(32), piecewise=desc(12), cost=cost)
+    found = made.decide(tokens, tokens)
+    assert (found.mode, found.reason is Reason.POLICY) == (mode, mode is NONE)
+    assert made.decide(20, allowed_modes=[FULL, PIECEWISE]).descriptor == desc(32)
 
 
-@pytest.mark.parametrize(
-    ("mode", "batch", "answer"),
-    [
-        (FULL, {"num_tokens": 8}, (FULL, 8)),
-        (PIECEWISE, {"num_tokens": 8}, (PIECEWISE, 8)),
-        (FULL_DECODE_ONLY, {"num_tokens": 8}, (NONE, 8)),
-        (FULL_AND_PIECEWISE, {"num_tokens": 8}, (PIECEWISE, 8)),
-        (FULL, {"num_tokens": 8, "query_len": 1}, (FULL, 8)),
-        (FULL_DECODE_ONLY, {"num_tokens": 8, "query_len": 1}, (FULL, 8)),
-        (FULL_AND_PIECEWISE, {"num_tokens": 7, "query_len": 1}, (FULL, 8)),
-        (PIECEWISE, {"num_tokens": 7, "query_len": 1}, (PIECEWISE, 8)),
-        (FULL_AND_PIECEWISE, {"num_tokens": 17, "query_len": 1}, (PIECEWISE, 24)),
-        (FULL_AND_PIECEWISE, {"num_tokens": 25}, (NONE, 25)),
-        (NONE, {"num_tokens": 8}, (NONE, 8)),
-        (FULL_AND_PIECEWISE, {"num_tokens": 8, "query_len": 1, "excluded_modes": {FULL}}, (PIECEWISE, 8)),
-        (FULL, {"num_tokens": 8, "excluded_modes": {FULL}}, (NONE, 8)),
-        (FULL_AND_PIECEWISE, {"num_tokens": 8, "allowed_modes": {NONE}}, (NONE, 8)),
-    ],
-)
-def test_decide_by_the_rules_of_0_33(mode: Mode, batch: dict[str, Any], answer: tuple[Mode, int]) -> None:
-    """Padding inside, modes allowed and excluded per call, and a real size where there is no graph."""
-    found = made(mode).decide(**batch)
-    assert (found.mode, found.size) == answer
-    assert (found.descriptor is None) == (found.mode is NONE)
+def test_the_best_mode_wins_a_tie() -> None:
+    """A cost model without an opinion changes nothing."""
+    assert full(desc(16), piecewise=desc(12), cost=lambda mode, padded, real: 1.0).decide(11).mode is FULL
 
 
-@pytest.mark.parametrize(("active", "served"), [(0, 0), (1, 1), (3, 4), (5, 5), (6, None)])
-def test_lora_counts_are_rounded_up(active: int, served: int | None) -> None:
-    """Specialised counts go to the next captured one, and more adapters than any graph holds to none."""
-    found = made(FULL, variants=LORA).decide(8, variant=active)
-    assert (found.descriptor.variant if found.descriptor else None) == served
-    assert (found.reason is Reason.VARIANT_NOT_CAPTURED) == (served is None)
-
-
-@pytest.mark.parametrize("active", [0, 1, 4])
-def test_unspecialised_lora_serves_every_count_by_its_one_graph(active: int) -> None:
-    """With only the largest count captured, batches with fewer adapters or none use it."""
-    assert made(FULL, variants=[5]).decide(8, variant=active).descriptor == desc(8, variant=5)
-
-
-def test_a_size_that_the_query_length_does_not_divide_falls_back() -> None:
-    """Where vLLM stops on an assertion, the batch goes to a graph that can hold it."""
-    dispatcher = made(query_len=3)
-    assert dispatcher.decide(6, 2, query_len=3)[:3] == (FULL, desc(24, True), 24)
-
-
-def test_eager_that_is_not_allowed_raises() -> None:
-    """A miss with NONE excluded is an error of its own type."""
-    with pytest.raises(FallbackError, match="must hold NONE"):
-        made().decide(25, excluded_modes=[NONE])
-
-
-def test_capture_goes_from_large_to_small() -> None:
-    """Piecewise graphs, then full ones, each sorted by tokens and adapters; nothing before initialising."""
-    assert CudagraphKeyDispatcher().get_capture_descs() == []
-    (first, piecewise), (second, full) = made(variants=[0, 2], capture_sizes=[1, 8]).get_capture_descs()
-    assert (first, second) == (PIECEWISE, FULL)
-    assert [(key.num_tokens, key.variant) for key in piecewise] == [(8, 2), (8, 0), (1, 2), (1, 0)]
-    assert all(key.is_uniform_decode for key in full)
-    assert not any(key.is_uniform_decode for key in piecewise)
-
-
-def test_a_model_that_is_not_split_has_no_piecewise_graphs() -> None:
-    """A mode that needs them is refused when the keys are made."""
-    dispatcher = CudagraphKeyDispatcher(piecewise=False)
-    with pytest.raises(ConfigError, match="must not need piecewise graphs"):
-        dispatcher.initialize_cudagraph_keys(FULL_AND_PIECEWISE)
-    assert not dispatcher.keys_initialized
-
-
-@pytest.mark.parametrize("mode", [NONE, FULL_AND_PIECEWISE])
-def test_only_runtime_modes_have_keys(mode: Mode) -> None:
-    """A key of a configured mode or of NONE is refused."""
-    with pytest.raises(ConfigError, match="runtime_mode must be PIECEWISE or FULL"):
-        CudagraphKeyDispatcher().add_cudagraph_key(mode, desc(8))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_num_reqs": 0}, "max_num_reqs must be"),
-        ({"max_num_tokens": 0}, "max_num_tokens must be"),
-        ({"query_lens": [0]}, "query_lens must be"),
-        ({"capture_sizes": [0, 8]}, r"capture_sizes\[0\] must be"),
-        ({"capture_sizes": "nobody"}, "capture sizes must be one of"),
-    ],
-)
-def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
-    """The error says which argument is wrong."""
-    with pytest.raises(ConfigError, match=message):
-        CudagraphKeyDispatcher(**options)
+def test_a_decision_does_not_depend_on_the_order_of_the_keys() -> None:
+    """Processes with other hash seeds decide alike, also between keys that serve the same batches."""
+    code = (
+        "from graphdispatch import CUDAGraphMode as M;"
+        "from graphdispatch.engines import BatchDescriptor as B, CudagraphKeyDispatcher as D;"
+        "d = D(capture_sizes=[1]); d.initialize_cudagraph_keys(M.FULL, 1);"
+        "[d.add_cudagraph_key(M.FULL, k) for k in {B(8, r, False, v) for r in (None, 8, 9) for v in ('a', 'b')}];"
+        "print(d.decide(5, variant='a'))"
+    )
+    runs = set()
+    for seed in ("1", "2", "3"):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        runs.add(done.stdout)
+    assert len(runs) == 1
 
 
 def test_the_keys_are_a_live_view() -> None:
     """What changes in the dispatcher is seen in keys that were read before; what is changed there is a change of it."""
-    dispatcher = made(FULL)
+    dispatcher = plan(FULL)
     keys = dispatcher.cudagraph_keys
     dispatcher.remove_cudagraph_key(FULL, desc(8))
     assert desc(8) not in keys[FULL]
@@ -290,13 +375,11 @@ def test_the_keys_are_a_live_view() -> None:
     assert dispatcher.dispatch(desc(9)) == NO_GRAPH
     assert keys == {PIECEWISE: set(), FULL: set()}
     assert keys[FULL] | {desc(1)} == {desc(1)}
-    with pytest.raises(ConfigError, match="num_tokens >= 1"):
-        keys[FULL].add(desc(0))
 
 
 def engine(**compilation: Any) -> SimpleNamespace:
     """A configuration of vLLM's shape."""
-    found = {"cudagraph_capture_sizes": [24, 16, 8, 4, 2, 1], "cudagraph_mode": FULL_AND_PIECEWISE, **compilation}
+    found = {"cudagraph_capture_sizes": [24, 16, 8, 1], "cudagraph_mode": BOTH, **compilation}
     return SimpleNamespace(
         compilation_config=SimpleNamespace(**found), scheduler_config=SimpleNamespace(max_num_seqs=6), lora_config=None
     )
@@ -307,7 +390,7 @@ def test_a_configuration_of_the_engine_s_makes_the_same_keys(mode: Mode, query_l
     """As vLLM's own dispatcher is made: by the configuration, by position."""
     dispatcher = CudagraphKeyDispatcher(engine(cudagraph_mode=mode))
     dispatcher.initialize_cudagraph_keys(mode, query_len)
-    assert dispatcher.cudagraph_keys == made(mode, query_len, max_num_reqs=6).cudagraph_keys
+    assert dispatcher.cudagraph_keys == plan(mode, query_len, max_num_reqs=6).cudagraph_keys
 
 
 def test_an_engine_s_lora_cases_are_variants() -> None:
@@ -331,99 +414,45 @@ def test_an_option_goes_before_the_engine_s_configuration() -> None:
     assert CudagraphKeyDispatcher(config).capture_sizes == CudagraphKeyDispatcher(max_num_reqs=6).capture_sizes
 
 
-def test_an_engine_s_configuration_is_checked() -> None:
-    """A mode that needs a split model, and what is no configuration."""
-    with pytest.raises(ConfigError, match="must not need piecewise graphs"):
-        CudagraphKeyDispatcher(engine(is_attention_compiled_piecewise=lambda: False))
-    for wrong in ({"capture_sizes": [1]}, [8, 16], SimpleNamespace(compilation_config=None)):
-        with pytest.raises(ConfigError, match="vllm_config must have compilation_config"):
-            CudagraphKeyDispatcher(wrong)
-
-
 def test_the_repr_is_a_status_line() -> None:
     """Mode and number of keys, for people."""
-    assert repr(made()) == "<CudagraphKeyDispatcher FULL_AND_PIECEWISE, 6 PIECEWISE, 5 FULL keys>"
+    assert repr(plan()) == "<CudagraphKeyDispatcher FULL_AND_PIECEWISE, 4 PIECEWISE, 3 FULL keys>"
     assert repr(CudagraphKeyDispatcher()) == "<CudagraphKeyDispatcher not initialised, 0 PIECEWISE, 0 FULL keys>"
 
 
 def test_readers_see_whole_tables_while_keys_change() -> None:
-    """Decisions of many threads under swaps are each that of one of the two tables, never a mixture."""
-    dispatcher, done, key = made(), Event(), desc(12, True, reqs=12)
+    """Decisions under swaps are each that of one of the two tables; the writer sees its own, and loses no key."""
+    dispatcher, done, key = plan(), Event(), desc(12, True, reqs=12)
     whole = {dispatcher.decide(11, 11, query_len=1)}
     dispatcher.add_cudagraph_key(FULL, key)
     whole.add(dispatcher.decide(11, 11, query_len=1))
 
     def read() -> set[Any]:
-        return {dispatcher.decide(11, 11, query_len=1) for _ in range(2000)}
+        return {dispatcher.decide(11, 11, query_len=1) for _ in range(500)}
 
     def swap() -> int:
         swaps = 0
         while not done.is_set():
             dispatcher.remove_cudagraph_key(FULL, key)
+            assert dispatcher.decide(11, 11, query_len=1).size == 16
             dispatcher.add_cudagraph_key(FULL, key)
+            assert dispatcher.decide(11, 11, query_len=1).size == 12
             swaps += 2
         return swaps
 
-    with ThreadPoolExecutor(33) as pool:
-        writer = pool.submit(swap)
-        readers = [pool.submit(read) for _ in range(32)]
-        seen = set().union(*(reader.result(timeout=120) for reader in readers))
-        done.set()
-        assert writer.result(timeout=120) > 0
-    assert len(whole) == 2
-    assert seen <= whole
-
-
-def test_concurrent_changes_lose_no_key() -> None:
-    """Writers take turns, so that every key that was added is there."""
-    dispatcher = made(NONE)
-    keys = [desc(size) for size in range(1, 65)]
-    interval = sys.getswitchinterval()
+    added, interval = [desc(size) for size in range(30, 60)], sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda key: dispatcher.add_cudagraph_key(FULL, key), keys))
+        with ThreadPoolExecutor(13) as pool:
+            writer = pool.submit(swap)
+            list(pool.map(lambda one: dispatcher.add_cudagraph_key(PIECEWISE, one), added))
+            readers = [pool.submit(read) for _ in range(8)]
+            seen = set().union(*(reader.result(timeout=120) for reader in readers))
+            done.set()
+            assert writer.result(timeout=120) > 0
     finally:
+        done.set()
         sys.setswitchinterval(interval)
-    assert dispatcher.cudagraph_keys[FULL] == set(keys)
-
-
-def real_dispatcher(mode: Mode, max_num_reqs: int) -> Any:
-    """vLLM's own dispatcher over a configuration that holds what it reads."""
-    module = pytest.importorskip(
-        "vllm.v1.cudagraph_dispatcher", reason="vLLM is not installed: nothing real to compare with"
-    )
-    theirs = module.CUDAGraphMode[mode.name]
-    compilation = SimpleNamespace(
-        cudagraph_mode=theirs,
-        cudagraph_capture_sizes=list(SIZES),
-        max_cudagraph_capture_size=SIZES[-1],
-        is_attention_compiled_piecewise=lambda: True,
-        cudagraph_specialize_lora=False,
-        compile_sizes=None,
-    )
-    scheduler = SimpleNamespace(max_num_seqs=max_num_reqs)
-    config = SimpleNamespace(
-        compilation_config=compilation, scheduler_config=scheduler, lora_config=None, speculative_config=None
-    )
-    dispatcher = module.CudagraphDispatcher(config)
-    dispatcher.initialize_cudagraph_keys(theirs, 1)
-    return dispatcher
-
-
-@pytest.mark.parametrize(("mode", "max_num_reqs"), list(product(Mode, [6, 16])))
-def test_the_answers_are_those_of_the_installed_vllm(mode: Mode, max_num_reqs: int) -> None:
-    """Equal to 0.11.x; at least as good as later versions, which look at one size only."""
-    theirs, ours = real_dispatcher(mode, max_num_reqs), made(mode, max_num_reqs=max_num_reqs)
-    padded = "batch_descriptor" in inspect.signature(theirs.dispatch).parameters
-    for tokens, uniform in product(range(1, 26), (False, True)):
-        if padded:
-            asked = inspect.getmodule(type(theirs)).BatchDescriptor(tokens, uniform)  # type: ignore[union-attr]
-            their_mode, key = theirs.dispatch(asked)
-            answer = ours.dispatch(desc(tokens, uniform))
-            assert (answer[0], answer[1] and answer[1][0]) == (their_mode.value, key and key.num_tokens)
-        else:
-            their_mode, key = theirs.dispatch(tokens, uniform_decode=uniform)
-            found = ours.decide(tokens, query_len=1 if uniform else None)
-            assert found.mode >= their_mode.value
-            assert found.mode > their_mode.value or found.size == key.num_tokens
+    assert len(whole) == 2
+    assert seen <= whole
+    assert set(added) <= set(dispatcher.cudagraph_keys[PIECEWISE])

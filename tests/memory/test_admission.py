@@ -1,6 +1,7 @@
 """``Admission``: misses within a window; and what that does for a cache under scans and cycles."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,8 @@ import torch
 from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.admission import Admission
-from graphdispatch.memory.cache import GraphCache
 
 from ..helpers import with_options
-from ..sized import entry
 
 
 class Clock:
@@ -31,49 +30,26 @@ def missed(admission: Admission, clock: Clock, times: Iterable[int], key: str = 
     return admission
 
 
-def test_the_second_miss_captures() -> None:
-    """The first leads to nothing; the second tells when the first was."""
+@pytest.mark.parametrize(
+    ("options", "misses", "now", "since"),
+    [
+        ((2,), [], 15, None),
+        ((2,), [10], 15, 10),
+        ((3,), [0, 100, 104], 110, 100),  # the last but one before now
+        ((2, 50), [0], 50, 0),
+        ((2, 50), [0], 51, None),  # beyond the window a miss counts no more
+        ((1,), [0, 1], 1, 1),
+    ],
+)
+def test_which_misses_count(options: tuple[int, ...], misses: list[int], now: int, since: int | None) -> None:
+    """The latest of a key within the window, until it is captured: then it begins anew."""
     clock = Clock()
-    admission = Admission(clock=clock)
-    assert admission.since("key") is None
-    missed(admission, clock, [10])
-    clock.now = 15
-    assert admission.since("key") == 10
-    assert admission.since("other") is None
-
-
-def test_the_latest_misses_count() -> None:
-    """With ``capture_after=3`` the time reaches back to the last but one before now, not to the first ever."""
-    clock = Clock()
-    admission = missed(Admission(3, clock=clock), clock, [0, 100, 104])
-    clock.now = 110
-    assert admission.since("key") == 100
-
-
-def test_a_miss_ages() -> None:
-    """Beyond the window a miss counts no more."""
-    clock = Clock()
-    admission = missed(Admission(2, 50, clock=clock), clock, [0])
-    clock.now = 50
-    assert admission.since("key") == 0
-    clock.now = 51
-    assert admission.since("key") is None
-
-
-def test_at_once_needs_no_miss_before() -> None:
-    """``capture_after=1`` captures whatever comes, and remembers nothing."""
-    clock = Clock()
-    admission = missed(Admission(1, clock=clock), clock, [0, 1])
-    assert admission.since("key") == 1
-    assert admission.num_keys == 0
-
-
-def test_a_captured_key_begins_anew() -> None:
-    """After its eviction it must miss again as often."""
-    clock = Clock()
-    admission = missed(Admission(clock=clock), clock, [1])
+    admission = missed(Admission(*options, clock=clock), clock, misses)
+    clock.now = now
+    assert admission.since("key") == since
+    assert admission.num_keys == bool(misses and options[0] > 1)
     admission.forget("key")
-    assert admission.since("key") is None
+    assert admission.since("key") == (now if options[0] == 1 else None)
 
 
 def test_memory_is_bounded_by_the_window() -> None:
@@ -83,20 +59,6 @@ def test_memory_is_bounded_by_the_window() -> None:
     for clock.now in range(10_000):
         admission.count_miss(clock.now)
     assert admission.num_keys == 101
-
-
-def test_a_full_cache_takes_only_what_comes_more_often() -> None:
-    """The newcomer's two misses must be nearer to each other than now is to the last use of some entry."""
-    admission = Admission()
-    cache = GraphCache(1, admission=admission)
-    held = entry(replays=1)
-    cache.add("held", held)
-    admission.count_miss("new")
-    held.increment_replay()
-    assert cache.admit("new") is Reason.CACHE_FULL
-    admission.count_miss("new")
-    assert cache.admit("new") is Reason.CAPTURED_NOW
-    assert cache.admit("other") is Reason.FIRST_SIGHTING
 
 
 @pytest.mark.parametrize(
@@ -136,25 +98,19 @@ def test_a_scan_of_odd_sizes_evicts_nothing() -> None:
     assert step.stats.evictions == 0
 
 
-def test_new_habits_displace_old_ones() -> None:
-    """When other sizes come from now on, the cache follows at their second miss."""
-    step = served([1, 2, 3] * 20 + [7, 8, 9] * 4, max_cached_graphs=3)
-    assert [entry.size for entry in step.entries] == [7, 8, 9]
-    assert step.stats.evictions == 3
-
-
-def test_an_evicted_size_begins_anew() -> None:
-    """The misses that led to the graph it had do not count again."""
-    step = served([1, 1, 2, 2, 1], max_cached_graphs=1)
-    assert [entry.size for entry in step.entries] == [2]
-    assert step.last_decision is not None
-    assert step.last_decision.reason is Reason.FIRST_SIGHTING
-
-
-def test_misses_outside_the_window_do_not_count() -> None:
-    """``capture_window`` is respected by the front end."""
-    step = served([5, *[1] * 30, 5], capture_window=10)
-    assert [entry.size for entry in step.entries] == [1]
+@pytest.mark.parametrize(
+    ("sizes", "options", "kept", "evictions"),
+    [
+        ([1, 2, 3] * 20 + [7, 8, 9] * 4, {"max_cached_graphs": 3}, [7, 8, 9], 3),
+        ([1, 1, 2, 2, 1], {"max_cached_graphs": 1}, [2], 1),  # an evicted size begins anew
+        ([5, *[1] * 30, 5], {"capture_window": 10}, [1], 0),
+    ],
+)
+def test_new_habits_displace_old_ones(sizes: list[int], options: Any, kept: list[int], evictions: int) -> None:
+    """When other sizes come from now on, the cache follows at their second miss within the window."""
+    step = served(sizes, **options)
+    assert [entry.size for entry in step.entries] == kept
+    assert step.stats.evictions == evictions
 
 
 def test_a_full_cache_is_explained() -> None:

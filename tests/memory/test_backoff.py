@@ -31,12 +31,7 @@ def test_waits_grow_from_the_first_to_the_most(backoff: Backoff, times: int) -> 
 def test_each_wait_is_a_factor_longer(first: int, factor: int, times: int) -> None:
     """Whole numbers stay exact as long as they are below the most."""
     assert Backoff(first, factor).wait(times) == first * factor ** (times - 1)
-
-
-@pytest.mark.parametrize("times", [0, -3])
-def test_there_is_no_wait_before_the_first_failure(times: int) -> None:
-    """Nothing failed, nothing waits."""
-    assert Backoff(5, 2).wait(times) == 0
+    assert Backoff(first, factor).wait(1 - times) == 0  # nothing failed
 
 
 @pytest.mark.parametrize("given", [(-1, 2), (1, 0.5), (3, 2, 2), (float("nan"), 2)])
@@ -74,12 +69,11 @@ def test_the_last_failure_is_final() -> None:
     assert held.blocked("key", 10**9) is not None
     held.forgive("key")
     assert held.fail("key", 0, WHY, "").retry_at == 16
-
-
-def test_a_failure_may_be_final_at_once() -> None:
-    """``is_final`` waits for no others."""
-    held = Quarantine[str](Backoff(16, 4))
-    assert held.fail("key", 5, WHY, "", is_final=True) == Failure(1, inf, WHY, "")
+    assert held.fail("key", 5, WHY, "", is_final=True) == Failure(2, inf, WHY, "")
+    assert (held.reasons, len(held)) == ({WHY}, 1)
+    assert repr(held) == "<Quarantine of 1 keys, Backoff(first=16, factor=4, most=inf)>"
+    held.clear()
+    assert (len(held), held.reasons, held.blocked("key", 0)) == (0, set(), None)
 
 
 def test_a_passing_failure_is_retried_at_once_and_is_never_the_last() -> None:
@@ -99,14 +93,3 @@ def test_the_keys_that_failed_last_are_remembered(keys: list[int], limit: int) -
         held.fail(key, 0, WHY, "")
         latest = [*(other for other in latest if other != key), key][-limit:]
         assert [key for key in range(10) if held.get(key) is not None] == sorted(latest)
-
-
-def test_what_is_held_can_be_asked_and_forgotten() -> None:
-    """Reasons, failures, a status line, and nothing after ``clear``."""
-    held = Quarantine[str](Backoff(1, 2))
-    held.fail("a", 0, WHY, "")
-    held.fail("b", 0, Reason.OUT_OF_MEMORY, "")
-    assert held.reasons == {WHY, Reason.OUT_OF_MEMORY}
-    assert repr(held) == "<Quarantine of 2 keys, Backoff(first=1, factor=2, most=inf)>"
-    held.clear()
-    assert (len(held), held.reasons, held.blocked("a", 0)) == (0, set(), None)

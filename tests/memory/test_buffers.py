@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphOptions, Reason, graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Pool
-from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, OutputView
+from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
 from graphdispatch.memory.buffers import OutputRing
 from graphdispatch.memory.outputs import OutputRule, Outputs
@@ -47,17 +47,6 @@ def test_a_ring_takes_its_copies_in_turn(pool: Pool) -> None:
         views[0].get()
 
 
-def test_all_sizes_share_one_ring(pool: Pool) -> None:
-    """It has room for the largest number of rows, and further graphs allocate nothing."""
-    ring = OutputRing(3, CAPACITY)
-    small, large = (Outputs(torch.full((n, 2), float(n)), ROWS, [True], "ring:3", pool, ring) for n in (2, 8))
-    assert ring.nbytes == 3 * CAPACITY * 2 * 4
-    first, *others = small.taker(1)(), large.taker(8)(), large.taker(7)()
-    assert torch.equal(first.get(), torch.full((1, 2), 2.0))
-    small.taker(2)()
-    assert (first.is_stale, *(view.is_stale for view in others)) == (True, False, False)
-
-
 def test_a_ring_refuses_outputs_of_another_kind(pool: Pool) -> None:
     """A size whose outputs have another type cannot share it; that is a failed capture."""
     ring = OutputRing(1, CAPACITY)
@@ -78,14 +67,6 @@ def test_a_ring_leaves_foreign_outputs_alone(pool: Pool) -> None:
     assert ring.nbytes == 2 * CAPACITY * 4
 
 
-def test_a_hit_allocates_nothing(pool: Pool) -> None:
-    """The second time around, the ring hands out the very tensors of the first time."""
-    take = Outputs(torch.zeros(4, 2), ROWS, [True], "ring:2", pool, OutputRing(2, CAPACITY)).taker(3)
-    first = [take().get() for _ in range(2)]
-    again = [take().get() for _ in range(2)]
-    assert all(a is b for a, b in zip(first, again, strict=True))
-
-
 def test_graphed_with_a_ring() -> None:
     """Graphs and eager steps alike return handles; each is right for N - 1 further calls."""
     step = graphed(lambda x: {"y": x * 2}, dynamic={"x": 0}, sizes=(2, 4), outputs="ring:2", options=AT_ONCE)
@@ -98,12 +79,3 @@ def test_graphed_with_a_ring() -> None:
         if not view.is_stale:
             assert torch.equal(view.get()["y"], x * 2)
     assert [view.is_stale for _, view in kept[-3:]] == [True, False, False]
-
-
-def test_a_manager_with_a_ring() -> None:
-    """It hands out handles too, whichever way a batch runs."""
-    config = CUDAGraphConfig(backend="cpu", capture_sizes=(4,), options=CUDAGraphOptions(outputs="ring:1"))
-    manager = CUDAGraphManager(config)
-    views = [manager.execute_or_capture(4, 1, lambda x: x + 1, {"x": torch.ones(4) * n}) for n in range(6)]
-    assert all(isinstance(view, OutputView) for view in views)
-    assert torch.equal(views[-1].get(), torch.full((4,), 6.0))

@@ -1,11 +1,10 @@
-"""``GraphCache``: limits by count and bytes, which entry goes, what an eviction reports, integrity."""
+"""``GraphCache``: what ``test_cache_model.py`` does not model: replays, borrowed graphs, pools, records, integrity."""
 
-from collections.abc import Hashable
+from collections.abc import Callable
 from threading import get_ident
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from graphdispatch.backends.base import Pool
 from graphdispatch.engines import EntryState
@@ -16,48 +15,19 @@ from graphdispatch.stats import EvictionReason
 from ..sized import Sized, entry, filled, gone
 
 
-def test_the_least_recently_used_goes() -> None:
-    """Recency is the last replay, not the time of adding."""
+def test_asking_for_room_changes_nothing() -> None:
+    """``has_room`` and ``is_full`` evict nothing; with ``since`` an entry that was used later stays."""
     cache = GraphCache(2)
     first, second = filled(cache, 0, 0)
     first.increment_replay()
-    assert gone(cache.add(2, entry())) == [second]
-    assert cache.get(0) is first
-    assert cache.get(1) is None
-
-
-def test_room_is_made_before_adding() -> None:
-    """At capacity one entry goes ahead of the capture, so that adding displaces nothing."""
-    cache = GraphCache(2)
-    first, _ = filled(cache, 0, 0)
-    assert gone(cache.make_room()) == [first]
-    assert cache.add(2, entry()) == []
-
-
-def test_room_below_capacity_costs_nothing() -> None:
-    """Nobody goes while there is room."""
-    cache = GraphCache(2)
-    filled(cache, 0)
+    assert cache.is_full
+    assert not cache.has_room(second.last_used)
+    assert cache.has_room(first.last_used)
+    assert len(cache) == 2
+    assert gone(cache.make_room(first.last_used)) == [second]
+    assert not cache.is_full
+    assert cache.has_room(0)
     assert cache.make_room() == []
-
-
-def test_bytes_are_a_limit() -> None:
-    """As many of the least recently used go as the newcomer needs."""
-    cache = GraphCache(10, max_bytes=100)
-    first, second, third = filled(cache, 40, 30, 30)
-    assert gone(cache.add("new", entry(60))) == [first, second]
-    assert list(cache) == [third, cache.get("new")]
-    assert cache.nbytes == 90
-
-
-def test_one_entry_over_the_budget_is_not_kept() -> None:
-    """It is the only one that is returned for release, and displaces nothing, an entry of its key neither."""
-    cache = GraphCache(10, max_bytes=100)
-    small = filled(cache, 10, 10)
-    big = entry(500)
-    assert gone(cache.add(0, big)) == [big]
-    assert list(cache) == small
-    cache.check_integrity()
 
 
 class Grown(Pool):
@@ -90,68 +60,6 @@ def test_a_pool_that_grew_over_the_budget_is_emptied() -> None:
     assert gone(cache.add("new", new)) == [new, old]
     assert list(cache) == [other]
     cache.check_integrity()
-
-
-def test_adding_a_key_again_displaces_its_entry() -> None:
-    """The old entry of the key is returned for release, and no other."""
-    cache = GraphCache(2)
-    first, second = filled(cache, 0, 0)
-    again = entry()
-    (replaced,) = cache.add(0, again)
-    assert (replaced.entry, replaced.reason) == (first, EvictionReason.REPLACED)
-    assert list(cache) == [second, again]
-
-
-def test_removed_entries_are_returned() -> None:
-    """Whoever removes an entry releases it; a key without one gives nothing."""
-    cache = GraphCache(4)
-    first, second, third = filled(cache, 0, 0, 0)
-    assert cache.remove(1) is second
-    assert cache.remove(1) is None
-    assert cache.clear() == [first, third]
-    assert len(cache) == 0
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=30), st.integers(1, 4))
-def test_no_sequence_of_additions_breaks_the_limits(additions: list[tuple[Hashable, int]], max_graphs: int) -> None:
-    """After each addition count and bytes are within the limits, and every entry is kept or returned."""
-    cache = GraphCache(max_graphs, max_bytes=100)
-    returned = 0
-    for count, (key, nbytes) in enumerate(additions, 1):
-        returned += len(cache.add(key, entry(nbytes)))
-        cache.check_integrity()
-        assert cache.get(key) is not None
-        assert len(cache) + returned == count
-
-
-def test_room_is_made_for_the_bytes_to_come() -> None:
-    """Before a capture, as many bytes are freed as the entries there hold on average."""
-    cache = GraphCache(10, max_bytes=100)
-    first, _, _ = filled(cache, 30, 40, 20)
-    assert gone(cache.make_room()) == [first]
-    assert cache.add(3, entry(40)) == []
-
-
-def test_only_what_was_not_used_since_may_go() -> None:
-    """With ``since`` an entry that was used later stays, and there is no room if all were."""
-    cache = GraphCache(2)
-    first, second = filled(cache, 0, 0)
-    first.increment_replay()
-    assert not cache.has_room(second.last_used)
-    assert cache.has_room(first.last_used)
-    assert gone(cache.make_room(first.last_used)) == [second]
-    assert cache.has_room(0)
-    assert not cache.is_full
-
-
-def test_asking_for_room_changes_nothing() -> None:
-    """``has_room`` and ``is_full`` evict nothing and age nothing."""
-    cache = GraphCache(2)
-    filled(cache, 0, 0)
-    assert cache.is_full
-    assert [cache.has_room() for _ in range(3)] == [True] * 3
-    assert len(cache) == 2
-    assert gone(cache.make_room())[0].key == 0
 
 
 def test_what_frees_nothing_stays() -> None:
@@ -204,34 +112,20 @@ def test_a_borrowed_graph_is_forgotten_and_never_released(how: str) -> None:
 
 
 def test_a_key_is_borrowed_no_longer_than_its_entry_stands() -> None:
-    """An entry of the cache's own under the same key is released as any other."""
-    cache = GraphCache(2)
-    cache.add("key", entry(), owns=False)
-    cache.remove("key")
-    own = entry(70)
-    cache.add("key", own)
-    assert cache.make_room() == []
-    (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
-    assert victim.release().freed_bytes == 70
-
-
-def test_clear_leaves_borrowed_graphs_to_their_owners() -> None:
-    """They are forgotten, and not among what the caller has to release."""
+    """Its owner may release it meanwhile; it is forgotten by ``clear``, and an entry of the cache's own replaces it."""
     cache = GraphCache(4)
-    cache.add("borrowed", entry(), owns=False)
-    own = filled(cache, 0, 0)
-    assert cache.clear() == own
-    assert len(cache) == 0
-
-
-def test_a_borrowed_graph_may_be_released_by_its_owner() -> None:
-    """That is no fault of this cache, whichever keys it stands under."""
-    cache = GraphCache(4)
-    borrowed = entry()
-    cache.add("borrowed", borrowed, owns=False)
+    borrowed, own = entry(), entry(70)
+    cache.add("key", borrowed, owns=False)
     cache.add("again", borrowed, owns=False)
     borrowed.release()
     cache.check_integrity()
+    cache.remove("key")
+    cache.add("key", own)
+    assert cache.clear() == [own]
+    assert len(cache) == 0
+    cache.add("key", own)
+    (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
+    assert victim.release().freed_bytes == 70
 
 
 def test_a_release_is_reported_as_it_was() -> None:
@@ -248,13 +142,6 @@ def test_a_release_is_reported_as_it_was() -> None:
     assert (cache.stats.evictions, cache.stats.evicted_bytes) == (1, 70)
 
 
-def test_the_reason_says_which_limit() -> None:
-    """Bytes and count are told apart."""
-    cache = GraphCache(10, max_bytes=100)
-    filled(cache, 90)
-    assert [victim.reason for victim in cache.add(1, entry(50))] == [EvictionReason.BYTES]
-
-
 def test_an_entry_is_retired_by_itself_and_not_by_its_key() -> None:
     """Retiring an entry that another has replaced does nothing to the other."""
     cache = GraphCache(2)
@@ -265,38 +152,31 @@ def test_an_entry_is_retired_by_itself_and_not_by_its_key() -> None:
     assert gone(cache.retire(again, EvictionReason.DROPPED)) == [again]
 
 
-def test_a_released_entry_in_the_cache_is_found() -> None:
-    """An entry that was released and is still looked up would fail each call."""
-    cache = GraphCache(2)
-    filled(cache, 0)[0].release()
-    with pytest.raises(IntegrityError, match="was released and is still in the cache"):
-        cache.check_integrity()
+def _release(cache: GraphCache) -> None:
+    cache.get(0).release()  # type: ignore[union-attr]
 
 
-def test_an_entry_under_two_keys_is_found() -> None:
-    """Evicting one key would release the graph of the other."""
-    cache = GraphCache(2)
-    (first,) = filled(cache, 0)
-    cache.add("other", first)
-    with pytest.raises(IntegrityError, match="two keys"):
-        cache.check_integrity()
+def _grow(cache: GraphCache) -> None:
+    cache.get(0).graph = Sized(95)  # type: ignore[union-attr]
 
 
-def test_too_many_entries_are_found() -> None:
-    """A limit that was lowered behind the cache's back shows."""
-    cache = GraphCache(2)
-    filled(cache, 0, 0)
-    cache.limit.max_cached_graphs = 1
-    with pytest.raises(IntegrityError, match="2 entries, more than max_cached_graphs=1"):
-        cache.check_integrity()
-
-
-def test_too_many_bytes_are_found() -> None:
-    """An entry that grew after it was added shows."""
-    cache = GraphCache(2, max_bytes=100)
-    first, _ = filled(cache, 10, 10)
-    first.graph = Sized(95)
-    with pytest.raises(IntegrityError, match="105 bytes, more than memory_budget_bytes=100"):
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (_release, "was released and is still in the cache"),
+        (lambda cache: cache.add("other", cache.get(0)), "two keys"),
+        (lambda cache: setattr(cache.limit, "max_cached_graphs", 1), "2 entries, more than max_cached_graphs=1"),
+        (_grow, "105 bytes, more than memory_budget_bytes=100"),
+    ],
+    ids=["released", "twice", "many", "large"],
+)
+def test_a_fault_behind_the_cache_s_back_is_found(fault: Callable[[GraphCache], Any], told: str) -> None:
+    """Entries that were released, stand twice, are too many or grew."""
+    cache = GraphCache(3, max_bytes=100)
+    filled(cache, 10, 10)
+    cache.check_integrity()
+    fault(cache)
+    with pytest.raises(IntegrityError, match=told):
         cache.check_integrity()
 
 

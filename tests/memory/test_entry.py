@@ -13,11 +13,9 @@ from graphdispatch.engines import (
     CUDAGraphRegistry,
     DispatchKey,
     EntryState,
-    GraphEntry,
 )
 from graphdispatch.errors import GuardError, ReplayError
-from graphdispatch.memory.entry import WrittenSpans
-from graphdispatch.memory.foreign import Replayable, entry_around
+from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
 
 
@@ -39,9 +37,14 @@ def entry() -> CUDAGraphEntry:
 
 
 def test_a_batch_is_cut_to_its_rows(entry: CUDAGraphEntry) -> None:
-    """Fewer rows than the graph has are padded, and the answer has as many."""
-    x = torch.randn(3, 3)
-    assert torch.equal(entry.replay({"x": x}), x * 2)
+    """Fewer rows are padded, the answer has as many and is the caller's; ``output`` has all rows, inputs stay."""
+    memory, addresses = entry.output, entry.input_addresses
+    first = entry.replay({"x": torch.ones(3, 3)})
+    assert torch.equal(first, torch.full((3, 3), 2.0))
+    assert memory.tolist() == [[2.0] * 3] * 3 + [[0.0] * 3]
+    entry.replay({"x": torch.zeros(4, 3)})
+    assert torch.equal(first, torch.full((3, 3), 2.0))
+    assert entry.input_addresses == addresses == (entry.inputs.views(4)[0].data_ptr(),)
 
 
 def test_padding_that_nobody_compared_is_refused() -> None:
@@ -63,19 +66,6 @@ def test_a_comparison_that_is_due_is_not_skipped() -> None:
         assert torch.equal(entry.replay({"x": x}), x * 2)
     with pytest.raises(ReplayError, match="must be compared with eager now"):
         entry.replay({"x": x})
-
-
-def test_the_caller_owns_the_answer(entry: CUDAGraphEntry) -> None:
-    """A later replay does not change it."""
-    first = entry.replay({"x": torch.ones(4, 3)})
-    entry.replay({"x": torch.zeros(4, 3)})
-    assert torch.equal(first, torch.full((4, 3), 2.0))
-
-
-def test_without_inputs_the_buffers_are_used_as_they_are(entry: CUDAGraphEntry) -> None:
-    """Whoever fills the static inputs replays without a copy."""
-    entry.inputs.views(4)[0].fill_(3)
-    assert torch.equal(entry.replay(), torch.full((4, 3), 6.0))
 
 
 def test_buffers_filled_by_hand_are_padded_again(entry: CUDAGraphEntry) -> None:
@@ -123,13 +113,6 @@ def test_inputs_that_do_not_fit_are_refused(entry: CUDAGraphEntry, inputs: dict[
     assert entry.replay_count == 0
 
 
-def test_rows_of_all_inputs_agree() -> None:
-    """The first input says how many; one with others is named."""
-    entry = capture(lambda a, b: a + b, a=(4, 3), b=(4, 3))
-    with pytest.raises(GuardError, match=r"input 'b' must have shape \(2, 3\).* got \(3, 3\)"):
-        entry.replay({"a": torch.ones(2, 3), "b": torch.ones(3, 3)})
-
-
 def test_written_inputs_are_copied_back() -> None:
     """The real rows of the caller's tensor are written, and no others."""
     entry = padded(lambda x: x.add_(1))
@@ -139,8 +122,10 @@ def test_written_inputs_are_copied_back() -> None:
 
 
 def test_inputs_that_share_written_memory_are_refused() -> None:
-    """A write to one would have to show in the other, which copies cannot do."""
+    """A write to one would have to show in the other, which copies cannot do; their rows agree."""
     entry = capture(lambda a, b: (a.add_(1), b * 1)[1], a=(4, 3), b=(4, 3))
+    with pytest.raises(GuardError, match=r"input 'b' must have shape \(2, 3\).* got \(3, 3\)"):
+        entry.replay({"a": torch.ones(2, 3), "b": torch.ones(3, 3)})
     memory = torch.zeros(4, 3)
     with pytest.raises(GuardError, match=r"\['a', 'b'\] share memory, .*; pass copies"):
         entry.replay({"a": memory, "b": memory})
@@ -152,28 +137,6 @@ def test_an_input_over_written_state_is_refused() -> None:
     entry = capture(lambda x: state[: len(x)].copy_(x) * 1)
     with pytest.raises(GuardError, match="argument 'x' is a view of memory that the call writes; pass copies"):
         entry.replay({"x": state[:2]})
-
-
-def test_replay_time_is_averaged(entry: CUDAGraphEntry) -> None:
-    """Zero before the first timed replay, and positive after it."""
-    assert entry.avg_replay_time_ms == 0.0
-    entry.replay({"x": torch.ones(4, 3)})
-    assert entry.avg_replay_time_ms > 0.0
-
-
-def test_addresses_stay() -> None:
-    """The static inputs lie where they lay, in the order of the inputs."""
-    entry = capture(lambda a, b: a + b, a=(4, 3), b=(4, 3))
-    before = entry.input_addresses
-    entry.replay({"a": torch.ones(4, 3), "b": torch.ones(4, 3)})
-    assert entry.input_addresses == before == tuple(view.data_ptr() for view in entry.inputs.views(4))
-
-
-def test_output_is_graph_memory(entry: CUDAGraphEntry) -> None:
-    """``output`` has all rows, and the next replay overwrites it."""
-    memory = entry.output
-    entry.replay({"x": torch.ones(2, 3)})
-    assert memory.tolist() == [[2.0] * 3] * 2 + [[0.0] * 3] * 2
 
 
 def test_release_is_idempotent(entry: CUDAGraphEntry) -> None:
@@ -189,35 +152,19 @@ def test_release_is_idempotent(entry: CUDAGraphEntry) -> None:
             how()
 
 
-def test_the_older_name_is_the_same_class() -> None:
-    """``GraphEntry`` is no second class."""
-    assert GraphEntry is CUDAGraphEntry
-
-
-def test_repr_is_a_status_line(entry: CUDAGraphEntry) -> None:
-    """Mode, size, state, replays, bytes."""
-    entry.replay()
-    assert repr(entry) == f"<CUDAGraphEntry FULL 4 rows, captured, 1 replays, {entry.nbytes} bytes>"
-
-
-def test_an_entry_is_described(entry: CUDAGraphEntry) -> None:
-    """Descriptor, key, mode and capture time say what it is."""
+def test_an_entry_describes_itself(entry: CUDAGraphEntry) -> None:
+    """Descriptor, mode, capture time, the average time of a replay, and a status line."""
     assert (entry.descriptor, entry.mode, entry.size) == (BatchDescriptor(4, 4, True), CUDAGraphMode.FULL, 4)
     assert entry.capture_time_ms > 0
-
-
-def test_spans_know_whole_storages() -> None:
-    """Any view of a written storage overlaps, any other tensor does not."""
-    memory = torch.zeros(8, 4)
-    spans = WrittenSpans([memory[2:4]])
-    assert spans.overlaps(memory[7])
-    assert not spans.overlaps(torch.zeros(8, 4))
-    assert not WrittenSpans([]).overlaps(memory)
+    assert entry.avg_replay_time_ms == 0.0
+    entry.replay({"x": torch.ones(4, 3)})
+    assert entry.avg_replay_time_ms > 0.0
+    assert repr(entry) == f"<CUDAGraphEntry FULL 4 rows, captured, 1 replays, {entry.nbytes} bytes>"
 
 
 @pytest.mark.parametrize(("key", "rows"), [(DispatchKey(6, 2), 6), (BatchDescriptor(5), 5), ("anything", 1)])
 def test_a_foreign_graph_gets_an_entry(key: Any, rows: int) -> None:
-    """A key that knows its rows gives the size; outputs are handed out as they are."""
+    """A key that knows its rows gives the size; outputs are handed out as they are; releasing leaves the graph."""
     graph = MockCUDAGraph()
     graph.capture_begin()
     graph.capture_end()
@@ -226,21 +173,7 @@ def test_a_foreign_graph_gets_an_entry(key: Any, rows: int) -> None:
     assert (entry.size, entry.state, entry.nbytes) == (rows, EntryState.VERIFIED, 0)
     assert entry.replay()["out"] is memory
     assert graph.replays == 1
-
-
-def test_releasing_a_foreign_entry_leaves_the_graph() -> None:
-    """It only lets go of it."""
-    graph = MockCUDAGraph()
-    graph.capture_begin()
-    graph.capture_end()
-    entry = entry_around(graph, "key")
     entry.release()
     with pytest.raises(ReplayError, match="evicted"):
         entry.replay()
     assert graph.is_captured
-
-
-def test_whatever_can_be_replayed_is_replayable() -> None:
-    """A graph is known by its method alone."""
-    assert isinstance(MockCUDAGraph(), Replayable)
-    assert not isinstance(object(), Replayable)

@@ -84,27 +84,16 @@ def test_arguments_with_different_rules(batches: Sequence[tuple[int, int]]) -> N
             _check(inputs, dim, RULES[name][1], rows, size, reals[index], index)
 
 
-def test_sizes_share_one_buffer() -> None:
-    """Every size is a view of the beginning of one buffer, which is as large as the largest needs."""
-    inputs = StaticInputs([spec(0, Pad.zero())], CAPACITY)
-    addresses = {inputs.views(size)[0].data_ptr() for size in (1, 3, CAPACITY)}
-    assert len(addresses) == 1
-    assert inputs.nbytes == CAPACITY * 3 * 4
-
-
-def test_memory_order_is_kept() -> None:
-    """A buffer lies in memory as the argument that it was made for."""
-    view = StaticInputs([spec(0, Pad.zero(), order=(1, 0))], CAPACITY).views(4)[0]
-    assert view.shape == (4, 3)
-    assert view.stride() == (1, 4)
-
-
-def test_argument_without_batch_is_copied_whole() -> None:
-    """A tensor without a batch dimension is copied at each call, whatever the rows."""
-    inputs = StaticInputs([spec(None, Pad.zero())], CAPACITY)
+def test_where_buffers_lie() -> None:
+    """Every size is a view of one buffer, in the memory order of the argument; one without a batch is copied whole."""
+    inputs = StaticInputs([spec(0, Pad.zero()), spec(None, Pad.zero(), position=1)], CAPACITY)
+    assert len({inputs.views(size)[0].data_ptr() for size in (1, 3, CAPACITY)}) == 1
+    assert inputs.nbytes == CAPACITY * 3 * 4 + 3 * 3 * 4
     value = torch.randn(3, 3)
-    inputs.load([value], 2, 4)
-    assert torch.equal(inputs.views(4)[0], value)
+    inputs.load([torch.ones(2, 3), value], 2, 4)
+    assert torch.equal(inputs.views(4)[1], value)
+    view = StaticInputs([spec(0, Pad.zero(), order=(1, 0))], CAPACITY).views(4)[0]
+    assert (view.shape, view.stride()) == ((4, 3), (1, 4))
 
 
 @pytest.mark.parametrize("rule", [Pad.zero(), "zero", 0, 0.0, False])

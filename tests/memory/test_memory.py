@@ -46,7 +46,7 @@ def living_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(("mode", "outputs"), [("FULL", "clone"), ("FULL", "ring:2"), ("PIECEWISE", "clone")])
+@pytest.mark.parametrize(("mode", "outputs"), [("FULL", "clone"), ("PIECEWISE", "clone")])
 def test_51_sizes_cost_what_the_largest_costs(mode: str, outputs: str) -> None:
     """Static inputs and outputs of all of vLLM's sizes hold at most 1.1 times the bytes of the largest size alone."""
     every, largest = made(mode=mode, outputs=outputs), made((512,), mode=mode, outputs=outputs)
@@ -62,15 +62,6 @@ def test_51_sizes_cost_what_the_largest_costs(mode: str, outputs: str) -> None:
 def largest_storage(step: Graphed[..., Any]) -> int:
     """Where the memory of the largest graph's output begins."""
     return step.entries[-1].outputs.tree.untyped_storage().data_ptr()
-
-
-def test_shared_outputs_are_right_in_any_order() -> None:
-    """Sizes that write to the same memory give each call its own answer."""
-    step = made((2, 64, 512))
-    kept = [(x, step(x)) for x in (torch.randn(rows, 8) for rows in (512, 2, 64, 1, 512, 33))]
-    assert step.stats.hits == 6
-    for x, got in kept:
-        torch.testing.assert_close(got, step.unwrap()(x))
 
 
 @pytest.mark.parametrize("outputs", ["view", "static"])
@@ -94,14 +85,6 @@ def test_an_output_that_somebody_holds_is_not_shared() -> None:
     assert held.data_ptr() == kept[0].data_ptr()
     assert given is x
     assert (capture.graph.nbytes, pool.nbytes) == (4 * 2 * 4, 64)
-
-
-def test_an_output_without_an_operator_has_a_place() -> None:
-    """Memory that the callable returns without having written to it is laid out as well."""
-    backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture:
-        capture.set_outputs(torch.empty(3, 5), shared=True)
-    assert capture.outputs.shape == (3, 5)
 
 
 _double = eager_break(lambda x: x * 2)

@@ -1,11 +1,8 @@
 """``CudagraphKeyDispatcher.decide`` in C++ gives the answers, and the errors, of the Python method."""
 
 import copy
-import gc
 import pickle
 import random
-import threading
-import weakref
 from functools import partial
 from typing import Any
 
@@ -77,13 +74,6 @@ def test_a_call_that_the_method_refuses_is_refused(args: tuple[Any, ...], kwargs
         plan.decide(*args, **kwargs)
 
 
-def test_keywords_in_any_order_and_spelling_are_found() -> None:
-    """Be their names interned or not."""
-    plan = made()
-    name = "".join(["num_", "tokens"])  # not interned
-    assert plan.decide(**{name: 4}) == plan.decide(num_reqs=None, num_tokens=4) == plan.decide(4)
-
-
 def test_a_new_table_is_used_at_once_even_by_a_bound_name() -> None:
     """A caller may keep ``plan.decide``."""
     plan = made()
@@ -112,24 +102,6 @@ def test_a_cost_model_is_asked_once_for_each_question() -> None:
     assert asked == first != []
 
 
-def test_more_questions_than_are_kept_are_answered() -> None:
-    """Beyond 65,536 answers the old ones are forgotten."""
-    plan = made()
-    for tokens in range(1, 70_000):
-        plan.decide(tokens)
-    assert [plan.decide(tokens).size for tokens in (1, 3, 9)] == [1, 4, 16]
-
-
-def test_a_subclass_keeps_its_own_method() -> None:
-    """Nothing shadows an override."""
-
-    class Mine(CudagraphKeyDispatcher):
-        def decide(self, *args: Any, **kwargs: Any) -> Any:
-            return "mine"
-
-    assert Mine().decide(1) == "mine"
-
-
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
 def test_a_copy_decides_by_its_own_table(copied: Any) -> None:
     """A change of the copy leaves the original."""
@@ -138,51 +110,3 @@ def test_a_copy_decides_by_its_own_table(copied: Any) -> None:
     other = copied(plan)
     other.add_cudagraph_key(PIECEWISE, plan.decide(4).descriptor._replace(num_tokens=3))
     assert (other.decide(3).size, plan.decide(3).size) == (3, 4)
-
-
-def test_a_dispatcher_in_a_cycle_with_its_cost_model_is_collected() -> None:
-    """The native object takes part in garbage collection."""
-
-    class Cost:
-        def __call__(self, mode: Mode, padded: int, real: int) -> float:
-            return 1.0
-
-    cost = Cost()
-    plan = made(cost=cost)
-    cost.plan = plan  # type: ignore[attr-defined]
-    plan.decide(3)
-    seen = weakref.ref(plan)
-    del plan, cost
-    gc.collect()
-    assert seen() is None
-
-
-def test_threads_get_right_answers_while_tables_are_swapped() -> None:
-    """And after a swap the swapping thread never sees an old answer."""
-    plan = made()
-    key = plan.decide(4).descriptor
-    assert key is not None
-    three = key._replace(num_tokens=3)
-    wrong: list[Any] = []
-    done = threading.Event()
-
-    def ask() -> None:
-        while not done.is_set():
-            sizes = {plan.decide(tokens).size for tokens in (3,)}
-            if not sizes <= {3, 4}:
-                wrong.append(sizes)
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(200):
-        plan.add_cudagraph_key(PIECEWISE, three)
-        plan.add_cudagraph_key(FULL, three)
-        assert plan.decide(3).size == 3
-        plan.remove_cudagraph_key(PIECEWISE, three)
-        plan.remove_cudagraph_key(FULL, three)
-        assert plan.decide(3).size == 4
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert wrong == []

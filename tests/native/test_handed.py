@@ -3,7 +3,6 @@
 import copy
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -50,16 +49,6 @@ def test_a_dropped_output_is_filled_again() -> None:
         assert torch.equal(out, x * 2)
         assert not out.requires_grad
     assert len(seen) == 2
-
-
-def test_all_outputs_are_the_callers() -> None:
-    """Outputs that are kept stay as they are, of one part or of several."""
-    step = settled(lambda x: (x * 2, {"more": x + 1}))
-    given = [torch.randn(ROWS, WIDTH) for _ in range(9)]
-    kept = [step(x) for x in given]
-    for x, (doubled, rest) in zip(given, kept, strict=True):
-        assert torch.equal(doubled, x * 2)
-        assert torch.equal(rest["more"], x + 1)
 
 
 class _Module(nn.Module):
@@ -270,23 +259,3 @@ def test_all_that_is_kept_has_a_bound() -> None:
     del steps, more
     gc.collect()
     assert kept(4)[0] == few
-
-
-def test_threads_get_outputs_of_their_own() -> None:
-    """Threads that share a graph never share an output."""
-    step, wrong = settled(double), list[float]()
-
-    def call(value: int) -> None:
-        with torch.no_grad():
-            for i in range(200):
-                x = torch.full((ROWS, WIDTH), float(value * 1000 + i))
-                out = step(x)
-                if not torch.equal(out, x * 2):
-                    wrong.append(value)
-
-    threads = [threading.Thread(target=call, args=(value,)) for value in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong

@@ -16,14 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphdispatch import ReplayError, graphed
+from graphdispatch import ReplayError
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.cpu.program import Program, Step, loop, run_and_copy
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
-
-from ..helpers import AT_ONCE
 
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
@@ -165,21 +163,6 @@ def test_errors_are_the_same(case: Callable[[], Any]) -> None:
     assert "aten." in python[2][0]
 
 
-def test_an_error_of_python_passes_through() -> None:
-    """The object that a Python call raised is what comes out, with its traceback and a note."""
-    error = KeyError("mine")
-
-    def fail() -> None:
-        raise error
-
-    program = Program([Step(fail, "my call")])
-    with pytest.raises(KeyError) as caught:
-        program.run()
-    assert caught.value is error
-    assert caught.traceback[-1].name == "fail"
-    assert error.__notes__ == ["raised by my call in the replay of a graph"]
-
-
 def test_other_shapes_are_refused() -> None:
     """Results that have another shape than their places are a ``ReplayError``, with the text of Python's loop."""
     x = torch.randn(2, 3)
@@ -263,26 +246,6 @@ def test_autocast_changes_nothing() -> None:
     assert bits_equal(out, expected)
 
 
-def test_inference_mode() -> None:
-    """Within ``inference_mode`` a replay may write to the tensors of the graph."""
-    x = torch.randn(2, 3)
-    graph, out = recorded(lambda: x.clone().mul_(2))
-    with torch.inference_mode():
-        graph.replay()
-    assert bits_equal(out, x * 2)
-
-
-def test_custom_operators_in_cpp_and_python() -> None:
-    """An operator whose kernel is Python is called by the dispatcher as any other."""
-    library = torch.library.Library("graphdispatch_tape", "FRAGMENT")
-    library.define("twice(Tensor x) -> Tensor")
-    library.impl("twice", lambda x: x * 2, "CPU")
-    x, place = torch.randn(3), torch.zeros(3)
-    program = Program([Step(print, torch.ops.graphdispatch_tape.twice.default, ((x,), {}), (place,))])
-    program.run()
-    assert bits_equal(place, x * 2)
-
-
 def test_the_gil_is_released() -> None:
     """Two replays run at once: each waits within its replay for the other, through a call of Python's."""
     barrier = threading.Barrier(2, timeout=30)
@@ -347,26 +310,3 @@ def test_reset_frees_everything() -> None:
     finally:
         if was_on:
             gc.enable()
-
-
-def test_a_cycle_through_a_tape_is_collected() -> None:
-    """A Python call that holds its own program does not keep it for ever."""
-    owner: list[Any] = []
-    program = Program([Step(partial(len, owner), "len")])
-    owner.append(program)
-    seen = weakref.ref(program)
-    del program, owner
-    gc.collect()
-    assert seen() is None
-
-
-def test_a_served_call_runs_natively() -> None:
-    """What ``graphed`` replays are tapes, and eager's bits."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
-    step = graphed(model, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
-    with torch.no_grad():
-        for _ in range(3):
-            x = torch.randn(4, 3)
-            assert bits_equal(step(x), model(x))
-    (entry,) = step.entries
-    assert program_of(entry.graph).tape is not None

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,24 +29,6 @@ TAPE.start()
 while not os.path.exists(sys.argv[1]):
     pass
 print(TAPE)
-"""
-CHILD_ENDS = """
-import os, sys
-from graphdispatch.native.tape import TAPE
-TAPE.start()
-while not os.path.exists(sys.argv[1]):
-    pass
-if (child := os.fork()) == 0:
-    sys.exit()
-os.waitpid(child, 0)
-with open(sys.argv[2], "w") as gate:
-    gate.write("go")
-print(TAPE.wait(300), TAPE)
-"""
-OFF = """
-import threading
-from graphdispatch.native.tape import TAPE
-print(TAPE.wait(), TAPE, threading.active_count())
 """
 
 
@@ -105,14 +88,16 @@ def why_not() -> str:
 
 
 def test_it_is_compiled_once(compiler: Compiler) -> None:
-    """The next process finds it in the cache, and nothing else is left there but its lock."""
+    """The next process finds it in the cache, beside its lock alone; and the self-test draws no random numbers."""
+    state = torch.get_rng_state()
     assert TapeExtension().wait(300)
+    assert torch.equal(torch.get_rng_state(), state)
     assert TapeExtension().wait(300)
     assert compiler.count == 1
     assert sorted(path.suffix for path in cache_folder().iterdir()) == [".lock", ".so"]
 
 
-@pytest.mark.parametrize("content", [b"", b"\x7fELF", "half", "changed", "a link"], ids=str)
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", "half", "changed", "a link", "open to all"], ids=str)
 def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tmp_path: Path) -> None:
     """A file that is not what was written is never loaded."""
     assert TapeExtension().wait(300)
@@ -122,6 +107,9 @@ def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tm
     if content == "a link":
         (tmp_path / "elsewhere").write_bytes(good)
         path.symlink_to(tmp_path / "elsewhere")
+    elif content == "open to all":
+        path.write_bytes(good)
+        path.chmod(0o666)
     else:
         changed = good[:500] + bytes([good[500] ^ 1]) + good[501:]
         path.write_bytes({"half": good[: len(good) // 2], "changed": changed}.get(content, content))
@@ -129,63 +117,37 @@ def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tm
     assert compiler.count == 2
     assert path.read_bytes() == good
     assert not path.is_symlink()
+    assert not path.stat().st_mode & 0o022
 
 
-def test_a_file_that_others_may_write_is_made_anew(compiler: Compiler) -> None:
-    """Anybody may have changed it, together with its hash."""
-    assert TapeExtension().wait(300)
-    kept().chmod(0o666)
-    assert TapeExtension().wait(300)
-    assert compiler.count == 2
-    assert not kept().stat().st_mode & 0o022
+def _no_place(compiler: Compiler) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(compiler.path)
 
 
-def test_a_compiler_that_lets_the_group_write(compiler: Compiler) -> None:
-    """Compilers do with the umask 002. The file is the user's alone all the same, or no process would load it."""
-    compiler.write(f'{COPY.format(made=compiler.path.with_name("made.so"))}chmod 775 "$2"\n')
-    assert TapeExtension().wait(300)
-    assert not kept().stat().st_mode & 0o022
+FAULTS: dict[str, tuple[Callable[[Compiler], Any], str]] = {
+    "a folder that others may write": (
+        lambda _: cache_folder().chmod(0o777),
+        "this user alone may write; set XDG_CACHE_HOME",
+    ),
+    "no place": (_no_place, "there is no place to keep it"),
+    "no compiler": (lambda compiler: compiler.path.unlink(), "compiler cannot be run"),
+    "a compiler that fails": (lambda compiler: compiler.write("echo no such header >&2; exit 1\n"), "no such header"),
+    "no binary": (
+        lambda compiler: compiler.write('while [ "$1" != -o ]; do shift; done\necho nonsense > "$2"\n'),
+        "cannot be loaded",
+    ),
+    "a failed self-test": (lambda _: None, "its self-test failed: tensor 3 differs"),
+}
 
 
-@pytest.mark.usefixtures("compiler")
-def test_a_folder_that_others_may_write_is_not_used() -> None:
-    """There is no tape, and the reason says what to do."""
-    cache_folder().chmod(0o777)
-    assert "this user alone may write; set XDG_CACHE_HOME" in why_not()
-
-
-@pytest.mark.usefixtures("compiler")
-def test_no_place_for_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the place of the folder is a reason, and no crash."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "there is no place to keep it" in why_not()
-
-
-def test_no_compiler(compiler: Compiler) -> None:
-    """The reason names what cannot be run."""
-    compiler.path.unlink()
-    assert f"{compiler.path} cannot be run" in why_not()
-
-
-def test_a_compiler_that_fails(compiler: Compiler) -> None:
-    """The reason has the compiler's words, and the cache stays empty."""
-    compiler.write("echo no such header >&2; exit 1\n")
-    assert "no such header" in why_not()
-    assert list(cache_folder().glob("*.so")) == []
-
-
-def test_a_binary_that_cannot_be_loaded(compiler: Compiler) -> None:
-    """The reason has the loader's words."""
-    compiler.write('while [ "$1" != -o ]; do shift; done\necho nonsense > "$2"\n')
-    assert "cannot be loaded" in why_not()
-
-
-@pytest.mark.usefixtures("compiler")
-def test_a_failed_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tape that does not do what Python does is not used."""
-    monkeypatch.setattr(tape, "find_fault", lambda _: "tensor 3 differs")
-    assert why_not() == "its self-test failed: tensor 3 differs"
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_a_tape_there_is_a_reason(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It says what to do, or has the words of the compiler or the loader; nothing is left in the cache."""
+    spoil, told = FAULTS[name]
+    if name == "a failed self-test":
+        monkeypatch.setattr(tape, "find_fault", lambda _: "tensor 3 differs")
+    spoil(compiler)
+    assert told in why_not()
 
 
 def test_several_at_once(compiler: Compiler) -> None:
@@ -266,14 +228,6 @@ def test_a_fork_at_a_bad_moment(compiler: Compiler, monkeypatch: pytest.MonkeyPa
     assert compiler.count == 1
 
 
-def test_a_child_that_ends_meanwhile(compiler: Compiler) -> None:
-    """What it does at its end is nothing to the compiler of its parent."""
-    compiler.block()
-    command = [sys.executable, "-c", CHILD_ENDS, str(compiler.runs), str(compiler.gate)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "True <CPU tape: native>", done
-
-
 def test_an_exit_meanwhile(compiler: Compiler, tmp_path: Path) -> None:
     """The interpreter ends without a word. Its compiler ends with it, and leaves nothing behind."""
     compiler.block()
@@ -288,16 +242,8 @@ def test_an_exit_meanwhile(compiler: Compiler, tmp_path: Path) -> None:
 
 def test_it_can_be_turned_off() -> None:
     """``GRAPHDISPATCH_NATIVE=0`` starts no thread, and says so."""
-    code = OFF
+    code = "import threading; from graphdispatch.native.tape import TAPE as tape"
+    code += "; print(tape.wait(), tape, threading.active_count())"
     env = {**os.environ, "GRAPHDISPATCH_NATIVE": "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60, check=True)
     assert done.stdout.strip() == "False <CPU tape: Python's loop, since GRAPHDISPATCH_NATIVE=0 turns it off> 1"
-
-
-def test_making_it_draws_nothing(compiler: Compiler) -> None:
-    """The self-test runs on another thread beside the user's draws."""
-    state = torch.get_rng_state()
-    assert TapeExtension().wait(300)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert compiler.count == 1
-    assert not any(thread.name == "graphdispatch-tape" for thread in threading.enumerate())

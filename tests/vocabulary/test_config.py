@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,37 +91,41 @@ def test_a_bad_option_is_one_error(name: str, value: Any, expected: str) -> None
         CUDAGraphOptions(**{name: value})
 
 
-@pytest.mark.parametrize("make", [CUDAGraphConfig.from_dict, CUDAGraphConfig.model_validate])
-def test_every_way_to_make_one_raises_the_same_error(make: Any) -> None:
-    """Loading from plain data refuses a bad value as the constructor does."""
-    with pytest.raises(ConfigError, match=r"^max_seq_len must be greater than or equal to 1, got 0$"):
-        make({"max_seq_len": 0})
+LOADED: dict[str, tuple[Callable[[], Any], str]] = {
+    "plain data": (lambda: CUDAGraphConfig.from_dict({"max_seq_len": 0}), "^max_seq_len must be greater than or eq"),
+    "validated": (lambda: CUDAGraphConfig.model_validate({"max_seq_len": 0}), "^max_seq_len must be greater .* got 0$"),
+    "nested": (lambda: CUDAGraphConfig.from_dict({"options": {"rtol": -1}}), "^options: rtol must be .*, got -1"),
+    "several": (lambda: CUDAGraphConfig(max_seq_len=0, max_batch_size=0), "max_batch_size must .*; max_seq_len must "),
+    "unknown": (
+        lambda: CUDAGraphConfig.from_dict({"max_graphs": 3}),
+        "'max_graphs' is unknown to CUDAGraphConfig; expected one of mode, backend",
+    ),
+    "an option of graphs": (
+        lambda: CUDAGraphConfig.from_dict({"capture_after": 1}),
+        r"'capture_after' is unknown .*; give options=CUDAGraphOptions\(capture_after=",
+    ),
+    "no mapping": (
+        lambda: CUDAGraphConfig.from_dict([1]),  # type: ignore[arg-type]
+        r"CUDAGraphConfig must be a valid dictionary .*, got \[1\]",
+    ),
+    "weak and handed out": (
+        lambda: CUDAGraphOptions(weak_ref_output=True, outputs="view"),
+        "weak_ref_output=True .* outputs='clone' or 'ring:N', got outputs='view'",
+    ),
+    "replaced": (
+        lambda: CUDAGraphConfig(capture_sizes=(1, 8)).replace(max_batch_size=4),
+        "at most max_batch_size=4, got 8",
+    ),
+    "assigned": (lambda: setattr(CUDAGraphConfig(), "max_seq_len", 3), "frozen"),
+}
 
 
-def test_nested_options_are_named_with_their_place() -> None:
-    """A bad value within ``options`` says where it is."""
-    with pytest.raises(ConfigError, match=r"^options: rtol must be greater than or equal to 0, got -1"):
-        CUDAGraphConfig.from_dict({"options": {"rtol": -1}})
-
-
-def test_several_bad_values_are_all_named() -> None:
-    """One error lists all that is wrong, so that it is mended in one go."""
-    with pytest.raises(ConfigError, match=r"max_batch_size must .*; max_seq_len must "):
-        CUDAGraphConfig(max_seq_len=0, max_batch_size=0)
-
-
-def test_an_unknown_option_is_refused() -> None:
-    """A misspelt option is an error that lists the known ones."""
-    with pytest.raises(ConfigError, match=r"'max_graphs' is unknown to CUDAGraphConfig; expected one of mode, backend"):
-        CUDAGraphConfig(max_graphs=3)  # type: ignore[call-arg]
-
-
-def test_an_option_of_graphs_says_where_it_belongs() -> None:
-    """A limit is no setting of the configuration itself, and the error says where it goes."""
-    with pytest.raises(
-        ConfigError, match=r"'capture_after' is unknown .*; give options=CUDAGraphOptions\(capture_after="
-    ):
-        CUDAGraphConfig.from_dict({"capture_after": 1})
+@pytest.mark.parametrize("name", LOADED)
+def test_whichever_way_it_is_made_it_is_checked(name: str) -> None:
+    """All that is wrong is named in one error, with its place and what belongs there; nothing is assigned later."""
+    make, told = LOADED[name]
+    with pytest.raises(ValueError if name == "assigned" else ConfigError, match=told):
+        make()
 
 
 def test_a_shared_budget_is_not_written_as_data() -> None:
@@ -130,40 +135,6 @@ def test_a_shared_budget_is_not_written_as_data() -> None:
         with pytest.raises(ConfigError, match=r"budget must be None .*replace\(budget=None\)"):
             written.to_dict()
     assert CUDAGraphOptions.from_dict(options.replace(budget=None).to_dict()) == CUDAGraphOptions()
-
-
-def test_only_a_mapping_is_read() -> None:
-    """``from_dict`` refuses what is no mapping with the same typed error."""
-    with pytest.raises(ConfigError, match=r"CUDAGraphConfig must be a valid dictionary .*, got \[1\]"):
-        CUDAGraphConfig.from_dict([1])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("outputs", ["view", "static"])
-def test_weak_outputs_must_be_cloned(outputs: Any) -> None:
-    """Outputs that nothing owns cannot be handed out as they are."""
-    with pytest.raises(
-        ConfigError, match=rf"weak_ref_output=True .* outputs='clone' or 'ring:N', got outputs='{outputs}'"
-    ):
-        CUDAGraphOptions(weak_ref_output=True, outputs=outputs)
-
-
-def test_a_config_is_frozen() -> None:
-    """Nothing can be assigned after construction."""
-    with pytest.raises(ValueError, match="frozen"):
-        CUDAGraphConfig().max_seq_len = 3  # type: ignore[misc]
-
-
-def test_replace_leaves_the_original_alone() -> None:
-    """A changed copy differs in the change only, and the original in nothing."""
-    config = CUDAGraphConfig(max_seq_len=10)
-    assert config.replace(strict=True) == CUDAGraphConfig(max_seq_len=10, strict=True)
-    assert config == CUDAGraphConfig(max_seq_len=10)
-
-
-def test_replace_validates() -> None:
-    """A change is checked against the options that stay."""
-    with pytest.raises(ConfigError, match=r"at most max_batch_size=4, got 8"):
-        CUDAGraphConfig(capture_sizes=(1, 8)).replace(max_batch_size=4)
 
 
 @pytest.mark.parametrize("value", [CUDAGraphMode.FULL_DECODE_ONLY, "full_decode_only", "FULL_DECODE_ONLY", 3])
@@ -204,46 +175,26 @@ def test_a_batch_is_served_when_a_size_holds_it(config: CUDAGraphConfig, batch_s
     exact = batch_size in sizes
     expected = batch_size >= 1 and 0 <= seq_len <= config.max_seq_len and (bool(fits) if config.pad_batches else exact)
     assert config.should_use_cudagraph(batch_size, seq_len) == expected
+    padded = fits[0] if fits and batch_size >= 1 and config.pad_batches else batch_size
+    assert config.get_padded_batch_size(batch_size) == padded
+    assert config.replace(strict=True).replace(strict=config.strict) == config
 
 
-@pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 0), (256, 8192)])
-def test_the_limits_themselves_are_served(batch_size: int, seq_len: int) -> None:
-    """A batch exactly at a limit is within it."""
-    assert CUDAGraphConfig().should_use_cudagraph(batch_size, seq_len)
-
-
-@pytest.mark.parametrize(("batch_size", "seq_len"), [(0, 1), (257, 1), (1, 8193), (1, -1)])
-def test_a_batch_past_a_limit_is_not_served(batch_size: int, seq_len: int) -> None:
-    """One past either limit is outside."""
-    assert not CUDAGraphConfig().should_use_cudagraph(batch_size, seq_len)
-
-
-@given(configs, st.integers(-2, 420))
-def test_padding_goes_to_the_next_size_or_nowhere(config: CUDAGraphConfig, batch_size: int) -> None:
-    """A batch is padded to the smallest size that holds it, and left alone where there is none."""
-    fits = [size for size in config.resolve().sizes if size >= batch_size >= 1]
-    expected = fits[0] if fits and config.pad_batches else batch_size
-    assert config.get_padded_batch_size(batch_size) == expected
+@pytest.mark.parametrize(
+    ("batch_size", "seq_len", "is_served"),
+    [(1, 0, True), (256, 8192, True), (0, 1, False), (257, 1, False), (1, 8193, False), (1, -1, False)],
+)
+def test_limits_are_inclusive(batch_size: int, seq_len: int, is_served: bool) -> None:
+    """A batch exactly at a limit is within it, and one past it is not."""
+    assert CUDAGraphConfig().should_use_cudagraph(batch_size, seq_len) is is_served
 
 
 @pytest.mark.parametrize("name", ["auto", *NAMED_SIZES])
 def test_named_sizes_always_contain_the_largest_batch(name: str) -> None:
     """Every batch up to ``max_batch_size`` is served, also where the named sizes have no step there."""
     assert CUDAGraphConfig(capture_sizes=name, max_batch_size=301).resolve().largest == 301
-
-
-def test_auto_is_vllms_sizes() -> None:
-    """``auto`` stands for vLLM's sizes."""
+    assert CUDAGraphConfig(capture_sizes=(2, 7)).resolve().sizes == (2, 7)  # explicit ones stay as given
     assert CUDAGraphConfig(max_batch_size=512).resolve().sizes == named_sizes("vllm", 512)
-
-
-def test_explicit_sizes_are_kept() -> None:
-    """Explicit sizes stay as given, without the largest batch."""
-    assert CUDAGraphConfig(capture_sizes=(2, 7)).resolve().sizes == (2, 7)
-
-
-def test_resolving_twice_shares_the_sizes() -> None:
-    """Equal settings share their sizes, and the configuration is not written to."""
     first, second = CUDAGraphConfig(strict=True), CUDAGraphConfig()
     assert first.resolve().sizes is second.resolve().sizes
     assert first.resolve().config is first

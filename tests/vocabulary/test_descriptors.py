@@ -34,22 +34,13 @@ def test_a_key_is_never_a_descriptor() -> None:
 def test_a_key_prints_as_the_call_that_makes_it() -> None:
     """Without the part that only sets it apart from descriptors."""
     key = DispatchKey(8, 4, 100, True)
+    assert key == create_dispatch_key(8, 4, 100, True)
     assert repr(key) == "DispatchKey(num_tokens=8, num_reqs=4, max_seq_len=100, is_prefill=True)"
 
 
 def test_a_relaxed_descriptor_forgets_requests_and_kind() -> None:
     """Tokens and variant stay, since the graph's code depends on them."""
     assert BatchDescriptor(8, 4, True, "lora").relaxed() == BatchDescriptor(8, None, False, "lora")
-
-
-def test_a_non_uniform_descriptor_keeps_its_requests() -> None:
-    """Only the kind of batch changes."""
-    assert BatchDescriptor(8, 4, True, 1).non_uniform == BatchDescriptor(8, 4, False, 1)
-
-
-def test_a_key_is_made_from_counts() -> None:
-    """The factory gives the key that the counts describe."""
-    assert create_dispatch_key(8, 2, 100, True) == DispatchKey(8, 2, 100, True)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +63,7 @@ def test_a_key_that_no_batch_can_have_is_refused(arguments: tuple[Any, ...], exp
 def test_a_prefill_key_keeps_its_requests() -> None:
     """Padding a prefill adds tokens to it, not requests."""
     assert get_padded_key(DispatchKey(9, 3, 17, True)) == DispatchKey(16, 3, 24, True)
-
-
-def test_a_padded_decode_key_is_decode_again() -> None:
-    """One token for each request stays so, since padding rows are requests of one token."""
-    assert get_padded_key(DispatchKey(5, 5), pad_to=4) == DispatchKey(8, 8)
+    assert get_padded_key(DispatchKey(5, 5), pad_to=4) == DispatchKey(8, 8)  # decode is decode again
 
 
 @given(keys, st.integers(1, 64))
@@ -86,12 +73,6 @@ def test_padding_reaches_the_next_multiple(key: DispatchKey, pad_to: int) -> Non
     for before, after in ((key.num_tokens, padded.num_tokens), (key.max_seq_len, padded.max_seq_len)):
         assert after % pad_to == 0
         assert 0 <= after - before < pad_to
-
-
-@given(keys, st.integers(1, 64))
-def test_padding_twice_changes_nothing(key: DispatchKey, pad_to: int) -> None:
-    """A padded key is its own padded key."""
-    padded = get_padded_key(key, pad_to)
     assert get_padded_key(padded, pad_to) == padded
 
 

@@ -37,13 +37,6 @@ def test_a_question_is_true_of_these_modes(question: object, modes: set[Mode]) -
     assert {mode for mode in Mode if question(mode)} == modes
 
 
-def test_runtime_modes_are_their_own_parts() -> None:
-    """A mode in which one batch can run splits into itself, so that splitting twice changes nothing."""
-    for mode in Mode:
-        for part in (mode.decode_mode(), mode.mixed_mode()):
-            assert part.decode_mode() is part.mixed_mode() is part
-
-
 def test_mode_values_are_vllms() -> None:
     """The values that other programs store stay what they are."""
     assert [(mode.name, mode.value) for mode in Mode] == [
