@@ -531,7 +531,7 @@ def test_transforms_over_a_served_callable() -> None:
 
 
 def test_a_mode_sees_the_operators() -> None:
-    """A call within it gives eager's answer, and captures nothing; after it graphs serve again."""
+    """No graph serves a call within it, which has eager's answer; after it graphs serve again."""
     step, fresh, x = sine(), make(lambda x: x.sin(), sizes=(4,)), batch(4)
     with Tripled():
         for each in (step, fresh, step, fresh):
@@ -542,7 +542,7 @@ def test_a_mode_sees_the_operators() -> None:
     assert torch.allclose(within, 3 * x.sin())
     for each in (step, fresh, fresh, fresh):
         assert torch.equal(each(x), x.sin())
-    assert (step.stats.hits, fresh.stats.hits) == (2, 1)
+    assert step.stats.hits == 2
 
 
 @pytest.mark.parametrize("around", [nullcontext(), torch.device("cpu")], ids=["none", "cpu"])
