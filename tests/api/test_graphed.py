@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -277,21 +276,6 @@ def test_unguarded_weights_are_captured_anew_after_clear() -> None:
     assert step.last_decision.reason is Reason.EXACT
 
 
-def test_memory_is_limited() -> None:
-    """Of a number of graphs the least recently used goes; under a budget that no graph keeps, none stays."""
-    step = make(max_cached_graphs=1)
-    for rows in (4, 2):
-        step(batch(rows))
-    assert [entry.size for entry in step.entries] == [2]
-    step = make(lambda x: x @ x.new_ones(3, 100), memory_budget_bytes=1, sizes=(1, 2, 4))
-    for rows in (4, 2, 1, 4):
-        x = batch(rows)
-        assert torch.equal(step(x), x @ x.new_ones(3, 100))
-        assert step.entries == []
-    assert step.stats.evictions == 3
-    step.check_integrity()
-
-
 @pytest.mark.parametrize("mode", ["NONE", "none", 0])
 def test_mode_none(mode: Any) -> None:
     """In mode NONE everything is eager, with that reason."""
@@ -371,32 +355,6 @@ def test_outputs_are_those_of_the_options() -> None:
     assert isinstance(make(options=CUDAGraphOptions(verify=False), outputs="view")(x), OutputView)
     assert isinstance(make(options=CUDAGraphOptions(outputs="view"), outputs="view")(x), OutputView)
     assert isinstance(make()(x), torch.Tensor)
-
-
-ODD_CALLS: dict[str, tuple[tuple[Any, ...], Reason]] = {
-    "two devices": ((torch.ones(4, 3), torch.ones(4, device="meta")), Reason.DEVICES_DISAGREE),
-    "requires grad": ((torch.ones(4, 3, requires_grad=True), None), Reason.NEEDS_GRADIENTS),
-    "zero rows": ((torch.ones(0, 3), None), Reason.NO_ROWS),
-    "above the largest": ((torch.ones(5, 3), None), Reason.ABOVE_LARGEST_SIZE),
-    "a set": ((torch.ones(4, 3), {1, 2}), Reason.UNGUARDED_ARGUMENT),
-    "a numpy array": ((torch.ones(4, 3), np.ones(2)), Reason.UNGUARDED_ARGUMENT),
-    "a sparse tensor": ((torch.ones(4, 3), torch.eye(2).to_sparse()), Reason.TENSOR_SUBCLASS),
-    "a lazy conjugate": ((torch.ones(4, 3), torch.ones(2, dtype=torch.complex64).conj()), Reason.TENSOR_SUBCLASS),
-    "no tensor": ((3, None), Reason.NO_TENSORS),
-}
-
-
-@pytest.mark.parametrize("name", ODD_CALLS)
-def test_odd_call_is_eager(name: str) -> None:
-    """A call that no graph can serve has eager's answer and a reason, and the next usual call is served."""
-    args, expected = ODD_CALLS[name]
-    step = make(takes_two, dynamic={"x": 0} if name != "no tensor" else {})
-    with torch.enable_grad():
-        got = step(*args)
-    assert step.last_decision is not None
-    assert step.last_decision.reason is expected
-    torch.testing.assert_close(got, takes_two(*args))
-    assert reason(step, batch(4), None) is Reason.CAPTURED_NOW
 
 
 def test_rows_disagree_is_eager() -> None:
