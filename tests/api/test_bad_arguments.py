@@ -8,7 +8,7 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphMode
-from graphdispatch.engines import BatchDescriptor, DispatchKey
+from graphdispatch.engines import BatchDescriptor, DispatchKey, DispatchMode
 
 from ..helpers import AT_ONCE
 
@@ -28,6 +28,9 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 X = torch.ones(3, 3)
+any_gd: Any = gd
+"""The package for calls with arguments of wrong types."""
+SHAPES: dict[str, tuple[int, ...]] = {"x": (3, 3)}
 
 
 def served() -> Any:
@@ -41,6 +44,16 @@ def served() -> Any:
 def wrapper() -> Any:
     """A wrapper."""
     return gd.CUDAGraphWrapper(double)
+
+
+def adaptive() -> Any:
+    """A wrapper with room for two graphs."""
+    return gd.AdaptiveCUDAGraphWrapper(double, max_cached_graphs=2)
+
+
+def registry() -> Any:
+    """A registry without graphs."""
+    return gd.CUDAGraphRegistry()
 
 
 def manager() -> Any:
@@ -90,8 +103,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         "batch_descriptor",
     ),
     "wrapper get_entry": (wrapper, lambda w: w.get_entry([3]), "descriptor"),
-    "wrapper budget": (wrapper, lambda w: gd.CUDAGraphWrapper(double, options=gd.CUDAGraphOptions(budget=3)), "budget"),  # type: ignore[arg-type]
-    "wrapper backend": (wrapper, lambda w: gd.CUDAGraphWrapper(double, backend="cpu", pool=3), "backend"),  # type: ignore[arg-type]
+    "wrapper budget": (
+        wrapper, lambda w: any_gd.CUDAGraphWrapper(double, options=gd.CUDAGraphOptions(budget=3)), "budget",
+    ),
+    "wrapper backend": (wrapper, lambda w: any_gd.CUDAGraphWrapper(double, backend="cpu", pool=3), "backend"),
     "manager tag": (manager, lambda m: m.invalidate(3), "tag"),
     "manager sleep tag": (manager, lambda m: m.sleep(None), "tag"),
     "manager names": (manager, lambda m: m.execute_or_capture(3, 1, double, {3: X}), "name of an input"),
@@ -120,20 +135,138 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "streams key": (streams, lambda s: s.capture(None, (X,)), "key"),
     "composite key": (composite, lambda c: c.dispatch(3, X), "key"),
     "composite accepts": (composite, lambda c: c.add_dispatcher("b", dispatcher(), accepts=3), "accepts"),
-    "composite seconds": (composite, lambda c: gd.CompositeDispatcher(backoff_s="a"), "backoff_s"),  # type: ignore[arg-type]
-    "composite clock": (composite, lambda c: gd.CompositeDispatcher(clock=3), "clock"),  # type: ignore[arg-type]
-    "composite on_evict": (composite, lambda c: gd.CompositeDispatcher(on_evict=3), "on_evict"),  # type: ignore[arg-type]
+    "composite seconds": (composite, lambda c: any_gd.CompositeDispatcher(backoff_s="a"), "backoff_s"),
+    "composite clock": (composite, lambda c: any_gd.CompositeDispatcher(clock=3), "clock"),
+    "composite on_evict": (composite, lambda c: any_gd.CompositeDispatcher(on_evict=3), "on_evict"),
+    "composite name taken": (composite, lambda c: c.add_dispatcher("a", dispatcher()), "name 'a' is taken"),
+    "composite itself": (composite, lambda c: c.add_dispatcher("b", c), "dispatcher must be another dispatcher"),
+    "composite no dispatcher": (composite, lambda c: c.add_dispatcher("b", 3), "dispatcher must be another dispatcher"),
+    "composite no member": (composite, lambda c: c.remove_dispatcher("x"), r"name must be one of \['a'\], got 'x'"),
+    "composite budget": (
+        composite,
+        lambda c: any_gd.CompositeDispatcher(memory_budget_bytes=0),
+        "memory_budget_bytes must be at least 1",
+    ),
+    "composite no backoff": (
+        composite, lambda c: any_gd.CompositeDispatcher(backoff_s=0.0), "backoff_s must be positive",
+    ),
+    "composite empty": (composite, lambda c: any_gd.CompositeDispatcher().dispatch(KEY), "no member accepts"),
+    "composite next_on": (
+        composite, lambda c: any_gd.CompositeDispatcher(next_on=("E",)), "next_on must be types of errors",
+    ),
+    "streams none": (
+        streams, lambda s: any_gd.StreamDispatcher(double, 0), "num_streams must be an integer >= 1, got 0",
+    ),
+    "streams selection": (
+        streams, lambda s: any_gd.StreamDispatcher(double, selection="x"), "selection must be 'least_busy'",
+    ),
+    "streams writes": (
+        streams, lambda s: any_gd.StreamDispatcher(double, shared_writes="x"), "shared_writes must be 'refuse'",
+    ),
+    "streams room": (
+        streams, lambda s: any_gd.StreamDispatcher(double, max_cached_graphs=0), "max_cached_graphs must be",
+    ),
+    "streams worker": (streams, lambda s: s.has_graph(KEY, worker=1), "worker must be an integer from 0 to 0, got 1"),
+    "dispatcher runner": (
+        dispatcher, lambda d: any_gd.CudagraphDispatcher(None), "eager_runner must be callable, got None",
+    ),
+    "dispatcher room": (dispatcher, lambda d: any_gd.CudagraphDispatcher(double, None, 0), "max_cached_graphs must be"),
+    "register a graph": (dispatcher, lambda d: d.register_graph(KEY, 3), r"graph must have a replay\(\) method"),
+    "register eager": (
+        dispatcher,
+        lambda d: d.register_graph(KEY, gd.MockCUDAGraph(), mode=DispatchMode.EAGER),
+        "mode must be CUDAGRAPH",
+    ),
+    "register hybrid": (
+        dispatcher,
+        lambda d: d.register_graph(KEY, gd.MockCUDAGraph(), mode=DispatchMode.HYBRID),
+        "mode must be CUDAGRAPH",
+    ),
+    "register no rows": (
+        dispatcher,
+        lambda d: d.register_graph(DispatchKey(0, 1), gd.MockCUDAGraph()),
+        "DispatchKey with num_tokens >= 1",
+    ),
+    "register no key": (
+        dispatcher, lambda d: d.register_graph(8, gd.MockCUDAGraph()), "DispatchKey with num_tokens >= 1",
+    ),
+    "disable eager": (dispatcher, lambda d: d.disable_mode(DispatchMode.EAGER), "EAGER cannot be disabled"),
+    "wrapper mode": (
+        wrapper, lambda w: any_gd.CUDAGraphWrapper(double, CUDAGraphMode.NONE), "runtime_mode must be PIECEWISE",
+    ),
+    "wrapper two modes": (
+        wrapper,
+        lambda w: any_gd.CUDAGraphWrapper(double, CUDAGraphMode.FULL_AND_PIECEWISE),
+        "runtime_mode must be PIECEWISE",
+    ),
+    "wrapper runnable": (wrapper, lambda w: any_gd.CUDAGraphWrapper(3), "runnable must be callable, got 3"),
+    "adaptive no shapes": (adaptive, lambda w: w.get_hot_shapes(0), "top_k must be an integer >= 1, got 0"),
+    "adaptive true shapes": (adaptive, lambda w: w.get_hot_shapes(True), "top_k must be an integer >= 1, got True"),
+    "adaptive half shapes": (adaptive, lambda w: w.get_hot_shapes(1.5), "top_k must be an integer >= 1, got 1.5"),
+    "adaptive no room": (
+        adaptive,
+        lambda w: w.prewarm([1, 2, 3], pytest.fail),
+        "prewarm of 3 shapes needs max_cached_graphs >= 3, got 2",
+    ),
+    "registry contradiction": (
+        registry,
+        lambda r: r.capture(3, 1, double, {"x": (3, 9)}, inputs={"x": X}),
+        r"input 'x' must have shape \(3, 9\) as input_shapes says, got \(3, 3\)",
+    ),
+    "registry shape alone": (
+        registry,
+        lambda r: r.capture(3, 1, double, {"z": (3,)}, inputs={"x": X}),
+        "input_shapes names 'z', which inputs does not",
+    ),
+    "registry nothing": (registry, lambda r: r.capture(3, 1, double), "input_shapes must name the inputs"),
+    "registry no rows": (registry, lambda r: r.capture(0, 1, double, SHAPES), "batch_size must be an integer >= 1"),
+    "registry true rows": (
+        registry, lambda r: r.capture(True, 1, double, SHAPES), "batch_size must be an integer >= 1",
+    ),
+    "registry float rows": (
+        registry, lambda r: r.capture(3.0, 1, double, SHAPES), "batch_size must be an integer >= 1",
+    ),
+    "registry dynamic": (
+        registry, lambda r: r.capture(3, 1, double, SHAPES, dynamic={"y": 0}), "dynamic names 'y', which is no input",
+    ),
+    "registry no batch": (
+        registry,
+        lambda r: r.capture(3, 1, double, SHAPES | {"y": (9,)}),
+        r"input 'y' has shape \(9,\), whose dimension 0 is not batch_size=3",
+    ),
+    "registry output": (registry, lambda r: r.capture(3, 1, double, SHAPES, {"y": (3, 9)}), "as output_shapes says"),
+    "registry two outputs": (
+        registry, lambda r: r.capture(3, 1, double, SHAPES, {"y": (3, 3), "z": (3,)}), "as output_shapes says",
+    ),
+    "registry no tensors": (
+        registry, lambda r: r.capture(3, 1, lambda: torch.ones(4), inputs={}), "no argument is a tensor",
+    ),
+    "manager other rows": (
+        manager,
+        lambda m: m.execute_or_capture(2, 1, torch.neg, {"x": X}),
+        r"input 'x' has shape \(3, 3\), whose dimension 0 is not batch_size=2",
+    ),
+    "manager too large": (
+        manager,
+        lambda m: m.capture_graph(9, 1, double, {"x": (9, 3)}),
+        "batch_size=9, seq_len=1 is served by no graph in mode FULL with at most 4",
+    ),
+    "prewarm another size": (served, lambda s: s.prewarm(X, sizes=(3,)), r"among the capture sizes \(4,\), got 3"),
+    "prewarm no rows": (served, lambda s: s.prewarm(X[:0]), "prewarm cannot capture from this example"),
+    "prewarm a number": (served, lambda s: s.prewarm(3), "prewarm cannot capture from this example"),
+    "graphed nothing": (served, lambda s: any_gd.graphed(3, dynamic={}), "fn must be callable, got 3"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line(mistake: str) -> None:
-    """A wrong argument is a ``ConfigError`` (``GuardError`` for an input) of one line that names it."""
+    """A wrong argument is a ``ConfigError`` (``GuardError`` for an input) of one line; no graph is made."""
     make, call, name = MISTAKES[mistake]
     target = make()
-    with pytest.raises((gd.ConfigError, gd.errors.GuardError), match=name) as caught:
+    with pytest.raises((gd.ConfigError, gd.errors.GuardError, gd.CaptureError), match=name) as caught:
         call(target)
     assert "\n" not in str(caught.value)
+    assert getattr(target, "num_graphs", 0) == 0
 
 
 class Unprintable:
@@ -153,3 +286,60 @@ def test_a_mistake_that_cannot_be_printed(mistake: str) -> None:
     }
     with pytest.raises(gd.ConfigError, match="Unprintable"):
         calls[mistake]()
+
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown argument": ({"dynamic": {"y": 0}}, "dynamic names 'y', which is no argument of double"),
+    "unknown pad": ({"pad": {"y": 0}}, "pad names 'y'"),
+    "pad without dynamic": ({"dynamic": {}, "pad": {"x": 0}}, "pad names 'x', which dynamic does not"),
+    "unknown pad rule": ({"pad": {"x": "ones"}}, r"pad\['x'\] must be a Pad"),
+    "static and dynamic": ({"static": "x"}, r"\['x'\] are in both dynamic and static"),
+    "dimension is no number": ({"dynamic": {"x": "0"}}, r"dynamic\['x'\] must be the number of a dimension"),
+    "several dimensions": ({"dynamic": {"x": (0, 1)}}, r"or as \{0: 'batch', 1: 'length'\}, got \(0, 1\)"),
+    "dynamic is no mapping": (
+        {"dynamic": ["x"]},
+        r"dynamic must map argument names to dimensions, as \{'input': 0\}",
+    ),
+    "sizes not increasing": ({"sizes": (4, 2)}, "^sizes must be strictly increasing, got 4 before 2"),
+    "size zero": ({"sizes": (0, 2)}, r"^sizes\[0\] must be an integer >= 1"),
+    "unknown name": ({"sizes": "fibonacci"}, "^sizes must be one of"),
+    "size above max_size": (
+        {"sizes": (2, 4), "max_size": 3},
+        "^sizes must be at most max_size=3, got 4; raise max_size",
+    ),
+    "max_size zero": ({"max_size": 0}, "^max_size must be greater than or equal to 1, got 0"),
+    "mode": ({"mode": "PIECE"}, "mode must be one of"),
+    "outputs": ({"outputs": "copy"}, "outputs must be 'clone', 'view', 'static' or 'ring:N'"),
+    "backend": ({"backend": "tpu"}, "tpu"),
+    "options is a mapping": (
+        {"options": {"verify": False}},
+        r"options must be a CUDAGraphOptions or None, .*from_dict",
+    ),
+    "options is empty": ({"options": {}}, "options must be a CUDAGraphOptions or None, got {}"),
+    "options with static inputs": (
+        {"options": gd.CUDAGraphOptions(inputs="static")},
+        "options.inputs must be 'copy' for graphed, got 'static'; .* static=",
+    ),
+    "outputs given twice": (
+        {"outputs": "clone", "options": gd.CUDAGraphOptions(outputs="view")},
+        "outputs='clone' contradicts options.outputs='view'; give one of them",
+    ),
+    "pad is no mapping": ({"pad": 5}, "pad must map argument names to pad rules, .*got 5"),
+    "pad is false": ({"pad": 0}, "pad must map argument names to pad rules, .*got 0"),
+    "static is no names": ({"static": 5}, "static must name arguments, got 5"),
+    "a name is no text": ({"dynamic": {0: 0}}, "dynamic must name arguments by text, got 0"),
+    "budget is bytes": (
+        {"options": gd.CUDAGraphOptions(budget=1 << 20)},
+        "budget must be a MemoryBudget or None, got 1048576; memory_budget_bytes=",
+    ),
+    "uniform_decode": ({"uniform_decode": True}, "uniform_decode must be a function of a call's arguments, got True"),
+    "sizes is a file that is not there": ({"sizes": "none.json"}, "none.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_bad_option_is_an_error(name: str) -> None:
+    """Every bad option is refused when the step is made, in a sentence that names it."""
+    options, words = BAD_OPTIONS[name]
+    with pytest.raises(gd.errors.GraphDispatchError, match=words):
+        gd.graphed(double, **({"dynamic": {"x": 0}, "sizes": (2, 4)} | options))

@@ -64,11 +64,13 @@ def serve(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def test_a_module_that_holds_its_own_step(cloned: Callable[[Any], Any]) -> None:
-    """The step of the copy runs the copy's method on the copy's weights."""
+    """The step of the copy runs the copy's method on the copy's weights, from whichever end they are copied."""
     model = Model().eval()
     serve(model)
     other = cloned(model)
     assert other.step.unwrap().__self__ is other
+    step = cloned(model.step)
+    assert step.unwrap().__self__.step is step
     other.layer.weight.zero_()
     serve(other)
     x = torch.randn(3, 3)
@@ -77,18 +79,16 @@ def test_a_module_that_holds_its_own_step(cloned: Callable[[Any], Any]) -> None:
     assert (other.step.stats.hits, model.step.stats.hits) == (2, 2)
 
 
-def test_a_step_whose_callable_holds_it(cloned: Callable[[Any], Any]) -> None:
-    """The same, from the other end."""
-    model = Model().eval()
-    step = cloned(model.step)
-    assert step.unwrap().__self__.step is step
-
-
 def test_options_are_kept(copied: Callable[[Any], Any]) -> None:
-    """A copy pads to the same sizes by the same rules, and has no graphs."""
-    step = gd.graphed(
-        torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, pad={"input": 7}, sizes=(2, 4), outputs="view"
-    )
+    """A copy has the options and the mode of now, an eviction policy made anew, and no graphs."""
+    manager = gd.CUDAGraphManager()
+    manager.mode = CUDAGraphMode.NONE
+    assert copied(manager).mode is CUDAGraphMode.NONE
+    model = torch.nn.Linear(3, 3).eval()
+    wrapper = copied(gd.AdaptiveCUDAGraphWrapper(model, min_replays_to_keep=5))
+    wrapper(torch.ones(3, 3), batch_descriptor=BatchDescriptor(3), cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    assert len(wrapper.get_cached_descriptors()) == 1
+    step = gd.graphed(model, dynamic={"input": 0}, pad={"input": 7}, sizes=(2, 4), outputs="view")
     step.use_sizes((3, 5))
     other = copied(step)
     assert other.sizes == (3, 5)
@@ -121,13 +121,6 @@ def test_a_composite_has_its_members(cloned: Callable[[Any], Any]) -> None:
     assert composite.stats.total == 0
 
 
-def test_a_manager_keeps_its_mode(copied: Callable[[Any], Any]) -> None:
-    """As it is now."""
-    manager = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4))
-    manager.mode = CUDAGraphMode.NONE
-    assert copied(manager).mode is CUDAGraphMode.NONE
-
-
 def test_counters_are_a_snapshot(copied: Callable[[Any], Any]) -> None:
     """What counts keeps its figures, and counts by itself from then on."""
     stats, dispatched = gd.CUDAGraphStats(), gd.DispatchStats()
@@ -155,23 +148,11 @@ def test_policies_keep_what_they_learnt(copied: Callable[[Any], Any]) -> None:
     assert copied(keys).cudagraph_keys == keys.cudagraph_keys
 
 
-def test_eviction_begins_anew(copied: Callable[[Any], Any]) -> None:
-    """A policy of eviction that was given as an object is copied with what it was made with."""
-    wrapper = gd.AdaptiveCUDAGraphWrapper(torch.nn.Linear(3, 3).eval(), min_replays_to_keep=5)
-    other = copied(wrapper)
-    other(torch.ones(3, 3), batch_descriptor=BatchDescriptor(3), cudagraph_runtime_mode=CUDAGraphMode.FULL)
-    assert len(other.get_cached_descriptors()) == 1
-
-
 def test_a_budget_is_shared_by_copies_and_made_anew_by_a_pickle() -> None:
     """It bounds what this process holds."""
     budget = gd.MemoryBudget(2**20, 3)
-    step = gd.graphed(
-        torch.nn.Linear(3, 3).eval(),
-        dynamic={"input": 0},
-        sizes=(4,),
-        options=gd.CUDAGraphOptions(budget=budget, capture_after=1),
-    )
+    options = AT_ONCE.replace(budget=budget)
+    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(4,), options=options)
     other = copy.deepcopy(step)
     serve(step)
     serve(other)
@@ -215,9 +196,5 @@ def test_pools_and_backends_are_shared() -> None:
     assert pickle.loads(pickle.dumps(backend)) is backend
     with pytest.raises(gd.errors.CopyError, match="Pool"):
         pickle.dumps(wrapper)
-
-
-def test_what_cannot_be_pickled_is_named_by_pickle() -> None:
-    """A lambda inside is pickle's own error, as in any object."""
-    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):  # pickle's own error
         pickle.dumps(gd.graphed(lambda x: x, dynamic={"x": 0}))

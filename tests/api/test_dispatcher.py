@@ -1,4 +1,4 @@
-"""``CudagraphDispatcher``: runs each key by a registered graph or eagerly, and counts why."""
+"""``CudagraphDispatcher``: runs each key by a registered graph, padded if need be, or eagerly, and counts why."""
 
 import threading
 from collections.abc import Collection
@@ -6,25 +6,33 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import (
     BatchDescriptor,
+    CUDAGraphConfig,
     CudagraphDispatcher,
     CUDAGraphEntry,
+    CudagraphKeyDispatcher,
     CUDAGraphRegistry,
     CUDAGraphWrapper,
     DefaultDispatchPolicy,
     DispatchKey,
     DispatchMode,
     DispatchPolicy,
+    EntryState,
+    StreamDispatcher,
 )
-from graphdispatch.errors import ConfigError
+from graphdispatch.errors import ConfigError, ReplayError
 from graphdispatch.testing import MockCUDAGraph
 
 EAGER, FULL, PIECEWISE, HYBRID = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.HYBRID
-KEY = DispatchKey(4, 4)
+KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
+TIMEOUT_S = 30.0
+"""Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""
 
 
 def eager(*args: Any, **kwargs: Any) -> str:
@@ -32,26 +40,48 @@ def eager(*args: Any, **kwargs: Any) -> str:
     return "eager"
 
 
-def graph(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
-    """A scripted graph that may be replayed."""
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Twice the input."""
+    return x * 2
+
+
+def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
+    """A graph that somebody else captured, which may be replayed."""
     made = MockCUDAGraph(outputs, **script)
     made.capture_begin()
     made.capture_end()
     return made
 
 
-def double(x: torch.Tensor) -> torch.Tensor:
-    """Twice the input."""
-    return x * 2
+def entry(rows: int = 4, fn: Any = double) -> CUDAGraphEntry:
+    """A captured graph."""
+    return CUDAGraphRegistry().capture(rows, 1, fn, {"x": (rows, 3)})
 
 
-def real_entry() -> CUDAGraphEntry:
-    """A captured graph of ``double`` for four rows."""
-    return CUDAGraphRegistry().capture(4, 1, double, {"x": (4, 3)})
+def over(*registered: tuple[DispatchKey, Any], runner: Any = double, **options: Any) -> CudagraphDispatcher:
+    """A dispatcher with these graphs."""
+    dispatcher = CudagraphDispatcher(runner, **options)
+    for key, graph in registered:
+        dispatcher.register_graph(key, graph)
+    return dispatcher
+
+
+def both(policy: DispatchPolicy | None = None) -> CudagraphDispatcher:
+    """A dispatcher with a full and a piecewise graph for one key."""
+    dispatcher = over((KEY, scripted("full")), runner=eager, policy=policy)
+    dispatcher.register_graph(KEY, scripted("piecewise"), mode=PIECEWISE)
+    return dispatcher
+
+
+def serve(dispatcher: CudagraphDispatcher, key: DispatchKey = KEY, times: int = 1) -> None:
+    """Calls that get the answer of ``double``."""
+    for _ in range(times):
+        x = torch.randn(key.num_tokens, 3)
+        assert torch.equal(dispatcher.dispatch(key, x), x * 2)
 
 
 class Chooses(DispatchPolicy):
-    """Always wants one mode, and notes what it could have had."""
+    """Wants graphs for decode batches alone, always in one mode, and notes what it could have had."""
 
     def __init__(self, mode: DispatchMode) -> None:
         self.mode = mode
@@ -59,7 +89,7 @@ class Chooses(DispatchPolicy):
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
         """Whether there is one."""
-        return graph_available
+        return graph_available and not key.is_prefill
 
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
         """The one mode."""
@@ -67,334 +97,470 @@ class Chooses(DispatchPolicy):
         return self.mode
 
 
-def test_a_registered_key_is_replayed() -> None:
-    """The graph's outputs are handed out, and the runner is not called."""
-    calls: list[int] = []
-    dispatcher = CudagraphDispatcher(calls.append)
-    scripted = graph()
-    dispatcher.register_graph(KEY, scripted)
+def test_a_registered_key_is_replayed_and_another_runs_eagerly() -> None:
+    """The graph's outputs are returned without the runner, which gets the arguments of other keys as they are."""
+    graph = scripted()
+    dispatcher = over((KEY, graph), runner=lambda *args, **kwargs: (args, kwargs), max_cached_graphs=8)
+    found = dispatcher.get_entry(KEY)
+    assert found is not None
+    before = found.last_used
     assert dispatcher.dispatch(KEY, 1) == "graph"
-    assert (scripted.replays, calls) == (1, [])
-    assert (dispatcher.stats.graph, dispatcher.stats.graph_ratio) == (1, 1.0)
-
-
-def test_another_key_runs_eagerly() -> None:
-    """Keys are exact; the arguments reach the runner as they are."""
-    dispatcher = CudagraphDispatcher(lambda *args, **kwargs: (args, kwargs))
-    dispatcher.register_graph(KEY, graph())
+    assert graph.replays == 1
+    assert (found.replay_count, found.last_used > before, found.mode) == (1, True, CUDAGraphMode.FULL)
+    assert repr(dispatcher) == (
+        "<CudagraphDispatcher 1 of 8 graphs, <DispatchStats 1 calls: 1 graph, 0 piecewise, 0 eager (0 fallbacks)>>"
+    )
     assert dispatcher.dispatch(DispatchKey(4, 3), 1, b=2) == ((1,), {"b": 2})
-    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 1}
-    assert dispatcher.stats.fallbacks == 1
+    assert (dispatcher.stats.reasons, dispatcher.stats.fallbacks) == ({Reason.NOT_CAPTURED: 1}, 1)
+    assert (dispatcher.stats.graph, dispatcher.stats.graph_ratio) == (1, 0.5)
 
 
 def test_has_and_get_know_what_was_registered() -> None:
-    """The very graph comes back; a full one goes before a piecewise one."""
+    """The very graph comes back; a full one goes before a piecewise one, and a newer one before an older one."""
     dispatcher = CudagraphDispatcher(eager)
-    piecewise, full = graph(), graph()
+    piecewise, full = scripted(), scripted()
     assert (dispatcher.has_graph(KEY), dispatcher.get_graph(KEY), dispatcher.get_entry(KEY)) == (False, None, None)
     dispatcher.register_graph(KEY, piecewise, mode=PIECEWISE)
     assert dispatcher.get_graph(KEY) is piecewise
-    dispatcher.register_graph(KEY, full)
-    assert dispatcher.get_graph(KEY) is full
+    for graph in (scripted(), full):
+        dispatcher.register_graph(KEY, graph)
+        assert dispatcher.get_graph(KEY) is graph
     assert (dispatcher.has_graph(KEY), dispatcher.num_graphs) == (True, 2)
 
 
-def test_registering_again_replaces() -> None:
-    """Of one key and mode the last graph counts."""
-    dispatcher = CudagraphDispatcher(eager, max_cached_graphs=1)
-    dispatcher.register_graph(KEY, graph("old"))
-    dispatcher.register_graph(KEY, graph("new"))
-    assert (dispatcher.dispatch(KEY), dispatcher.num_graphs) == ("new", 1)
-
-
 def test_the_least_recently_used_makes_room() -> None:
-    """At capacity the graph that was longest not replayed goes."""
-    dispatcher = CudagraphDispatcher(eager, max_cached_graphs=2)
+    """At capacity the graph that was longest not replayed goes; one that replaces another needs no room."""
     keys = [DispatchKey(tokens, 1) for tokens in (1, 2, 3)]
-    for key in keys[:2]:
-        dispatcher.register_graph(key, graph())
-    dispatcher.dispatch(keys[0])
-    dispatcher.register_graph(keys[2], graph())
+    dispatcher = over(*((key, scripted()) for key in keys[:2]), runner=eager, max_cached_graphs=2)
+    dispatcher.register_graph(keys[0], scripted("newer"))
+    assert (dispatcher.num_graphs, dispatcher.dispatch(keys[0])) == (2, "newer")
+    dispatcher.register_graph(keys[2], scripted())
     assert [dispatcher.has_graph(key) for key in keys] == [True, False, True]
 
 
 def test_clearing_forgets_graphs_and_keeps_counts() -> None:
     """The graphs belong to whoever registered them and are not released."""
-    dispatcher = CudagraphDispatcher(eager)
-    scripted = graph()
-    dispatcher.register_graph(KEY, scripted)
+    graph = scripted()
+    dispatcher = over((KEY, graph), runner=eager)
     dispatcher.dispatch(KEY)
     dispatcher.clear_cache()
     assert (dispatcher.dispatch(KEY), dispatcher.num_graphs) == ("eager", 0)
     assert (dispatcher.stats.graph, dispatcher.stats.eager) == (1, 1)
-    assert scripted.is_captured
+    assert graph.is_captured
 
 
-def test_given_outputs_are_handed_out() -> None:
+def test_given_outputs_are_returned() -> None:
     """``outputs`` goes before the graph's own."""
     dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, graph("its own"), outputs=("given", 2))
+    dispatcher.register_graph(KEY, scripted("its own"), outputs=("given", 2))
     assert dispatcher.dispatch(KEY) == ("given", 2)
 
 
-def test_entry_counts_replays() -> None:
-    """Replay count and last use are the entry's."""
-    dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, graph())
-    entry = dispatcher.get_entry(KEY)
-    assert entry is not None
-    before = entry.last_used
-    dispatcher.dispatch(KEY)
-    assert (entry.replay_count, entry.last_used > before, entry.mode) == (1, True, CUDAGraphMode.FULL)
-
-
 def test_a_disabled_mode_is_not_used() -> None:
-    """Graphs stay registered and serve again once their mode is enabled; that is no fallback."""
-    dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, graph())
-    dispatcher.disable_mode(FULL)
-    assert dispatcher.dispatch(KEY) == "eager"
-    assert (dispatcher.stats.reasons, dispatcher.stats.fallbacks) == ({Reason.DISABLED: 1}, 0)
-    dispatcher.enable_mode(FULL)
-    assert dispatcher.dispatch(KEY) == "graph"
-    assert dispatcher.enabled_modes == frozenset(DispatchMode)
-
-
-def test_a_disabled_mode_leaves_the_other() -> None:
-    """Without full graphs the piecewise one of the key serves."""
-    dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, graph("full"))
-    dispatcher.register_graph(KEY, graph("piecewise"), mode=PIECEWISE)
+    """Another mode of the key serves, or eager, which is no fallback; graphs serve again once it is enabled."""
+    dispatcher = both()
     dispatcher.disable_mode(FULL)
     assert dispatcher.dispatch(KEY) == "piecewise"
     assert dispatcher.stats.piecewise == 1
-
-
-def test_eager_cannot_be_disabled() -> None:
-    """Something must serve what no graph can."""
-    with pytest.raises(ConfigError, match="EAGER cannot be disabled"):
-        CudagraphDispatcher(eager).disable_mode(EAGER)
+    dispatcher.disable_mode(PIECEWISE)
+    assert dispatcher.dispatch(KEY) == "eager"
+    assert (dispatcher.stats.reasons, dispatcher.stats.fallbacks) == ({Reason.DISABLED: 1}, 0)
+    dispatcher.enable_mode(FULL)
+    assert dispatcher.dispatch(KEY) == "full"
+    dispatcher.enable_mode(PIECEWISE)
+    assert dispatcher.enabled_modes == frozenset(DispatchMode)
 
 
 @pytest.mark.parametrize(("mode", "answer"), [(FULL, "full"), (PIECEWISE, "piecewise"), (EAGER, "eager")])
 def test_hybrid_asks_the_policy(mode: DispatchMode, answer: str) -> None:
-    """The policy picks among the modes that could serve the key, eager always among them."""
+    """It picks among the modes that could serve the key, eager always among them; that is no fallback, and counted."""
     policy = Chooses(mode)
-    dispatcher = CudagraphDispatcher(eager, policy)
-    dispatcher.register_graph(KEY, graph("full"))
-    dispatcher.register_graph(KEY, graph("piecewise"), mode=PIECEWISE)
+    dispatcher = both(policy)
     assert dispatcher.dispatch(KEY) == answer
     assert policy.offered == [{FULL, PIECEWISE, EAGER}]
+    assert (dispatcher.stats.reasons[Reason.POLICY], dispatcher.stats.fallbacks) == (answer == "eager", 0)
+    only_full = over((KEY, scripted("full")), runner=eager, policy=policy)
+    assert only_full.dispatch(KEY) == ("full" if mode is FULL else "eager")  # a mode that was not offered is eager
 
 
-def test_an_eager_choice_of_the_policy_is_no_fallback() -> None:
-    """It was wanted, and its reason says by whom."""
-    dispatcher = CudagraphDispatcher(eager, Chooses(EAGER))
-    dispatcher.register_graph(KEY, graph())
-    dispatcher.dispatch(KEY)
-    assert (dispatcher.stats.reasons, dispatcher.stats.fallbacks) == ({Reason.POLICY: 1}, 0)
-
-
-def test_a_mode_that_is_not_there_runs_eagerly() -> None:
-    """A policy that picks what was not offered gets eager."""
-    dispatcher = CudagraphDispatcher(eager, Chooses(PIECEWISE))
-    dispatcher.register_graph(KEY, graph())
+def test_the_policy_is_asked_whether_at_all() -> None:
+    """``should_use_graph`` has its say, whatever ``select_mode`` would answer, and the default policy has limits."""
+    prefill = KEY._replace(is_prefill=True)
+    dispatcher = over((KEY, scripted()), (prefill, scripted()), runner=eager, policy=Chooses(FULL))
+    assert [dispatcher.dispatch(key) for key in (KEY, prefill)] == ["graph", "eager"]
+    dispatcher.policy = DefaultDispatchPolicy(max_tokens_for_graph=3)
     assert dispatcher.dispatch(KEY) == "eager"
+    assert dispatcher.stats.reasons == {Reason.POLICY: 2}
 
 
 def test_without_hybrid_the_policy_is_not_asked() -> None:
     """A full graph goes first, then piecewise."""
     policy = Chooses(EAGER)
-    dispatcher = CudagraphDispatcher(eager, policy)
-    dispatcher.register_graph(KEY, graph())
+    dispatcher = both(policy)
     dispatcher.disable_mode(HYBRID)
-    assert dispatcher.dispatch(KEY) == "graph"
+    assert dispatcher.dispatch(KEY) == "full"
     assert policy.offered == []
 
 
-def test_the_default_policy_has_limits() -> None:
-    """A key past the limits runs eagerly although it has a graph."""
-    dispatcher = CudagraphDispatcher(eager, DefaultDispatchPolicy(max_tokens_for_graph=3))
-    dispatcher.register_graph(KEY, graph())
-    assert dispatcher.dispatch(KEY) == "eager"
-
-
 def test_other_addresses_run_eagerly() -> None:
-    """A graph reads where it was captured to read; tensors that lie elsewhere would be ignored by it."""
-    x, other = torch.zeros(3), torch.zeros(3)
-    dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, graph(), [x.data_ptr()])
-    assert [dispatcher.dispatch(KEY, x), dispatcher.dispatch(KEY, other), dispatcher.dispatch(KEY)] == [
-        "graph", "eager", "eager",
-    ]  # fmt: skip
-    assert dispatcher.stats.reasons == {Reason.ADDRESS_CHANGED: 2}
-
-
-def test_addresses_are_compared_in_nests() -> None:
-    """Tensors in containers and keywords count, in the order of the call."""
+    """A graph reads where it was captured to read: tensors are compared in nests, too, in the order of the call."""
     x, y = torch.zeros(3), torch.zeros(3)
     dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, graph(), (x.data_ptr(), y.data_ptr()))
+    dispatcher.register_graph(KEY, scripted(), (x.data_ptr(), y.data_ptr()))
     assert dispatcher.dispatch(KEY, [x], 7, y={"y": y}) == "graph"
-    assert dispatcher.dispatch(KEY, [y], y={"y": x}) == "eager"
+    assert [dispatcher.dispatch(KEY, *call) for call in ((y, x), (x,), ())] == ["eager"] * 3
+    assert dispatcher.stats.reasons == {Reason.ADDRESS_CHANGED: 3}
 
 
 @pytest.mark.parametrize(
-    "script", [{"fail_replay_at": 1}, {"on_replay": lambda: torch.zeros(2) + torch.zeros(3)}], ids=["refuses", "raises"]
+    "graph",
+    [scripted(fail_replay_at=1), scripted(on_replay=lambda: torch.zeros(2) + torch.zeros(3)), MockCUDAGraph()],
+    ids=["refuses", "raises", "never captured"],
 )
-def test_a_graph_that_fails_is_dropped(script: dict[str, Any]) -> None:
+def test_a_graph_that_fails_is_dropped(graph: MockCUDAGraph) -> None:
     """Whatever an idempotent foreign graph raises: the call runs eagerly, and the graph is not tried again."""
     dispatcher = CudagraphDispatcher(eager)
-    scripted = graph(**script)
-    dispatcher.register_graph(KEY, scripted, idempotent=True)
+    dispatcher.register_graph(KEY, graph, idempotent=True)
     assert [dispatcher.dispatch(KEY), dispatcher.dispatch(KEY)] == ["eager", "eager"]
-    assert (dispatcher.has_graph(KEY), scripted.replays) == (False, 1)
+    assert not dispatcher.has_graph(KEY)
     assert dispatcher.stats.reasons == {Reason.REPLAY_FAILED: 1, Reason.NOT_CAPTURED: 1}
 
 
-def test_a_graph_that_was_not_captured_fails() -> None:
-    """An empty graph has nothing to replay, and the call runs eagerly."""
-    dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, MockCUDAGraph())
-    assert dispatcher.dispatch(KEY) == "eager"
-
-
-def test_an_error_of_the_runner_passes_through() -> None:
-    """It is the caller's own."""
-
-    def broken() -> None:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        CudagraphDispatcher(broken).dispatch(KEY)
-
-
-@pytest.mark.parametrize("spelling", ["positional", "keyword"])
-def test_an_entry_brings_its_inputs(spelling: str) -> None:
-    """A captured entry copies the arguments in and hands out the answer for the real rows."""
-    dispatcher = CudagraphDispatcher(double)
-    dispatcher.register_graph(KEY, real_entry())
+def test_an_entry_brings_its_inputs() -> None:
+    """A captured entry copies the arguments in, positional or not, and gives the answer for the real rows."""
+    dispatcher = over((KEY, entry()))
     for rows in (4, 4, 2, 2):
-        x = torch.randn(rows, 3)
-        answer = dispatcher.dispatch(KEY, x) if spelling == "positional" else dispatcher.dispatch(KEY, x=x)
-        assert torch.equal(answer, x * 2)
-    assert dispatcher.stats.graph == 2
+        serve(dispatcher, KEY._replace(num_tokens=rows, num_reqs=rows))
+    x = torch.randn(4, 3)
+    assert torch.equal(dispatcher.dispatch(KEY, x=x), x * 2)
+    assert dispatcher.stats.graph == 3
     assert dispatcher.stats.reasons == {Reason.VERIFIED_NOW: 2}  # the second batch, and the first padded one
 
 
 @pytest.mark.parametrize(
-    ("x", "reason"),
+    ("args", "reason"),
     [
-        (torch.ones(5, 3), Reason.ABOVE_LARGEST_SIZE),
-        (torch.ones(4, 3, dtype=torch.float64), Reason.ARGUMENTS_CHANGED),
-        (torch.ones(4, 1), Reason.ARGUMENTS_CHANGED),
+        ((torch.ones(5, 3), 2), Reason.ABOVE_LARGEST_SIZE),
+        ((torch.ones(4, 3, dtype=torch.float64), 2), Reason.ARGUMENTS_CHANGED),
+        ((torch.ones(4, 1), 2), Reason.ARGUMENTS_CHANGED),
+        ((torch.ones(4, 3), 5), Reason.ARGUMENTS_CHANGED),
     ],
-    ids=["rows", "dtype", "shape"],
+    ids=["rows", "dtype", "shape", "more"],
 )
-def test_an_entry_refuses_what_does_not_fit(x: torch.Tensor, reason: Reason) -> None:
-    """The call runs eagerly, and the graph stays."""
-    dispatcher = CudagraphDispatcher(double)
-    dispatcher.register_graph(KEY, real_entry())
-    assert torch.equal(dispatcher.dispatch(KEY, x), x * 2)
+def test_an_entry_refuses_what_does_not_fit(args: tuple[Any, ...], reason: Reason) -> None:
+    """The call runs eagerly, and the graph stays; an argument that the graph would not see is not ignored."""
+    dispatcher = over((KEY, entry()), runner=lambda x, y=2: x * y)
+    given = args if args[1] != 2 else args[:1]
+    assert torch.equal(dispatcher.dispatch(KEY, *given), args[0] * args[1])
     assert dispatcher.stats.reasons == {reason: 1}
     assert dispatcher.has_graph(KEY)
 
 
-def test_more_arguments_than_the_entry_takes_run_eagerly() -> None:
-    """An argument that the graph would not see is not ignored."""
-    dispatcher = CudagraphDispatcher(lambda x, y: x * y)
-    dispatcher.register_graph(KEY, real_entry())
-    assert torch.equal(dispatcher.dispatch(KEY, torch.ones(4, 3), 5), torch.full((4, 3), 5.0))
-    assert dispatcher.stats.reasons == {Reason.ARGUMENTS_CHANGED: 1}
-
-
-def test_an_evicted_entry_is_dropped() -> None:
-    """Whoever owns the entry may release it; the call runs eagerly."""
-    dispatcher = CudagraphDispatcher(double)
-    entry = real_entry()
-    dispatcher.register_graph(KEY, entry)
-    entry.release()
-    assert torch.equal(dispatcher.dispatch(KEY, torch.ones(4, 3)), torch.full((4, 3), 2.0))
-    assert not dispatcher.has_graph(KEY)
-
-
-def test_a_piecewise_entry_is_registered_as_such() -> None:
-    """An entry knows its mode."""
+def test_a_call_counts_in_the_mode_its_graph_was_registered_in() -> None:
+    """An entry knows its mode, unless it is registered in another one, which the policy then chose."""
     step = CUDAGraphWrapper(double, CUDAGraphMode.PIECEWISE, CUDAGraphOptions(verify=False))
     with torch.no_grad():
         step(torch.ones(4, 3), batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
-    entry = step.get_entry(BatchDescriptor(4))
-    assert entry is not None
-    dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, entry)
-    assert dispatcher.get_entry(KEY, PIECEWISE) is entry
-    assert dispatcher.get_entry(KEY) is None
+    made = step.get_entry(BatchDescriptor(4))
+    dispatcher = over((KEY, made))
+    assert (dispatcher.get_entry(KEY, PIECEWISE), dispatcher.get_entry(KEY)) == (made, None)
+    dispatcher = CudagraphDispatcher(double)
+    dispatcher.register_graph(KEY, entry(), mode=PIECEWISE)
+    serve(dispatcher, times=3)
+    assert (dispatcher.stats.piecewise, dispatcher.stats.graph) == (2, 0)
 
 
-def test_nothing_replays_inside_a_capture() -> None:
-    """While the thread is captured the runner's operators are what belongs into that graph."""
-    dispatcher = CudagraphDispatcher(eager)
-    dispatcher.register_graph(KEY, graph())
+def test_moved_weights_are_not_served_by_the_old_graph() -> None:
+    """The dispatcher runs eagerly with a reason, and the entry itself refuses, unless its caller answers for them."""
+    model = torch.nn.Linear(3, 3).eval().requires_grad_(False)
+    made = CUDAGraphRegistry().capture(4, 1, model, {"input": (4, 3)})
+    options = CUDAGraphOptions(guard_weights=False)
+    unguarded = CUDAGraphRegistry(CUDAGraphConfig(options=options)).capture(4, 1, model, {"input": (4, 3)})
+    dispatcher = over((KEY, made), runner=model)
+    x = torch.randn(4, 3)
+    for _ in range(3):
+        assert torch.equal(dispatcher.dispatch(KEY, x), model(x))
+        model.weight.data = torch.randn(3, 3) if dispatcher.stats.graph else model.weight.data
+    assert dispatcher.stats.graph == 1
+    assert dispatcher.stats.reasons == {Reason.VERIFIED_NOW: 1, Reason.ADDRESS_CHANGED: 1}
+    with pytest.raises(ReplayError, match="moved; capture it again"):
+        made.replay({"input": x})
+    assert unguarded.replay({"input": x}).shape == (4, 3)
+
+
+def decode(rows: int, seq_len: int = 0) -> DispatchKey:
+    """A batch of one token for each request."""
+    return DispatchKey(rows, rows, seq_len)
+
+
+def prefill(tokens: int, reqs: int = 1) -> DispatchKey:
+    """A batch with prefill."""
+    return DispatchKey(tokens, reqs, is_prefill=True)
+
+
+def compared(size: int) -> CUDAGraphEntry:
+    """A graph of ``double`` that was compared with eager for every number of rows, and on a second batch."""
+    made = CUDAGraphRegistry().capture(size - 1, 1, double, inputs={"x": torch.randn(size - 1, 3)}, size=size)
+    dispatcher = over((decode(size), made))
+    for rows in range(1, size):
+        serve(dispatcher, decode(rows))
+    assert made.state is EntryState.VERIFIED
+    assert made.compared == set(range(1, size))
+    return made
+
+
+@pytest.fixture(scope="module")
+def four() -> CUDAGraphEntry:
+    """A graph of four rows."""
+    return compared(4)
+
+
+@pytest.fixture(scope="module")
+def eight() -> CUDAGraphEntry:
+    """A graph of eight rows."""
+    return compared(8)
+
+
+def serving(dispatcher: CudagraphDispatcher, key: DispatchKey) -> tuple[DispatchKey | None, Reason]:
+    """The key of the graph that is chosen, and the reason."""
+    found, decision = dispatcher.workers[0].choose(key, dispatcher.policy)
+    return (found.key if found is not None else None), decision.reason
+
+
+def test_a_smaller_batch_is_padded_to_the_next_graph(four: CUDAGraphEntry, eight: CUDAGraphEntry) -> None:
+    """The nearest graph that holds the batch serves it; one captured elsewhere serves its key alone."""
+    dispatcher = over((decode(8), eight), (decode(4), four), (decode(2), scripted()))
+    for rows, size in ((1, 4), (3, 4), (4, 4), (5, 8), (8, 8)):
+        serve(dispatcher, decode(rows))
+        assert serving(dispatcher, decode(rows)) == (decode(size), Reason.EXACT if rows == size else Reason.PADDED)
+    assert (dispatcher.stats.graph, dispatcher.stats.eager) == (5, 0)
+    assert serving(dispatcher, decode(2)) == (decode(2), Reason.EXACT)
+
+
+KEYS = [decode(8), decode(8, 128), prefill(8, 4), DispatchKey(8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "served"),
+    [
+        (decode(5), decode(8)),
+        (decode(5, 100), decode(8, 128)),
+        (decode(5, 128), decode(8, 128)),
+        (decode(5, 129), None),
+        (prefill(5, 1), prefill(8, 4)),
+        (prefill(5, 4), prefill(8, 4)),
+        (prefill(6, 5), None),
+        (DispatchKey(6, 3), DispatchKey(8, 4)),
+        (DispatchKey(6, 2), None),
+        (DispatchKey(5, 2), None),
+        (decode(9), None),
+        (prefill(9), None),
+    ],
+)
+def test_a_graph_serves_only_its_kind(four: CUDAGraphEntry, asked: DispatchKey, served: DispatchKey | None) -> None:
+    """Decode of one query length, prefill, and sequences of at most its length: each has its own graphs."""
+    assert serving(over(*((key, four) for key in KEYS)), asked)[0] == served
+
+
+def test_a_graph_that_fails_on_a_padded_batch_is_dropped() -> None:
+    """It is found by its own key, not by that of the batch."""
+    evicted = compared(4)
+    dispatcher = over((decode(4), evicted))
+    evicted.release()
+    serve(dispatcher, decode(3))
+    assert dispatcher.num_graphs == 0
+
+
+def test_the_policy_chooses_among_padded_graphs(four: CUDAGraphEntry, eight: CUDAGraphEntry) -> None:
+    """What the tables offer in each mode, exact or padded, is what the policy may take."""
+    dispatcher = over((decode(8), eight), policy=DefaultDispatchPolicy(prefer_piecewise=True))
+    dispatcher.register_graph(decode(4), four, mode=PIECEWISE)
+    found, _ = dispatcher.workers[0].choose(decode(3), dispatcher.policy)
+    assert found is not None
+    assert (found.key, found.mode) == (decode(4), PIECEWISE)
+    dispatcher.disable_mode(PIECEWISE)
+    assert serving(dispatcher, decode(3)) == (decode(8), Reason.PADDED)
+
+
+X3, X4 = torch.ones(3, 3), torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "args", "line"),
+    [
+        (decode(4), (X4,), "FULL graph, 4 rows"),
+        (decode(3), (X3,), "FULL graph, 3 -> 4 rows, 25.0 % padding"),
+        (
+            decode(4),
+            (X4.double(),),
+            "eager, 4 rows: input 'x' must have shape (4, 3), torch.float32 on cpu, got (4, 3)",
+        ),
+        (decode(5), (), "eager, 5 rows: the batch is larger than the largest graph for it (4); capture a larger size"),
+        (DispatchKey(6, 3), (), "eager, 6 rows: no graph is captured for uniform decode of this query length"),
+        (DispatchKey(5, 2), (), "eager, 5 rows: the batch is mixed, and only uniform decode batches have graphs"),
+        (decode(4, 7), (), "eager, 4 rows: no graph is captured for this key"),
+        (decode(0), (), "eager: the batch has no rows"),
+        (prefill(8, 2), (), "FULL graph, 8 rows"),
+        (prefill(6, 4), (), "eager, 6 rows: no graph is captured for this key"),
+        (prefill(16), (X4,), "eager, 16 rows: a static argument, a weight or a captured variable has moved"),
+    ],
+)
+def test_every_decision_explains_itself(four: CUDAGraphEntry, key: DispatchKey, args: Any, line: str) -> None:
+    """One line for a hit and for each way to be none; nothing runs, nothing is counted."""
+    dispatcher = over((decode(4), four), (prefill(8, 2), scripted()))
+    dispatcher.register_graph(prefill(16), scripted(), [X3.data_ptr()])
+    assert dispatcher.explain(key, *args).startswith(line)
+    assert dispatcher.stats.total == 0
+
+
+def test_the_line_names_the_policy_a_disabled_mode_and_a_capture(four: CUDAGraphEntry) -> None:
+    """The reasons that lie with the dispatcher and not with the batch."""
+    dispatcher = over((decode(4), four), policy=DefaultDispatchPolicy(5))
+    assert dispatcher.explain(decode(4), X4) == "eager, 4 rows: the dispatch policy chose eager"
+    dispatcher.policy = DefaultDispatchPolicy()
     with get_backend("auto").watched():
-        assert dispatcher.dispatch(KEY) == "eager"
-    assert dispatcher.stats.reasons == {Reason.INSIDE_CAPTURE: 1}
+        assert dispatcher.explain(decode(4), X4).startswith("eager, 4 rows: another capture is recording")
+    dispatcher.disable_mode(FULL)
+    assert dispatcher.explain(decode(4), X4).startswith("eager, 4 rows: graphs are switched off")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((KEY, object()), r"graph must have a replay\(\) method"),
-        ((KEY, graph(), None, EAGER), "mode must be CUDAGRAPH or PIECEWISE"),
-        ((KEY, graph(), None, HYBRID), "mode must be CUDAGRAPH or PIECEWISE"),
-    ],
-)
-def test_registering_checks_its_arguments(arguments: tuple[Any, ...], named: str) -> None:
-    """What could not be replayed, or not chosen, is refused at once."""
-    key, made, pointers, mode = (*arguments, None, None)[:4]
-    with pytest.raises(ConfigError, match=named):
-        CudagraphDispatcher(eager).register_graph(key, made, pointers, mode=mode or FULL)
+def test_the_line_names_the_worker(four: CUDAGraphEntry) -> None:
+    """A worker serves a smaller batch by a registered graph, too, and says where."""
+    workers = StreamDispatcher(double, num_streams=2)
+    workers.register_graph(decode(4), four, worker=1)
+    assert workers.explain(decode(3), X3) == "FULL graph, 3 -> 4 rows, 25.0 % padding, on worker 1"
+    assert workers.explain(decode(9)).startswith("eager, 9 rows: the batch is larger")
+    workers.close()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ((None,), "eager_runner must be callable, got None"),
-        ((eager, None, 0), "max_cached_graphs must be an integer >= 1"),
-    ],
-)
-def test_a_dispatcher_checks_its_arguments(arguments: tuple[Any, ...], named: str) -> None:
-    """Without a runner or room there is no dispatcher."""
-    with pytest.raises(ConfigError, match=named):
-        CudagraphDispatcher(*arguments)
+SEQ_LENS = st.sampled_from([0, 0, 16, 64])
+DISPATCH_KEYS = st.builds(DispatchKey, st.integers(1, 12), st.integers(1, 12), SEQ_LENS, st.booleans())
 
 
-def test_threads_may_register_and_dispatch() -> None:
-    """However they interleave, each call is answered and counted, and the limit holds."""
-    dispatcher = CudagraphDispatcher(eager, max_cached_graphs=3)
-    answers: list[Any] = []
+@given(keys=st.sets(DISPATCH_KEYS, max_size=8), asked=DISPATCH_KEYS)
+def test_a_registered_graph_has_room_for_what_it_serves(
+    four: CUDAGraphEntry, keys: set[DispatchKey], asked: DispatchKey
+) -> None:
+    """Enough tokens, requests and sequence length, and the same kind; a key of its own is served exactly."""
+    served, reason = serving(over(*((key, four) for key in keys)), asked)
+    if asked in keys:
+        assert (served, reason) == (asked, Reason.EXACT)
+    elif served is not None:
+        assert served in keys
+        assert served.is_prefill is asked.is_prefill
+        assert served.num_tokens >= asked.num_tokens
+        assert served.num_reqs >= min(asked.num_reqs, asked.num_tokens)
+        assert served.max_seq_len >= asked.max_seq_len
+        assert bool(served.max_seq_len) is bool(asked.max_seq_len)
 
-    def work(offset: int) -> None:
-        for step in range(60):
-            key = DispatchKey(1 + (step + offset) % 5, 1)
-            if step % 3 == 0:
-                dispatcher.register_graph(key, graph())
-            answers.append(dispatcher.dispatch(key))
 
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
+@given(sizes=st.sets(st.integers(1, 16), min_size=1, max_size=6), rows=st.integers(1, 17))
+def test_decode_is_decided_as_by_the_key_dispatcher(four: CUDAGraphEntry, sizes: set[int], rows: int) -> None:
+    """The dispatcher that runs graphs and the one that only decides agree on mode, size and reason."""
+    keys = CudagraphKeyDispatcher(capture_sizes=sorted(sizes), max_num_reqs=16)
+    keys.initialize_cudagraph_keys(CUDAGraphMode.FULL)
+    dispatcher = over(*((decode(size), four) for size in sizes))
+    _, decision = dispatcher.workers[0].choose(decode(rows), dispatcher.policy)
+    wanted = keys.decide(rows, rows, query_len=1)
+    assert (decision.mode, decision.size, decision.reason) == (wanted.mode, wanted.size, wanted.reason)
+
+
+def test_a_displaced_entry_keeps_its_buffers() -> None:
+    """A dispatcher frees nothing of an entry that somebody else captured: its owner goes on replaying it."""
+    first = entry()
+    dispatcher = over((KEY, first), max_cached_graphs=1)
+    serve(dispatcher, times=3)
+    dispatcher.register_graph(OTHER, entry(8))
+    x = torch.randn(4, 3)
+    assert torch.equal(first.replay({"x": x}), x * 2)
+    assert first.inputs.nbytes > 0
+
+
+def test_an_entry_of_two_keys_goes_from_one_alone() -> None:
+    """Another graph for one of its keys leaves it to serve the other."""
+    dispatcher, twice = CudagraphDispatcher(double), entry()
+    short, long = DispatchKey(4, 4, 64), DispatchKey(4, 4, 128)
+    for key in (short, long):
+        dispatcher.register_graph(key, twice)
+        serve(dispatcher, key, 2)
+    dispatcher.register_graph(short, entry())
+    before = dispatcher.stats.graph
+    serve(dispatcher, long, 2)
+    assert dispatcher.stats.graph == before + 2
+    assert dispatcher.num_graphs == 2
+
+
+def test_a_call_that_chose_the_older_graph_does_not_bring_it_back() -> None:
+    """It runs eagerly, makes no group that nobody would forget, and what it drops is not the newer graph."""
+    dispatcher = over((KEY, entry()))
+    worker = dispatcher.workers[0]
+    older, _ = worker.choose(KEY, dispatcher.policy)
+    newer = entry()
+    dispatcher.register_graph(KEY, newer)
+    assert older is not None
+    x = torch.randn(4, 3)
+    assert torch.equal(worker.server.serve(older.route, (x,), {}), x * 2)
+    assert worker.server.local.decision.reason is Reason.NOT_CAPTURED
+    assert not worker.server.graphs.groups
+    worker.drop(older)
+    serve(dispatcher, times=2)
+    dispatcher.register_graph(OTHER, scripted())
+    assert (dispatcher.get_graph(KEY), dispatcher.stats.graph) == (newer, 1)
+
+
+def test_registering_over_and_over_leaves_nothing_behind() -> None:
+    """One key, one graph, one group, however often it is registered and called; a released entry is refused."""
+    dispatcher, again = CudagraphDispatcher(double), entry()
+    for _ in range(20):
+        dispatcher.register_graph(KEY, again)
+        serve(dispatcher)
+    worker = dispatcher.workers[0]
+    assert (dispatcher.num_graphs, len(worker.cache), len(worker.server.graphs.groups)) == (1, 1, 1)
+    again.release()
+    with pytest.raises(ConfigError, match="graph must not be released"):
+        dispatcher.register_graph(KEY, again)
+
+
+def test_a_runner_may_register_while_it_is_compared() -> None:
+    """Another thread that replaces the same graph at that time does not hang it, nor the other way round."""
+    comparing = replaced = False
+    inside, published = threading.Event(), threading.Event()
+
+    def runner(x: torch.Tensor) -> torch.Tensor:
+        nonlocal replaced
+        if comparing and not replaced:
+            replaced = True
+            inside.set()
+            while dispatcher.get_graph(KEY) is not newer:
+                assert not published.wait(0.001)
+            dispatcher.register_graph(OTHER, scripted())
+        return x * 2
+
+    dispatcher, newer = over((KEY, entry()), runner=runner), scripted()
+
+    def replace() -> None:
+        assert inside.wait(TIMEOUT_S)
+        dispatcher.register_graph(KEY, newer)
+        published.set()
+
+    comparing = True
+    threads = [threading.Thread(target=target, daemon=True) for target in (replace, lambda: serve(dispatcher))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    assert set(answers) <= {"graph", "eager"}
-    assert (len(answers), dispatcher.stats.total) == (240, 240)
-    assert dispatcher.num_graphs <= 3
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert (dispatcher.get_graph(KEY), dispatcher.has_graph(OTHER)) == (newer, True)
 
 
-def test_repr_is_a_status_line() -> None:
-    """Graphs, limit and counts."""
-    dispatcher = CudagraphDispatcher(eager, max_cached_graphs=8)
-    dispatcher.register_graph(KEY, graph())
-    dispatcher.dispatch(KEY)
-    assert repr(dispatcher) == (
-        "<CudagraphDispatcher 1 of 8 graphs, <DispatchStats 1 calls: 1 graph, 0 piecewise, 0 eager (0 fallbacks)>>"
-    )
+def test_a_replay_error_of_the_runner_is_its_own() -> None:
+    """It counts as the eager call that it was, and passes through."""
+
+    def raises(*args: Any) -> None:
+        raise ReplayError("mine")
+
+    dispatcher = CudagraphDispatcher(raises)
+    for _ in range(2):
+        with pytest.raises(ReplayError, match="mine"):
+            dispatcher.dispatch(KEY)
+    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 2}

@@ -23,7 +23,7 @@ from graphdispatch.engines import (
 )
 from graphdispatch.testing import MockCUDAGraph
 
-WIDE = 1 << 20
+WIDE = 1 << 18
 
 
 def first_columns(x: torch.Tensor) -> torch.Tensor:
@@ -46,21 +46,6 @@ def test_a_model_for_which_graphs_lose_ends_on_eager() -> None:
         dispatcher.dispatch(key, x)
     assert dispatcher.stats.eager - before >= 40
     assert policy.select_mode(key, (DispatchMode.CUDAGRAPH, DispatchMode.EAGER)) is DispatchMode.EAGER
-
-
-def test_a_step_that_raises_is_not_recorded() -> None:
-    """A policy learns from steps that ran to their end."""
-
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no")
-
-    policy = AdaptiveDispatchPolicy()
-    dispatcher = CudagraphDispatcher(fail, policy)
-    key = create_dispatch_key(1, 1)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="no"):
-            dispatcher.dispatch(key, torch.ones(1))
-    assert not policy.estimates(key)
 
 
 class Notes(DefaultDispatchPolicy):
@@ -119,17 +104,22 @@ def test_a_policy_learns_behind_every_dispatcher(front_end: str) -> None:
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_no_policy_is_told_of_a_step_that_raised(front_end: str) -> None:
-    """It is counted all the same, once."""
+    """It is counted all the same, once; ``policy`` may be replaced at any time."""
 
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no")
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] < 0:
+            raise ValueError("no")
+        return x
 
     policy = Notes()
-    one, called = behind(front_end, policy, fail)
+    one, called = behind(front_end, DefaultDispatchPolicy(), positive)
+    one.policy = policy
     with pytest.raises(ValueError, match="no"):
-        called.dispatch(KEY, torch.ones(4, 3))
+        called.dispatch(KEY, -torch.ones(4, 3))
     assert policy.told == []
     assert one.stats.reasons == {Reason.NOT_CAPTURED: 1}
+    called.dispatch(KEY, torch.ones(4, 3))
+    assert policy.told == [DispatchMode.EAGER]
     if isinstance(one, StreamDispatcher):
         one.close()
 
@@ -148,11 +138,3 @@ def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(front_
     assert (policy.told, one.stats.reasons) == ([], {Reason.REPLAY_FAILED: 1})
     if isinstance(one, StreamDispatcher):
         one.close()
-
-
-def test_a_policy_given_later_learns_too() -> None:
-    """``policy`` may be replaced at any time."""
-    dispatcher = CudagraphDispatcher(lambda: "eager")
-    dispatcher.policy = Notes()
-    dispatcher.dispatch(KEY)
-    assert dispatcher.policy.told == [DispatchMode.EAGER]

@@ -1,22 +1,28 @@
-"""``CUDAGraphManager``: decides by configuration which batches graphs serve, pads them, and serves them."""
+"""``CUDAGraphManager`` decides which batches graphs serve, and pads them; ``CUDAGraphRegistry`` keeps the graphs."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break
-from graphdispatch.backends import get_backend
-from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, OutputView
-from graphdispatch.errors import ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, eager_break
+from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
+from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
 from ..helpers import with_options
+from ..spy import Spy
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
-PIECEWISE = CUDAGraphMode.PIECEWISE
+
+
+@pytest.fixture
+def registry() -> Iterator[CUDAGraphRegistry]:
+    """A registry with the default limits, whose accounting is checked after the test."""
+    made = CUDAGraphRegistry()
+    yield made
+    made.check_integrity()
 
 
 def make(**settings: Any) -> CUDAGraphManager:
@@ -30,28 +36,37 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def run(manager: CUDAGraphManager, fn: Callable[..., Any], rows: int, times: int = 1, seq_len: int = 1) -> None:
-    """Serve so many different batches, and compare each with eager."""
-    for _ in range(times):
-        x = torch.randn(rows, 3)
-        assert torch.equal(manager.execute_or_capture(rows, seq_len, fn, {"x": x}), fn(x))
+def unsafe(x: torch.Tensor) -> torch.Tensor:
+    """What no graph can hold."""
+    return x * x.sum().item()
 
 
-def test_a_manager_needs_no_configuration() -> None:
-    """The defaults serve FULL graphs."""
-    manager = CUDAGraphManager()
-    assert (manager.mode, manager.is_enabled) == (FULL, True)
+def run(
+    manager: CUDAGraphManager, fn: Callable[..., Any], rows: int = 4, times: int = 1, seq_len: int = 1
+) -> list[int]:
+    """Serve so many batches, each compared with eager; the numbers of those whose capture failed, from 1."""
+    failed = []
+    for number in range(1, times + 1):
+        before, x = manager.stats.capture_failures, torch.randn(rows, 3)
+        with torch.no_grad():
+            assert torch.equal(manager.execute_or_capture(rows, seq_len, fn, {"x": x}), fn(x))
+        failed += [number] * (manager.stats.capture_failures - before)
+    return failed
 
 
 def test_the_third_batch_is_a_hit() -> None:
-    """The first captures, the second compares, the third is a replay; all are right."""
+    """The first captures, the second compares, the third is a replay, with no more configuration than a size."""
+    assert (CUDAGraphManager().mode, CUDAGraphManager().is_enabled) == (FULL, True)
     manager = make()
+    assert manager.should_capture(3, 1)
     run(manager, double, 4, times=3)
     assert (manager.stats.captures, manager.stats.verifications, manager.stats.hits) == (1, 1, 1)
+    assert not manager.should_capture(3, 1)
+    assert repr(manager).startswith("<CUDAGraphManager FULL: 1 graphs, <CUDAGraphStats 3 calls, 33.3 % by graphs")
 
 
 def test_a_size_is_captured_when_it_was_seen_often_enough() -> None:
-    """``capture_after`` sightings of a padded size, from whatever batches, lead to a capture."""
+    """``capture_after`` sightings of a padded size lead to a capture, whatever the batches; ``reset`` forgets them."""
     manager = make(capture_after=3)
     run(manager, double, 3)
     assert not manager.should_capture(4, 1)
@@ -61,6 +76,10 @@ def test_a_size_is_captured_when_it_was_seen_often_enough() -> None:
     run(manager, double, 3)
     assert manager.stats.captures == 1
     assert manager.stats.reasons[Reason.FIRST_SIGHTING] == 2
+    manager.reset()
+    assert (manager.registry.num_graphs, manager.stats.calls) == (0, 0)
+    run(manager, double, 4)
+    assert manager.stats.reasons == {Reason.FIRST_SIGHTING: 1}
 
 
 def test_batches_are_padded_to_the_next_size() -> None:
@@ -72,74 +91,44 @@ def test_batches_are_padded_to_the_next_size() -> None:
     assert (manager.stats.real_rows, manager.stats.padded_rows) == (7, 8)
 
 
-def test_a_function_that_mixes_rows_is_never_served_padded() -> None:
-    """Captured and compared with full batches, it is compared again when padding comes, and stays eager."""
-    manager = make()
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x - x.mean(0)
-
-    run(manager, fn, 4, times=3)
-    assert manager.stats.hits == 1
-    run(manager, fn, 3, times=3)
-    assert (manager.stats.hits, manager.stats.reasons[Reason.VERIFICATION_FAILED]) == (1, 3)
-
-
 @pytest.mark.parametrize(("mode", "decode", "mixed"), [(FULL, FULL, FULL), (DECODE, FULL, NONE), (NONE, NONE, NONE)])
 def test_the_mode_of_a_batch(mode: CUDAGraphMode, decode: CUDAGraphMode, mixed: CUDAGraphMode) -> None:
-    """One token per row is decode; FULL_DECODE_ONLY leaves all else to eager."""
+    """One token per row is decode; FULL_DECODE_ONLY leaves all else to eager, with its reason."""
     manager = make(mode=mode)
     assert (manager.get_mode_for_batch(4, 1), manager.get_mode_for_batch(4, 16)) == (decode, mixed)
+    run(manager, double, times=3, seq_len=16)
+    run(manager, double, times=3)
+    assert manager.stats.hits == (decode is FULL) + (mixed is FULL)
+    assert manager.stats.reasons[Reason.MODE_MISMATCH] == 3 * (mode is DECODE)
 
 
-def test_decode_only_serves_decode_only() -> None:
-    """A mixed batch runs eagerly, with its reason, and makes no graph."""
-    manager = make(mode="full_decode_only")
-    run(manager, double, 4, times=3, seq_len=16)
-    assert manager.stats.reasons == {Reason.MODE_MISMATCH: 3}
-    run(manager, double, 4, times=3)
-    assert manager.stats.hits == 1
-
-
-def test_the_mode_is_settable_by_name_and_value() -> None:
-    """Graphs stay while it is NONE and serve again after."""
-    manager = make()
-    run(manager, double, 4, times=3)
-    manager.mode = "none"
+@pytest.mark.parametrize("config", [None, CUDAGraphConfig.disabled()], ids=["later", "disabled"])
+def test_the_mode_is_settable_by_name_and_value(config: CUDAGraphConfig | None) -> None:
+    """Graphs stay while it is NONE and serve again after; a manager may begin with it."""
+    manager = CUDAGraphManager(config) if config else make(mode="none")
+    run(manager, double)
     assert (manager.mode, manager.is_enabled, manager.should_capture(2, 1)) == (NONE, False, False)
-    run(manager, double, 4)
-    assert manager.stats.reasons[Reason.DISABLED] == 1
+    assert manager.stats.reasons == {Reason.DISABLED: 1}
+    manager.mode = FULL
+    run(manager, double, times=4)
+    captures, hits = manager.stats.captures, manager.stats.hits
+    manager.mode = "none"
+    run(manager, double)
+    assert (captures, manager.stats.reasons[Reason.DISABLED]) == (1, 2)
     manager.mode = 2
-    run(manager, double, 4)
-    assert (manager.mode, manager.stats.hits, manager.stats.captures) == (FULL, 2, 1)
+    run(manager, double)
+    assert (manager.mode, manager.stats.hits, manager.stats.captures) == (FULL, hits + 1, 1)
 
 
 def test_all_modes_are_served() -> None:
     """In FULL_AND_PIECEWISE decode batches go to full graphs and others to graphs in pieces."""
     manager = make(mode="FULL_AND_PIECEWISE")
     host = eager_break(lambda x: x + float(x.sum() * 0))
-
-    def prefill(x: torch.Tensor) -> torch.Tensor:
-        return host(x) * 2
-
-    run(manager, double, 4, times=4)
-    for _ in range(4):
-        x = torch.randn(4, 3)
-        with torch.no_grad():
-            assert torch.equal(manager.execute_or_capture(4, 7, prefill, {"x": x}), x * 2)
+    run(manager, double, times=4)
+    run(manager, lambda x: host(x) * 2, times=4, seq_len=7)
     entries = [manager.registry.get(4, length) for length in (1, 7)]
-    assert [entry is not None and entry.mode for entry in entries] == [FULL, PIECEWISE]
+    assert [entry is not None and entry.mode for entry in entries] == [FULL, CUDAGraphMode.PIECEWISE]
     assert manager.stats.hits == 4
-
-
-def test_a_mode_may_replace_disabled() -> None:
-    """The sizes of the configuration are there whatever mode it began with."""
-    manager = CUDAGraphManager(CUDAGraphConfig.disabled())
-    run(manager, double, 4)
-    assert manager.stats.reasons == {Reason.DISABLED: 1}
-    manager.mode = FULL
-    run(manager, double, 4, times=4)
-    assert manager.stats.captures == 1
 
 
 @pytest.mark.parametrize(
@@ -154,44 +143,24 @@ def test_what_no_size_holds_is_eager(rows: int, seq_len: int, reason: Reason) ->
     assert manager.get_mode_for_batch(rows, seq_len) is NONE
 
 
-def test_should_capture_is_false_once_captured() -> None:
-    """It tells what the next call does: capture the first time, replay after."""
-    manager = make()
-    assert manager.should_capture(3, 1)
-    run(manager, double, 3)
-    assert not manager.should_capture(3, 1)
-    assert not manager.should_capture(4, 1)
-
-
-def test_a_failed_capture_is_not_tried_at_once() -> None:
-    """It answers eagerly, is quarantined with its reason, and no exception is seen."""
-    manager = make()
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * float(x.sum())
-
-    run(manager, fn, 4, times=3)
-    assert manager.stats.reasons == {Reason.CAPTURE_UNSAFE: 3}
-    assert manager.stats.capture_failures == 1
-    assert not manager.should_capture(4, 1)
-
-
 def test_lambdas_in_a_loop_are_one_callable() -> None:
     """A lambda that is written anew each time, over the same variables, is served by one graph."""
     manager = make()
     weight = torch.randn(3)
     for _ in range(4):
-        x = torch.randn(4, 3)
-        assert torch.equal(manager.execute_or_capture(4, 1, lambda x: x * weight, {"x": x}), x * weight)
+        run(manager, lambda x: x * weight)
     assert (manager.stats.captures, manager.stats.hits) == (1, 2)
 
 
-def test_another_callable_is_not_served_by_the_old_graph() -> None:
-    """Under the same key each callable has a graph of its own."""
+def test_another_callable_or_dtype_has_a_graph_of_its_own() -> None:
+    """Under the same key neither is served by the old graph."""
     manager = make()
-    run(manager, double, 4, times=3)
-    run(manager, lambda x: x * 3, 4, times=3)
-    assert (manager.stats.captures, manager.registry.num_graphs) == (2, 2)
+    run(manager, double, times=3)
+    run(manager, lambda x: x * 3, times=3)
+    x = torch.arange(12).reshape(4, 3)
+    for _ in range(4):
+        assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), x * 2)
+    assert (manager.stats.captures, manager.registry.num_graphs) == (3, 3)
 
 
 def test_callables_that_alternate_both_keep_their_graphs() -> None:
@@ -219,70 +188,13 @@ def test_callables_share_the_room_there_is() -> None:
 def test_callables_that_come_once_are_not_kept() -> None:
     """Closures that are new each time are neither captured nor remembered, and take no graph from others."""
     manager = make(capture_after=2)
-    run(manager, double, 4, times=3)
+    run(manager, double, times=3)
     for _ in range(50):
         weight = torch.randn(3)
-        run(manager, lambda x, weight=weight: x * weight, 4, times=1)
-    run(manager, double, 4, times=1)
+        run(manager, lambda x, weight=weight: x * weight)
+    run(manager, double)
     assert (manager.stats.captures, manager.registry.num_graphs) == (1, 1)
     assert len(manager.registry._callables) == 1 + 8
-    assert manager.stats.hits == 1
-
-
-def test_moved_weights_are_captured_anew() -> None:
-    """Weights that moved are never read at their old place."""
-    manager = make()
-    model = nn.Linear(3, 3).requires_grad_(False)
-
-    def step(x: torch.Tensor) -> Any:
-        return model(x)
-
-    run(manager, step, 4, times=3)
-    model.weight.data = torch.randn(3, 3)
-    run(manager, step, 4, times=3)
-    assert (manager.stats.captures, manager.stats.hits) == (2, 2)
-
-
-def test_inputs_of_another_kind_have_a_graph_of_their_own() -> None:
-    """Another dtype under the same key is not cast into the graph."""
-    manager = make()
-    run(manager, double, 4, times=3)
-    x = torch.arange(12).reshape(4, 3)
-    for _ in range(4):
-        assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), x * 2)
-    assert (manager.stats.captures, manager.registry.num_graphs) == (2, 2)
-
-
-def test_state_is_written_once_for_each_call() -> None:
-    """Through capture, comparison and hit a counter counts calls."""
-    manager = make()
-    count = torch.zeros(1)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x * 2
-
-    for calls in range(1, 6):
-        manager.execute_or_capture(4, 1, step, {"x": torch.randn(4, 3)})
-        assert count.item() == calls
-    assert manager.stats.hits == 3
-
-
-def test_gradients_run_eagerly() -> None:
-    """An input that requires a gradient gets an output that can give it."""
-    manager = make()
-    x = torch.randn(4, 3, requires_grad=True)
-    assert manager.execute_or_capture(4, 1, double, {"x": x}).requires_grad
-    assert manager.stats.reasons == {Reason.NEEDS_GRADIENTS: 1}
-
-
-def test_nothing_replays_inside_a_capture() -> None:
-    """While another capture watches the thread the manager calls the function as it is."""
-    manager = make()
-    run(manager, double, 4, times=3)
-    with get_backend("cpu").watched():
-        run(manager, double, 4)
-    assert manager.stats.reasons[Reason.INSIDE_CAPTURE] == 1
     assert manager.stats.hits == 1
 
 
@@ -290,46 +202,26 @@ def test_nothing_replays_inside_a_capture() -> None:
 def test_output_shapes_are_checked_on_every_path(times: int) -> None:
     """Whether eager, at the capture or on a hit: an output that is not as promised is an error."""
     manager = make()
-    for _ in range(times - 1):
-        run(manager, double, 4)
+    run(manager, double, times=times - 1)
     with pytest.raises(ConfigError, match=r"output 'y' must have shape \(4, 9\) as output_shapes says, got \(4, 3\)"):
         manager.execute_or_capture(4, 1, double, {"x": torch.randn(4, 3)}, {"x": (4, 3)}, {"y": (4, 9)})
 
 
 def test_input_shapes_are_checked_before_anything_runs() -> None:
     """Inputs that are not as promised never reach the function."""
-    runs: list[torch.Tensor] = []
     with pytest.raises(ConfigError, match=r"input 'x' must have shape \(4, 9\)"):
-        make().execute_or_capture(4, 1, runs.append, {"x": torch.randn(4, 3)}, {"x": (4, 9)})
-    assert runs == []
+        make().execute_or_capture(4, 1, pytest.fail, {"x": torch.randn(4, 3)}, {"x": (4, 9)})
 
 
 def test_strict_raises_instead_of_eager() -> None:
-    """Steps on the way to a graph are allowed, a fallback is not."""
+    """Steps on the way to a graph are allowed, a fallback is not; the message has the detail of a failed capture."""
     manager = make(strict=True)
-    run(manager, double, 4, times=3)
+    run(manager, double, times=3)
     with pytest.raises(FallbackError, match="larger than the largest graph") as caught:
         run(manager, double, 9)
     assert caught.value.reason is Reason.ABOVE_LARGEST_SIZE
-
-
-def test_strict_tells_why_a_capture_failed() -> None:
-    """The message has the detail, not only the class of failure."""
     with pytest.raises(FallbackError, match="item"):
-        make(strict=True).execute_or_capture(4, 1, lambda x: x * x.sum().item(), {"x": torch.randn(4, 3)})
-
-
-def test_an_error_of_the_function_passes_through() -> None:
-    """The function's own exception is the caller's, and the manager goes on."""
-    manager = make()
-
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        manager.execute_or_capture(4, 1, broken, {"x": torch.randn(4, 3)})
-    run(manager, double, 4, times=3)
-    assert manager.stats.hits == 1
+        run(manager, unsafe)
 
 
 def test_views_come_from_every_path() -> None:
@@ -347,34 +239,13 @@ def test_views_come_from_every_path() -> None:
 def test_a_graph_is_captured_and_replayed_by_hand() -> None:
     """For the size that serves the batch; smaller batches go to it padded, and nothing runs in Python."""
     manager = make()
-    entry = manager.capture_graph(3, 1, double, {"x": (3, 3)}, {"y": (3, 3)})
-    assert entry.size == 4
+    with pytest.raises(ReplayError, match=r"no graph serves batch_size=4, seq_len=1; capture_graph\(\) it first"):
+        manager.replay_graph(4, 1, {"x": torch.randn(4, 3)})
+    assert manager.capture_graph(3, 1, double, {"x": (3, 3)}, {"y": (3, 3)}).size == 4
     for rows in (3, 4, 3):  # the first is compared with the function, since the example was zeros
         x = torch.randn(rows, 3)
         assert torch.equal(manager.replay_graph(rows, 1, {"x": x}), x * 2)
     assert (manager.stats.captures, manager.stats.verifications, manager.stats.hits) == (1, 1, 2)
-
-
-def test_a_graph_that_cannot_serve_is_not_captured() -> None:
-    """A batch past the limits has no size to be captured for."""
-    with pytest.raises(ConfigError, match="batch_size=9, seq_len=1 is served by no graph in mode FULL with at most 8"):
-        make().capture_graph(9, 1, double, {"x": (9, 3)})
-
-
-def test_replaying_needs_a_graph() -> None:
-    """The message says how to get one."""
-    with pytest.raises(ReplayError, match=r"no graph serves batch_size=4, seq_len=1; capture_graph\(\) it first"):
-        make().replay_graph(4, 1, {"x": torch.randn(4, 3)})
-
-
-def test_replaying_after_weights_moved_is_refused() -> None:
-    """By hand there is no eager to go to, so it is an error."""
-    manager = make()
-    model = nn.Linear(3, 3).requires_grad_(False)
-    manager.capture_graph(4, 1, lambda x: model(x), {"x": (4, 3)})
-    model.weight.data = torch.randn(3, 3)
-    with pytest.raises(ReplayError, match="no graph serves batch_size=4, seq_len=1"):
-        manager.replay_graph(4, 1, {"x": torch.randn(4, 3)})
 
 
 @pytest.mark.parametrize(
@@ -399,40 +270,154 @@ def test_replaying_refuses_inputs_that_do_not_fit(inputs: dict[str, Any], named:
     assert torch.equal(entry.inputs.views(4)[0], before)
 
 
-def test_reset_forgets_everything() -> None:
-    """Graphs, sightings and counts; the next call begins anew."""
-    manager = make(capture_after=2)
-    run(manager, double, 4, times=4)
-    manager.reset()
-    assert (manager.registry.num_graphs, manager.stats.calls) == (0, 0)
-    run(manager, double, 4)
-    assert manager.stats.reasons == {Reason.FIRST_SIGHTING: 1}
+def test_a_failed_key_is_tried_again_after_16_and_64_misses() -> None:
+    """And then no more, with three failures allowed; another callable under the same key is captured at once."""
+    manager = make(max_failures=3)
+    assert run(manager, unsafe, times=200) == [1, 1 + 16, 1 + 16 + 64]
+    assert not manager.should_capture(4, 1)
+    run(manager, double, times=3)
+    assert (manager.stats.captures, manager.stats.hits) == (1, 1)
 
 
-def test_threads_share_a_manager() -> None:
-    """Every thread gets its own batch's answer."""
-    manager = make()
-    wrong: list[torch.Tensor] = []
+def test_a_key_is_captured_once_its_callable_can_be() -> None:
+    """What fails today may not fail tomorrow: the next try succeeds."""
+    manager, state = make(), {"safe": False}
+    is_safe = torch.tensor(True)
 
-    def serve(seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        for step in range(30):
-            x = torch.randn(1 + step % 8, 3, generator=draw)
-            if not torch.equal(manager.execute_or_capture(len(x), 1, double, {"x": x}), x * 2):
-                wrong.append(x)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if state["safe"] else x + is_safe.item()
 
-    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert manager.stats.calls == 120
-    manager.registry.check_integrity()
+    assert run(manager, step, times=5) == [1]
+    state["safe"] = True
+    assert run(manager, step, times=15) == []
+    assert (manager.stats.captures, manager.stats.hits > 0) == (1, True)
 
 
-def test_repr_is_a_status_line() -> None:
-    """Mode, graphs and what was served."""
-    manager = make()
-    run(manager, double, 4, times=3)
-    assert repr(manager).startswith("<CUDAGraphManager FULL: 1 graphs, <CUDAGraphStats 3 calls, 33.3 % by graphs")
+def test_a_graph_is_captured_from_shapes_or_an_example(registry: CUDAGraphRegistry) -> None:
+    """An example batch tells shapes and dtypes; either way the graph answers for other values as eager does."""
+    entry = registry.capture(4, 1, double, {"x": (4, 3)}, {"y": (4, 3)})
+    x = torch.randn(4, 3)
+    assert torch.equal(entry.replay({"x": x}), x * 2)
+    entry = registry.capture(4, 1, double, inputs={"x": torch.ones(4, 3, dtype=torch.int64)})
+    assert entry.replay({"x": torch.full((4, 3), 5)}).tolist() == [[10] * 3] * 4
+
+
+def test_zeros_have_the_dtypes_given(registry: CUDAGraphRegistry) -> None:
+    """An embedding needs integers; ``dtypes`` says so, and its example is token 0."""
+    table = nn.Embedding(8, 2)
+    seen = Spy()
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        seen.append((ids.dtype, ids.device.type))
+        return table(ids)
+
+    entry = registry.capture(4, 1, embed, {"ids": (4,)}, dtypes={"ids": torch.int64})
+    assert set(seen) == {(torch.int64, "cpu")}
+    ids = torch.tensor([7, 1, 0, 3])
+    assert torch.equal(entry.replay({"ids": ids}), table(ids).detach())
+
+
+def test_outputs_are_checked_by_name_where_they_have_names(registry: CUDAGraphRegistry) -> None:
+    """Of a mapping the names count, not the order."""
+    entry = registry.capture(4, 1, lambda x: {"sum": x.sum(1), "x": x + 0}, {"x": (4, 3)}, {"x": (4, 3), "sum": (4,)})
+    assert entry.replay({"x": torch.ones(4, 3)})["sum"].tolist() == [3.0] * 4
+
+
+def test_keys_are_exact(registry: CUDAGraphRegistry) -> None:
+    """Neither another batch size nor another length finds a graph, and one that was removed is found no more."""
+    entry = registry.capture(4, 16, double, {"x": (4, 3)})
+    assert registry.get(4, 16) is entry
+    assert [registry.get(3, 16), registry.get(5, 16), registry.get(4, 15)] == [None] * 3
+    assert registry.remove(4, 16)
+    assert not registry.remove(4, 16)
+    assert not registry.has(4, 16)
+    with pytest.raises(ReplayError, match="evicted"):
+        entry.replay({"x": torch.ones(4, 3)})
+
+
+def test_dynamic_says_where_the_batch_is(registry: CUDAGraphRegistry) -> None:
+    """The batch may be another dimension, and an input may have none; ``size`` names a partly filled graph."""
+    example = {"x": torch.randn(3, 2), "scale": torch.randn(3)}
+    entry = registry.capture(2, 1, lambda x, scale: x * scale[:, None], inputs=example, dynamic={"x": 1}, size=4)
+    assert (registry.has(2, 1), registry.get(4, 1), entry.size) == (False, entry, 4)
+    x, scale = torch.randn(3, 2), torch.randn(3)
+    assert torch.equal(entry.replay({"x": x, "scale": scale}), x * scale[:, None])
+    with pytest.raises(GuardError, match="1 to 4 rows for this graph, got 5"):
+        entry.replay({"x": torch.ones(3, 5), "scale": scale})
+
+
+def test_a_function_of_one_batch_size_has_no_batch_dimension(registry: CUDAGraphRegistry) -> None:
+    """With ``dynamic={}`` a function that fits one size alone is captured as it is, and takes that size alone."""
+    weights = torch.randn(4, 3)
+    with pytest.raises(CaptureError, match="if it takes one size alone"):
+        registry.capture(4, 1, lambda x: x * weights, {"x": (4, 3)})
+    entry = registry.capture(4, 1, lambda x: x * weights, {"x": (4, 3)}, dynamic={})
+    assert torch.equal(entry.replay({"x": torch.ones(4, 3)}), weights)
+    with pytest.raises(GuardError, match=r"must have shape \(4, 3\)"):
+        entry.replay({"x": torch.ones(3, 3)})
+
+
+def test_capturing_a_key_again_replaces_its_graph(registry: CUDAGraphRegistry) -> None:
+    """The old graph is released, and the new function answers."""
+    old = registry.capture(4, 1, double, {"x": (4, 3)})
+    new = registry.capture(4, 1, lambda x: x * 3, {"x": (4, 3)})
+    assert registry.get(4, 1) is new
+    assert (old.state, registry.num_graphs) == (EntryState.EVICTED, 1)
+    assert torch.equal(new.replay({"x": torch.ones(4, 3)}), torch.full((4, 3), 3.0))
+
+
+def test_clear_releases_all_and_keeps_the_counts(registry: CUDAGraphRegistry) -> None:
+    """Memory goes back, the statistics stay, and the registry goes on."""
+    for size in (4, 2):
+        registry.capture(size, 1, lambda x: (x * 2).cumsum(0).relu(), {"x": (size, 3)})
+    assert registry.memory_bytes > 0
+    registry.clear()
+    assert (registry.num_graphs, registry.memory_bytes, registry.stats.captures) == (0, 0, 2)
+    registry.capture(4, 1, double, {"x": (4, 3)})
+    assert registry.has(4, 1)
+
+
+def test_a_failing_capture_leaves_the_registry_usable(registry: CUDAGraphRegistry) -> None:
+    """It raises with a reason and the cause, or the function's own error; it makes no entry, and touches no other."""
+    kept = registry.capture(4, 1, double, {"x": (4, 3)})
+    with pytest.raises(CaptureError, match=r"no graph for batch_size=4, seq_len=2: .*item") as caught:
+        registry.capture(4, 2, unsafe, {"x": (4, 3)})
+    assert caught.value.reason is Reason.CAPTURE_UNSAFE
+    assert caught.value.__cause__ is not None
+    with pytest.raises(KeyError, match="mine"):
+        registry.capture(4, 2, lambda x: {}["mine"], {"x": (4, 3)})
+    assert (registry.num_graphs, registry.stats.capture_failures) == (1, 1)
+    assert registry.get(4, 1) is kept
+    registry.capture(4, 2, double, {"x": (4, 3)})
+    assert registry.num_graphs == 2
+
+
+def test_the_count_is_limited() -> None:
+    """The least recently used graph makes room, and is counted."""
+    registry = CUDAGraphRegistry(CUDAGraphConfig(options=CUDAGraphOptions(max_cached_graphs=2)))
+    for length in (1, 2):
+        registry.capture(4, length, double, {"x": (4, 3)})
+    registry.get(4, 1).replay({"x": torch.ones(4, 3)})  # type: ignore[union-attr]
+    registry.capture(4, 3, double, {"x": (4, 3)})
+    assert [registry.has(4, length) for length in (1, 2, 3)] == [True, False, True]
+    assert registry.stats.evictions == 1
+    registry.check_integrity()
+
+
+def test_the_bytes_are_limited() -> None:
+    """Graphs over the budget go; one that is over it by itself is refused, and says what it holds."""
+
+    def limited(limit: int | None) -> CUDAGraphRegistry:
+        options = CUDAGraphOptions(memory_budget_bytes=limit)
+        return CUDAGraphRegistry(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=options))
+
+    alone = limited(None)
+    one = alone.capture(4, 1, double, {"x": (4, 3)}).inputs.nbytes
+    held = alone.memory_bytes
+    registry = limited(held + 2 * one)
+    entries = [registry.capture(4, dims, double, {"x": (4, 3) + (1,) * dims}) for dims in range(4)]
+    assert registry.memory_bytes <= held + 2 * one
+    assert [entry.key for entry in entries] == [(4, dims) for dims in range(4)]
+    assert entries[0].state is EntryState.EVICTED
+    with pytest.raises(CaptureError, match=f"holds {held} bytes, for which there is no room in .*={held - 1}"):
+        limited(held - 1).capture(4, 1, double, {"x": (4, 3)})

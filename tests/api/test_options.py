@@ -1,5 +1,6 @@
-"""``CUDAGraphOptions`` is the one home of limits: each front end honours an option, or refuses it."""
+"""``CUDAGraphOptions`` is the one home of limits: each front end honours an option, or refuses it; and the log."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from graphdispatch.engines import (
 )
 from graphdispatch.errors import ConfigError
 
+from ..helpers import AT_ONCE
+
 SET: dict[str, Any] = {
     "capture_after": 3,
     "capture_window": 9,
@@ -28,6 +31,7 @@ SET: dict[str, Any] = {
 }
 """A value for each limit that is none of the defaults."""
 
+
 MAKERS: dict[str, Callable[[CUDAGraphOptions], Any]] = {
     "graphed": lambda options: graphed(double, dynamic={"x": 0}, options=options),
     "CUDAGraphManager": lambda options: CUDAGraphManager(CUDAGraphConfig(options=options)),
@@ -35,6 +39,8 @@ MAKERS: dict[str, Callable[[CUDAGraphOptions], Any]] = {
     "AdaptiveCUDAGraphWrapper": lambda options: AdaptiveCUDAGraphWrapper(double, options=options),
     "StreamDispatcher": lambda options: StreamDispatcher(double, options=options),
 }
+
+
 REFUSED: dict[str, set[str]] = {
     "graphed": set(),
     "CUDAGraphManager": set(),
@@ -78,3 +84,43 @@ def test_there_is_room_for_every_size() -> None:
     assert CUDAGraphConfig().max_cached_graphs == 64
     assert config.max_cached_graphs >= 100
     assert config.replace(options=CUDAGraphOptions(max_cached_graphs=3)).max_cached_graphs == 3
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_replays_are_logged_where_asked_for(caplog: pytest.LogCaptureFixture, enabled: bool) -> None:
+    """By the logger ``graphdispatch``, with the graph and the rows; without the option only the capture is logged."""
+    options = CUDAGraphOptions(debug_log_enable=enabled)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=options.replace(capture_after=1))
+    with torch.no_grad(), caplog.at_level(logging.DEBUG, logger="graphdispatch"):
+        for rows in (3, 4, 3, 4):
+            step(torch.randn(rows, 3))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split()[0] for line in lines] == ["captured"] + ["replaying", "replaying"] * enabled
+    assert not enabled or lines[1].endswith("for 3 rows")
+
+
+def test_captures_evictions_and_new_reasons_are_lines_without_repeats(caplog: pytest.LogCaptureFixture) -> None:
+    """Each names what it is about; a reason that comes again and again is logged once, and ways to a graph never."""
+    layer = torch.nn.Linear(3, 3).eval().requires_grad_(False)
+    step = graphed(layer, dynamic={"input": 0}, sizes=(4, 8), options=CUDAGraphOptions(max_cached_graphs=1))
+    with caplog.at_level(logging.INFO, logger="graphdispatch"):
+        for rows in (3, 3, 3, 9, 9, 9, 7, 7, 9):
+            step(torch.randn(rows, 3))
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split()[0] for line in lines] == ["captured", "eager", "evicted", "captured"]
+    assert lines[0].startswith("captured callable=Linear mode=FULL rows=4 ms=")
+    assert lines[1] == (
+        "eager callable=Linear reason=above_largest_size rows=9: the batch is larger than the largest graph; "
+        "raise max_size to cover it (largest: 8)"
+    )
+    assert lines[2].startswith("evicted tokens=4 cause=count replays=0 freed_bytes=")
+
+
+def test_a_refused_capture_is_logged_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, however often the call comes."""
+    step = graphed(lambda x: x * float(x.sum()), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    with caplog.at_level(logging.INFO, logger="graphdispatch"):
+        for _ in range(40):
+            step(torch.randn(4, 3))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "reason=capture_unsafe rows=4: aten._local_scalar_dense.default reads a value back to the host" in line

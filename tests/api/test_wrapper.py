@@ -1,30 +1,15 @@
-"""``CUDAGraphWrapper``: one callable, one graph for each descriptor, in one mode."""
+"""``CUDAGraphWrapper``: one graph for each descriptor, in one mode; the adaptive one chooses which graphs to keep."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
-from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
-from graphdispatch.errors import ConfigError, StaleOutputError
-
-from ..spy import Spy
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, Reason
+from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
-
-
-class Runs:
-    """Doubles, and counts how often Python ran."""
-
-    def __init__(self) -> None:
-        self.log = Spy()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.log.append(len(x))
-        return x * 2
 
 
 def full(rows: int) -> dict[str, Any]:
@@ -32,70 +17,83 @@ def full(rows: int) -> dict[str, Any]:
     return {"batch_descriptor": BatchDescriptor(rows), "cudagraph_runtime_mode": FULL}
 
 
-def warm(wrapper: CUDAGraphWrapper, rows: int = 4) -> None:
-    """Two calls: the capture and the comparison on another batch."""
-    for _ in range(2):
-        wrapper(torch.randn(rows, 3), **full(rows))
+def double(x: torch.Tensor) -> torch.Tensor:
+    """The runnable of most tests."""
+    return x * 2
 
 
-def test_third_call_replays() -> None:
-    """The first call captures, the second compares, from the third on Python does not run."""
-    log = Spy()
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        print("run", end="", file=Sink(log.append))
-        return x * 2
-
-    wrapper = CUDAGraphWrapper(fn)
-    warm(wrapper)
-    runs = len(log)
-    x = torch.randn(4, 3)
-    assert torch.equal(wrapper(x, **full(4)), x * 2)
-    assert len(log) == runs
-    assert wrapper.get_stats().hits == 1
+def serve(wrapper: CUDAGraphWrapper, *sizes: int) -> None:
+    """Call the wrapper with batches of these sizes, and compare every answer with eager's."""
+    for rows in sizes:
+        x = torch.randn(rows, 3)
+        assert torch.equal(wrapper(x, **full(rows)), x * 2)
+    wrapper.check_integrity()
 
 
-class Sink:
-    """A file that calls a function for each write."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[[int], None]) -> None:
-        self._call = call
-
-    def write(self, text: str) -> None:
-        self._call(len(text))
+def kept(wrapper: CUDAGraphWrapper) -> set[int]:
+    """The sizes that have a graph."""
+    return {descriptor.num_tokens for descriptor in wrapper.get_cached_descriptors()}
 
 
-@pytest.mark.parametrize("how", [{}, {"cudagraph_runtime_mode": FULL}, {"batch_descriptor": BatchDescriptor(4)}])
-def test_no_instructions_pass_through(how: dict[str, Any]) -> None:
-    """Without a mode or without a descriptor the runnable is called and nothing is counted."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2)
-    x = torch.randn(4, 3)
-    assert torch.equal(wrapper(x, **how), x * 2)
-    assert wrapper.get_stats().calls == 0
-
-
-@pytest.mark.parametrize("mode", [NONE, PIECEWISE])
-def test_other_mode_passes_through(mode: CUDAGraphMode) -> None:
-    """A FULL wrapper leaves a step of another mode alone."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2)
-    for _ in range(3):
-        wrapper(torch.randn(4, 3), batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=mode)
+@pytest.mark.parametrize("kind", [CUDAGraphWrapper, AdaptiveCUDAGraphWrapper])
+def test_one_capture_one_comparison_then_hits(kind: type[CUDAGraphWrapper]) -> None:
+    """From the third call on; the graphs go with ``clear_cache``, and the next call captures anew."""
+    wrapper = kind(double, max_cached_graphs=3)
+    serve(wrapper, 4, 4)
+    assert repr(wrapper) == f"<{kind.__name__} FULL function: 1 graphs, 0 hits, 1 misses>"
+    serve(wrapper, 4)
+    stats = wrapper.get_stats()
+    assert (stats.captures, stats.verifications, stats.hits) == (1, 1, 1)
+    wrapper.clear_cache()
     assert wrapper.get_cached_descriptors() == []
+    assert not isinstance(wrapper, AdaptiveCUDAGraphWrapper) or wrapper.get_hot_shapes() == []
+    serve(wrapper, 4)
+    assert stats.captures == 2
 
 
-@pytest.mark.parametrize("mode", [NONE, CUDAGraphMode.FULL_AND_PIECEWISE])
-def test_wrapper_has_a_runtime_mode(mode: CUDAGraphMode) -> None:
-    """A wrapper acts in one runtime mode; others are refused."""
-    with pytest.raises(ConfigError, match="runtime_mode must be PIECEWISE or FULL"):
-        CUDAGraphWrapper(lambda x: x, mode)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"cudagraph_runtime_mode": FULL},
+        {"batch_descriptor": BatchDescriptor(4)},
+        full(4) | {"cudagraph_runtime_mode": NONE},
+        full(4) | {"cudagraph_runtime_mode": PIECEWISE},
+    ],
+)
+def test_other_steps_pass_through(how: dict[str, Any]) -> None:
+    """Without a mode or a descriptor, and in another mode, the runnable is called and nothing is counted."""
+    wrapper = CUDAGraphWrapper(double)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        assert torch.equal(wrapper(x, **how), x * 2)
+    assert (wrapper.get_stats().calls, wrapper.get_cached_descriptors()) == (0, [])
 
 
-def test_runnable_must_be_callable() -> None:
-    """What cannot be called cannot be wrapped."""
-    with pytest.raises(ConfigError, match="runnable must be callable, got 3"):
-        CUDAGraphWrapper(3)  # type: ignore[arg-type]
+def test_what_is_wrapped_is_reached() -> None:
+    """``unwrap`` goes through all wrappers, and attributes that a wrapper has not are looked up on the runnable."""
+    model = nn.Linear(3, 5)
+    wrapper = CUDAGraphWrapper(CUDAGraphWrapper(model, PIECEWISE))
+    assert wrapper.unwrap() is model
+    assert wrapper.out_features == 5
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        wrapper.nothing_like_it  # noqa: B018
+
+
+def test_views_from_the_first_call() -> None:
+    """With ``outputs="view"`` every call gives a handle, the eager ones included."""
+    wrapper = CUDAGraphWrapper(double, options=CUDAGraphOptions(outputs="view"))
+    x = torch.randn(4, 3)
+    assert torch.equal(wrapper(x, **full(4)).get(), x * 2)
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    """Its descriptor is captured anew when it comes."""
+    wrapper = CUDAGraphWrapper(double, max_cached_graphs=2)
+    serve(wrapper, 1, 1, 2, 2, 1, 3, 3)
+    assert (kept(wrapper), wrapper.get_stats().evictions) == ({1, 3}, 1)
+    serve(wrapper, 2)
+    assert 2 in kept(wrapper)
 
 
 def test_nested_wrappers_act_in_their_mode() -> None:
@@ -115,19 +113,6 @@ def test_nested_wrappers_act_in_their_mode() -> None:
     assert whole.get_cached_descriptors() == [BatchDescriptor(4)]
 
 
-def test_unwrap_reaches_the_innermost() -> None:
-    """``unwrap`` goes through all wrappers."""
-    model = nn.Linear(3, 3)
-    assert CUDAGraphWrapper(CUDAGraphWrapper(model, PIECEWISE)).unwrap() is model
-
-
-def test_attributes_are_the_runnables() -> None:
-    """What a wrapper has not itself is looked up on the runnable."""
-    assert CUDAGraphWrapper(nn.Linear(3, 5)).out_features == 5
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        CUDAGraphWrapper(nn.Linear(3, 5)).nothing_like_it  # noqa: B018
-
-
 def test_a_graph_for_each_descriptor() -> None:
     """Descriptors that differ in any field have graphs of their own."""
     wrapper = CUDAGraphWrapper(lambda x: x * 2)
@@ -136,50 +121,6 @@ def test_a_graph_for_each_descriptor() -> None:
         wrapper(torch.randn(4, 3), batch_descriptor=descriptor, cudagraph_runtime_mode=FULL)
     assert wrapper.get_cached_descriptors() == descriptors
     assert wrapper.get_entry(BatchDescriptor(8)) is None
-
-
-def test_eviction_at_capacity() -> None:
-    """The graph that was used least recently makes room, and its descriptor is captured anew when it comes."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2, max_cached_graphs=2)
-    for rows in (1, 2):
-        warm(wrapper, rows)
-    wrapper(torch.randn(1, 3), **full(1))
-    warm(wrapper, 3)
-    assert wrapper.get_cached_descriptors() == [BatchDescriptor(1), BatchDescriptor(3)]
-    assert wrapper.get_stats().evictions == 1
-    x = torch.randn(2, 3)
-    assert torch.equal(wrapper(x, **full(2)), x * 2)
-    wrapper.check_integrity()
-
-
-def test_clear_cache() -> None:
-    """After ``clear_cache`` nothing is kept, and the next call captures."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2)
-    warm(wrapper)
-    wrapper.clear_cache()
-    assert wrapper.get_cached_descriptors() == []
-    warm(wrapper)
-    assert wrapper.get_stats().captures == 2
-
-
-CHANGES: dict[str, Callable[[torch.Tensor], tuple[tuple[Any, ...], dict[str, Any]]]] = {
-    "shape": lambda x: ((x[:2],), {}),
-    "dtype": lambda x: ((x.double(),), {}),
-    "layout": lambda x: ((x.t().contiguous().t(),), {}),
-    "spelling": lambda x: ((), {"x": x}),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changed_arguments_run_eagerly(change: Callable[[torch.Tensor], tuple[Any, Any]]) -> None:
-    """Arguments unlike those of the descriptor's graph are served eagerly, with a reason."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2)
-    warm(wrapper)
-    x = torch.randn(4, 3)
-    args, kwargs = change(x)
-    got = wrapper(*args, **kwargs, **full(4))
-    assert torch.equal(got, (args or (kwargs["x"],))[0] * 2)
-    assert wrapper.get_stats().reasons[Reason.ARGUMENTS_CHANGED] == 1
 
 
 def test_static_inputs_are_the_callers() -> None:
@@ -195,51 +136,126 @@ def test_static_inputs_are_the_callers() -> None:
     assert wrapper.get_stats().hits == 2
 
 
-def test_static_input_address_is_checked() -> None:
-    """A static input at another address is not served by the graph of the old one."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2, options=CUDAGraphOptions(inputs="static"))
-    x = torch.randn(4, 3)
-    wrapper(x, **full(4))
-    other = torch.randn(4, 3)
-    assert torch.equal(wrapper(other, **full(4)), other * 2)
-    assert wrapper.get_stats().reasons[Reason.ARGUMENTS_CHANGED] == 1
+def make(**options: Any) -> AdaptiveCUDAGraphWrapper:
+    """A wrapper around ``double``."""
+    return AdaptiveCUDAGraphWrapper(double, **options)
 
 
-def test_view_outputs_go_stale() -> None:
-    """With ``outputs="view"`` the handle of the last call but one raises."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2, options=CUDAGraphOptions(outputs="view"))
-    warm(wrapper)
-    handles = [wrapper(torch.randn(4, 3), **full(4)) for _ in range(2)]
-    assert not handles[1].is_stale
-    with pytest.raises(StaleOutputError, match="stale"):
-        handles[0].get()
+def test_what_was_hardly_replayed_goes_first() -> None:
+    """A graph below ``min_replays_to_keep`` goes before one above, be it ever so expensive to capture."""
+    wrapper = make(max_cached_graphs=2, min_replays_to_keep=3)
+    serve(wrapper, *[1] * 6, *[2] * 4)
+    costly = wrapper.get_entry(BatchDescriptor(2))
+    assert costly is not None
+    costly.capture_time_ms = 1e9
+    serve(wrapper, *[1] * 2, 3, 3)
+    assert kept(wrapper) == {1, 3}
 
 
-def test_view_outputs_from_the_first_call() -> None:
-    """With ``outputs="view"`` every call gives a handle, the eager ones included."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2, options=CUDAGraphOptions(outputs="view"))
-    x = torch.randn(4, 3)
-    assert torch.equal(wrapper(x, **full(4)).get(), x * 2)
+def test_with_nothing_to_keep_worth_alone_decides() -> None:
+    """With ``min_replays_to_keep=0`` and equal use, what was used least recently goes."""
+    wrapper = make(max_cached_graphs=2, min_replays_to_keep=0)
+    serve(wrapper, 1, 2, 3, 3)
+    assert kept(wrapper) == {2, 3}
 
 
-def test_gradients_run_eagerly() -> None:
-    """A step that must be differentiated runs eagerly, with a reason."""
-    wrapper = CUDAGraphWrapper(nn.Linear(3, 3))
-    assert wrapper(torch.randn(4, 3), **full(4)).requires_grad
-    assert wrapper.get_stats().reasons[Reason.NEEDS_GRADIENTS] == 1
+def test_what_comes_once_displaces_nothing() -> None:
+    """Without room, a descriptor runs eagerly at its first call, with a reason."""
+    wrapper = make(max_cached_graphs=2)
+    serve(wrapper, *[1, 2] * 5, *range(3, 30))
+    assert kept(wrapper) == {1, 2}
+    assert wrapper.get_stats().evictions == 0
+    assert wrapper.get_stats().reasons[Reason.FIRST_SIGHTING] == 27
 
 
-def test_error_of_the_runnable_passes_through() -> None:
-    """An error of the runnable is raised unchanged, and the wrapper stays usable."""
-    wrapper = CUDAGraphWrapper(lambda x: x @ x.new_ones(3))
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        wrapper(torch.randn(4, 2), **full(2))
-    warm(wrapper)
-    assert wrapper.get_cached_descriptors() == [BatchDescriptor(4)]
+def test_a_cycle_does_not_thrash() -> None:
+    """Of more descriptors in turn than there is room for, some keep their graphs for good."""
+    wrapper = make(max_cached_graphs=3)
+    serve(wrapper, *[1, 2, 3, 4, 5] * 10)
+    stats = wrapper.get_stats()
+    assert (stats.captures, stats.evictions) == (3, 0)
+    assert stats.hits == 3 * (10 - 2)
 
 
-def test_repr_is_a_status_line() -> None:
-    """``repr`` tells the mode, the graphs and the counts."""
-    wrapper = CUDAGraphWrapper(nn.ReLU())
-    warm(wrapper)
-    assert repr(wrapper) == "<CUDAGraphWrapper FULL ReLU: 1 graphs, 0 hits, 1 misses>"
+def test_new_habits_displace_old_ones() -> None:
+    """Descriptors that come from now on get the room of those that do not."""
+    wrapper = make(max_cached_graphs=2)
+    serve(wrapper, *[1, 2] * 10, *[7, 8] * 5)
+    assert kept(wrapper) == {7, 8}
+
+
+def test_bytes_are_limited() -> None:
+    """Static inputs and outputs count, and what is out of use goes for them."""
+    wrapper = make(options=CUDAGraphOptions(memory_budget_bytes=10_000), min_replays_to_keep=0)
+    for width in (100, 100, 400, 400, 100, 1000):
+        x = torch.randn(1, width)
+        for _ in range(3):
+            served = wrapper(x, batch_descriptor=BatchDescriptor(1, width), cudagraph_runtime_mode=FULL)
+            assert torch.equal(served, x * 2)
+        wrapper.check_integrity()
+    assert BatchDescriptor(1, 1000) in wrapper.get_cached_descriptors()
+    assert wrapper.get_stats().evictions > 0
+
+
+def test_hot_shapes_are_counted_with_and_without_a_graph() -> None:
+    """Every call of a descriptor counts, also those of graphs that were evicted since."""
+    wrapper = make(max_cached_graphs=1)
+    serve(wrapper, *[4] * 7, *[2] * 9, 1)
+    assert kept(wrapper) == {2}
+    assert wrapper.get_hot_shapes() == [(BatchDescriptor(2), 9), (BatchDescriptor(4), 7), (BatchDescriptor(1), 1)]
+    assert wrapper.get_hot_shapes(top_k=1) == [(BatchDescriptor(2), 9)]
+
+
+def test_prewarm_captures_before_the_first_call() -> None:
+    """Each shape has its graph, largest first, compared with a second batch; the first real batch is served."""
+    wrapper = make()
+    shapes = [BatchDescriptor(2), 4, BatchDescriptor(3, 3)]
+    done = wrapper.prewarm(shapes, lambda descriptor: torch.zeros(descriptor.num_tokens, 3))
+    assert done == [BatchDescriptor(4), BatchDescriptor(3, 3), BatchDescriptor(2)]
+    assert wrapper.get_cached_descriptors() == done
+    assert (wrapper.get_stats().captures, wrapper.get_stats().calls, wrapper.get_hot_shapes()) == (3, 0, [])
+    serve(wrapper, 4, 4, 2, 2)
+    assert (wrapper.get_stats().captures, wrapper.get_stats().hits) == (3, 4)
+    assert wrapper.prewarm([4], lambda descriptor: pytest.fail("it has its graph")) == [BatchDescriptor(4)]
+
+
+A, B = torch.zeros(4), torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("dummy", "args", "kwargs"),
+    [((A, B), (A, B), {}), ({"x": A, "y": B}, (), {"x": A, "y": B}), (((A,), {"y": B}), (A,), {"y": B})],
+    ids=["positional", "keyword", "both"],
+)
+def test_prewarm_takes_arguments_in_each_spelling(dummy: Any, args: Any, kwargs: Any) -> None:
+    """A tuple, a mapping, or both; a call of the same spelling finds the graph."""
+    wrapper = AdaptiveCUDAGraphWrapper(lambda x, y: x - y)
+    assert wrapper.prewarm([4], lambda descriptor: dummy) == [BatchDescriptor(4)]
+    out = wrapper(*args, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, **kwargs)
+    assert torch.equal(out, A - B)
+    assert wrapper.get_stats().captures == 1
+
+
+def test_prewarm_leaves_no_effect() -> None:
+    """What the dummy runs write is put back; a shape that cannot be captured stays eager."""
+    state = torch.zeros(1)
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        state.add_(1)
+        return x + (state.item() if len(x) == 3 else state)
+
+    wrapper = AdaptiveCUDAGraphWrapper(count)
+    done = wrapper.prewarm([2, 3, 4], lambda descriptor: torch.zeros(descriptor.num_tokens))
+    assert state.item() == 0
+    assert done == wrapper.get_cached_descriptors() == [BatchDescriptor(4), BatchDescriptor(2)]
+
+
+def test_a_budget_is_shared() -> None:
+    """Two wrappers with room for one graph together take turns."""
+    budget = MemoryBudget(max_cached_graphs=1)
+    first, second = make(options=CUDAGraphOptions(budget=budget)), make(options=CUDAGraphOptions(budget=budget))
+    for _ in range(2):
+        for wrapper in (first, second):
+            serve(wrapper, *[4] * 4)
+    assert budget.num_graphs == 1
+    assert kept(second) == {4}

@@ -54,28 +54,21 @@ def after(clock: Clock, *tokens: int, **options: Any) -> Prewarmer:
     return prewarmer
 
 
-def test_a_repeated_size_is_forecast_to_repeat() -> None:
-    """After many equal steps the padded size is nearly certain."""
-    size, chance = observed(*[7] * 200).forecast()[0]
-    assert size == 8
-    assert chance > 0.97
-
-
-def test_what_followed_a_size_is_forecast_to_follow_it() -> None:
-    """In a cycle of three sizes the next one is forecast, not the most frequent."""
-    size, chance = observed(*[8, 64, 1] * 50, 8).forecast()[0]
-    assert size == 64
-    assert chance > 0.8
-
-
-def test_after_a_rare_size_the_most_frequent_is_forecast() -> None:
-    """Where nothing is known of what follows."""
-    assert observed(*[8, 8, 8, 16] * 20, 40).forecast()[0][0] == 8
-
-
-def test_old_habits_fade() -> None:
-    """A thousand old observations weigh less than a hundred recent ones in a memory of fifty."""
-    assert observed(*[8] * 1000, *[8, 64] * 100, 8, memory=50).forecast()[0][0] == 64
+@pytest.mark.parametrize(
+    ("seen", "memory", "expected", "least"),
+    [
+        ([7] * 200, 2000, 8, 0.97),
+        ([8, 64, 1] * 50 + [8], 2000, 64, 0.8),
+        ([8, 8, 8, 16] * 20 + [40], 2000, 8, 0.0),
+        ([8] * 1000 + [8, 64] * 100 + [8], 50, 64, 0.0),
+    ],
+    ids=["what repeats", "what followed", "the most frequent after a rare one", "new habits"],
+)
+def test_the_likeliest_size(seen: list[int], memory: int, expected: int, least: float) -> None:
+    """It comes first, padded, with its chance; old observations fade in a short memory."""
+    size, chance = observed(*seen, memory=memory).forecast()[0]
+    assert size == expected
+    assert chance > least
 
 
 def test_forecasts_are_probabilities_that_grow_with_the_horizon() -> None:
@@ -120,22 +113,14 @@ def test_captures_stay_within_the_budget() -> None:
     assert sum(prewarmer.capture_one(target) is not None for _ in range(9)) == 9
 
 
-def test_the_time_of_a_capture_is_learnt() -> None:
-    """From those that were made, each a quarter."""
-    clock = Clock()
-    prewarmer = after(clock, 8, 16)
-    clock.now += 1.0
-    prewarmer.capture_one(Target(clock))
-    assert prewarmer.capture_ms == pytest.approx(87.5)
-
-
 def test_a_size_that_cannot_be_captured_is_passed_over() -> None:
-    """It costs its time, and the next likely one is captured."""
+    """It costs its time, of which a quarter is learnt, and the next likely one is captured."""
     clock = Clock()
     prewarmer, target = after(clock, *[16, 8, 16, 16] * 10), Target(clock, largest=8)
     clock.now += 1.0
     assert prewarmer.capture_one(target) == 8
     assert prewarmer.spent_ms == pytest.approx(100)
+    assert prewarmer.capture_ms == pytest.approx(50 + 50 * 0.75**2)
 
 
 @pytest.mark.parametrize("options", [{"budget": -0.1}, {"least": float("nan")}, {"allowance_ms": -1.0}])

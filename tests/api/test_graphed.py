@@ -1,0 +1,529 @@
+"""``gd.graphed()``: its options, the calls that no graph serves and what is said of them, and which kinds stay."""
+
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphdispatch as gd
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, OutputView, Pad, Reason
+from graphdispatch.engines import BatchDescriptor, DispatchKey
+from graphdispatch.errors import ConfigError, FallbackError
+
+from ..doubled import batch, make, reason
+from ..helpers import AT_ONCE
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:
+    """Ignores its second argument."""
+    return x * 2
+
+
+def test_a_cycle_over_more_kinds_than_the_limit_gets_graphs() -> None:
+    """As a number of steps would be that counts up to more: what makes way is not what comes next."""
+    step = make(takes_two, max_signatures=4, capture_after=2)
+    for _ in range(12):
+        for number in range(6):
+            step(batch(4), number)
+    assert 2 <= len(step.entries) <= 4
+
+
+def test_kinds_seen_once_make_way() -> None:
+    """However many kinds of calls came once, a kind that comes again is captured, and one that is served stays."""
+    step = make(max_signatures=4, capture_after=2)
+    for _ in range(4):
+        step(batch(4))
+    for columns in range(10, 40):
+        x = torch.randn(4, columns)
+        assert torch.equal(step(x), x * 2)
+    assert len(step._graphs.groups) == 4
+    assert [reason(step, torch.randn(4, 50)) for _ in range(4)][1:] == [
+        Reason.CAPTURED_NOW,
+        Reason.VERIFIED_NOW,
+        Reason.EXACT,
+    ]
+    assert reason(step, batch(4)) is Reason.EXACT
+    assert step.memory_bytes == step.memory_report().total
+    step.check_integrity()
+
+
+def test_spellings_go_with_their_last_kind() -> None:
+    """Each that is left leads to kinds that are there, whichever went."""
+    step = make(takes_two, max_signatures=3, capture_after=2)
+    for columns in range(1, 40):
+        x = torch.ones(4, columns)
+        for args, kwargs in ([(x, 1), {}], [(x,), {"y": 1}], [(), {"x": x, "y": 1}])[columns % 3 :]:
+            assert torch.equal(step(*args, **kwargs), x * 2)
+            spellings = step._decode.spellings.values()
+            assert {group for spelling in spellings for group in spelling.groups} == set(step._graphs.groups.values())
+            assert all(spelling.latest[0] in spelling.groups for spelling in spellings)
+
+
+def test_the_only_kind_makes_way() -> None:
+    """Its spelling begins anew with the next one."""
+    step = make(max_signatures=1, capture_after=2)
+    step(batch(4))
+    assert [reason(step, torch.randn(4, 5)) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
+
+
+def test_all_that_has_graphs_stays() -> None:
+    """A call too many says what to do, and so does one where captures failed; ``clear`` lets others come."""
+    step = make(max_signatures=1)
+    step(batch(4))
+    assert reason(step, torch.randn(4, 5)) is Reason.TOO_MANY_SIGNATURES
+    assert reason(step, batch(4)) is Reason.VERIFIED_NOW
+    assert "1 other kinds of argument lists have graphs" in step.explain(torch.randn(4, 5))
+    assert "raise max_signatures, or clear() them" in step.explain(torch.randn(4, 5))
+    step.clear()
+    assert reason(step, torch.randn(4, 5)) is Reason.CAPTURED_NOW
+    failing = make(lambda x: x * x.sum().item(), max_signatures=1)
+    for columns in (3, 4, 5):
+        failing(torch.randn(4, columns))
+    assert (failing.last_decision.reason, failing.stats.capture_failures) == (Reason.TOO_MANY_SIGNATURES, 1)
+
+
+def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
+    """It is the graphs that are there which count."""
+    budget = MemoryBudget(max_cached_graphs=1)
+    step, other = (make(max_signatures=1, budget=budget) for _ in range(2))
+    step(batch(4))
+    (group,) = step._graphs.groups.values()
+    gone = weakref.ref(group.inputs)
+    del group
+    other(batch(4))
+    assert reason(step, torch.randn(4, 5)) is Reason.CAPTURED_NOW
+    gc.collect()
+    assert (len(step._graphs.groups), gone()) == (1, None)
+
+
+def test_threads_that_read_while_kinds_make_way() -> None:
+    """Each gets its own answer, whichever kinds are dropped meanwhile."""
+    step = make(max_signatures=2, capture_after=2)
+    right: list[bool] = []
+
+    @torch.no_grad()
+    def work(seed: int) -> None:
+        for i in range(150):
+            x = torch.full((4, 1 + (i * seed) % 7), float(i))
+            right.append(torch.equal(step(x), x * 2))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 450
+    assert len(step._graphs.groups) == 2
+
+
+def test_a_call_that_the_rules_do_not_fit_is_odd_once_one_has_fitted() -> None:
+    """In the middle of serving it runs eagerly and says why; the rest is served as before."""
+    step = make(lambda x, **more: x * 2 + sum(more.values()), dynamic={"x": 0, "y": 0}, sizes=(4,))
+    with pytest.raises(ConfigError, match="the tensor has no dimensions; leave it out"):
+        step(batch(4), y=torch.tensor(1.0))
+    y = torch.ones(4, 1)
+    assert [reason(step, batch(4), y=y) for _ in range(2)] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW]
+    assert reason(step, batch(4), y=torch.tensor(1.0)) is Reason.ARGUMENTS_CHANGED
+    assert "dynamic['y'] = 0, but the tensor has no dimensions" in step.explain(batch(4), y=torch.tensor(1.0))
+    assert torch.equal(step(x := batch(4), y=torch.tensor(1.0)), x * 2 + 1)
+    assert reason(step, batch(4), y=y) is Reason.EXACT
+
+
+@dataclass
+class Batch:
+    """What graphs cannot look into."""
+
+    ids: torch.Tensor
+
+
+def test_an_object_is_named_by_its_type() -> None:
+    """As an argument, and as an output that no graph can make, in one line without values, with what opens it."""
+    said = make(lambda b: b * 2, dynamic={"b": 0}).explain(batch(4).numpy())
+    assert said.endswith("argument 'b' is a numpy.ndarray (torch.from_numpy makes a tensor of it)")
+    step = make(lambda b: b.ids * 2, dynamic={})
+    assert reason(step, Batch(batch(4))) is Reason.NO_TENSORS
+    opened = r"a .*\.Batch \(torch\.utils\._pytree\.register_dataclass\(Batch\) lets graphs see its fields\)"
+    said = step.explain(Batch(batch(4)))
+    assert re.fullmatch(rf"eager: no argument is a tensor; argument 'b' is {opened}", said)
+    step = make(lambda x, b: x * 2)
+    assert reason(step, batch(4), Batch(batch(4))) is Reason.UNGUARDED_ARGUMENT
+    assert re.search(rf"argument 'b' is {opened}, whose change", step.explain(batch(4), Batch(batch(4))))
+    step = make(lambda x: (Batch(x * 2),) * 2)
+    assert reason(step, batch(4)) is Reason.OUTPUT_UNSUPPORTED
+    said = step.explain(batch(4))
+    assert re.search(rf"an output that is no tensor is {opened} in eager and another one in the graph", said)
+    assert "tensor(" not in said
+    assert "\n" not in said
+
+
+def test_an_argument_may_have_any_name() -> None:
+    """Also that of the first parameter of a method."""
+    step = make(lambda self, fn: self + fn, dynamic={"self": 0, "fn": 0})
+    for _ in range(4):
+        x = batch(4)
+        assert torch.equal(step(self=x, fn=x), x + x)
+    assert step.stats.hits
+    assert "graph" in step.explain(self=x, fn=x)
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_capture_after(after: int) -> None:
+    """A size is captured at its ``capture_after``-th sighting; other sizes count for themselves."""
+    step = make(capture_after=after)
+    seen = [reason(step, batch(4)) for _ in range(after)]
+    assert seen == [Reason.FIRST_SIGHTING] * (after - 1) + [Reason.CAPTURED_NOW]
+    assert reason(step, batch(2)) is (Reason.CAPTURED_NOW if after == 1 else Reason.FIRST_SIGHTING)
+
+
+def test_strict_raises_instead_of_eager() -> None:
+    """With ``strict`` a step that no graph can ever serve raises before it runs; those on the way to one do not."""
+    step = make(strict=True)
+    assert reason(step, batch(4)) is Reason.CAPTURED_NOW
+    with pytest.raises(FallbackError, match="larger than the largest graph") as caught:
+        step(batch(5))
+    assert caught.value.reason is Reason.ABOVE_LARGEST_SIZE
+    assert reason(step, batch(4)) is Reason.VERIFIED_NOW
+
+
+@pytest.mark.parametrize(
+    ("pad", "expected"),
+    [(None, 0.0), ("zero", 0.0), (7.0, 7.0), ("repeat_last", 2.0), (Pad.value(3), 3.0), (lambda p, r: p.fill_(5), 5.0)],
+)
+def test_pad_rule_reaches_the_padding(pad: Any, expected: float) -> None:
+    """The padding row that a model sees holds what the rule says."""
+    seen = torch.zeros(4, 3)
+    options = CUDAGraphOptions(padding_writes="allow")
+    rules = {} if pad is None else {"pad": {"x": pad}}
+    step = make(lambda x: seen[: x.shape[0]].copy_(x) * 1, sizes=(4,), options=options, **rules)
+    step.prewarm(batch(3))
+    step(batch(3))  # the first padded batch with rows that differ is compared with eager, and its writes are eager's
+    step(torch.full((3, 3), 2.0))
+    assert torch.equal(seen[3], torch.full((3,), expected))
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls in Python, as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = True
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
+        return x * 2
+
+
+def test_what_rebinds_its_state_is_not_captured_in_vain_at_each_call() -> None:
+    """It is tried at once again, after 16, 64, ... sightings, and captured when it no longer does."""
+    model = Counting().eval()
+    step = make(model, sizes=(4,), capture_after=1, options=CUDAGraphOptions(max_failures=1))
+    for number in range(100):
+        x = batch(4)
+        assert torch.equal(step(x), x * 2)
+        assert step.last_decision.reason is Reason.STATE_REBOUND
+        assert model.calls == number + 1
+    assert step.stats.capture_failures == 4
+    model.counts = False
+    for _ in range(260):
+        step(batch(4))
+    assert step.last_decision.reason is Reason.EXACT
+    assert step.stats.captures == 1
+
+
+def test_what_is_made_in_the_first_call_alone_is_captured_at_the_second() -> None:
+    """A table that ``forward`` makes when it is first called."""
+
+    class Lazy(torch.nn.Module):
+        table = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.table is None:
+                self.table = torch.ones(3)
+            return x + self.table
+
+    step = make(Lazy().eval(), sizes=(4,), capture_after=1)
+    reasons = [reason(step, batch(4)) for _ in range(4)]
+    assert reasons == [Reason.STATE_REBOUND, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+
+
+def test_unguarded_weights_are_captured_anew_after_clear() -> None:
+    """With ``guard_weights=False`` the caller says when they move; what is captured then is guarded from then on."""
+    layer = torch.nn.Linear(3, 3).eval()
+    step = make(layer, dynamic={"input": 0}, sizes=(4,), options=CUDAGraphOptions(guard_weights=False))
+    for _ in range(4):
+        step(batch(4))
+    layer.weight = torch.nn.Parameter(torch.randn(3, 3), requires_grad=False)
+    step.clear()
+    for _ in range(4):
+        x = batch(4)
+        assert torch.equal(step(x), layer(x))
+    assert step.last_decision.reason is Reason.EXACT
+
+
+@pytest.mark.parametrize("mode", ["NONE", "none", 0])
+def test_mode_none(mode: Any) -> None:
+    """In mode NONE everything is eager, with that reason."""
+    assert reason(make(mode=mode), batch(4)) is Reason.DISABLED
+
+
+def test_explain_tells_what_would_happen() -> None:
+    """``explain`` has a line for each stage of a size, and neither runs nor counts anything."""
+    step = make(capture_after=2, sizes=(4,))
+    lines = []
+    for _ in range(4):
+        lines.append(step.explain(batch(3)))
+        step(batch(3))
+    assert lines == [
+        "eager, 3 rows: this size was seen for the first time; it is captured when it comes again",
+        "eager, 3 rows: this call captured the graph; its result comes from eager",
+        "eager, 3 rows: this call compared the graph with eager; its result comes from eager",
+        "FULL graph, 3 -> 4 rows, 25.0 % padding",
+    ]
+    assert step.stats.calls == 4
+
+
+def test_prewarm_leaves_no_effect() -> None:
+    """It leaves state, generator and arguments as they were, and captures the sizes that are named, or all."""
+    total = torch.full((3,), 8.0)
+    step = make(lambda x: nn.functional.dropout(x.add_(1), 0.5) + total.mul_(0.5), sizes=(1, 2, 4))
+    x = batch(3)
+    kept, generator = x.clone(), torch.get_rng_state()
+    for sizes in ((2,), (1, 2, 4)):
+        step.prewarm(x, sizes=sizes if len(sizes) == 1 else None)
+        assert torch.equal(total, torch.full((3,), 8.0))
+        assert torch.equal(x, kept)
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert [entry.size for entry in step.entries] == [*sizes]
+
+
+def test_prewarm_finds_mixed_rows() -> None:
+    """``prewarm`` compares padded with unpadded, so that a model that mixes rows gets no graph that pads."""
+    step = make(lambda x: x - x.mean(0), sizes=(4,))
+    step.prewarm(batch(3))
+    x = batch(3)
+    assert torch.equal(step(x), x - x.mean(0))
+    assert step.entries == []
+
+
+def test_failure_is_per_size() -> None:
+    """A size that cannot be captured leaves the others alone, and so does a call that the callable does not accept."""
+    step = make(lambda x: x * (x.sum().item() if x.shape[0] == 4 else 2.0))
+    assert reason(step, batch(4)) is Reason.CAPTURE_UNSAFE
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        step(batch(4), scale=2)
+    assert reason(step, batch(2)) is Reason.CAPTURED_NOW
+
+
+def test_clear_keeps_the_statistics() -> None:
+    """``clear`` releases graphs; calls capture anew."""
+    step = make()
+    step.prewarm(batch(1))
+    step.clear()
+    assert (step.entries, step.stats.captures) == ([], 2)
+    assert reason(step, batch(4)) is Reason.CAPTURED_NOW
+
+
+@pytest.mark.parametrize(("dim", "x"), [(2, torch.ones(4, 3)), (-3, torch.ones(4, 3)), (0, torch.tensor(1.0))])
+def test_dimension_out_of_range(dim: int, x: torch.Tensor) -> None:
+    """A dimension that the tensor has not is an error at the call, and a call that has it is served afterwards."""
+    step = make(dynamic={"x": dim})
+    with pytest.raises(ConfigError, match=r"dynamic\['x'\] = .*(out of range|no dimensions)"):
+        step(x)
+    assert reason(step, torch.randn(4, 4, 4)) is Reason.CAPTURED_NOW
+
+
+def test_outputs_are_those_of_the_options() -> None:
+    """Unless they are given; then those are."""
+    x = batch(4)
+    assert isinstance(make(options=CUDAGraphOptions(outputs="view"))(x), OutputView)
+    assert isinstance(make(options=CUDAGraphOptions(verify=False), outputs="view")(x), OutputView)
+    assert isinstance(make(options=CUDAGraphOptions(outputs="view"), outputs="view")(x), OutputView)
+    assert isinstance(make()(x), torch.Tensor)
+
+
+def test_rows_disagree_is_eager() -> None:
+    """Arguments with different numbers of rows are named in the explanation."""
+    step = make(lambda x, y: x * y, dynamic={"x": 0, "y": 0})
+    assert reason(step, batch(4), batch(1)) is Reason.ROWS_DISAGREE
+    assert "{'x': 4, 'y': 1}" in step.explain(batch(4), batch(1))
+
+
+def test_attributes_are_set_on_the_callable() -> None:
+    """An attribute that only the served callable had would change nothing, so it cannot be set."""
+    step = gd.graphed(torch.nn.Dropout(0.5).eval(), dynamic={"input": 0})
+    with pytest.raises(AttributeError, match="no attribute 'p'"):
+        step.p = 0.1
+    assert step.p == 0.5
+
+
+@pytest.mark.parametrize("dynamic", [{"inputs": 0}, {"inputs[0]": 0, "inputs[1]": 0}], ids=["all", "one by one"])
+def test_variadic_arguments_are_named_after_their_parameter(dynamic: dict[str, int]) -> None:
+    """``*inputs`` is one name for all of them, and each has its own."""
+
+    def add(*inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[0] + 2 * inputs[1]
+
+    step = gd.graphed(add, dynamic=dynamic, sizes=(4,), options=AT_ONCE)
+    with torch.no_grad():
+        for rows in (4, 3, 4, 3):
+            a, b = torch.randn(rows, 2), torch.randn(rows, 2)
+            assert torch.equal(step(a, b), a + 2 * b)
+    assert step.stats.hits == 2
+
+
+NO_ROWS = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
+OF_FOUR = gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE)
+NO_ARGUMENTS: dict[str, Callable[[Callable[[], Any]], tuple[Any, Callable[[Any], Any]]]] = {
+    "graphed": lambda fn: (gd.graphed(fn, dynamic={}, options=AT_ONCE), lambda step: step()),
+    "wrapper": lambda fn: (gd.CUDAGraphWrapper(fn), lambda wrapper: wrapper(**NO_ROWS)),
+    "engine's wrapper": lambda fn: (
+        gd.CUDAGraphWrapper(fn, options=CUDAGraphOptions(inputs="static", outputs="static")),
+        lambda wrapper: wrapper(**NO_ROWS),
+    ),
+    "manager": lambda fn: (gd.CUDAGraphManager(OF_FOUR), lambda one: one.execute_or_capture(4, 1, fn, {})),
+    "streams": lambda fn: (gd.StreamDispatcher(fn, 1), lambda streams: streams.dispatch(DispatchKey(4, 4))),
+}
+"""Each front end around a callable without arguments, and a call of it."""
+
+
+@pytest.mark.parametrize("front_end", NO_ARGUMENTS)
+def test_buffers_are_read_and_written_once_a_call(front_end: str) -> None:
+    """Each call reads what the buffers hold now, writes them once, and is served by a graph from the third on."""
+    ids, logits, count, layer = torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(1), nn.Linear(3, 3).eval()
+
+    def forward() -> torch.Tensor:
+        count.add_(1)
+        return logits.copy_(layer(ids) + count) * 2
+
+    front, call = NO_ARGUMENTS[front_end](forward)
+    if front_end == "streams":
+        front.capture(DispatchKey(4, 4))
+    for steps in range(1, 7):
+        ids.copy_(torch.randn(4, 3))
+        answer = call(front)
+        assert count.item() == steps
+        assert torch.equal(logits, layer(ids) + steps)
+        assert torch.equal(answer, logits * 2)
+    stats = front.get_stats() if hasattr(front, "get_stats") else front.stats
+    assert (stats.graph if front_end == "streams" else stats.hits) >= 4
+
+
+def test_constants_select_the_graph() -> None:
+    """``forward_fn(mode)``: each constant has a graph of its own."""
+    held = torch.ones(4, 3)
+    step = gd.graphed(lambda mode: held * (2 if mode == "two" else 3), dynamic={}, options=AT_ONCE)
+    for number in range(8):
+        held.add_(1)
+        mode = "two" if number % 2 else "three"
+        assert torch.equal(step(mode), held * (2 if number % 2 else 3))
+    assert step.stats.hits == 4
+    assert len(step.entries) == 2
+
+
+def test_nothing_to_read_is_refused() -> None:
+    """A callable with no tensor among its arguments and in its reach has no device to be captured for."""
+    step = gd.graphed(lambda n: n + 1, dynamic={}, options=AT_ONCE)
+    assert [step(3), step(3)] == [4, 4]
+    assert step.stats.reasons == {Reason.NO_TENSORS: 2}
+    padded = gd.graphed(torch.nn.Linear(3, 3), dynamic={"input": 0})
+    assert "no argument is a tensor" in padded.explain()
+
+
+def sine(**options: Any) -> Any:
+    """A served sine."""
+    step = make(lambda x: x.sin(), sizes=(4,), **options)
+    for _ in range(3):
+        step(batch(4))
+    assert step.stats.hits == 1
+    return step
+
+
+class Tripled(TorchDispatchMode):
+    """Triples each sine."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 3 if func is torch.ops.aten.sin.default else result
+
+
+class Calls(nn.Module):
+    """Calls the served method of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.step = make(self.layer.forward, dynamic={"input": 0}, sizes=(4,))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """By the step."""
+        return self.step(x)
+
+
+def test_transforms_over_a_served_callable() -> None:
+    """``torch.vmap`` over its arguments and over the weights behind it give eager's answers."""
+    x = torch.randn(5, 4, 3)
+    assert torch.equal(torch.vmap(sine())(x), x.sin())
+    model, x = Calls(), batch(4)
+    for _ in range(3):
+        model(x)
+    weights = {name: torch.stack([value.detach(), value.detach() * 2]) for name, value in model.named_parameters()}
+    both = torch.vmap(lambda given: torch.func.functional_call(model, given, (x,)))(weights)
+    assert torch.allclose(both[0], nn.functional.linear(x, model.layer.weight, model.layer.bias))
+    assert torch.allclose(both[1], 2 * both[0])
+
+
+def test_a_mode_sees_the_operators() -> None:
+    """No graph serves a call within it, which has eager's answer; after it graphs serve again."""
+    step, fresh, x = sine(), make(lambda x: x.sin(), sizes=(4,)), batch(4)
+    with Tripled():
+        for each in (step, fresh, step, fresh):
+            within = each(x)
+            assert torch.equal(within, x.sin())
+        assert step.last_decision.reason is Reason.MODE_ACTIVE
+        assert fresh.stats.hits == 0
+    assert torch.allclose(within, 3 * x.sin())
+    for each in (step, fresh, fresh, fresh):
+        assert torch.equal(each(x), x.sin())
+    assert step.stats.hits == 2
+
+
+@pytest.mark.parametrize("around", [nullcontext(), torch.device("cpu")], ids=["none", "cpu"])
+def test_another_default_device_is_another_call(around: Any) -> None:
+    """What the callable makes lies on that device; a graph of the same device serves."""
+    step = make(lambda x: (x + 1, torch.ones(2)), sizes=(4,))
+    with around:
+        for _ in range(4):
+            step(batch(4))
+    assert step.stats.hits == 2
+    x = batch(4)
+    with torch.device("meta"):
+        assert step(x)[1].device.type == "meta"
+    assert step(x)[1].device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("step", [sine, lambda: make(lambda x: x.sin(), sizes=(4,))], ids=["served", "fresh"])
+def test_a_trace_holds_the_operators(step: Callable[[], Any]) -> None:
+    """``torch.jit.trace`` around a served call bakes no answer in; a capture that would begin within it waits."""
+    traced_step = step()
+    captures = traced_step.stats.captures
+    traced = torch.jit.trace(lambda x: traced_step(x) + x, (batch(4),), check_trace=False)
+    x = batch(4)
+    assert torch.equal(traced(x), x.sin() + x)
+    assert traced_step.stats.captures == captures

@@ -1,0 +1,264 @@
+"""``invalidate``, ``sleep``, ``wake`` and ``freeze``, behind each front end that has them."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import graphdispatch as gd
+from graphdispatch import CUDAGraphMode, Reason
+from graphdispatch.capture.attempt import CaptureAttempt
+from graphdispatch.engines import BatchDescriptor
+from graphdispatch.stats import EvictionReason
+
+from ..doubled import double, make, reason
+from ..helpers import AT_ONCE
+
+SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Model(torch.nn.Linear):
+    """Keeps packed weights where no guard looks, as kernels do, beside those that are guarded."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        object.__setattr__(self, "store", {"deep": {"factor": 2.0}})
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.store["deep"]["factor"]
+
+
+class Served:
+    """One module behind a front end, with a graph that serves; ``ahead`` is everything that captures on purpose."""
+
+    def __init__(self, kind: str) -> None:
+        self.model = model = Model().eval()
+        front: Any
+        x = torch.randn(SIZE, 3)
+        self.serve: Callable[[torch.Tensor], Any]
+        self.ahead: list[Callable[[], Any]]
+        if kind == "graphed":
+            self.serve = front = gd.graphed(model, dynamic={"input": 0}, sizes=(SIZE,), options=AT_ONCE)
+            self.ahead = [lambda: front.prewarm(x), lambda: front.estimate_memory(x)]
+        elif kind == "manager":
+            front = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, options=AT_ONCE))
+            self.serve = lambda x: front.execute_or_capture(SIZE, 1, model, {"input": x})
+            captures = (front.capture_graph, front.registry.capture)
+            self.ahead = [lambda one=one: one(SIZE, 1, model, inputs={"input": x}) for one in captures]
+        else:
+            front = (gd.CUDAGraphWrapper if kind == "wrapper" else gd.AdaptiveCUDAGraphWrapper)(model)
+            how = {"batch_descriptor": BatchDescriptor(SIZE), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
+            self.serve = lambda x: front(x, **how)
+            self.ahead = [lambda: front.prewarm([SIZE], lambda _: x)] if kind == "adaptive" else []
+        self.front = front
+        self.settle()
+
+    def __call__(self) -> None:
+        x = torch.randn(SIZE, 3)
+        assert torch.equal(self.serve(x), self.model(x))
+
+    @property
+    def stats(self) -> gd.CUDAGraphStats:
+        return self.front.get_stats() if hasattr(self.front, "get_stats") else self.front.stats
+
+    @property
+    def graphs(self) -> int:
+        return len(self.front._graphs.cache)
+
+    def settle(self) -> None:
+        before = self.stats.hits
+        for _ in range(3):
+            self()
+        assert (self.graphs, self.stats.hits > before) == (1, True)
+
+
+@pytest.fixture(params=["graphed", "wrapper", "adaptive", "manager"])
+def served(request: pytest.FixtureRequest) -> Served:
+    """Each front end in turn."""
+    return Served(request.param)
+
+
+def test_nothing_is_captured_asleep(served: Served) -> None:
+    """Nothing is held: captures on purpose are refused, and calls run eagerly; awake, all is captured anew."""
+    assert served.front.memory_report().total > 0
+    served.front.sleep("first")
+    served.front.sleep("second")  # harmless, and one wake is enough
+    served.front.invalidate("weights")  # wakes nothing
+    served.model.store["deep"]["factor"] = 7.0
+    served.model.weight.data = torch.randn(3, 3)
+    for capture in served.ahead:
+        with pytest.raises((gd.ConfigError, gd.CaptureError), match=r"wake\(\)"):
+            capture()
+    for _ in range(4):
+        served()
+    assert (served.graphs, served.stats.reasons[Reason.ASLEEP], served.front.memory_report().total) == (0, 4, 0)
+    assert [gone.reason for gone in served.stats.last_evictions] == [EvictionReason.ASLEEP]
+    served.front.wake()
+    served.settle()
+
+
+def test_nothing_stale_is_served_after_invalidate(served: Served) -> None:
+    """What no guard sees is captured anew; the eviction says why, and with which tag."""
+    served.model.store["deep"]["factor"] = 5.0
+    served.front.invalidate("weights of step 7")
+    assert served.graphs == 0
+    served.settle()
+    assert [(gone.reason, gone.tag) for gone in served.stats.last_evictions] == [
+        (EvictionReason.INVALIDATED, "weights of step 7")
+    ]
+
+
+@pytest.mark.parametrize("change", ["assigned", "data", "in place", "loaded"])
+def test_waking_awake_serves_the_present_weights(served: Served, change: str) -> None:
+    """``wake`` without a ``sleep`` before it hides no change of the weights."""
+    weight = torch.randn(3, 3)
+    if change == "assigned":
+        served.model.weight = torch.nn.Parameter(weight)
+    elif change == "data":
+        served.model.weight.data = weight
+    elif change == "in place":
+        served.model.weight.copy_(weight)
+    else:
+        served.model.load_state_dict({"weight": weight, "bias": torch.zeros(3)}, assign=True)
+    served.front.wake()
+    served.settle()
+
+
+def test_nothing_is_captured_frozen(served: Served) -> None:
+    """Captures on purpose are refused, and a model whose weights moved runs eagerly until ``unfreeze``."""
+    served.front.freeze()
+    for capture in served.ahead[: 1 + hasattr(served.front, "registry")]:
+        with pytest.raises((gd.ConfigError, gd.CaptureError), match=r"freeze\(\) forbids"):
+            capture()
+    served()
+    assert served.stats.reasons[Reason.FROZEN] == 0
+    served.model.weight = torch.nn.Parameter(torch.randn(3, 3))
+    served()
+    assert served.stats.reasons[Reason.FROZEN] == 1
+    served.front.unfreeze()
+    served.settle()
+
+
+def test_what_is_asked_of_a_frozen_or_sleeping_object_says_so() -> None:
+    """A strict one raises for a call that no graph serves, and a graph that was never compared is not replayed."""
+    step = make(strict=True)
+    step.freeze()
+    with pytest.raises(gd.errors.FallbackError, match=r"freeze\(\) forbids"):
+        step(torch.randn(4, 3))
+    assert step.capture_size(4) is False
+    manager = gd.CUDAGraphManager()
+    manager.capture_graph(4, 1, double, {"x": (4, 3)})
+    manager.freeze()
+    with pytest.raises(gd.ReplayError, match=r"freeze\(\) forbids"):
+        manager.replay_graph(4, 1, {"x": torch.randn(4, 3)})
+    step.sleep()
+    assert "wake()" in step.explain(torch.randn(4, 3))
+
+
+def _large(least: int) -> list[torch.Tensor]:
+    """The tensors that keep so many bytes or more each."""
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    return [one for one in tensors if one.untyped_storage().nbytes() >= least]
+
+
+@pytest.fixture
+def _without_collector() -> Iterator[None]:
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@pytest.mark.usefixtures("_without_collector")
+@pytest.mark.parametrize("how", ["sleep", "clear", "invalidate"])
+def test_memory_is_given_back_at_once(how: str) -> None:
+    """No cycle of objects keeps inputs, outputs or plans until Python's collector runs."""
+    width = 20_011
+    before = len(_large(SIZE * width * 4))
+    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(1, SIZE), options=AT_ONCE)
+    for rows in (SIZE, SIZE, SIZE, 1, 1, 1, SIZE):
+        step(torch.randn(rows, width))
+    assert len(_large(SIZE * width * 4)) > before
+    getattr(step, how)()
+    if how == "invalidate":
+        step.sleep()
+    assert len(_large(SIZE * width * 4)) == before
+
+
+@pytest.mark.usefixtures("_without_collector")
+def test_a_capture_that_fails_late_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph was made, replayed, and then found to be of no use."""
+    made: list[Any] = []
+
+    def judge(_: CaptureAttempt, entry: Any) -> None:
+        entry.plan(SIZE).run_in_python(None)
+        made.append(weakref.ref(entry))
+        raise gd.CaptureError("no use", gd.Reason.NO_GAIN)
+
+    monkeypatch.setattr(CaptureAttempt, "_judge", judge)
+    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(SIZE,), options=AT_ONCE)
+    for _ in range(3):
+        step(torch.randn(SIZE, 3))
+    assert step.stats.captures == 0
+    assert [one() for one in made] == [None]
+
+
+def test_a_prewarmed_callable_serves_every_batch_frozen() -> None:
+    """The prewarm compared every number of rows and a second batch, so that nothing is left to compare."""
+    step = make(sizes=(1, 4, 8))
+    step.prewarm(torch.zeros(1, 3))
+    step.freeze()
+    for rows in range(1, 9):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x), x * 2)
+    assert (step.stats.hits, step.stats.calls) == (8, 8)
+
+
+def test_what_was_not_compared_runs_eagerly() -> None:
+    """A new size, a new number of rows, and a second batch of a new graph each wait for ``unfreeze``."""
+    step = make(sizes=(4, 8))
+    step(torch.randn(4, 3))
+    step.freeze()
+    assert [reason(step, torch.randn(rows, 3)) for rows in (4, 3, 8)] == [Reason.FROZEN] * 3
+    assert "unfreeze()" in step.explain(torch.randn(3, 3))
+    step.unfreeze()
+    assert reason(step, torch.randn(4, 3)) is Reason.VERIFIED_NOW
+
+
+def test_graphs_of_another_state_are_checked_again_too() -> None:
+    """``unfreeze`` lets the comparisons of ``verify_every`` come again, whatever state was present meanwhile."""
+    held = {"scale": 2.0}
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * held["scale"]
+
+    step = make(scaled, sizes=(4,), options=gd.CUDAGraphOptions(verify_every=4))
+    for scale in (2.0, 3.0):
+        held["scale"] = scale
+        for _ in range(3):
+            step(torch.randn(4, 3))
+    step.freeze()
+    held["scale"] = 2.0
+    step(torch.randn(4, 3))
+    step.unfreeze()
+    for scale in (2.0, 3.0):
+        held["scale"] = scale
+        before = step.stats.verifications
+        for _ in range(12):
+            x = torch.randn(4, 3)
+            assert torch.equal(step(x), x * scale)
+        assert step.stats.verifications > before, scale
+    assert step.stats.captures == 2
