@@ -16,7 +16,7 @@ RUN_HERE = {
     "diffusion": ("", "4 samples: eager"),
     "policy": ("", "26 calls, 100.0 % by graphs"),
 }
-RUN_ELSEWHERE = {"tensor_parallel": "tests/cpu/test_ranks.py", "vllm_cpu": "needs vLLM's environment"}
+RUN_ELSEWHERE = {"tensor_parallel": "tests/engines/test_ranks.py"}
 
 
 def test_every_example_is_known() -> None:
