@@ -160,10 +160,10 @@ def _takes_one(following: Sequence[dis.Instruction]) -> bool:
 
 def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> bool:
     """Whether an instruction loads the variable: alone, or in place ``at`` of two, which 3.13 loads at once."""
+    if variable is None or not instruction.opname.startswith("LOAD_FAST"):
+        return False
     loaded = instruction.argval
-    if type(loaded) is tuple:
-        loaded = loaded[at]
-    return variable is not None and instruction.opname.startswith("LOAD_FAST") and loaded == variable
+    return bool((loaded[at] if type(loaded) is tuple else loaded) == variable)
 
 
 def _is_given_first(following: Sequence[dis.Instruction], variable: str | None) -> bool:
