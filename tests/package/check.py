@@ -78,7 +78,7 @@ def main() -> None:
         pip = (python, "-m", "pip", "--disable-pip-version-check", "-q")
         run(*pip, "install", "--no-deps", str(wheel))
         told = run(python, "-m", "graphdispatch", "doctor", fails=True)
-        assert "wrong: torch: install it: pip install 'torch>=2.11'" in told, told
+        assert "wrong: torch: pip install --upgrade 'torch>=2.11'" in told, told
         print("without torch, doctor says so")
         run(*pip, "install", "--constraint", CONSTRAINTS, "torch")
         for built in (wheel, sdist):

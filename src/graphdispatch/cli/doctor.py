@@ -42,7 +42,7 @@ def _packages() -> Iterator[_Finding]:
         name = re.split(r"[^\w.-]", requirement)[0]
         least, extra = re.search(r">=([\d.]+)", requirement), re.search(r"extra == ['\"](\w+)", requirement)
         if extra is None:
-            yield _required(name, least[1] if least else "0")
+            yield _required(name, least[1] if least else "")
         elif name != "graphdispatch" and extra[1] not in _UNLISTED:
             extras.setdefault(extra[1], []).append(name)
     for title, names in extras.items():
@@ -53,8 +53,9 @@ def _packages() -> Iterator[_Finding]:
 
 def _required(name: str, least: str) -> _Finding:
     found = _version(name)
-    is_old = _numbers(found) < _numbers(least)
-    return _Finding(name, found or "not installed", f"pip install --upgrade '{name}>={least}'" if is_old else "")
+    is_old = not found or _numbers(found) < _numbers(least)
+    wanted = f"{name}>={least}" if least else name
+    return _Finding(name, found or "not installed", f"pip install --upgrade '{wanted}'" if is_old else "")
 
 
 def _version(package: str) -> str:
