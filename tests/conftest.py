@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
@@ -58,6 +59,8 @@ def one_torch_thread() -> None:
     """Keep results independent of the cores, and leave those to whatever else runs; in child processes too."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    # Torch's compiler sets it when it is first used, which guards see as a change of the environment.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "torchinductor-tests"))
 
 
 @pytest.fixture(scope="session", autouse=True)
