@@ -22,7 +22,7 @@ def _refused(step: FrontEnd, fn: Callable[[torch.Tensor], Any], operator: str) -
     said = step.explanation(x)
     if said is not None:
         assert operator in said
-        assert "test_control_flow.py" in said
+        assert "test_footguns_control_flow.py" in said
 
 
 def test_item(tried: Settle) -> None:
