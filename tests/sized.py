@@ -4,12 +4,9 @@ from collections.abc import Sequence
 
 from graphdispatch.backends import Graph
 from graphdispatch.engines import CUDAGraphEntry
-from graphdispatch.memory.budget import Victim
-from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.cache import GraphCache, Victim
 from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
-
-MIB = 2**20
 
 
 class Sized(Graph):

@@ -120,11 +120,10 @@ class CUDAGraphOptions(Settings):
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
             a time. One without a graph gives way to a new one, and one that is used no more does so in time. None: 32
             in ``graphed``, 1024 elsewhere.
-        max_cached_graphs: The most graphs kept at once. None: 64, and one for each capture size if those are more.
+        max_cached_graphs: The most graphs kept at once; when there is no room, the least recently used goes. None: 64,
+            and one for each capture size if those are more.
         memory_budget_bytes: The most bytes that graphs may hold: their pool, static inputs, outputs and what is their
             own. None: no limit.
-        eviction: Which graph goes when there is no room: ``"frecency"``, ``"gdsf"``, ``"lfu"``, ``"lru"``, or the name
-            of an installed policy.
         budget: A ``MemoryBudget`` that several front ends share, or None.
     """
 
@@ -151,7 +150,6 @@ class CUDAGraphOptions(Settings):
     max_signatures: _Count | None = None
     max_cached_graphs: _Count | None = None
     memory_budget_bytes: _Count | None = None
-    eviction: str = "frecency"
     budget: Any = None  # the configuration knows nothing of memory; the front end checks what it is given
 
     @model_validator(mode="after")

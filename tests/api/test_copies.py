@@ -80,7 +80,7 @@ def test_a_module_that_holds_its_own_step(cloned: Callable[[Any], Any]) -> None:
 
 
 def test_options_are_kept(copied: Callable[[Any], Any]) -> None:
-    """A copy has the options and the mode of now, an eviction policy made anew, and no graphs."""
+    """A copy has the options and the mode of now, and no graphs."""
     manager = gd.CUDAGraphManager()
     manager.mode = CUDAGraphMode.NONE
     assert copied(manager).mode is CUDAGraphMode.NONE

@@ -26,7 +26,6 @@ SET: dict[str, Any] = {
     "max_signatures": 9,
     "max_cached_graphs": 9,
     "memory_budget_bytes": 1 << 20,
-    "eviction": "lru",
     "budget": MemoryBudget(1 << 20),
 }
 """A value for each limit that is none of the defaults."""
@@ -45,7 +44,7 @@ REFUSED: dict[str, set[str]] = {
     "graphed": set(),
     "CUDAGraphManager": set(),
     "CUDAGraphWrapper": {"max_cached_graphs"},
-    "AdaptiveCUDAGraphWrapper": {"max_cached_graphs", "capture_after", "eviction"},
+    "AdaptiveCUDAGraphWrapper": {"max_cached_graphs", "capture_after"},
     "StreamDispatcher": set(SET),
 }
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, Reason
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
+from graphdispatch.errors import ConfigError
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -142,21 +143,24 @@ def make(**options: Any) -> AdaptiveCUDAGraphWrapper:
 
 
 def test_what_was_hardly_replayed_goes_first() -> None:
-    """A graph below ``min_replays_to_keep`` goes before one above, be it ever so expensive to capture."""
+    """A graph below ``min_replays_to_keep`` goes before one above that was used longer ago."""
     wrapper = make(max_cached_graphs=2, min_replays_to_keep=3)
-    serve(wrapper, *[1] * 6, *[2] * 4)
-    costly = wrapper.get_entry(BatchDescriptor(2))
-    assert costly is not None
-    costly.capture_time_ms = 1e9
-    serve(wrapper, *[1] * 2, 3, 3)
+    serve(wrapper, *[1] * 6, *[2] * 4, 3, 3)
     assert kept(wrapper) == {1, 3}
 
 
-def test_with_nothing_to_keep_worth_alone_decides() -> None:
-    """With ``min_replays_to_keep=0`` and equal use, what was used least recently goes."""
+def test_otherwise_the_least_recently_used_goes() -> None:
+    """With ``min_replays_to_keep=0`` the numbers of replays say nothing."""
     wrapper = make(max_cached_graphs=2, min_replays_to_keep=0)
-    serve(wrapper, 1, 2, 3, 3)
+    serve(wrapper, *[1] * 6, *[2] * 4, 3, 3)
     assert kept(wrapper) == {2, 3}
+
+
+@pytest.mark.parametrize("least", [-1, True])
+def test_the_least_replays_are_checked(least: int) -> None:
+    """A number of replays is whole and not negative."""
+    with pytest.raises(ConfigError, match=f"min_replays_to_keep must be an integer >= 0, got {least}"):
+        make(min_replays_to_keep=least)
 
 
 def test_what_comes_once_displaces_nothing() -> None:

@@ -22,8 +22,7 @@ from graphdispatch.engines import (
     EntryState,
 )
 from graphdispatch.errors import ConfigError, IntegrityError
-from graphdispatch.memory.budget import Victim
-from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.cache import GraphCache, Victim
 from graphdispatch.stats import EvictionReason
 
 from ..helpers import AT_ONCE
@@ -124,7 +123,7 @@ def test_room_is_made_if_there_can_be(
     """
     kinds = sorted(kinds, key=lambda kind: not kind.may_go)  # those used last may not go
     *entries, new = made([*kinds, newcomer or Kind(0)])
-    cache, budget = GraphCache(10, eviction="lru"), MemoryBudget(most_bytes, most, eviction="lru")
+    cache, budget = GraphCache(10), MemoryBudget(most_bytes, most)
     for key, one in enumerate(entries):
         assert cache.add(key, one) == []
     budget.join(cache)
@@ -136,10 +135,10 @@ def test_room_is_made_if_there_can_be(
         return (most is None or len(kept) < most) and (most_bytes is None or held <= most_bytes)
 
     choice = budget.choose(None if newcomer is None else new, since)
-    agrees(kinds, {int(victim.entry.key) for _, victim in choice.victims}, choice.is_enough, fits)  # type: ignore[call-overload]
+    agrees(kinds, {int(victim.entry.key) for victim in choice.victims}, choice.is_enough, fits)  # type: ignore[call-overload]
     is_count = most is not None and len(kinds) >= most
     reason = EvictionReason.COUNT if is_count else EvictionReason.BYTES
-    assert all(victim.reason is reason for _, victim in choice.victims)
+    assert all(victim.reason is reason for victim in choice.victims)
     assert len(cache) == len(kinds)
 
 
@@ -147,7 +146,7 @@ def test_room_is_made_if_there_can_be(
 def test_limits_are_enforced_afterwards(kinds: list[Kind], most_bytes: int | None, most: int | None) -> None:
     """As much goes as must, of what may: what is to be kept may not, nor what holds nothing where bytes are over."""
     entries = made(kinds)
-    cache, budget = GraphCache(10, eviction="lru"), MemoryBudget(most_bytes, most, eviction="lru")
+    cache, budget = GraphCache(10), MemoryBudget(most_bytes, most)
     for key, one in enumerate(entries):
         cache.add(key, one)
     budget.join(cache)
@@ -166,7 +165,7 @@ def test_limits_are_enforced_afterwards(kinds: list[Kind], most_bytes: int | Non
 
 def joined(*sizes: int, limit: int) -> tuple[MemoryBudget, list[GraphCache], list[CUDAGraphEntry]]:
     """A budget that two finished caches have joined, each with entries of these sizes."""
-    budget = MemoryBudget(limit, eviction="lru")
+    budget = MemoryBudget(limit)
     caches = [GraphCache(10), GraphCache(10, budget=MemoryBudget())]
     entries = [one for cache in caches for one in filled(cache, *sizes)]
     for cache in caches:
@@ -231,7 +230,7 @@ def test_what_another_thread_took_meanwhile_is_not_dropped_again() -> None:
 
 def members(budget: MemoryBudget, count: int = 2) -> list[GraphCache]:
     """Caches that share the budget and have room of their own."""
-    return [GraphCache(10, eviction="lru", budget=budget) for _ in range(count)]
+    return [GraphCache(10, budget=budget) for _ in range(count)]
 
 
 def test_a_member_that_is_gone_does_not_count() -> None:

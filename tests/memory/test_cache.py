@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from graphdispatch import MemoryBudget
 from graphdispatch.backends.base import Pool
 from graphdispatch.engines import EntryState
 from graphdispatch.errors import ConfigError, IntegrityError
@@ -63,7 +64,7 @@ def test_a_pool_that_grew_over_the_budget_is_emptied() -> None:
 
 
 def test_what_frees_nothing_stays() -> None:
-    """Where bytes are short, an entry without bytes of its own is no victim, though its score is the lowest."""
+    """Where bytes are short, an entry without bytes of its own is no victim, though it was used longest ago."""
     cache = GraphCache(10, max_bytes=100)
     empty, large = filled(cache, 0, 90)
     assert gone(cache.add(2, entry(50))) == [large]
@@ -83,14 +84,38 @@ def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
 
 def test_out_of_memory_costs_the_least_recently_used() -> None:
     """``evict_one`` drops one graph though the limits hold: not one in a replay of this thread, nor a borrowed one."""
-    cache = GraphCache(10, eviction="lfu")
+    cache = GraphCache(10)
     assert cache.evict_one(EvictionReason.OUT_OF_MEMORY) == []
     cache.add("borrowed", entry(), owns=False)
     inside, oldest, _ = filled(cache, 0, 0, 0)
-    oldest.replay_count = 99
     inside.pool.replaying_on = get_ident()
     (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
     assert (victim.entry, victim.reason, len(cache)) == (oldest, EvictionReason.OUT_OF_MEMORY, 3)
+
+
+def test_the_least_recently_used_goes() -> None:
+    """Captures go from the least recently used on, and an entry that is replayed outlives a scan."""
+    cache = GraphCache(3)
+    entries = filled(cache, 0, 0, 0)
+    assert [gone(cache.add(key, entry()))[0] for key in (3, 4, 5)] == entries
+    used = cache.get(3)
+    assert used is not None
+    for key in range(6, 30):
+        used.increment_replay()
+        cache.add(key, entry())
+    assert cache.get(3) is used
+
+
+def test_what_was_hardly_replayed_goes_first() -> None:
+    """Entries below ``min_replays`` go before those above, whichever was used last; under a shared budget as well."""
+    budget = MemoryBudget(max_cached_graphs=3)
+    ours, theirs = GraphCache(9, budget=budget), GraphCache(9, budget=budget)
+    ours.min_replays = 3
+    settled, other, new = entry(replays=3), entry(), entry(replays=2)
+    ours.add("settled", settled)
+    theirs.add("other", other)
+    ours.add("new", new)
+    assert [gone(theirs.add(key, entry())) for key in range(3)] == [[new], [settled], [other]]
 
 
 @pytest.mark.parametrize("how", ["replaced", "evicted", "refused", "retired"])

@@ -6,15 +6,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from graphdispatch import MemoryBudget
 from graphdispatch.engines import CUDAGraphEntry, EntryState
-from graphdispatch.memory.budget import Victim
-from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.cache import GraphCache, Victim
 from graphdispatch.stats import EvictionReason
 
 from ..sized import entry
 
 WHICH, KEYS, BYTES = st.integers(0, 1), st.integers(0, 5), st.integers(0, 60)
 LIMITS = st.tuples(st.none() | st.integers(20, 150), st.none() | st.integers(1, 6))
-POLICIES = ("lru", "lfu", "gdsf", "frecency")
 
 
 class Caches(RuleBasedStateMachine):
@@ -23,19 +21,18 @@ class Caches(RuleBasedStateMachine):
     @initialize(
         shared=LIMITS,
         own=st.tuples(*[st.tuples(st.integers(1, 4), st.none() | st.integers(20, 100))] * 2),
-        policies=st.permutations(POLICIES),
+        min_replays=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     )
     def start(
         self,
         shared: tuple[int | None, int | None],
         own: tuple[tuple[int, int | None], tuple[int, int | None]],
-        policies: list[str],
+        min_replays: tuple[int, int],
     ) -> None:
-        self.budget = MemoryBudget(*shared, eviction=policies[2])
-        self.caches = [
-            GraphCache(*limits, eviction=name, budget=self.budget)
-            for limits, name in zip(own, policies[:2], strict=True)
-        ]
+        self.budget = MemoryBudget(*shared)
+        self.caches = [GraphCache(*limits, budget=self.budget) for limits in own]
+        for cache, least in zip(self.caches, min_replays, strict=True):
+            cache.min_replays = least
         self.limits = [cache.limit for cache in self.caches]
         self.held: list[dict[int, CUDAGraphEntry]] = [{}, {}]
         self.released: list[int] = [0, 0]
@@ -141,22 +138,22 @@ TestCaches.settings = settings(stateful_step_count=40)
     st.integers(0, 60),
     st.integers(1, 8),
     st.none() | st.integers(30, 200),
-    st.sampled_from(POLICIES),
+    st.integers(0, 3),
 )
 def test_no_more_goes_than_must(
-    kept: list[tuple[int, int]], nbytes: int, max_graphs: int, max_bytes: int | None, policy: str
+    kept: list[tuple[int, int]], nbytes: int, max_graphs: int, max_bytes: int | None, min_replays: int
 ) -> None:
-    """Each victim's return would exceed a limit; and where only the count is limited, those of the lowest scores go."""
-    cache = GraphCache(max_graphs, max_bytes, eviction=policy)
+    """Each victim's return would exceed a limit; where only the count is limited, those with few replays go, then those
+    used longest ago."""
+    cache = GraphCache(max_graphs, max_bytes)
+    cache.min_replays = min_replays
     for key, (size, replays) in enumerate(kept):
         cache.add(key, entry(size, replays))
     before = list(cache)
-    scores = dict(zip(before, cache.limit.eviction.scores(before), strict=True))
-    new = entry(nbytes)
-    victims = {victim.entry for victim in cache.add("new", new)}
+    victims = {victim.entry for victim in cache.add("new", entry(nbytes))}
     for victim in victims:
         total = sum(one.nbytes for one in cache) + victim.nbytes
         assert len(cache) + 1 > max_graphs or (max_bytes is not None and total > max_bytes)
     if max_bytes is None:
-        ranked = sorted(before, key=lambda one: (scores[one], one.last_used))
+        ranked = sorted(before, key=lambda one: (one.replay_count >= min_replays, one.last_used))
         assert victims == set(ranked[: len(victims)])

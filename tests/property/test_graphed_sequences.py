@@ -1,7 +1,6 @@
 """Random models under random sequences of calls: ``graphed`` gives eager's answer, effects and errors.
 
-The native core and Python serve equal models side by side; they decide alike and keep equal accounts, where no decision
-weighs times (``frecency`` keeps what took long to capture).
+The native core and Python serve equal models side by side; they decide alike and keep equal accounts.
 """
 
 import contextlib
@@ -43,7 +42,6 @@ class Sequences(RuleBasedStateMachine):
         outputs=st.sampled_from(["clone", "view", "static", "ring:2"]),
         capture_after=st.sampled_from([1, 1, 2]),
         max_graphs=st.sampled_from([8, 8, 2, 1]),
-        eviction=st.sampled_from(["lru", "lru", "frecency"]),
         repeats_last=st.booleans(),
         verify_every=st.sampled_from([None, None, None, 1, 2]),
         plan=sound_plans(),
@@ -57,7 +55,6 @@ class Sequences(RuleBasedStateMachine):
         outputs: str,
         capture_after: int,
         max_graphs: int,
-        eviction: str,
         repeats_last: bool,
         verify_every: int | None,
         plan: Plan,
@@ -72,7 +69,6 @@ class Sequences(RuleBasedStateMachine):
         self.drifted = False
         self.kept: list[tuple[Any, Any]] = []
         self.max_graphs = max_graphs
-        self.is_timed = eviction == "frecency"
         serve = functools.partial(
             graphed,
             dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0},
@@ -85,7 +81,6 @@ class Sequences(RuleBasedStateMachine):
                 verify_every=verify_every,
                 capture_after=capture_after,
                 max_cached_graphs=max_graphs,
-                eviction=eviction,
             ),
         )
         self.step, self.reference = serve(self.model), serve(self.other)
@@ -179,7 +174,7 @@ class Sequences(RuleBasedStateMachine):
             step.check_integrity()
             assert len(step.entries) <= self.max_graphs
             assert_same_state(self.twin, model, exact=not self.drifted)
-        assert self.is_timed or _accounts(self.step) == _accounts(self.reference)
+        assert _accounts(self.step) == _accounts(self.reference)
         for held, then in self.kept:
             with contextlib.suppress(StaleOutputError):
                 assert_same(then, held.get() if isinstance(held, OutputView) else held, exact=True)
@@ -189,7 +184,7 @@ class Sequences(RuleBasedStateMachine):
         other = perform(_in_python(self.reference), self.other, plan)
         if isinstance(got.error, ConfigError) and plan.fault == "no_dims":
             return
-        assert self.is_timed or _told(self.step) == _told(self.reference)
+        assert _told(self.step) == _told(self.reference)
         want = perform(self.twin, self.twin, plan)
         decision = self.step.last_decision
         if decision is not None and decision.reason.is_graph:

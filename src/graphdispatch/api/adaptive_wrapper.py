@@ -16,8 +16,6 @@ from ..config import CUDAGraphOptions
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_count, shown
 from ..memory.admission import Admission
-from ..memory.eviction import EvictionPolicy, Frecency
-from ..memory.probation import Probation
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.group import GraphGroup
@@ -28,13 +26,12 @@ __all__ = ["AdaptiveCUDAGraphWrapper"]
 
 
 class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
-    """A ``CUDAGraphWrapper`` that evicts by use and bytes, knows the shapes that are hot, and prewarms.
+    """A ``CUDAGraphWrapper`` that keeps the graphs in use, knows the shapes that are hot, and prewarms.
 
-    When a limit is reached, graphs with fewer than ``min_replays_to_keep`` replays go first, and then those that are
-    used least and longest ago, weighted by capture time and bytes (``Frecency``). While there is room, a descriptor is
-    captured when it first comes, as by ``CUDAGraphWrapper``; without room, when it comes again within a while, and only
-    in place of a graph that was not used for longer than that. So descriptors that come once, or in a cycle that is
-    larger than the cache, run eagerly and displace nothing.
+    When a limit is reached, graphs with fewer than ``min_replays_to_keep`` replays go first, and then the least
+    recently used. While there is room, a descriptor is captured when it first comes, as by ``CUDAGraphWrapper``;
+    without room, when it comes again within a while, and only in place of a graph that was not used for longer than
+    that. So descriptors that come once, or in a cycle that is larger than the cache, run eagerly and displace nothing.
 
     After a ``prewarm``, ``Prewarmer.capture_one`` can drive the wrapper, to capture in pauses the sizes that are
     forecast. Thread-safe.
@@ -42,7 +39,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
     Args:
         runnable: What is captured; it is called eagerly wherever no graph serves.
         runtime_mode: ``FULL`` or ``PIECEWISE``.
-        options: As for ``CUDAGraphWrapper``; ``capture_after`` and ``eviction`` are refused, too.
+        options: As for ``CUDAGraphWrapper``; ``capture_after`` is refused, too.
         max_cached_graphs: The most graphs kept at once.
         min_replays_to_keep: Graphs with fewer replays go first.
         backend: Where graphs run, given together with ``pool``. None follows the device of the arguments.
@@ -65,15 +62,13 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
-        self._min_replays = min_replays_to_keep
+        check_count("min_replays_to_keep", min_replays_to_keep, 0)
         super().__init__(runnable, runtime_mode, options, max_cached_graphs, backend=backend, pool=pool)
-        remedy = "this wrapper has rules of its own; CUDAGraphWrapper takes the option"
-        self.options.refuse(("capture_after", "eviction"), "AdaptiveCUDAGraphWrapper", remedy)
+        remedy = "this wrapper has a rule of its own; CUDAGraphWrapper takes the option"
+        self.options.refuse(("capture_after",), "AdaptiveCUDAGraphWrapper", remedy)
         self._graphs.cache.admission = Admission(window=self.options.capture_window)
+        self._graphs.cache.min_replays = min_replays_to_keep
         self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
-
-    def _own_eviction(self) -> EvictionPolicy:
-        return Probation(self._min_replays, Frecency())
 
     def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:
         """The descriptors that came most often.

@@ -19,8 +19,7 @@ from ..errors import ConfigError, ReplayError, check_callable, check_type, shown
 from ..forking import make_lock
 from ..memory.accounting import bytes_of
 from ..memory.backoff import Backoff, Quarantine
-from ..memory.budget import MemoryBudget
-from ..memory.cache import GraphCache
+from ..memory.cache import GraphCache, MemoryBudget
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 from .stats import DispatchStats
@@ -309,7 +308,7 @@ class CompositeDispatcher(MadeAnew):
         """
         before = self.memory_bytes
         kept = [entry for _, entry in self.entries if entry is keep]
-        budget = MemoryBudget(self.memory_budget_bytes, eviction="lru")
+        budget = MemoryBudget(self.memory_budget_bytes)
         caches = self.caches  # held: a budget keeps no cache alive
         for cache in caches:
             budget.join(cache)

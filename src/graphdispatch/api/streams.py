@@ -26,7 +26,7 @@ __all__ = ["StreamDispatcher"]
 
 _NOT_HONOURED = (
     *("capture_after", "capture_window", "max_signatures"),
-    *("max_cached_graphs", "memory_budget_bytes", "eviction", "budget"),
+    *("max_cached_graphs", "memory_budget_bytes", "budget"),
 )
 
 

@@ -33,8 +33,7 @@ from ..decide.policies import DispatchPolicy
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import CaptureError, ConfigError, check_type, shown
 from ..forking import make_lock, renew_in_child
-from ..memory.budget import Victim
-from ..memory.cache import GraphCache
+from ..memory.cache import GraphCache, Victim
 from ..memory.entry import CUDAGraphEntry
 from ..memory.foreign import Replayable, entry_around
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
@@ -70,7 +69,7 @@ class Worker(NotCopied):
         backend: Backend | None = None,
         pool: Pool | None = None,
     ) -> None:
-        self.cache = GraphCache(max_cached_graphs, eviction="lru")
+        self.cache = GraphCache(max_cached_graphs)
         self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache, backend=backend, pool=pool)
         self._graphs = RegisteredGraphs({}, frozenset(DispatchMode))
         self._numbers = count()

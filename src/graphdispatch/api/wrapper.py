@@ -5,7 +5,7 @@ that the arguments are what that graph was captured with.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..backends import Backend, Pool
 from ..backends.tracing import untraced
@@ -25,9 +25,6 @@ from ..serve.routes import Routes
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
-
-if TYPE_CHECKING:
-    from ..memory.eviction import EvictionPolicy
 
 __all__ = ["CUDAGraphWrapper"]
 
@@ -88,7 +85,7 @@ class CUDAGraphWrapper(Lifecycle):
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
         self.options.refuse(("max_cached_graphs",), "CUDAGraphWrapper", "give max_cached_graphs= to the wrapper itself")
-        cache = make_cache(self.options, max_cached_graphs, capture_after=1, eviction=self._own_eviction(), stats=stats)
+        cache = make_cache(self.options, max_cached_graphs, capture_after=1, stats=stats)
         self._server = Server(
             runnable, self.options, cache, backend=backend, pool=pool, eager_captures=self._captures_at_once
         )
@@ -146,10 +143,6 @@ class CUDAGraphWrapper(Lifecycle):
             with self._server.lock:
                 route = self._routes[batch_descriptor]
         return self._server.serve(route, args, kwargs)
-
-    def _own_eviction(self) -> "EvictionPolicy | None":
-        """What takes the place of the policy of the options."""
-        return None
 
     def _make_route(self, descriptor: Any) -> Route:
         """The route of a descriptor: one signature, whose shapes never change."""

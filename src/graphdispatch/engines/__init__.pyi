@@ -25,7 +25,6 @@ from ..descriptors import create_dispatch_key as create_dispatch_key
 from ..descriptors import get_padded_key as get_padded_key
 from ..memory.entry import CUDAGraphEntry as CUDAGraphEntry
 from ..memory.entry import GraphEntry as GraphEntry
-from ..memory.eviction import EvictionPolicy as EvictionPolicy
 from ..memory.outputs import OutputView as OutputView
 from ..modes import CUDAGraphMode as CUDAGraphMode
 from ..modes import DispatchMode as DispatchMode

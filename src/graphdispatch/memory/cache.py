@@ -1,28 +1,29 @@
-"""The one cache of entries: looked up without a lock, within a limit of its own and, if given, a shared budget."""
+"""The one cache of entries, and the limits on graphs and bytes that it keeps: its own, and one shared with others."""
 
 import logging
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 from ..backends.base import Pool
 from ..config import CUDAGraphOptions
+from ..copying import Shared
 from ..errors import ConfigError, IntegrityError, shown
+from ..forking import make_rlock
 from ..modes import EntryState
 from ..reasons import Reason
 from ..stats import CUDAGraphStats, Eviction, EvictionReason
 from .accounting import bytes_of
 from .admission import Admission
-from .budget import Choice, MemoryBudget, Victim
 from .entry import CUDAGraphEntry
-
-if TYPE_CHECKING:
-    from .eviction import EvictionPolicy
 
 _log = logging.getLogger("graphdispatch")
 
-__all__ = ["GraphCache", "StateKey", "make_cache"]
+__all__ = ["Choice", "GraphCache", "MemoryBudget", "StateKey", "Victim", "make_cache"]
 
 _AS_ASKED = (EvictionReason.INVALIDATED, EvictionReason.ASLEEP, EvictionReason.DROPPED)
+
+_Fits = Callable[[set[CUDAGraphEntry]], bool]
 
 
 class StateKey(NamedTuple):
@@ -32,13 +33,237 @@ class StateKey(NamedTuple):
     number: int
 
 
+class Victim(NamedTuple):
+    """An entry that has left its cache and is to be released, outside of all locks of caches."""
+
+    owner: "GraphCache"
+    key: Hashable
+    entry: CUDAGraphEntry
+    reason: EvictionReason
+    tag: str = ""
+    owns: bool = True
+    """Whether the graph is the cache's own to release; else somebody else captured it and goes on using it."""
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The lowest goes first: entries that were hardly used, then by their last use."""
+        return self.entry.replay_count >= self.owner.min_replays, self.entry.last_used
+
+    def release(self) -> Eviction:
+        """Release the entry, if it is the cache's own, and tell the cache what that freed; waits for calls that use it.
+
+        The freed bytes are the backend's figures before and after: of a pool that others use, nothing comes back.
+        """
+        entry, freed = self.entry, 0
+        if self.owns:
+            with entry.pool.lock:
+                before = entry.nbytes + entry.pool.nbytes
+                entry.release()
+                freed = before - entry.nbytes - entry.pool.nbytes
+        eviction = Eviction(
+            self.key, entry.descriptor, entry.replay_count, entry.capture_time_ms, freed, self.reason, self.tag
+        )
+        self.owner.record(eviction)
+        return eviction
+
+
+class Choice(NamedTuple):
+    """The entries that have to go, and whether there is room then."""
+
+    victims: list[Victim]
+    is_enough: bool
+
+
+class MemoryBudget(Shared):
+    """A limit on the graphs and bytes of several callables together.
+
+    Give one budget to several wrappers, ``graphed`` callables or managers (``CUDAGraphOptions(budget=...)``). When it
+    is full, the least recently used graph of all of them goes, and each of them keeps its own limits as well. A graph
+    that another one's capture evicted is captured anew when it comes again. A graph that is larger than the budget by
+    itself is not kept. The budget keeps no callable alive. Thread-safe.
+
+    Args:
+        memory_budget_bytes: The most bytes of pools, static inputs, output buffers and graphs; shared memory counts
+            once. None: no limit.
+        max_cached_graphs: The most graphs. None: no limit.
+
+    Raises:
+        ConfigError: A limit is wrong.
+    """
+
+    def __init__(self, memory_budget_bytes: int | None = None, max_cached_graphs: int | None = None) -> None:
+        for name, value in (("max_cached_graphs", max_cached_graphs), ("memory_budget_bytes", memory_budget_bytes)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be at least 1 or None, got {shown(value)}")
+        self.memory_budget_bytes = memory_budget_bytes
+        self.max_cached_graphs = max_cached_graphs
+        self.lock = make_rlock()
+        """Guards the content of the caches that were made with this budget."""
+        self._references: tuple[ReferenceType[GraphCache], ...] = ()
+
+    def join(self, cache: "GraphCache") -> None:
+        """Count the graphs of ``cache`` from now on; nothing is evicted yet.
+
+        A cache that was made with this budget has joined it, and makes room in it before each capture. Any other member
+        adds graphs without a check; call ``enforce`` afterwards. The budget keeps no cache alive.
+
+        Args:
+            cache: The cache.
+        """
+        with self.lock:
+            self._references = (*(known for known in self._references if known() not in (None, cache)), ref(cache))
+
+    @property
+    def _members(self) -> "list[GraphCache]":
+        return [cache for known in self._references if (cache := known()) is not None]
+
+    def choose(
+        self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, gone: Collection[CUDAGraphEntry] = ()
+    ) -> Choice:
+        """Which graphs have to go to make room for one more. Changes nothing; call it with ``lock`` held.
+
+        The least recently used go first, but an entry stays if it fits beside all others that stay: one whose end frees
+        nothing does not go for its bytes.
+
+        Args:
+            newcomer: The entry that needs room. None: one more graph, as large as those here are on average.
+            since: Only entries whose last use was before this use may go. None: any.
+            gone: Entries that go in any case.
+
+        Returns:
+            The entries that have to go, and whether there is room then.
+        """
+        held = [victim for victim in self.candidates() if victim.entry not in gone]
+        # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
+        # fewer entries might not fit where more do, and no search for the fewest victims would be right.
+        average = sum(victim.entry.nbytes for victim in held) // max(len(held), 1)
+
+        def fits(kept: set[CUDAGraphEntry]) -> bool:
+            if self._is_many(len(kept) + 1):
+                return False
+            return self._is_small(kept, average) if newcomer is None else self._is_small(kept | {newcomer})
+
+        reason = EvictionReason.COUNT if self._is_many(len(held) + 1) else EvictionReason.BYTES
+        return _least_recently_used(held, reason, fits, lambda entry: since is None or entry.last_used < since)
+
+    def enforce(self, keep: Collection[CUDAGraphEntry] = ()) -> list[Victim]:
+        """Drop entries until the limits hold, whichever cache has them.
+
+        Where only bytes exceed the limit, entries that hold none stay. So the limits may still be exceeded afterwards.
+        Thread-safe; locks one member at a time.
+
+        Args:
+            keep: Entries that stay. Those with a replay in flight stay as well.
+
+        Returns:
+            What was dropped; the caller releases it.
+        """
+        with self.lock:
+            held = self.candidates()
+            reason = EvictionReason.COUNT if self._is_many(len(held)) else EvictionReason.BYTES
+
+            def fits(kept: set[CUDAGraphEntry]) -> bool:
+                return not self._is_many(len(kept)) and self._is_small(kept)
+
+            def may_go(entry: CUDAGraphEntry) -> bool:
+                is_use = reason is EvictionReason.COUNT or bytes_of([entry]) > 0
+                return is_use and entry not in keep and entry.pool.is_idle()
+
+            choice = _least_recently_used(held, reason, fits, may_go)
+        return _dropped(choice.victims)
+
+    def candidates(self) -> list[Victim]:
+        """What the members keep, as it would be evicted for its bytes. Called with ``lock`` held."""
+        return [victim for cache in self._members for victim in cache.candidates()]
+
+    def holds(self) -> bool:
+        """Whether the members keep no more bytes than they may. Called with ``lock`` held."""
+        return self._is_small({victim.entry for victim in self.candidates()})
+
+    def _is_many(self, graphs: int) -> bool:
+        return self.max_cached_graphs is not None and graphs > self.max_cached_graphs
+
+    def _is_small(self, kept: set[CUDAGraphEntry], more: int = 0) -> bool:
+        return self.memory_budget_bytes is None or bytes_of(kept) + more <= self.memory_budget_bytes
+
+    def _entries(self) -> set[CUDAGraphEntry]:
+        return {entry for cache in self._members for entry in cache}
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs the members keep."""
+        return len(self._entries())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the members' graphs hold, everything that they share counted once."""
+        return bytes_of(self._entries())
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` if the members hold more than the limits allow."""
+        with self.lock:
+            entries = self._entries()
+        if self._is_many(len(entries)):
+            raise IntegrityError(f"{len(entries)} entries, more than max_cached_graphs={self.max_cached_graphs}")
+        if not self._is_small(entries):
+            held = bytes_of(entries)
+            raise IntegrityError(f"{held} bytes, more than memory_budget_bytes={self.memory_budget_bytes}")
+
+    def __reduce__(self) -> Any:
+        return MemoryBudget, (self.memory_budget_bytes, self.max_cached_graphs)
+
+    def __repr__(self) -> str:
+        most = "" if self.max_cached_graphs is None else f" of {self.max_cached_graphs}"
+        limit = "" if self.memory_budget_bytes is None else f" of {self.memory_budget_bytes}"
+        return f"<MemoryBudget {self.num_graphs}{most} graphs, {self.nbytes}{limit} bytes, {len(self._members)} caches>"
+
+
+def _least_recently_used(
+    held: Sequence[Victim], reason: EvictionReason, fits: _Fits, may_go: Callable[[CUDAGraphEntry], bool]
+) -> Choice:
+    """The entries used longest ago, as many as must go before the rest fits, without those that fit beside the rest.
+
+    If entries fit, any part of them must fit too. If nothing is enough, all that may go are chosen.
+    """
+    places: dict[CUDAGraphEntry, list[Victim]] = {}  # one entry may be in several caches, and goes from all of them
+    for victim in held:
+        places.setdefault(victim.entry, []).append(victim._replace(reason=reason))
+
+    def is_enough(leaving: Collection[CUDAGraphEntry]) -> bool:
+        return fits(set(places).difference(leaving))
+
+    # A break that makes this call runs on a thread that is half-way through a replay of its own.
+    free = [entry for entry in places if may_go(entry) and not entry.pool.is_inside_replay()]
+    ranked = sorted(free, key=lambda entry: places[entry][0].rank)
+    if not is_enough(ranked):
+        return Choice([victim for entry in ranked for victim in places[entry]], False)
+    leaving = next(ranked[:count] for count in range(len(ranked) + 1) if is_enough(ranked[:count]))
+    for entry in leaving[-2::-1]:
+        fewer = [other for other in leaving if other is not entry]
+        if is_enough(fewer):
+            leaving = fewer
+    return Choice([victim for entry in leaving for victim in places[entry]], True)
+
+
+def _dropped(victims: Iterable[Victim]) -> list[Victim]:
+    """The victims that have left their caches now; another thread may have replaced some of them meanwhile."""
+    return [victim for victim in victims if victim.owner.drop(victim)]
+
+
+class _Kept(NamedTuple):
+    """What stands under a key of a cache; without ``owns`` somebody else captured it."""
+
+    entry: CUDAGraphEntry
+    owns: bool
+
+
 class GraphCache:
     """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes, and within ``budget``. Thread-safe.
 
     Methods that make room *return* the victims; the caller releases them (``Victim.release``), outside of the cache's
-    lock, since releasing waits for calls in flight. A lookup takes no lock. The policy ``eviction`` says which entry
-    goes; under a shared ``budget`` victims may be those of another cache, and count in its ``stats``. There is
-    intentionally no ``__contains__``: between the question and the use another thread may evict.
+    lock, since releasing waits for calls in flight. A lookup takes no lock. The least recently used entry goes; under a
+    shared ``budget`` that may be one of another cache, and counts in its ``stats``. There is intentionally no
+    ``__contains__``: between the question and the use another thread may evict.
     """
 
     def __init__(
@@ -46,7 +271,6 @@ class GraphCache:
         max_graphs: int,
         max_bytes: int | None = None,
         *,
-        eviction: "str | EvictionPolicy" = "frecency",
         budget: MemoryBudget | None = None,
         stats: CUDAGraphStats | None = None,
         admission: Admission | None = None,
@@ -56,13 +280,14 @@ class GraphCache:
                 f"budget must be a MemoryBudget or None, got {shown(budget)}; memory_budget_bytes= takes a number of "
                 "bytes, and a MemoryBudget bounds several callables together"
             )
-        self.limit = MemoryBudget(max_bytes, max_graphs, eviction=eviction)
+        self.limit = MemoryBudget(max_bytes, max_graphs)
         self.stats = stats or CUDAGraphStats()
         """Where evictions of this cache's entries are recorded."""
         self.admission = admission or Admission(1)
         """Says which keys are captured; learns of evictions that the user did not ask for."""
-        self._entries: dict[Hashable, CUDAGraphEntry] = {}  # read anywhere, changed with the lock held
-        self._borrowed: dict[Hashable, CUDAGraphEntry] = {}  # those among them that somebody else captured
+        self.min_replays = 0
+        """Entries with fewer replays go before all others."""
+        self._entries: dict[Hashable, _Kept] = {}  # read anywhere, changed with the lock held
         self._budgets = (self.limit,) if budget is None else (self.limit, budget)
         self._lock = self._budgets[-1].lock
         for each in self._budgets:
@@ -70,12 +295,13 @@ class GraphCache:
 
     def get(self, key: Hashable) -> CUDAGraphEntry | None:
         """The entry of ``key``, or None."""
-        return self._entries.get(key)
+        kept = self._entries.get(key)
+        return None if kept is None else kept.entry
 
     def has_room(self, since: int | None = None) -> bool:
         """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
         with self._lock:
-            return all(choice.is_enough for _, choice in self._choose(since=since))
+            return self._choose(since=since).is_enough
 
     def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
@@ -97,7 +323,7 @@ class GraphCache:
         What it will hold for itself is not known yet; the average of the entries here is expected.
         """
         with self._lock:
-            return self._drop(self._choose(since=since))
+            return _dropped(self._choose(since=since).victims)
 
     def add(self, key: Hashable, entry: CUDAGraphEntry, *, owns: bool = True) -> list[Victim]:
         """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
@@ -110,15 +336,14 @@ class GraphCache:
         here, and never released.
         """
         with self._lock:
-            choices = self._choose(entry, leaving=self._entries.get(key))
-            if not all(choice.is_enough for _, choice in choices):
+            old = self.get(key)
+            choice = self._choose(entry, leaving=[] if old is None else [old])
+            if not choice.is_enough:
                 refused = Victim(self, key, entry, EvictionReason.BYTES, owns=owns)
                 return [refused, *self._drop_over_limit(entry.pool)]
             displaced = self._take(key, EvictionReason.REPLACED)
-            if not owns:  # first: others read both without this lock
-                self._borrowed[key] = entry
-            self._entries[key] = entry
-            return displaced + self._drop(choices)
+            self._entries[key] = _Kept(entry, owns)
+            return displaced + _dropped(choice.victims)
 
     def evict_one(self, reason: EvictionReason) -> list[Victim]:
         """Drop the least recently used entry that is the cache's own and in no replay of this thread, if there is one.
@@ -127,7 +352,7 @@ class GraphCache:
         """
         with self._lock:
             free = [v for v in self.candidates() if v.owns and not v.entry.pool.is_inside_replay()]
-            oldest = min(free, key=lambda victim: victim.entry.last_used, default=None)
+            oldest = min(free, key=lambda victim: victim.rank, default=None)
             return [] if oldest is None else self._take(oldest.key, reason)
 
     @property
@@ -139,31 +364,30 @@ class GraphCache:
     def remove(self, key: Hashable) -> CUDAGraphEntry | None:
         """Drop one entry and return it, for release by whoever captured it; or None."""
         with self._lock:
-            self._borrowed.pop(key, None)
-            return self._entries.pop(key, None)
+            kept = self._entries.pop(key, None)
+            return None if kept is None else kept.entry
 
     def retire(self, entry: CUDAGraphEntry, reason: EvictionReason, tag: str = "") -> list[Victim]:
         """Drop this entry, if it is still what its key stands for, so that its release counts as an eviction."""
         with self._lock:
-            return self._take(entry.place, reason, tag) if self._entries.get(entry.place) is entry else []
+            return self._take(entry.place, reason, tag) if self.get(entry.place) is entry else []
 
     def clear(self) -> list[CUDAGraphEntry]:
         """Drop all entries and return the cache's own for release."""
         with self._lock:
-            dropped = [victim.entry for victim in self.candidates() if victim.owns]
+            dropped = [kept.entry for kept in self._entries.values() if kept.owns]
             self._entries.clear()
-            self._borrowed.clear()
             return dropped
 
     def candidates(self) -> list[Victim]:
         """Every entry, as it would be evicted for its bytes."""
-        entries, borrowed = list(self._entries.items()), self._borrowed
-        return [Victim(self, key, one, EvictionReason.BYTES, "", borrowed.get(key) is not one) for key, one in entries]
+        found = list(self._entries.items())
+        return [Victim(self, key, kept.entry, EvictionReason.BYTES, owns=kept.owns) for key, kept in found]
 
     def drop(self, victim: Victim) -> bool:
         """Forget the entry of a victim; False if it is no longer what its key stands for."""
         with self._lock:
-            return self._entries.get(victim.key) is victim.entry and bool(self._take(victim.key, victim.reason))
+            return self.get(victim.key) is victim.entry and bool(self._take(victim.key, victim.reason))
 
     def record(self, eviction: Eviction) -> None:
         """Count a release in ``stats``, and tell ``admission`` of it unless the user requested it."""
@@ -175,36 +399,26 @@ class GraphCache:
             self.admission.evicted(key.key if isinstance(key, StateKey) else key, eviction.replays)
 
     def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
-        entry, borrowed = self._entries.pop(key, None), self._borrowed.pop(key, None)
-        return [] if entry is None else [Victim(self, key, entry, reason, tag, borrowed is None)]
+        kept = self._entries.pop(key, None)
+        return [] if kept is None else [Victim(self, key, kept.entry, reason, tag, kept.owns)]
 
     def _choose(
-        self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: CUDAGraphEntry | None = None
-    ) -> list[tuple[MemoryBudget, Choice]]:
+        self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: Sequence[CUDAGraphEntry] = ()
+    ) -> Choice:
         """What has to go by each limit, besides what goes by those before it."""
-        choices: list[tuple[MemoryBudget, Choice]] = []
-        gone = set() if leaving is None else {leaving}
-        for budget in self._budgets:
-            choice = budget.choose(newcomer, since, gone)
-            choices.append((budget, choice))
-            gone |= {victim.entry for _, victim in choice.victims}
-        return choices
-
-    def _drop(self, choices: list[tuple[MemoryBudget, Choice]]) -> list[Victim]:
         victims: list[Victim] = []
-        for budget, choice in choices:
-            for score, victim in choice.victims:
-                if victim.owner.drop(victim):
-                    budget.eviction.evicted(victim.entry, score)
-                    victims.append(victim)
-        return victims
+        is_enough = True
+        for budget in self._budgets:
+            choice = budget.choose(newcomer, since, {*leaving, *(victim.entry for victim in victims)})
+            victims += choice.victims
+            is_enough = is_enough and choice.is_enough
+        return Choice(victims, is_enough)
 
     def _drop_over_limit(self, pool: Pool) -> list[Victim]:
         victims: list[Victim] = []
         for budget in self._budgets:
             if not budget.holds():
-                sharing = [victim for victim in budget.candidates() if victim.entry.pool is pool]
-                victims += [victim for victim in sharing if victim.owner.drop(victim)]
+                victims += _dropped(victim for victim in budget.candidates() if victim.entry.pool is pool)
         return victims
 
     @property
@@ -225,7 +439,7 @@ class GraphCache:
                 raise IntegrityError(f"{entry!r} was released and is still in the cache")
 
     def __iter__(self) -> Iterator[CUDAGraphEntry]:
-        return iter(list(self._entries.values()))
+        return iter([kept.entry for kept in list(self._entries.values())])
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -236,21 +450,15 @@ class GraphCache:
 
 
 def make_cache(
-    options: CUDAGraphOptions,
-    max_graphs: int,
-    *,
-    capture_after: int = 2,
-    eviction: "EvictionPolicy | None" = None,
-    stats: CUDAGraphStats | None = None,
+    options: CUDAGraphOptions, max_graphs: int, *, capture_after: int = 2, stats: CUDAGraphStats | None = None
 ) -> GraphCache:
     """A cache of at most ``max_graphs`` graphs within the limits of ``options``.
 
-    ``capture_after`` is the front end's own, where the options name none; ``eviction`` takes the place of theirs.
+    ``capture_after`` is the front end's own, where the options name none.
     """
     return GraphCache(
         max_graphs,
         options.memory_budget_bytes,
-        eviction=eviction or options.eviction,
         budget=options.budget,
         stats=stats,
         admission=Admission(options.capture_after or capture_after, options.capture_window),

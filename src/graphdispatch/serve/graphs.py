@@ -18,8 +18,7 @@ from ..errors import BackendError, GraphDispatchError
 from ..forking import make_rlock
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.backoff import Quarantine
-from ..memory.budget import Victim
-from ..memory.cache import GraphCache, StateKey
+from ..memory.cache import GraphCache, StateKey, Victim
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs, inputs_for
 from ..memory.outputs import OutputView, make_ring
