@@ -35,11 +35,6 @@ class Reason(Explained):
         "real examples, under the same inference_mode and autocast, or call unfreeze()",
     )
     FIRST_SIGHTING = "first_sighting", "this size was seen for the first time; it is captured when it comes again"
-    BACKING_OFF = (
-        "backing_off",
-        "earlier graphs for this key were lost before they paid for their capture; the key must come more "
-        "often before it is captured again",
-    )
     PAYS_LATER = (
         "pays_later",
         "captures took more time than their graphs have gained, so the size is captured when its calls have come often "
@@ -151,7 +146,6 @@ class Reason(Explained):
 _WITHOUT_REMEDY = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW)
 _ON_THE_WAY = (
     Reason.FIRST_SIGHTING,
-    Reason.BACKING_OFF,
     Reason.PAYS_LATER,
     Reason.CAPTURED_NOW,
     Reason.VERIFIED_NOW,

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, CUDAGraphStats, Graphed, MemoryBudget, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, CUDAGraphStats, Graphed, MemoryBudget, Reason, graphed
 from graphdispatch.backends.base import Graph, Pool
 from graphdispatch.engines import (
     BatchDescriptor,
@@ -364,3 +365,40 @@ def test_an_evicted_graph_gives_its_memory_back() -> None:
         assert held.state is EntryState.VERIFIED
         assert held.inputs.nbytes == x.nbytes
         assert step.memory_bytes < 3 * x.nbytes + 256
+
+
+def wide() -> nn.Module:
+    """One whose graph of 64 rows is far over 100,000 bytes."""
+    return nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("outputs", ["clone", "static", "ring:3"])
+def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
+    """It is captured once, its memory and buffers are given back, and the reason says how much it took."""
+    step: Any = graphed(
+        wide(), dynamic={"input": 0}, sizes=[64], options=CUDAGraphOptions(memory_budget_bytes=100_000), outputs=outputs
+    )
+    for _ in range(100):
+        step(torch.randn(64, 64))
+    assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
+    assert step.stats.reasons[Reason.CACHE_FULL] == 99
+    buffers = [group.buffers for group in step._graphs.groups.values()]
+    assert all(one is None or one.nbytes == 0 for one in buffers)
+    held = int(step.last_decision.explain().split("its graph holds ")[1].split()[0])
+    assert held > 100_000
+    assert "for which there is no room in memory_budget_bytes=100000" in step.explain(torch.randn(64, 64))
+    step.check_integrity()
+    step.invalidate()
+    for _ in range(2):
+        step(torch.randn(64, 64))
+    assert step.stats.captures == 2
+
+
+def test_a_graph_over_the_budget_takes_no_other_with_it() -> None:
+    """What is kept goes on serving."""
+    step = graphed(wide(), dynamic={"input": 0}, sizes=[1, 64], options=CUDAGraphOptions(memory_budget_bytes=100_000))
+    for size in [1, 1, 1, 1, *[64] * 4, 1]:
+        step(torch.randn(size, 64))
+    assert [one.size for one in step.entries] == [1]
+    assert step.stats.hits == 2
+    assert step.memory_bytes <= 100_000

@@ -1,4 +1,4 @@
-"""How long a key waits after failures: the one rule for failed captures, failed replays and graphs that did not pay."""
+"""How long a key waits after failures: the one rule for failed captures and failed replays."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass

@@ -19,9 +19,7 @@ from .entry import CUDAGraphEntry
 
 _log = logging.getLogger("graphdispatch")
 
-__all__ = ["Choice", "GraphCache", "MemoryBudget", "StateKey", "Victim", "make_cache"]
-
-_AS_ASKED = (EvictionReason.INVALIDATED, EvictionReason.ASLEEP, EvictionReason.DROPPED)
+__all__ = ["GraphCache", "MemoryBudget", "StateKey", "Victim", "make_cache"]
 
 _Fits = Callable[[set[CUDAGraphEntry]], bool]
 
@@ -144,7 +142,7 @@ class MemoryBudget(Shared):
             return self._is_small(kept, average) if newcomer is None else self._is_small(kept | {newcomer})
 
         reason = EvictionReason.COUNT if self._is_many(len(held) + 1) else EvictionReason.BYTES
-        return _least_recently_used(held, reason, fits, lambda entry: since is None or entry.last_used < since)
+        return _lowest_ranked(held, reason, fits, lambda entry: since is None or entry.last_used < since)
 
     def enforce(self, keep: Collection[CUDAGraphEntry] = ()) -> list[Victim]:
         """Drop entries until the limits hold, whichever cache has them.
@@ -169,7 +167,7 @@ class MemoryBudget(Shared):
                 is_use = reason is EvictionReason.COUNT or bytes_of([entry]) > 0
                 return is_use and entry not in keep and entry.pool.is_idle()
 
-            choice = _least_recently_used(held, reason, fits, may_go)
+            choice = _lowest_ranked(held, reason, fits, may_go)
         return _dropped(choice.victims)
 
     def candidates(self) -> list[Victim]:
@@ -178,7 +176,7 @@ class MemoryBudget(Shared):
 
     def holds(self) -> bool:
         """Whether the members keep no more bytes than they may. Called with ``lock`` held."""
-        return self._is_small({victim.entry for victim in self.candidates()})
+        return self._is_small(self._entries())
 
     def _is_many(self, graphs: int) -> bool:
         return self.max_cached_graphs is not None and graphs > self.max_cached_graphs
@@ -218,10 +216,10 @@ class MemoryBudget(Shared):
         return f"<MemoryBudget {self.num_graphs}{most} graphs, {self.nbytes}{limit} bytes, {len(self._members)} caches>"
 
 
-def _least_recently_used(
+def _lowest_ranked(
     held: Sequence[Victim], reason: EvictionReason, fits: _Fits, may_go: Callable[[CUDAGraphEntry], bool]
 ) -> Choice:
-    """The entries used longest ago, as many as must go before the rest fits, without those that fit beside the rest.
+    """The entries of the lowest rank, as many as must go before the rest fits, without those that fit beside the rest.
 
     If entries fit, any part of them must fit too. If nothing is enough, all that may go are chosen.
     """
@@ -237,7 +235,7 @@ def _least_recently_used(
     ranked = sorted(free, key=lambda entry: places[entry][0].rank)
     if not is_enough(ranked):
         return Choice([victim for entry in ranked for victim in places[entry]], False)
-    leaving = next(ranked[:count] for count in range(len(ranked) + 1) if is_enough(ranked[:count]))
+    leaving = next((ranked[:count] for count in range(len(ranked)) if is_enough(ranked[:count])), ranked)
     for entry in leaving[-2::-1]:
         fewer = [other for other in leaving if other is not entry]
         if is_enough(fewer):
@@ -284,7 +282,7 @@ class GraphCache:
         self.stats = stats or CUDAGraphStats()
         """Where evictions of this cache's entries are recorded."""
         self.admission = admission or Admission(1)
-        """Says which keys are captured; learns of evictions that the user did not ask for."""
+        """Says which keys are captured."""
         self.min_replays = 0
         """Entries with fewer replays go before all others."""
         self._entries: dict[Hashable, _Kept] = {}  # read anywhere, changed with the lock held
@@ -305,8 +303,6 @@ class GraphCache:
 
     def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
-        if self.admission.still_to_wait(key):
-            return Reason.BACKING_OFF
         since = self.admission.since(key)
         if since is None:
             return Reason.FIRST_SIGHTING
@@ -390,13 +386,10 @@ class GraphCache:
             return self.get(victim.key) is victim.entry and bool(self._take(victim.key, victim.reason))
 
     def record(self, eviction: Eviction) -> None:
-        """Count a release in ``stats``, and tell ``admission`` of it unless the user requested it."""
+        """Count a release in ``stats``, and log it."""
         self.stats.record_eviction(eviction)
         told = eviction.descriptor.num_tokens, eviction.reason, eviction.replays, eviction.freed_bytes
         _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *told)
-        if eviction.reason not in _AS_ASKED:
-            key = eviction.key
-            self.admission.evicted(key.key if isinstance(key, StateKey) else key, eviction.replays)
 
     def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
         kept = self._entries.pop(key, None)

@@ -205,8 +205,6 @@ class GraphSet:
             detail = f"its graph holds {held} bytes, for which there is no room in memory_budget_bytes={limit}"
             group.quarantine(entry.size, Reason.CACHE_FULL, detail, is_final=is_final)
             return replace(result, entry=None, reason=Reason.CACHE_FULL, detail=detail)
-        if any(not other.replay_count for other in group.of_size(entry.size)[:1]):
-            self.cache.admission.evicted((group.key, entry.size), 0)  # a state that went before its graph served
         displaced = group.keep(entry)
         self.release([*victims, *(v for other in displaced for v in self.cache.retire(other, EvictionReason.STALE))])
         return result

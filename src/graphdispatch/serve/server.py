@@ -169,10 +169,10 @@ class Server(EagerPath):
             return Reason.CAPTURED_NOW, ""
         if reason is Reason.CAPTURED_NOW and self.graphs.ledger.misses_that_pay() > group.misses[size]:
             return Reason.PAYS_LATER, self.graphs.ledger.detail
-        return reason, cache.admission.detail(reason, key)
+        return reason, ""
 
     def count(self, choice: Choice) -> None:
-        """Note a call that took the slow path, for admission and back-off."""
+        """Note a call that took the slow path, for admission."""
         group, size = choice.group, choice.size
         if group is None or not size:
             return
@@ -184,14 +184,14 @@ class Server(EagerPath):
 
     def _remember(self, choice: Choice) -> None:
         """Note a refusal that stands for a while, so that such calls need not take the slow path until it may end."""
-        group, size, admission = choice.group, choice.size, self.graphs.cache.admission
+        group, size = choice.group, choice.size
         loses = choice.entry is not None and choice.decision.reason is Reason.NO_GAIN
         if group is None or (choice.entry is not None and not loses):
             return
         calls = _CALLS_THAT_LOSE if loses else 0
         if choice.decision.reason is Reason.PAYS_LATER:
             calls = min(_CALLS_THAT_LOSE, self.graphs.ledger.misses_that_pay() - group.misses[size])
-        if calls or not size or (group.failures.get(size) and not admission.still_to_wait((group.key, size))):
+        if calls or not size or group.failures.get(size):
             from .refused import remember  # here, since most callables need none
 
             remember(self, choice, calls)
