@@ -103,7 +103,6 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0.0 if clock is perf_counter else measure(clock, *call)
 
     monkeypatch.setattr(gain, "_time", time)
-    monkeypatch.setattr("graphdispatch.serve.ledger.perf_counter", float)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

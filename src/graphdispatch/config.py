@@ -114,12 +114,12 @@ class CUDAGraphOptions(Settings):
             there is no capture.
         max_failures: Failed captures of one key after which it stays eager; one that rebinds its state is tried ever
             more rarely.
-        capture_after: Sightings of a size before it is captured, if it pays; 1 captures at once, whatever it costs.
+        capture_after: Sightings of a size before it is captured; 1 captures at once.
             None: 2, and 1 in ``CUDAGraphWrapper``.
         capture_window: Those sightings count only within so many uses (replays in the process, and sightings).
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
-            a time. One without a graph gives way to a new one, and one that is used no more does so in time. None: 32
-            in ``graphed``, 1024 elsewhere.
+            a time. The least recently used one gives way to a new one; one without a graph goes first. None: 32 in
+            ``graphed``, 1024 elsewhere.
         max_cached_graphs: The most graphs kept at once. None: 64, and one for each capture size if those are more.
         memory_budget_bytes: The most bytes that graphs may hold: their pool, static inputs, outputs and what is their
             own. None: no limit.

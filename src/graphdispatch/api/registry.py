@@ -304,7 +304,7 @@ class CUDAGraphRegistry(MadeAnew):
 
     def _make(self, fn: Callable[..., Any]) -> _Callable:
         """A server for a callable that is new; room is made by forgetting one that has no graph."""
-        waiting = [one for one in self._callables if not any(g.has_graphs for g in one.server.graphs.groups.values())]
+        waiting = [one for one in self._callables if not one.server.graphs.has_graphs]
         gone = waiting[: len(waiting) - _MOST_WAITING + 1] if len(waiting) >= _MOST_WAITING else []
         server = Server(
             fn,

@@ -1,29 +1,24 @@
-"""The eager path: how a call runs that no graph serves, and at once where the reason is known beforehand."""
+"""The eager path: how a call runs that no graph serves."""
 
 import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.autograd import forward_ad
 
-from ..backends.base import CAPTURE_LOCK
 from ..backends.modes import function_modes, is_transformed, trace, transform
 from ..call.rules import callable_name
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, leaves_of
 from ..decide.decision import Decision
 from ..errors import FallbackError
-from ..memory.replay import next_use
 from ..memory.windows import WINDOWS, storages_of
-from ..native.bound import CORE
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
 from .graphs import GraphSet
 from .group import Route
 from .hit import HitPath
-from .hits import Standing
 
 __all__ = ["EagerPath"]
 
@@ -81,36 +76,6 @@ class EagerPath(HitPath):
         if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
             return Reason.NEEDS_GRADIENTS
         return Reason.ASLEEP if graphs.is_asleep else None
-
-    def refuse(self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call eagerly of which it is known why no graph serves it; ``step`` does it if that may have ended. It
-        counts what the slow path counts. Needs no lock."""
-        route, misses, size, decision, _, until, _ = standing
-        gradients = torch.is_grad_enabled()
-        is_unusual = self.closed(route) is not None or (gradients and self.needs_gradients(args, kwargs))
-        if is_unusual or misses[size] >= until:
-            return self.step(route, args, kwargs)
-        misses[size] += 1
-        next_use()
-        torch._C._set_grad_enabled(False)
-        try:
-            return self.run_eagerly(decision, args, kwargs)
-        finally:
-            torch._C._set_grad_enabled(gradients)
-
-    def core_of(self, route: Route) -> Any:
-        """What the core serves refused calls of a route by; None where only Python can.
-
-        A thread that is watched by a backend has a capture window open, for which the core looks.
-        """
-        graphs, stats = self.graphs, self.stats
-        backend, pool = graphs.backend, graphs.pool
-        is_odd = self.strict or graphs.options.returns_handles or route.entry is not None
-        if CORE is None or is_odd or backend is None or pool is None:
-            return None
-        is_known = getattr(type(backend).is_capturing, "_is_known_to_core", False)
-        is_captured = CAPTURE_LOCK._is_owned if is_known else backend.is_capturing  # type: ignore[attr-defined]
-        return CORE.Refused(self.fn, self._reach, pool, is_captured, stats, stats._lock.locked, self.local)
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""

@@ -25,12 +25,11 @@ from ..memory.inputs import StaticInputs, inputs_for
 from ..memory.outputs import OutputView, make_ring
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
-from ..modes import CUDAGraphMode
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..stats import EvictionReason
 from .group import RETRY, GraphGroup, Route
-from .ledger import Ledger
 
 __all__ = ["GraphSet"]
 
@@ -67,7 +66,6 @@ class GraphSet:
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
         """Of captures, in seconds."""
-        self.ledger = Ledger(self.entries, has_to_pay=cache.admission.capture_after > 1)
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._states = itertools.count(1)
@@ -242,7 +240,6 @@ class GraphSet:
             for victim in victims:
                 for group in self.groups.values():
                     group.drop(victim.entry)
-                self.ledger.retire(victim.entry, self.stats)
                 victim.release()
             if victims or self.is_asleep:
                 # The static inputs of a graph that somebody else captured are not ours to free.
@@ -274,6 +271,12 @@ class GraphSet:
         """The entries that the set has captured, of all states."""
         owned = [group for group in self.groups.values() if group.route.entry is None]
         return [entry for group in owned for entry in group.all_entries]
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is a graph that was not evicted, be it captured here or by somebody else."""
+        entries = (entry for group in self.groups.values() for entry in group.all_entries)
+        return any(entry.state is not EntryState.EVICTED for entry in entries)
 
     def _rearm(self, reason: EvictionReason, tag: str) -> None:
         """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again."""
@@ -313,8 +316,8 @@ class GraphSet:
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
         victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
-        for forgets in (self.cache.admission, self.ledger, self.groups):
-            forgets.clear()
+        self.cache.admission.clear()
+        self.groups.clear()
         for entry in victims:
             entry.release()
         self._renew_pool()

@@ -1,8 +1,7 @@
-"""What is known of calls in advance: the prepared hit, or why no graph serves them for a while."""
+"""What is known of calls in advance: the prepared hit."""
 
 import weakref
-from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..decide.decision import Decision
 from ..memory.entry import CUDAGraphEntry
@@ -10,10 +9,10 @@ from ..memory.replay import ReplayPlan
 from ..state.guards import StateGuard
 
 if TYPE_CHECKING:
-    from .group import GraphGroup, Route
+    from .group import GraphGroup
 
 _MOST_HITS = 8192
-__all__ = ["Hit", "Hits", "Standing"]
+__all__ = ["Hit", "Hits"]
 
 
 class Hit(NamedTuple):
@@ -26,31 +25,10 @@ class Hit(NamedTuple):
     """What must be as it was at the capture; None if nobody guards it."""
 
 
-class Standing(NamedTuple):
-    """Why no graph serves such calls, and none will for a while: they run eagerly at once.
-
-    It has another number of fields than a hit, by which the core tells them apart.
-    """
-
-    route: "Route"
-    misses: Counter[int]
-    """By size, the calls that no graph served; refused at once, they are counted without a lock, which may lose one."""
-    size: int
-    """The size whose misses the calls are; 0 if no size would serve them."""
-    decision: Decision
-    rows: int
-    """What statistics count of such a call: the ``cells_of`` its rows."""
-    until: float
-    """The misses of the size from which on calls take the slow path again."""
-    core: Any
-    """What the core serves such calls by (``EagerPath.core_of``); None if Python serves them."""
-
-
-class Hits(dict[int, Hit | Standing | None]):
+class Hits(dict[int, Hit | None]):
     """The hits of a group by number of rows; ``hits[rows]`` is None where no graph serves so many by a hit yet.
 
-    A hit is made at its first lookup, by any thread, without a lock. Why there is none is put here by the slow
-    path, with the server's lock held.
+    A hit is made at its first lookup, by any thread, without a lock.
     """
 
     __slots__ = ("_group",)
@@ -59,7 +37,7 @@ class Hits(dict[int, Hit | Standing | None]):
         super().__init__()
         self._group = weakref.ref(group)  # so that a group that was dropped ends at once, with what it holds
 
-    def __missing__(self, rows: int) -> Hit | Standing | None:
+    def __missing__(self, rows: int) -> Hit | None:
         group = self._group()
         hit = group.make_hit(rows) if group is not None else None
         if hit is not None:

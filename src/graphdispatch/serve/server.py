@@ -4,12 +4,13 @@ A front end translates its caller's terms into a ``Route`` and passes the call o
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..backends import Backend, Pool
+from ..call.look import is_told_by_look, keep_latest, look_of
 from ..call.signature import Refusal
 from ..call.spec import CallSpec
 from ..capture.request import CaptureResult
@@ -18,6 +19,7 @@ from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import MOST_ALIKE, CUDAGraphEntry
+from ..memory.replay import next_use
 from ..reasons import Reason
 from ..stats import EvictionReason
 from .eager import EagerPath
@@ -25,12 +27,16 @@ from .graphs import GraphSet
 from .group import GraphGroup, Route, Spelling
 from .settling import compare, settle
 
-if TYPE_CHECKING:
-    from .kinds import Kinds
-
 __all__ = ["Choice", "Server"]
 
-_CALLS_THAT_LOSE = 64  # that run eagerly at once before it is examined again whether a graph pays
+# These follow from the arguments alone. All others also depend on what the server holds.
+_BY_ARGUMENTS = (
+    Reason.TENSOR_SUBCLASS,
+    Reason.DEVICES_DISAGREE,
+    Reason.DEVICE_UNSUPPORTED,
+    Reason.ROWS_DISAGREE,
+    Reason.UNGUARDED_ARGUMENT,
+)
 
 
 class Choice(NamedTuple):
@@ -82,8 +88,9 @@ class Server(EagerPath):
         self.logs_replays = options.debug_log_enable
         self.observes = times_replays or options.debug_log_enable
         self._eager_captures = eager_captures
-        self._kinds: Kinds | None = None
         self._numbers = itertools.count()
+        self._looks: dict[Hashable, bool] = {}
+        """What came once while a group would have had to give way to it."""
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
 
@@ -100,19 +107,10 @@ class Server(EagerPath):
         closed = self.closed(route)
         if closed is not None:
             return self.run_eagerly(Decision.eager(closed), args, kwargs)
-        refused = route.refusal(args, kwargs)
-        if refused is not None:
-            with self.lock:
-                if self.graphs.cache:
-                    self.graphs.refresh()
-                if route.refused is not None:
-                    route.refused.let_stand(self, route, refused, args, kwargs)
-            return self.run_eagerly(refused, args, kwargs)
         with self.lock:
             self.graphs.refresh()
             choice = self.choose(route, args, kwargs)
             self.count(choice)
-            self._remember(choice)
             if choice.group is not None:
                 done, answer = self.perform(choice)
                 if done:
@@ -122,7 +120,7 @@ class Server(EagerPath):
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What to do with a call. It makes the call's group if it can have one, and changes nothing else."""
-        found = self.find(route, args, kwargs)
+        found = self.find(route, args, kwargs, is_call=True)
         if isinstance(found, Refusal):
             return Choice(Decision.eager(found.reason, detail=found.detail))
         group, leaves, rows = found
@@ -167,34 +165,21 @@ class Server(EagerPath):
         reason = cache.admit(key)
         if reason is Reason.FIRST_SIGHTING and self._eager_captures and not cache.is_full:
             return Reason.CAPTURED_NOW, ""
-        if reason is Reason.CAPTURED_NOW and self.graphs.ledger.misses_that_pay() > group.misses[size]:
-            return Reason.PAYS_LATER, self.graphs.ledger.detail
         return reason, cache.admission.detail(reason, key)
 
     def count(self, choice: Choice) -> None:
         """Note a call that took the slow path, for admission and back-off."""
         group, size = choice.group, choice.size
-        if group is None or not size:
+        if group is None:
+            return
+        group.missed_at = next_use()
+        if not size:
             return
         group.misses[size] += 1
         if self.keeps_examples:
             group.keep_example(choice.leaves)
         if choice.entry is None and choice.decision.reason is not Reason.CAPTURED_NOW:
             self.graphs.cache.admission.count_miss((group.key, size))
-
-    def _remember(self, choice: Choice) -> None:
-        """Note a refusal that stands for a while, so that such calls need not take the slow path until it may end."""
-        group, size, admission = choice.group, choice.size, self.graphs.cache.admission
-        loses = choice.entry is not None and choice.decision.reason is Reason.NO_GAIN
-        if group is None or (choice.entry is not None and not loses):
-            return
-        calls = _CALLS_THAT_LOSE if loses else 0
-        if choice.decision.reason is Reason.PAYS_LATER:
-            calls = min(_CALLS_THAT_LOSE, self.graphs.ledger.misses_that_pay() - group.misses[size])
-        if calls or not size or (group.failures.get(size) and not admission.still_to_wait((group.key, size))):
-            from .refused import remember  # here, since most callables need none
-
-            remember(self, choice, calls)
 
     def perform(self, choice: Choice) -> tuple[bool, Any]:
         """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
@@ -223,9 +208,12 @@ class Server(EagerPath):
         return True, answer
 
     def find(
-        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_call: bool = False
     ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
-        """The group, leaves and rows of a call; makes the group if the call can have one."""
+        """The group, leaves and rows of a call; makes the group if the call can have one.
+
+        With ``is_call``, no group gives way to a call of a kind that comes for the first time.
+        """
         if not route.table.sizes:
             return Refusal(route.without_sizes, "")
         key = (len(args), *kwargs)
@@ -234,15 +222,20 @@ class Server(EagerPath):
         if spelling is not None and found is not None:
             spelling.use(found[0])
             return found
+        look = look_of(args, kwargs)
+        if (refused := route.refused.get(look)) is not None:
+            return refused
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
         if spec is None or (route.is_single and route.spellings):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
-        if spelling is not None and (refusal := self._all_kinds().refusal(spelling, self)) is not None:
-            return refusal
+        if is_call and route.entry is None and self._is_first_at_limit(route, args, kwargs):
+            return Refusal(Reason.FIRST_SIGHTING, "")
         made = self._make_group(route, spec, args, kwargs)
         if isinstance(made, Refusal):
-            route.refuse(made, args, kwargs, has_backend=self.graphs.backend is not None)
+            if self._follows_from_look(made, route, args, kwargs):
+                keep_latest(route.refused, look, made)
             return made
+        self._give_way(made[0])
         group, leaves = made
         spelling = route.spellings.get(key)  # which may have gone with its last group
         if spelling is None:
@@ -251,6 +244,37 @@ class Server(EagerPath):
             spelling.groups.append(group)
             spelling.use(group)
         return group, leaves, group.signature.match(leaves)
+
+    def _is_first_at_limit(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a group would have to give way to a call that comes for the first time, by its look."""
+        if len(self.graphs.groups) < self.max_groups:
+            return False
+        look = (route.key, look_of(args, kwargs, with_values=True))
+        if self._looks.pop(look, False):
+            return False
+        keep_latest(self._looks, look, True)
+        return True
+
+    def _follows_from_look(self, refusal: Refusal, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether all calls of a refused call's look are refused, whatever the server holds by then."""
+        if refusal.reason is Reason.NO_TENSORS:  # without rules it may read tensors held elsewhere
+            follows = route.rules is not None and bool(route.rules.dynamic)
+        else:  # without a backend, one may be registered
+            follows = refusal.reason in _BY_ARGUMENTS and self.graphs.backend is not None
+        return follows and is_told_by_look((*args, *kwargs.values()))
+
+    def _give_way(self, newcomer: GraphGroup) -> None:
+        """Forget the least recently used group if there is one too many: one that is idle, if there is one.
+
+        Groups around graphs of others (``Route.entry``) stay. In a cycle over more signatures than the limit, those
+        beyond it make each other give way before they come again: they run eagerly, and are not captured as long as
+        ``capture_after`` is above 1. A group whose captures failed is not idle, so such a cycle does not try them again
+        and again either. With ``capture_after=1``, or if each signature comes a few times and then no more, graphs are
+        captured for all of them.
+        """
+        groups = [group for group in self.graphs.groups.values() if group.route.entry is None and group is not newcomer]
+        if newcomer.route.entry is None and len(groups) >= self.max_groups:
+            self.forget(min(groups, key=lambda group: (not group.is_idle, group.last_used)))
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
         """The form of a call; None if the only graph of the route is of a call with other arguments."""
@@ -261,16 +285,7 @@ class Server(EagerPath):
     def _make_group(
         self, route: Route, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GraphGroup, list[Any]] | Refusal:
-        """A group for a call that fits none; at the limit, one that is not used gives way to it."""
-        groups, leaving = self.graphs.groups, None
-        if len(groups) >= self.max_groups:
-            leaving = self._all_kinds().leaving(groups.values())
-            if leaving is None:
-                return Refusal(
-                    Reason.TOO_MANY_SIGNATURES,
-                    f"{len(groups)} other kinds of argument lists have graphs, or captures that failed; raise "
-                    "max_signatures, or clear() them; one that is used no more gives way in time",
-                )
+        """A group for a call that fits none."""
         key = route.key if route.is_single else (route.key, next(self._numbers))
         try:
             made = self.graphs.make_group(key, route, spec, spec.values(args, kwargs))
@@ -278,18 +293,8 @@ class Server(EagerPath):
             if not self._has_fitted:
                 raise
             return Refusal(Reason.ARGUMENTS_CHANGED, str(error))
-        if not isinstance(made, Refusal):
-            self._has_fitted = True
-            if leaving is not None:
-                self.forget(leaving)
+        self._has_fitted |= not isinstance(made, Refusal)
         return made
-
-    def _all_kinds(self) -> "Kinds":
-        if self._kinds is None:
-            from .kinds import Kinds  # here, since most callables have few signatures
-
-            self._kinds = Kinds()
-        return self._kinds
 
     def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
@@ -363,7 +368,7 @@ class Server(EagerPath):
     def after_eager(self, choice: Choice, run: Callable[..., CaptureResult], *args: Any) -> Any:
         """Capture or compare a graph by ``run(*args)``, then count and return the call's eager answer."""
         decision = choice.decision
-        result = self.graphs.ledger.pay(run, *args, is_capture=decision.reason is Reason.CAPTURED_NOW)
+        result = run(*args)
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.count_eager(decision)
