@@ -46,7 +46,7 @@ def keep_latest(known: dict[Hashable, Any], look: Hashable, value: Any) -> None:
         del known[next(iter(known))]
 
 
-def _look(value: Any, with_values: bool) -> Hashable:
+def _look(value: Any, with_values: bool) -> Any:
     kind = type(value)
     if kind in PLAIN_TENSORS:
         if value.is_nested:
@@ -57,6 +57,4 @@ def _look(value: Any, with_values: bool) -> Hashable:
         return kind, *value, *(_look(one, with_values) for one in value.values())
     if kind is list or kind is tuple:
         return kind, *(_look(one, with_values) for one in value)
-    if with_values and kind in VALUES:
-        return kind, value
-    return kind
+    return (kind, value) if with_values and kind in VALUES else kind
