@@ -118,8 +118,8 @@ class CUDAGraphOptions(Settings):
             None: 2, and 1 in ``CUDAGraphWrapper``.
         capture_window: Those sightings count only within so many uses (replays in the process, and sightings).
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
-            a time. The least recently used one gives way to a new one; one without a graph goes first. None: 32 in
-            ``graphed``, 1024 elsewhere.
+            a time. The least recently used one gives way to a new one that comes twice; one without a graph goes first.
+            None: 32 in ``graphed``, 1024 elsewhere.
         max_cached_graphs: The most graphs kept at once. None: 64, and one for each capture size if those are more.
         memory_budget_bytes: The most bytes that graphs may hold: their pool, static inputs, outputs and what is their
             own. None: no limit.

@@ -25,9 +25,8 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.group import GraphGroup, Route
+from ..serve.group import GraphGroup, Route, Routes
 from ..serve.prewarm import compare_numbers
-from ..serve.routes import Routes
 from ..serve.server import Server
 from ..state.callables import same_callable
 from ..stats import CUDAGraphStats

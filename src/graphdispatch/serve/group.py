@@ -2,10 +2,11 @@
 
 import logging
 import math
+import weakref
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -18,17 +19,20 @@ from ..memory.backoff import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
+from ..memory.replay import ReplayPlan
 from ..modes import EntryState
 from ..reasons import Reason
-from .hits import Hit, Hits
+from ..state.guards import StateGuard
 
 if TYPE_CHECKING:
     from ..memory.buffers import OutputRing
 
-__all__ = ["RETRY", "GraphGroup", "Route", "Spelling"]
+__all__ = ["RETRY", "GraphGroup", "Hit", "Route", "Routes", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
+_MOST_HITS = 8192
 _MOST_STATES = 8
+R = TypeVar("R", bound="Route")
 RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
@@ -106,6 +110,32 @@ class Route:
         return [group for spelling in self.spellings.values() for group in spelling.groups]
 
 
+class Routes(dict[Hashable, R], Generic[R]):
+    """The routes of a front end by its own keys; ``routes[key]`` makes one that is new.
+
+    Not thread-safe: used with the server's lock held, but for lookups with ``get``.
+
+    Args:
+        make: Makes the route of a key.
+        most: Beyond so many routes, those that no call has made a group of are forgotten.
+    """
+
+    __slots__ = ("_make", "_most")
+
+    def __init__(self, make: Callable[..., R], most: int = 1024) -> None:
+        super().__init__()
+        self._make = make
+        self._most = most
+
+    def __missing__(self, key: Hashable) -> R:
+        if len(self) >= self._most:
+            for known, route in list(self.items()):
+                if not route.spellings:
+                    del self[known]
+        route = self[key] = self._make(key)
+        return route
+
+
 class Spelling:
     """One form of a call (how many positional arguments, which keywords), with its groups, the latest used first."""
 
@@ -130,6 +160,38 @@ class Spelling:
             if leaves is not None and (rows := group.signature.match(leaves)) >= 0:
                 return group, leaves, rows
         return None
+
+
+class Hit(NamedTuple):
+    """What a hit needs, made once for a number of rows."""
+
+    entry: CUDAGraphEntry
+    plan: ReplayPlan
+    decision: Decision
+    guard: StateGuard | None
+    """What must be as it was at the capture; None if nobody guards it."""
+
+
+class Hits(dict[int, Hit | None]):
+    """The hits of a group by number of rows; ``hits[rows]`` is None where no graph serves so many by a hit yet.
+
+    A hit is made at its first lookup, by any thread, without a lock.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: "GraphGroup") -> None:
+        super().__init__()
+        self._group = weakref.ref(group)  # so that a group that was dropped ends at once, with what it holds
+
+    def __missing__(self, rows: int) -> Hit | None:
+        group = self._group()
+        hit = group.make_hit(rows) if group is not None else None
+        if hit is not None:
+            if len(self) >= _MOST_HITS:
+                self.clear()
+            self[rows] = hit
+        return hit
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

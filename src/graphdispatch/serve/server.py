@@ -4,15 +4,20 @@ A front end translates its caller's terms into a ``Route`` and passes the call o
 """
 
 import itertools
+import logging
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from ..backends import Backend, Pool
+from ..backends.modes import function_modes, is_transformed, trace, transform
 from ..call.look import is_told_by_look, keep_latest, look_of
-from ..call.signature import Refusal
-from ..call.spec import CallSpec
+from ..call.rules import callable_name
+from ..call.signature import PLAIN_TENSORS, Refusal
+from ..call.spec import VALUES, CallSpec, leaves_of
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
 from ..decide.decision import Decision, SizeTable
@@ -20,14 +25,18 @@ from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import MOST_ALIKE, CUDAGraphEntry
 from ..memory.replay import next_use
+from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
+from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
-from .eager import EagerPath
 from .graphs import GraphSet
 from .group import GraphGroup, Route, Spelling
+from .hit import HitPath
 from .settling import compare, settle
 
 __all__ = ["Choice", "Server"]
+
+_log = logging.getLogger("graphdispatch")
 
 # These follow from the arguments alone. All others also depend on what the server holds.
 _BY_ARGUMENTS = (
@@ -56,7 +65,7 @@ class Choice(NamedTuple):
         return f"{self.decision.explain()}; {pieces}" if pieces else self.decision.explain()
 
 
-class Server(EagerPath):
+class Server(HitPath):
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
     At most ``max_groups`` signatures are kept, unless the options have another number; one without a graph gives way to
@@ -79,8 +88,13 @@ class Server(EagerPath):
         times_replays: bool = False,
         judges_gain: bool = False,
     ) -> None:
-        super().__init__(GraphSet(fn, options, cache, backend=backend, pool=pool), strict=strict)
+        self.fn = fn
+        self.graphs = GraphSet(fn, options, cache, backend=backend, pool=pool)
         self.graphs.judges_gain = judges_gain
+        self.stats = self.graphs.stats
+        self.lock = self.graphs.lock
+        self.local = threading.local()
+        self.strict = strict
         self.max_groups = options.max_signatures or max_groups
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
@@ -378,3 +392,65 @@ class Server(EagerPath):
         if result.entry is not None:
             answer = result.entry.with_values(answer, choice.rows)
         return self.graphs.give(answer)
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision of the calling thread's latest call, or None before the first."""
+        return getattr(self.local, "decision", None)
+
+    def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with gradients on may have to be differentiated. Needs no lock."""
+        values = [*args, *kwargs.values()]
+        for value in values:
+            kind = type(value)
+            if kind in PLAIN_TENSORS:
+                if value.requires_grad:
+                    return True
+            elif kind not in VALUES:
+                return self.may_need_gradients(leaves_of(values), None)
+        return self.graphs.guard.trainable
+
+    def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
+        """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
+        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
+
+    def closed(self, route: Route) -> Reason | None:
+        """Why no graph may replay on the calling thread now, whatever the call; or None.
+
+        The thread is in a capture, in a break of a replay in this pool, in somebody's mode, or in forward-mode
+        differentiation, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs
+        with its pool's lock held.
+        """
+        graphs, entry = self.graphs, route.entry
+        backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
+        if backend is not None and (backend.watch.depth or backend.is_capturing()):
+            return Reason.INSIDE_CAPTURE
+        if pool is not None and pool.replaying_on is not None and pool.is_inside_replay():
+            return Reason.INSIDE_REPLAY
+        if (function_modes() or trace() is not None or transform() is not None) and is_transformed():
+            return Reason.MODE_ACTIVE
+        if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
+            return Reason.NEEDS_GRADIENTS
+        return Reason.ASLEEP if graphs.is_asleep else None
+
+    def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
+        self.count_eager(decision)
+        if self.strict and not decision.reason.leads_to_graph:
+            raise FallbackError(decision.explain(), decision.reason)
+        run = WINDOWS.begin(self._reach)
+        try:
+            return self.graphs.give(self.fn(*args, **kwargs))
+        finally:
+            WINDOWS.end(run)
+            self.local.decision = decision  # the callable may have called this object, too
+
+    def count_eager(self, decision: Decision) -> None:
+        """Count a call whose answer is eager's. The first one for each reason is a line of the log."""
+        self.local.decision, reason = decision, decision.reason
+        if self.stats.record_eager(reason, decision.rows) and not reason.leads_to_graph:
+            told = decision.detail or reason.text
+            _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
+
+    def _reach(self) -> set[int]:
+        return storages_of(self.graphs.guard._tensors)
