@@ -105,6 +105,12 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gain, "_time", time)
 
 
+@pytest.fixture(autouse=True)
+def time_for_all_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No real clock decides whether a capture has to wait: it shows no time. Clocks that tests give are asked."""
+    monkeypatch.setattr("graphdispatch.serve.share.perf_counter", float)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Which front ends the specification in ``tests/behaviour`` runs through."""
     parser.addoption("--front-ends", default="", help="such as graphed,wrapper; default: all")

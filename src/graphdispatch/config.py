@@ -117,6 +117,8 @@ class CUDAGraphOptions(Settings):
         capture_after: Sightings of a size before it is captured; 1 captures at once.
             None: 2, and 1 in ``CUDAGraphWrapper``.
         capture_window: Those sightings count only within so many uses (replays in the process, and sightings).
+        capture_share: The largest share of the time of calls that captures and comparisons may take, after the first
+            two of each. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
             a time. The least recently used one gives way to a new one that comes twice; one without a graph goes first.
             None: 32 in ``graphed``, 1024 elsewhere.
@@ -148,6 +150,7 @@ class CUDAGraphOptions(Settings):
     max_failures: _Count = 3
     capture_after: _Count | None = None
     capture_window: _Count = 4096
+    capture_share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.1
     max_signatures: _Count | None = None
     max_cached_graphs: _Count | None = None
     memory_budget_bytes: _Count | None = None

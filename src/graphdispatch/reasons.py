@@ -40,6 +40,10 @@ class Reason(Explained):
         "earlier graphs for this key were lost before they paid for their capture; the key must come more "
         "often before it is captured again",
     )
+    CAPTURE_WAITS = (
+        "capture_waits",
+        "captures and comparisons have used their share of the time for now; raise capture_share, or prewarm()",
+    )
     CACHE_FULL = (
         "cache_full",
         "the cache is full of graphs that are used more often; raise max_cached_graphs or memory_budget_bytes",
@@ -141,6 +145,7 @@ _WITHOUT_REMEDY = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW)
 _ON_THE_WAY = (
     Reason.FIRST_SIGHTING,
     Reason.BACKING_OFF,
+    Reason.CAPTURE_WAITS,
     Reason.CAPTURED_NOW,
     Reason.VERIFIED_NOW,
     Reason.INSIDE_CAPTURE,

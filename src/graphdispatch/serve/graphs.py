@@ -30,6 +30,7 @@ from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..stats import EvictionReason
 from .group import RETRY, GraphGroup, Route
+from .share import TimeShare
 
 __all__ = ["GraphSet"]
 
@@ -66,6 +67,7 @@ class GraphSet:
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
         """Of captures, in seconds."""
+        self.share = TimeShare(options.capture_share, self.entries)
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._states = itertools.count(1)
@@ -240,6 +242,8 @@ class GraphSet:
             for victim in victims:
                 for group in self.groups.values():
                     group.drop(victim.entry)
+                if victim.entry.stats is self.stats:
+                    self.share.note_gone(victim.entry)
                 victim.release()
             if victims or self.is_asleep:
                 # The static inputs of a graph that somebody else captured are not ours to free.
@@ -317,6 +321,7 @@ class GraphSet:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
         victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
         self.cache.admission.clear()
+        self.share.clear()
         self.groups.clear()
         for entry in victims:
             entry.release()

@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ..memory.cache import GraphCache
 from ..memory.entry import MOST_ALIKE, CUDAGraphEntry
 from ..memory.replay import next_use
 from ..memory.windows import WINDOWS, storages_of
+from ..modes import EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
@@ -58,6 +60,11 @@ class Choice(NamedTuple):
     size: int = 0
     """The size whose graph would serve the call; 0 if none can."""
     entry: CUDAGraphEntry | None = None
+
+    @property
+    def kind(self) -> tuple[Reason, EntryState | None]:
+        """What kind of work a capture or comparison is: first comparisons of a graph take longer than later ones."""
+        return self.decision.reason, self.entry.state if self.entry is not None else None
 
     def explain(self) -> str:
         """One line for a person: the decision, and what the graph consists of where that is more than one launch."""
@@ -146,7 +153,20 @@ class Server(HitPath):
         reason, detail = self._eager_reason(group, leaves, rows, size, entry)
         if reason is None:
             return Choice(decision.as_mode(group.entries[size].mode), group, leaves, rows, size, entry)
-        return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
+        choice = Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
+        if reason in (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW) and self._has_to_wait(choice):
+            return choice._replace(decision=Decision.eager(Reason.CAPTURE_WAITS, rows, self.graphs.share.detail))
+        return choice
+
+    def _has_to_wait(self, choice: Choice) -> bool:
+        """Whether there is no time to capture or compare now.
+
+        A graph that was not compared on a second batch waits, too, and serves nothing meanwhile. With
+        ``capture_after=1`` captures are wanted at once, and ``verify_every`` wants its comparisons.
+        """
+        if self.graphs.cache.admission.capture_after == 1 or self.graphs.share.allows(choice.kind):
+            return False
+        return choice.entry is None or choice.entry.replay_count < choice.entry.verify_at
 
     def _eager_reason(
         self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
@@ -217,7 +237,8 @@ class Server(HitPath):
                 raise
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
         if entry.serves_one_batch and entry.replay_count == MOST_ALIKE:
-            settle(self, group, choice.leaves, choice.rows, entry)
+            kind = (Reason.VERIFIED_NOW, entry.state)
+            self.graphs.share.pay(kind, partial(settle, self, group, choice.leaves, choice.rows, entry))
         self.local.decision = choice.decision
         return True, answer
 
@@ -382,7 +403,7 @@ class Server(HitPath):
     def after_eager(self, choice: Choice, run: Callable[..., CaptureResult], *args: Any) -> Any:
         """Capture or compare a graph by ``run(*args)``, then count and return the call's eager answer."""
         decision = choice.decision
-        result = run(*args)
+        result = self.graphs.share.pay(choice.kind, partial(run, *args))
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.count_eager(decision)
@@ -438,10 +459,12 @@ class Server(HitPath):
         self.count_eager(decision)
         if self.strict and not decision.reason.leads_to_graph:
             raise FallbackError(decision.explain(), decision.reason)
-        run = WINDOWS.begin(self._reach)
+        run, share = WINDOWS.begin(self._reach), self.graphs.share
+        started = share.clock()
         try:
             return self.graphs.give(self.fn(*args, **kwargs))
         finally:
+            share.note_eager(share.clock() - started)
             WINDOWS.end(run)
             self.local.decision = decision  # the callable may have called this object, too
 
