@@ -52,6 +52,7 @@ class GraphSet:
     ) -> None:
         self.fn = fn
         self.options = options
+        self._returns_handles = options.returns_handles
         self.cache = cache
         self.backend = backend
         self._owns_pool = pool is None
@@ -140,7 +141,7 @@ class GraphSet:
 
     def give(self, answer: Any) -> Any:
         """What an eager step returned, as a hit would hand it out. Needs no lock."""
-        return OutputView(answer, None) if self.options.returns_handles else answer
+        return OutputView(answer, None) if self._returns_handles else answer
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -261,6 +262,8 @@ class GraphSet:
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
         guards = {entry.guard for entry in self.entries() if entry.guard is not None}
+        if not guards:
+            return
         present = [guard for guard in guards if not guard.is_apart]
         if present and all(guard.holds() for guard in (*present, *([self._guard] if self._guard is not None else ()))):
             return

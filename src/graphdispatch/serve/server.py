@@ -141,6 +141,7 @@ class Server(HitPath):
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What to do with a call. It makes the call's group if it can have one, and changes nothing else."""
+        has_backend = self.graphs.backend is not None
         found = self.find(route, args, kwargs, is_call=True)
         if isinstance(found, Refusal):
             return Choice(Decision.eager(found.reason, detail=found.detail))
@@ -150,7 +151,9 @@ class Server(HitPath):
             return Choice(decision, group, leaves, rows)
         rows, size = decision.rows, decision.size
         entry = self.graphs.current(group, size)
-        reason, detail = self._eager_reason(group, leaves, rows, size, entry)
+        reason, detail = None if has_backend else self.closed(route), ""
+        if reason is None:
+            reason, detail = self._eager_reason(group, leaves, rows, size, entry)
         if reason is None:
             return Choice(decision.as_mode(group.entries[size].mode), group, leaves, rows, size, entry)
         choice = Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
@@ -172,9 +175,6 @@ class Server(HitPath):
         self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
     ) -> tuple[Reason | None, str]:
         """Why a call does not replay the graph of its size, if there is one; None and nothing if it does."""
-        closed = self.closed(group.route)  # again, since making the group may have chosen the backend
-        if closed is not None:
-            return closed, ""
         if entry is None:
             return self.admit(group, size)
         if group.route.entry is not None and not entry.is_current():
