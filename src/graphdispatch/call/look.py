@@ -4,12 +4,11 @@ from collections import UserDict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from .caches import is_cache
 from .signature import PLAIN_TENSORS
-from .spec import VALUES
+from .spec import VALUES, is_tensor
 
 __all__ = ["is_told_by_look", "keep_latest", "look_of"]
 
@@ -33,7 +32,7 @@ def is_told_by_look(values: Iterable[Any]) -> bool:
         is_told_by_look(value.values() if type(value) is dict else value)
         if type(value) in (dict, list, tuple)
         else type(value) in (*VALUES, *PLAIN_TENSORS)
-        or isinstance(value, torch.Tensor)
+        or is_tensor(value)
         or not (issubclass(type(value), _COMPARED) or type(value) in pytree.SUPPORTED_NODES or is_cache(value))
         for value in values
     )
