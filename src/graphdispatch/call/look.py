@@ -10,7 +10,7 @@ from .caches import is_cache
 from .signature import PLAIN_TENSORS
 from .spec import VALUES, is_tensor
 
-__all__ = ["is_told_by_look", "keep_latest", "look_of"]
+__all__ = ["keep_latest", "look_of", "shows_all"]
 
 _COMPARED = (UserDict, dict, list, tuple, slice, frozenset)
 """Subclasses of these may be flattened, or compared part by part."""
@@ -18,18 +18,18 @@ _MOST = 1024
 
 
 def look_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_values: bool = False) -> tuple[Hashable, ...]:
-    """Classes, nesting, and of tensors what may refuse them; ``with_values``: constants and dtypes, too.
+    """Classes, nesting, and of tensors what may refuse them; ``with_values``: the hashes of constants and dtypes, too.
 
-    It changes when torch comes to know another class of containers.
+    It is another one once torch knows another class of containers.
     """
     looks = (_look(value, with_values) for value in (*args, *kwargs.values()))
     return len(pytree.SUPPORTED_NODES), len(args), *kwargs, *looks
 
 
-def is_told_by_look(values: Iterable[Any]) -> bool:
-    """Whether calls of this look would be refused for the same reason: it holds nothing that may be looked into."""
+def shows_all(values: Iterable[Any]) -> bool:
+    """Whether the look shows all that could refuse these values: none of them may be flattened or compared by parts."""
     return all(
-        is_told_by_look(value.values() if type(value) is dict else value)
+        shows_all(value.values() if type(value) is dict else value)
         if type(value) in (dict, list, tuple)
         else type(value) in (*VALUES, *PLAIN_TENSORS)
         or is_tensor(value)
@@ -56,4 +56,4 @@ def _look(value: Any, with_values: bool) -> Any:
         return kind, *value, *(_look(one, with_values) for one in value.values())
     if kind is list or kind is tuple:
         return kind, *(_look(one, with_values) for one in value)
-    return (kind, value) if with_values and kind in VALUES else kind
+    return (kind, hash(value)) if with_values and kind in VALUES else kind

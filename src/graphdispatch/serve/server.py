@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from ..backends import Backend, Pool
 from ..backends.modes import function_modes, is_transformed, trace, transform
-from ..call.look import is_told_by_look, keep_latest, look_of
+from ..call.look import keep_latest, look_of, shows_all
 from ..call.rules import callable_name
 from ..call.signature import PLAIN_TENSORS, Refusal
 from ..call.spec import VALUES, CallSpec, leaves_of
@@ -111,7 +111,7 @@ class Server(HitPath):
         self._eager_captures = eager_captures
         self._numbers = itertools.count()
         self._looks: dict[Hashable, bool] = {}
-        """What came once while a group would have had to give way to it."""
+        """The looks of calls that came once while a group would have had to give way to them."""
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
 
@@ -247,7 +247,7 @@ class Server(HitPath):
     ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
         """The group, leaves and rows of a call; makes the group if the call can have one.
 
-        With ``is_call``, no group gives way to a call of a kind that comes for the first time.
+        With ``is_call``, no group gives way to a signature that comes for the first time.
         """
         if not route.table.sizes:
             return Refusal(route.without_sizes, "")
@@ -296,7 +296,7 @@ class Server(HitPath):
             follows = route.rules is not None and bool(route.rules.dynamic)
         else:  # without a backend, one may be registered
             follows = refusal.reason in _BY_ARGUMENTS and self.graphs.backend is not None
-        return follows and is_told_by_look((*args, *kwargs.values()))
+        return follows and shows_all((*args, *kwargs.values()))
 
     def _give_way(self, newcomer: GraphGroup) -> None:
         """Forget the least recently used group if there is one too many: one that is idle, if there is one.
