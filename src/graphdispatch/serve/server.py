@@ -75,10 +75,10 @@ class Choice(NamedTuple):
 class Server(HitPath):
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
-    At most ``max_groups`` signatures are kept, unless the options have another number; the least recently used one gives
-    way to a new one. With ``eager_captures`` a key is captured at its first miss while the cache has room. ``strict`` raises
-    ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's; ``choose`` and what it
-    calls are called with ``lock`` held.
+    At most ``max_groups`` signatures are kept, unless the options have another number; the least recently used one
+    gives way to a new one. With ``eager_captures`` a key is captured at its first miss while the cache has room.
+    ``strict`` raises ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's;
+    ``choose`` and what it calls are called with ``lock`` held.
     """
 
     def __init__(
