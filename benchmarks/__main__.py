@@ -28,7 +28,6 @@ from . import (
     models,
     peers,
     piecewise,
-    refused,
     wrapper,
 )
 from .timing import Effort, Row
@@ -42,7 +41,6 @@ class _Part(NamedTuple):
 _PARTS = {
     "wrapper": _Part(wrapper.TITLE, wrapper.rows),
     "graphed": _Part(front.TITLE, front.rows),
-    "refused": _Part(refused.TITLE, refused.rows),
     "guard": _Part(guard.TITLE, guard.rows),
     "decoder": _Part(decoder.TITLE, decoder.rows),
     "peers": _Part(peers.TITLE, peers.rows),

@@ -53,7 +53,7 @@ gpu-bench:
 # The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources, and with
 # freed objects as traps. Needs g++.
 SANITIZED := build/sanitized
-NATIVE_TESTS := tests/native tests/serve/test_refused_calls.py tests/call/test_told_arguments.py
+NATIVE_TESTS := tests/native tests/call/test_told_arguments.py
 SANITIZER_LIBRARIES = $(shell for name in $(1) libstdc++; do g++ -print-file-name=$$name.so; done)
 native-check: $(VENV)/.test
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src $(SANITIZED)/addresses && cp -r src $(SANITIZED)/threads

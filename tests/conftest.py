@@ -103,7 +103,12 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0.0 if clock is perf_counter else measure(clock, *call)
 
     monkeypatch.setattr(gain, "_time", time)
-    monkeypatch.setattr("graphdispatch.serve.ledger.perf_counter", float)
+
+
+@pytest.fixture(autouse=True)
+def time_for_all_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No real clock decides whether a capture has to wait: it shows no time. Clocks that tests give are asked."""
+    monkeypatch.setattr("graphdispatch.serve.share.perf_counter", float)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -114,12 +114,14 @@ class CUDAGraphOptions(Settings):
             there is no capture.
         max_failures: Failed captures of one key after which it stays eager; one that rebinds its state is tried ever
             more rarely.
-        capture_after: Sightings of a size before it is captured, if it pays; 1 captures at once, whatever it costs.
+        capture_after: Sightings of a size before it is captured; 1 captures at once.
             None: 2, and 1 in ``CUDAGraphWrapper``.
         capture_window: Those sightings count only within so many uses (replays in the process, and sightings).
+        capture_share: The largest share of the time of calls that captures and comparisons may take, after the first
+            two of each. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
-            a time. One without a graph gives way to a new one, and one that is used no more does so in time. None: 32
-            in ``graphed``, 1024 elsewhere.
+            a time. The least recently used one gives way to a new one that comes twice; one without a graph goes first.
+            None: 32 in ``graphed``, 1024 elsewhere.
         max_cached_graphs: The most graphs kept at once; when there is no room, the least recently used goes. None: 64,
             and one for each capture size if those are more.
         memory_budget_bytes: The most bytes that graphs may hold: their pool, static inputs, outputs and what is their
@@ -147,6 +149,7 @@ class CUDAGraphOptions(Settings):
     max_failures: _Count = 3
     capture_after: _Count | None = None
     capture_window: _Count = 4096
+    capture_share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.1
     max_signatures: _Count | None = None
     max_cached_graphs: _Count | None = None
     memory_budget_bytes: _Count | None = None

@@ -35,10 +35,9 @@ class Reason(Explained):
         "real examples, under the same inference_mode and autocast, or call unfreeze()",
     )
     FIRST_SIGHTING = "first_sighting", "this size was seen for the first time; it is captured when it comes again"
-    PAYS_LATER = (
-        "pays_later",
-        "captures took more time than their graphs have gained, so the size is captured when its calls have come often "
-        "enough to pay for one; name what varies in dynamic=, have fewer sizes, or prewarm()",
+    CAPTURE_WAITS = (
+        "capture_waits",
+        "captures and comparisons have used their share of the time for now; raise capture_share, or prewarm()",
     )
     CACHE_FULL = (
         "cache_full",
@@ -79,12 +78,6 @@ class Reason(Explained):
     ALIASED_ARGUMENTS = "aliased_arguments", "two arguments share memory, and the call writes to one of them"
     ADDRESS_CHANGED = "address_changed", "a static argument, a weight or a captured variable has moved in memory"
     ARGUMENTS_CHANGED = "arguments_changed", "the arguments do not match those that this graph was captured with"
-    TOO_MANY_SIGNATURES = "too_many_signatures", "max_signatures kinds of calls have graphs or failed captures already"
-
-    SIGNATURE_CHANGES = (
-        "signature_changes",
-        "the arguments are of another kind in nearly every call, so that no graph would be used again",
-    )
 
     STATE_TOO_LARGE = "state_too_large", "the state that the call writes is too large to save; raise state_limit_bytes"
     STATE_SHARED = "state_shared", "other threads run callables that share its state, and did not end in time"
@@ -146,7 +139,7 @@ class Reason(Explained):
 _WITHOUT_REMEDY = (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW)
 _ON_THE_WAY = (
     Reason.FIRST_SIGHTING,
-    Reason.PAYS_LATER,
+    Reason.CAPTURE_WAITS,
     Reason.CAPTURED_NOW,
     Reason.VERIFIED_NOW,
     Reason.INSIDE_CAPTURE,

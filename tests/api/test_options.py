@@ -23,6 +23,7 @@ from ..helpers import AT_ONCE
 SET: dict[str, Any] = {
     "capture_after": 3,
     "capture_window": 9,
+    "capture_share": 0.5,
     "max_signatures": 9,
     "max_cached_graphs": 9,
     "memory_budget_bytes": 1 << 20,

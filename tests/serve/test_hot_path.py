@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import graphdispatch
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch import CUDAGraphMode, Graphed, graphed
 from graphdispatch.engines import (
     BatchDescriptor,
     CUDAGraphConfig,
@@ -197,45 +197,6 @@ def test_a_graphed_hit_in_the_core_runs_only_its_graph(gradients: bool) -> None:
             step(torch.randn(rows, 3))
         below = [name for depth, name in own_calls(lambda: step(x)) if depth]
     assert set(below) <= {"StateGuard.holds", "CPUGraph.replay"}, below
-
-
-def a_step(scale: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """Reads a number that is no tensor, and a tensor that needs no gradient; it cannot be captured where it is told."""
-
-    def step(x: torch.Tensor, tag: int = 0) -> torch.Tensor:
-        return x * scale if tag != -1 or x.sum().item() > -1e9 else x
-
-    return step
-
-
-REFUSED = {
-    Reason.ABOVE_LARGEST_SIZE: (SIZE + 1, lambda _: 0),
-    Reason.CAPTURE_UNSAFE: (SIZE, lambda _: -1),
-    Reason.SIGNATURE_CHANGES: (SIZE, lambda number: number),
-}
-
-
-@pytest.mark.skipif(CORE is None, reason="there is no core")
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("reason", REFUSED)
-def test_a_refused_call_in_the_core_runs_only_the_callable(reason: Reason, gradients: bool) -> None:
-    """A call that is known to have no graph runs none of the package's Python, though other calls have graphs."""
-    step = graphed(
-        a_step(torch.full((3,), 2.0)), dynamic={"x": 0}, sizes=(SIZE,), options=CUDAGraphOptions(capture_after=2)
-    )
-    rows, tag = REFUSED[reason]
-    with torch.set_grad_enabled(gradients):
-        for _ in range(5):
-            step(torch.randn(SIZE, 3))
-        x = torch.randn(rows, 3)
-        for number in range(1, 200):
-            step(x, tag(number))
-        misses = step.stats.misses
-        below = [name for depth, name in own_calls(lambda: step(x, tag(200))) if depth]
-        assert torch.equal(step(x, tag(201)), x * 2)
-    assert (step.stats.misses, step.last_decision and step.last_decision.reason) == (misses + 2, reason)
-    assert len(step.entries) == 1
-    assert set(below) <= {"StateGuard.holds"}, below
 
 
 def test_a_hit_takes_one_lock(taken: list[CountedLock]) -> None:

@@ -25,9 +25,8 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.group import GraphGroup, Route
+from ..serve.group import GraphGroup, Route, Routes
 from ..serve.prewarm import compare_numbers
-from ..serve.routes import Routes
 from ..serve.server import Server
 from ..state.callables import same_callable
 from ..stats import CUDAGraphStats
@@ -304,7 +303,7 @@ class CUDAGraphRegistry(MadeAnew):
 
     def _make(self, fn: Callable[..., Any]) -> _Callable:
         """A server for a callable that is new; room is made by forgetting one that has no graph."""
-        waiting = [one for one in self._callables if not any(g.has_graphs for g in one.server.graphs.groups.values())]
+        waiting = [one for one in self._callables if not one.server.graphs.has_graphs]
         gone = waiting[: len(waiting) - _MOST_WAITING + 1] if len(waiting) >= _MOST_WAITING else []
         server = Server(
             fn,

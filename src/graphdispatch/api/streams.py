@@ -25,7 +25,7 @@ from .workers import StreamResult, StreamWorker, first_registered
 __all__ = ["StreamDispatcher"]
 
 _NOT_HONOURED = (
-    *("capture_after", "capture_window", "max_signatures"),
+    *("capture_after", "capture_window", "capture_share", "max_signatures"),
     *("max_cached_graphs", "memory_budget_bytes", "budget"),
 )
 

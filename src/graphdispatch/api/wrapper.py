@@ -20,8 +20,7 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..serve.graphs import GraphSet
-from ..serve.group import Route
-from ..serve.routes import Routes
+from ..serve.group import Route, Routes
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle

@@ -24,12 +24,12 @@ from ..memory.inputs import StaticInputs, inputs_for
 from ..memory.outputs import OutputView, make_ring
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
-from ..modes import CUDAGraphMode
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..stats import EvictionReason
 from .group import RETRY, GraphGroup, Route
-from .ledger import Ledger
+from .share import TimeShare
 
 __all__ = ["GraphSet"]
 
@@ -51,6 +51,7 @@ class GraphSet:
     ) -> None:
         self.fn = fn
         self.options = options
+        self._returns_handles = options.returns_handles
         self.cache = cache
         self.backend = backend
         self._owns_pool = pool is None
@@ -66,7 +67,7 @@ class GraphSet:
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
         """Of captures, in seconds."""
-        self.ledger = Ledger(self.entries, has_to_pay=cache.admission.capture_after > 1)
+        self.share = TimeShare(options.capture_share, self.entries)
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self._states = itertools.count(1)
@@ -139,7 +140,7 @@ class GraphSet:
 
     def give(self, answer: Any) -> Any:
         """What an eager step returned, as a hit would hand it out. Needs no lock."""
-        return OutputView(answer, None) if self.options.returns_handles else answer
+        return OutputView(answer, None) if self._returns_handles else answer
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -239,7 +240,8 @@ class GraphSet:
             for victim in victims:
                 for group in self.groups.values():
                     group.drop(victim.entry)
-                self.ledger.retire(victim.entry, self.stats)
+                if victim.entry.stats is self.stats:
+                    self.share.note_gone(victim.entry)
                 victim.release()
             if victims or self.is_asleep:
                 # The static inputs of a graph that somebody else captured are not ours to free.
@@ -257,6 +259,8 @@ class GraphSet:
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
         guards = {entry.guard for entry in self.entries() if entry.guard is not None}
+        if not guards:
+            return
         present = [guard for guard in guards if not guard.is_apart]
         if present and all(guard.holds() for guard in (*present, *([self._guard] if self._guard is not None else ()))):
             return
@@ -271,6 +275,12 @@ class GraphSet:
         """The entries that the set has captured, of all states."""
         owned = [group for group in self.groups.values() if group.route.entry is None]
         return [entry for group in owned for entry in group.all_entries]
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is a graph that was not evicted, be it captured here or by somebody else."""
+        entries = (entry for group in self.groups.values() for entry in group.all_entries)
+        return any(entry.state is not EntryState.EVICTED for entry in entries)
 
     def _rearm(self, reason: EvictionReason, tag: str) -> None:
         """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again."""
@@ -310,8 +320,9 @@ class GraphSet:
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
         victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
-        for forgets in (self.cache.admission, self.ledger, self.groups):
-            forgets.clear()
+        self.cache.admission.clear()
+        self.share.clear()
+        self.groups.clear()
         for entry in victims:
             entry.release()
         self._renew_pool()

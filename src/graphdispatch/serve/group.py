@@ -2,10 +2,11 @@
 
 import logging
 import math
+import weakref
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -18,20 +19,20 @@ from ..memory.backoff import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
+from ..memory.replay import ReplayPlan
 from ..modes import EntryState
 from ..reasons import Reason
-from .hits import Hit, Hits
+from ..state.guards import StateGuard
 
 if TYPE_CHECKING:
     from ..memory.buffers import OutputRing
-    from .hits import Standing
-    from .kinds import Changes
-    from .refused import RefusedCalls
 
-__all__ = ["RETRY", "GraphGroup", "Route", "Spelling"]
+__all__ = ["RETRY", "GraphGroup", "Hit", "Route", "Routes", "Spelling"]
 
 _log = logging.getLogger("graphdispatch")
+_MOST_HITS = 8192
 _MOST_STATES = 8
+R = TypeVar("R", bound="Route")
 RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
@@ -55,7 +56,7 @@ class Route:
         without_sizes: Why calls run eagerly if the table has no sizes.
     """
 
-    __slots__ = ("__dict__", "refused", "spellings")
+    __slots__ = ("__dict__", "spellings")
 
     def __init__(
         self,
@@ -87,8 +88,8 @@ class Route:
         self.is_single = is_single
         """Whether only the calls like the first one are served; others are odd."""
         self.spellings: dict[tuple[Any, ...], Spelling] = {}
-        self.refused: RefusedCalls | None = None
-        """The calls whose arguments no graph can take; None before the first."""
+        self.refused: dict[Hashable, Refusal] = {}
+        """By ``look_of``, why calls have no group."""
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
@@ -98,27 +99,10 @@ class Route:
         """The front end's name for the graph of ``size``: the ``key`` of its entry."""
         return self.descriptor or size
 
-    def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
-        """Why no graph can serve such a call, as far as that is known without a group; needs no lock."""
-        if not self.table.sizes:
-            return Decision.eager(self.without_sizes)
-        return self.refused.get(args, kwargs) if self.refused is not None else None
-
-    def refuse(self, refusal: Refusal, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, has_backend: bool) -> None:
-        """Remember that no graph can serve such calls, unless they may read tensors held elsewhere, or a backend may be
-        registered."""
-        if not (self.rules and self.rules.dynamic if refusal.reason is Reason.NO_TENSORS else has_backend):
-            return
-        if self.refused is None:
-            from .refused import RefusedCalls  # here, since most callables need none
-
-            self.refused = RefusedCalls()
-        self.refused.add(Decision.eager(refusal.reason, detail=refusal.detail), args, kwargs)
-
     def forget_calls(self) -> None:
         """Forget the forms of calls, with their groups, and what was refused."""
         self.spellings.clear()
-        self.refused = None
+        self.refused.clear()
 
     @property
     def groups(self) -> list["GraphGroup"]:
@@ -126,18 +110,40 @@ class Route:
         return [group for spelling in self.spellings.values() for group in spelling.groups]
 
 
+class Routes(dict[Hashable, R], Generic[R]):
+    """The routes of a front end by its own keys; ``routes[key]`` makes one that is new.
+
+    Not thread-safe: used with the server's lock held, but for lookups with ``get``.
+
+    Args:
+        make: Makes the route of a key.
+        most: Beyond so many routes, those that no call has made a group of are forgotten.
+    """
+
+    __slots__ = ("_make", "_most")
+
+    def __init__(self, make: Callable[..., R], most: int = 1024) -> None:
+        super().__init__()
+        self._make = make
+        self._most = most
+
+    def __missing__(self, key: Hashable) -> R:
+        if len(self) >= self._most:
+            for known, route in list(self.items()):
+                if not route.spellings:
+                    del self[known]
+        route = self[key] = self._make(key)
+        return route
+
+
 class Spelling:
     """One form of a call (how many positional arguments, which keywords), with its groups, the latest used first."""
 
-    __slots__ = ("changes", "groups", "latest", "resting", "spec")
+    __slots__ = ("groups", "latest", "spec")
 
     def __init__(self, spec: CallSpec, first: "GraphGroup") -> None:
         self.spec = spec
         self.groups = [first]
-        self.changes: Changes | None = None
-        """Whether its calls change too much to be worth graphs; None before their second signature."""
-        self.resting: Standing | None = None
-        """Why new signatures of its calls get no group for a while; the core reads it without a lock."""
         self.use(first)
 
     def use(self, group: "GraphGroup") -> None:
@@ -154,6 +160,38 @@ class Spelling:
             if leaves is not None and (rows := group.signature.match(leaves)) >= 0:
                 return group, leaves, rows
         return None
+
+
+class Hit(NamedTuple):
+    """What a hit needs, made once for a number of rows."""
+
+    entry: CUDAGraphEntry
+    plan: ReplayPlan
+    decision: Decision
+    guard: StateGuard | None
+    """What must be as it was at the capture; None if nobody guards it."""
+
+
+class Hits(dict[int, Hit | None]):
+    """The hits of a group by number of rows; ``hits[rows]`` is None where no graph serves so many by a hit yet.
+
+    A hit is made at its first lookup, by any thread, without a lock.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: "GraphGroup") -> None:
+        super().__init__()
+        self._group = weakref.ref(group)  # so that a group that was dropped ends at once, with what it holds
+
+    def __missing__(self, rows: int) -> Hit | None:
+        group = self._group()
+        hit = group.make_hit(rows) if group is not None else None
+        if hit is not None:
+            if len(self) >= _MOST_HITS:
+                self.clear()
+            self[rows] = hit
+        return hit
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -177,6 +215,8 @@ class GraphGroup:
     rule: OutputRule | None = None
     example: list[Any] = field(default_factory=list)
     """The values of a call of two rows; empty if none is kept."""
+    missed_at: int = 0
+    """When the latest call took the slow path, in uses (``next_use``)."""
     wants_example: bool = False
     """Whether the next call must take the slow path, which keeps an example."""
     buffers: "OutputRing | None" = None
@@ -187,9 +227,14 @@ class GraphGroup:
         self.hits = Hits(self)
 
     @property
-    def has_graphs(self) -> bool:
-        """Whether there is a graph that was not evicted."""
-        return any(entry.state is not EntryState.EVICTED for entry in self.all_entries)
+    def is_idle(self) -> bool:
+        """Whether there is neither a graph that was not evicted nor a failure to remember."""
+        return not len(self.failures) and all(entry.state is EntryState.EVICTED for entry in self.all_entries)
+
+    @property
+    def last_used(self) -> int:
+        """When the latest call came, with or without a graph, in uses."""
+        return max((self.missed_at, *(entry.last_used for entry in self.all_entries)))
 
     @property
     def all_entries(self) -> list[CUDAGraphEntry]:
@@ -277,9 +322,7 @@ class GraphGroup:
         self.hits.clear()
 
     def forgive(self) -> None:
-        """Forget all failed captures, and that calls change too much."""
-        for spelling in self.route.spellings.values():
-            spelling.resting = None
+        """Forget all failed captures."""
         self.failures.clear()
         self.hits.clear()
 

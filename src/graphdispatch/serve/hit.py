@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from ..backends.modes import dispatch_modes, function_modes, trace
 from ..backends.profiling import is_profiled, profiler_range
@@ -25,7 +24,6 @@ from ..native.bound import CORE
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats
 from .group import Route
-from .hits import Hit, Standing
 
 __all__ = ["HitPath"]
 
@@ -58,9 +56,7 @@ class HitPath(ABC):
                 values = [values[place] for place in order]
             leaves = values if is_flat else group.call.flatten(values)
             hit = group.hits[group.signature.match(leaves)] if leaves is not None else None
-            if type(hit) is Standing:
-                return self.refuse(hit, args, kwargs)
-            if type(hit) is Hit and leaves is not None:
+            if hit is not None and leaves is not None:
                 entry, plan, decision, guard = hit
                 backend = entry.backend
                 if (
@@ -114,10 +110,6 @@ class HitPath(ABC):
         """Serve a call that is no hit (yet)."""
 
     @abstractmethod
-    def refuse(self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call of which is known why no graph serves it."""
-
-    @abstractmethod
     def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds."""
 
@@ -125,5 +117,5 @@ class HitPath(ABC):
 if CORE is not None:
     HitPath.serve = CORE.serve_method(  # type: ignore[method-assign]
         HitPath,
-        {"forward_ad": forward_ad, "replay_error": ReplayError, "nodes": pytree.SUPPORTED_NODES},
+        {"forward_ad": forward_ad, "replay_error": ReplayError},
     )

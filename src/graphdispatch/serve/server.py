@@ -4,33 +4,50 @@ A front end translates its caller's terms into a ``Route`` and passes the call o
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import logging
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from ..backends import Backend, Pool
-from ..call.signature import Refusal
-from ..call.spec import CallSpec
+from ..backends.modes import function_modes, is_transformed, trace, transform
+from ..call.look import keep_latest, look_of, shows_all
+from ..call.rules import callable_name
+from ..call.signature import PLAIN_TENSORS, Refusal
+from ..call.spec import VALUES, CallSpec, leaves_of
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
 from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import MOST_ALIKE, CUDAGraphEntry
+from ..memory.replay import next_use
+from ..memory.windows import WINDOWS, storages_of
+from ..modes import EntryState
 from ..reasons import Reason
+from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
-from .eager import EagerPath
 from .graphs import GraphSet
 from .group import GraphGroup, Route, Spelling
+from .hit import HitPath
 from .settling import compare, settle
-
-if TYPE_CHECKING:
-    from .kinds import Kinds
 
 __all__ = ["Choice", "Server"]
 
-_CALLS_THAT_LOSE = 64  # that run eagerly at once before it is examined again whether a graph pays
+_log = logging.getLogger("graphdispatch")
+
+# These follow from the arguments alone. All others also depend on what the server holds.
+_BY_ARGUMENTS = (
+    Reason.TENSOR_SUBCLASS,
+    Reason.DEVICES_DISAGREE,
+    Reason.DEVICE_UNSUPPORTED,
+    Reason.ROWS_DISAGREE,
+    Reason.UNGUARDED_ARGUMENT,
+)
 
 
 class Choice(NamedTuple):
@@ -44,19 +61,24 @@ class Choice(NamedTuple):
     """The size whose graph would serve the call; 0 if none can."""
     entry: CUDAGraphEntry | None = None
 
+    @property
+    def kind(self) -> tuple[Reason, EntryState | None]:
+        """What kind of work a capture or comparison is: first comparisons of a graph take longer than later ones."""
+        return self.decision.reason, self.entry.state if self.entry is not None else None
+
     def explain(self) -> str:
         """One line for a person: the decision, and what the graph consists of where that is more than one launch."""
         pieces = self.entry.graph.describe() if self.entry is not None and self.decision.mode.has_graphs() else ""
         return f"{self.decision.explain()}; {pieces}" if pieces else self.decision.explain()
 
 
-class Server(EagerPath):
+class Server(HitPath):
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
-    At most ``max_groups`` signatures are kept, unless the options have another number; one without a graph gives way to
-    a new one. With ``eager_captures`` a key is captured at its first miss while the cache has room. ``strict`` raises
-    ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's; ``choose`` and what it
-    calls are called with ``lock`` held.
+    At most ``max_groups`` signatures are kept, unless the options have another number; the least recently used one
+    gives way to a new one. With ``eager_captures`` a key is captured at its first miss while the cache has room.
+    ``strict`` raises ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's;
+    ``choose`` and what it calls are called with ``lock`` held.
     """
 
     def __init__(
@@ -73,8 +95,13 @@ class Server(EagerPath):
         times_replays: bool = False,
         judges_gain: bool = False,
     ) -> None:
-        super().__init__(GraphSet(fn, options, cache, backend=backend, pool=pool), strict=strict)
+        self.fn = fn
+        self.graphs = GraphSet(fn, options, cache, backend=backend, pool=pool)
         self.graphs.judges_gain = judges_gain
+        self.stats = self.graphs.stats
+        self.lock = self.graphs.lock
+        self.local = threading.local()
+        self.strict = strict
         self.max_groups = options.max_signatures or max_groups
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
@@ -82,8 +109,9 @@ class Server(EagerPath):
         self.logs_replays = options.debug_log_enable
         self.observes = times_replays or options.debug_log_enable
         self._eager_captures = eager_captures
-        self._kinds: Kinds | None = None
         self._numbers = itertools.count()
+        self._looks: dict[Hashable, bool] = {}
+        """The looks of calls that came once while a group would have had to give way to them."""
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
 
@@ -100,19 +128,10 @@ class Server(EagerPath):
         closed = self.closed(route)
         if closed is not None:
             return self.run_eagerly(Decision.eager(closed), args, kwargs)
-        refused = route.refusal(args, kwargs)
-        if refused is not None:
-            with self.lock:
-                if self.graphs.cache:
-                    self.graphs.refresh()
-                if route.refused is not None:
-                    route.refused.let_stand(self, route, refused, args, kwargs)
-            return self.run_eagerly(refused, args, kwargs)
         with self.lock:
             self.graphs.refresh()
             choice = self.choose(route, args, kwargs)
             self.count(choice)
-            self._remember(choice)
             if choice.group is not None:
                 done, answer = self.perform(choice)
                 if done:
@@ -122,7 +141,8 @@ class Server(EagerPath):
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What to do with a call. It makes the call's group if it can have one, and changes nothing else."""
-        found = self.find(route, args, kwargs)
+        has_backend = self.graphs.backend is not None
+        found = self.find(route, args, kwargs, is_call=True)
         if isinstance(found, Refusal):
             return Choice(Decision.eager(found.reason, detail=found.detail))
         group, leaves, rows = found
@@ -131,18 +151,30 @@ class Server(EagerPath):
             return Choice(decision, group, leaves, rows)
         rows, size = decision.rows, decision.size
         entry = self.graphs.current(group, size)
-        reason, detail = self._eager_reason(group, leaves, rows, size, entry)
+        reason, detail = None if has_backend else self.closed(route), ""
+        if reason is None:
+            reason, detail = self._eager_reason(group, leaves, rows, size, entry)
         if reason is None:
             return Choice(decision.as_mode(group.entries[size].mode), group, leaves, rows, size, entry)
-        return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
+        choice = Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
+        if reason in (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW) and self._has_to_wait(choice):
+            return choice._replace(decision=Decision.eager(Reason.CAPTURE_WAITS, rows, self.graphs.share.detail))
+        return choice
+
+    def _has_to_wait(self, choice: Choice) -> bool:
+        """Whether there is no time to capture or compare now.
+
+        A graph that was not compared on a second batch waits, too, and serves nothing meanwhile. With
+        ``capture_after=1`` captures are wanted at once, and ``verify_every`` wants its comparisons.
+        """
+        if self.graphs.cache.admission.capture_after == 1 or self.graphs.share.allows(choice.kind):
+            return False
+        return choice.entry is None or choice.entry.replay_count < choice.entry.verify_at
 
     def _eager_reason(
         self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
     ) -> tuple[Reason | None, str]:
         """Why a call does not replay the graph of its size, if there is one; None and nothing if it does."""
-        closed = self.closed(group.route)  # again, since making the group may have chosen the backend
-        if closed is not None:
-            return closed, ""
         if entry is None:
             return self.admit(group, size)
         if group.route.entry is not None and not entry.is_current():
@@ -167,34 +199,21 @@ class Server(EagerPath):
         reason = cache.admit(key)
         if reason is Reason.FIRST_SIGHTING and self._eager_captures and not cache.is_full:
             return Reason.CAPTURED_NOW, ""
-        if reason is Reason.CAPTURED_NOW and self.graphs.ledger.misses_that_pay() > group.misses[size]:
-            return Reason.PAYS_LATER, self.graphs.ledger.detail
         return reason, ""
 
     def count(self, choice: Choice) -> None:
         """Note a call that took the slow path, for admission."""
         group, size = choice.group, choice.size
-        if group is None or not size:
+        if group is None:
+            return
+        group.missed_at = next_use()
+        if not size:
             return
         group.misses[size] += 1
         if self.keeps_examples:
             group.keep_example(choice.leaves)
         if choice.entry is None and choice.decision.reason is not Reason.CAPTURED_NOW:
             self.graphs.cache.admission.count_miss((group.key, size))
-
-    def _remember(self, choice: Choice) -> None:
-        """Note a refusal that stands for a while, so that such calls need not take the slow path until it may end."""
-        group, size = choice.group, choice.size
-        loses = choice.entry is not None and choice.decision.reason is Reason.NO_GAIN
-        if group is None or (choice.entry is not None and not loses):
-            return
-        calls = _CALLS_THAT_LOSE if loses else 0
-        if choice.decision.reason is Reason.PAYS_LATER:
-            calls = min(_CALLS_THAT_LOSE, self.graphs.ledger.misses_that_pay() - group.misses[size])
-        if calls or not size or group.failures.get(size):
-            from .refused import remember  # here, since most callables need none
-
-            remember(self, choice, calls)
 
     def perform(self, choice: Choice) -> tuple[bool, Any]:
         """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
@@ -218,14 +237,18 @@ class Server(EagerPath):
                 raise
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
         if entry.serves_one_batch and entry.replay_count == MOST_ALIKE:
-            settle(self, group, choice.leaves, choice.rows, entry)
+            kind = (Reason.VERIFIED_NOW, entry.state)
+            self.graphs.share.pay(kind, partial(settle, self, group, choice.leaves, choice.rows, entry))
         self.local.decision = choice.decision
         return True, answer
 
     def find(
-        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_call: bool = False
     ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
-        """The group, leaves and rows of a call; makes the group if the call can have one."""
+        """The group, leaves and rows of a call; makes the group if the call can have one.
+
+        With ``is_call``, no group gives way to a signature that comes for the first time.
+        """
         if not route.table.sizes:
             return Refusal(route.without_sizes, "")
         key = (len(args), *kwargs)
@@ -234,15 +257,20 @@ class Server(EagerPath):
         if spelling is not None and found is not None:
             spelling.use(found[0])
             return found
+        look = look_of(args, kwargs)
+        if (refused := route.refused.get(look)) is not None:
+            return refused
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
         if spec is None or (route.is_single and route.spellings):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
-        if spelling is not None and (refusal := self._all_kinds().refusal(spelling, self)) is not None:
-            return refusal
+        if is_call and route.entry is None and self._is_first_at_limit(route, args, kwargs):
+            return Refusal(Reason.FIRST_SIGHTING, "")
         made = self._make_group(route, spec, args, kwargs)
         if isinstance(made, Refusal):
-            route.refuse(made, args, kwargs, has_backend=self.graphs.backend is not None)
+            if self._follows_from_look(made, route, args, kwargs):
+                keep_latest(route.refused, look, made)
             return made
+        self._give_way(made[0])
         group, leaves = made
         spelling = route.spellings.get(key)  # which may have gone with its last group
         if spelling is None:
@@ -251,6 +279,37 @@ class Server(EagerPath):
             spelling.groups.append(group)
             spelling.use(group)
         return group, leaves, group.signature.match(leaves)
+
+    def _is_first_at_limit(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a group would have to give way to a call that comes for the first time, by its look."""
+        if len(self.graphs.groups) < self.max_groups:
+            return False
+        look = (route.key, look_of(args, kwargs, with_values=True))
+        if self._looks.pop(look, False):
+            return False
+        keep_latest(self._looks, look, True)
+        return True
+
+    def _follows_from_look(self, refusal: Refusal, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether all calls of a refused call's look are refused, whatever the server holds by then."""
+        if refusal.reason is Reason.NO_TENSORS:  # without rules it may read tensors held elsewhere
+            follows = route.rules is not None and bool(route.rules.dynamic)
+        else:  # without a backend, one may be registered
+            follows = refusal.reason in _BY_ARGUMENTS and self.graphs.backend is not None
+        return follows and shows_all((*args, *kwargs.values()))
+
+    def _give_way(self, newcomer: GraphGroup) -> None:
+        """Forget the least recently used group if there is one too many: one that is idle, if there is one.
+
+        Groups around graphs of others (``Route.entry``) stay. In a cycle over more signatures than the limit, those
+        beyond it make each other give way before they come again: they run eagerly, and are not captured as long as
+        ``capture_after`` is above 1. A group whose captures failed is not idle, so such a cycle does not try them again
+        and again either. With ``capture_after=1``, or if each signature comes a few times and then no more, graphs are
+        captured for all of them.
+        """
+        groups = [group for group in self.graphs.groups.values() if group.route.entry is None and group is not newcomer]
+        if newcomer.route.entry is None and len(groups) >= self.max_groups:
+            self.forget(min(groups, key=lambda group: (not group.is_idle, group.last_used)))
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
         """The form of a call; None if the only graph of the route is of a call with other arguments."""
@@ -261,16 +320,7 @@ class Server(EagerPath):
     def _make_group(
         self, route: Route, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GraphGroup, list[Any]] | Refusal:
-        """A group for a call that fits none; at the limit, one that is not used gives way to it."""
-        groups, leaving = self.graphs.groups, None
-        if len(groups) >= self.max_groups:
-            leaving = self._all_kinds().leaving(groups.values())
-            if leaving is None:
-                return Refusal(
-                    Reason.TOO_MANY_SIGNATURES,
-                    f"{len(groups)} other kinds of argument lists have graphs, or captures that failed; raise "
-                    "max_signatures, or clear() them; one that is used no more gives way in time",
-                )
+        """A group for a call that fits none."""
         key = route.key if route.is_single else (route.key, next(self._numbers))
         try:
             made = self.graphs.make_group(key, route, spec, spec.values(args, kwargs))
@@ -278,18 +328,8 @@ class Server(EagerPath):
             if not self._has_fitted:
                 raise
             return Refusal(Reason.ARGUMENTS_CHANGED, str(error))
-        if not isinstance(made, Refusal):
-            self._has_fitted = True
-            if leaving is not None:
-                self.forget(leaving)
+        self._has_fitted |= not isinstance(made, Refusal)
         return made
-
-    def _all_kinds(self) -> "Kinds":
-        if self._kinds is None:
-            from .kinds import Kinds  # here, since most callables have few signatures
-
-            self._kinds = Kinds()
-        return self._kinds
 
     def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
@@ -363,7 +403,7 @@ class Server(EagerPath):
     def after_eager(self, choice: Choice, run: Callable[..., CaptureResult], *args: Any) -> Any:
         """Capture or compare a graph by ``run(*args)``, then count and return the call's eager answer."""
         decision = choice.decision
-        result = self.graphs.ledger.pay(run, *args, is_capture=decision.reason is Reason.CAPTURED_NOW)
+        result = self.graphs.share.pay(choice.kind, partial(run, *args))
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.count_eager(decision)
@@ -373,3 +413,67 @@ class Server(EagerPath):
         if result.entry is not None:
             answer = result.entry.with_values(answer, choice.rows)
         return self.graphs.give(answer)
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision of the calling thread's latest call, or None before the first."""
+        return getattr(self.local, "decision", None)
+
+    def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with gradients on may have to be differentiated. Needs no lock."""
+        values = [*args, *kwargs.values()]
+        for value in values:
+            kind = type(value)
+            if kind in PLAIN_TENSORS:
+                if value.requires_grad:
+                    return True
+            elif kind not in VALUES:
+                return self.may_need_gradients(leaves_of(values), None)
+        return self.graphs.guard.trainable
+
+    def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
+        """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
+        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
+
+    def closed(self, route: Route) -> Reason | None:
+        """Why no graph may replay on the calling thread now, whatever the call; or None.
+
+        The thread is in a capture, in a break of a replay in this pool, in somebody's mode, or in forward-mode
+        differentiation, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs
+        with its pool's lock held.
+        """
+        graphs, entry = self.graphs, route.entry
+        backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
+        if backend is not None and (backend.watch.depth or backend.is_capturing()):
+            return Reason.INSIDE_CAPTURE
+        if pool is not None and pool.replaying_on is not None and pool.is_inside_replay():
+            return Reason.INSIDE_REPLAY
+        if (function_modes() or trace() is not None or transform() is not None) and is_transformed():
+            return Reason.MODE_ACTIVE
+        if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
+            return Reason.NEEDS_GRADIENTS
+        return Reason.ASLEEP if graphs.is_asleep else None
+
+    def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
+        self.count_eager(decision)
+        if self.strict and not decision.reason.leads_to_graph:
+            raise FallbackError(decision.explain(), decision.reason)
+        run, share = WINDOWS.begin(self._reach), self.graphs.share
+        started = share.clock()
+        try:
+            return self.graphs.give(self.fn(*args, **kwargs))
+        finally:
+            share.note_eager(share.clock() - started)
+            WINDOWS.end(run)
+            self.local.decision = decision  # the callable may have called this object, too
+
+    def count_eager(self, decision: Decision) -> None:
+        """Count a call whose answer is eager's. The first one for each reason is a line of the log."""
+        self.local.decision, reason = decision, decision.reason
+        if self.stats.record_eager(reason, decision.rows) and not reason.leads_to_graph:
+            told = decision.detail or reason.text
+            _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
+
+    def _reach(self) -> set[int]:
+        return storages_of(self.graphs.guard._tensors)

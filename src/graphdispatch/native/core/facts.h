@@ -9,20 +9,17 @@ namespace gd {
 // clang-format off
 #define GD_NAMES(NAME) \
   NAME(acquire) NAME(release) NAME(state) NAME(graph) NAME(replay) NAME(mutated) NAME(written) NAME(uses_rng) \
-  NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(workspaces) NAME(writes_outside) NAME(bare) \
-  NAME(told) NAME(knows) NAME(differs) NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
+  NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(workspaces) NAME(writes_outside) NAME(bare) NAME(told) \
+  NAME(knows) NAME(differs) NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
   NAME(failed) NAME(copy_back) NAME(replaying_on) NAME(order_after_last_use) NAME(is_capturing) NAME(depth) \
-  NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) \
-  NAME(real_rows) NAME(padded_rows) NAME(_rows_of_hits) NAME(record_hit) NAME(open) NAME(spellings) \
-  NAME(latest) NAME(call) NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step) NAME(stats) \
-  NAME(local) NAME(decision) NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(needs_gradients) NAME(had_effects) \
-  NAME(refuse) NAME(pop) NAME(trainable) NAME(__dict__) NAME(_current_level) NAME(lock) NAME(pool) \
-  NAME(backend) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high) NAME(spans) NAME(_here) \
-  NAME(_default) NAME(_last_stream) NAME(_is_known_to_core) NAME(reasons) NAME(_rows_of_eager) \
-  NAME(_runs) NAME(begin) NAME(end) NAME(program) \
-  NAME(tape) NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_decode) \
-  NAME(_uniform_decode) NAME(__call__) NAME(__getattribute__) NAME(groups) NAME(is_flat) NAME(resting) \
-  NAME(refused) NAME(graphs) NAME(_guard) NAME(at_once) NAME(is_asleep) NAME(serve_in_range)
+  NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) NAME(real_rows) \
+  NAME(padded_rows) NAME(_rows_of_hits) NAME(record_hit) NAME(open) NAME(spellings) NAME(latest) NAME(call) \
+  NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step) NAME(stats) NAME(local) NAME(decision) \
+  NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects) NAME(pop) NAME(trainable) NAME(__dict__) \
+  NAME(_current_level) NAME(lock) NAME(pool) NAME(backend) NAME(watch) NAME(here) NAME(stream) NAME(low) NAME(high) \
+  NAME(spans) NAME(_here) NAME(_default) NAME(_last_stream) NAME(_is_known_to_core) NAME(program) NAME(tape) \
+  NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_decode) NAME(_uniform_decode) NAME(__call__) \
+  NAME(__getattribute__) NAME(groups) NAME(is_flat) NAME(serve_in_range)
 // clang-format on
 
 struct Names {
@@ -35,7 +32,7 @@ struct Names {
 // clang-format off
 #define GD_FACTS(FACT) \
   FACT(evicted) FACT(failed_state) FACT(captured) FACT(windows) FACT(uses) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \
-  FACT(replay_error) FACT(nodes)
+  FACT(replay_error)
 // clang-format on
 
 struct Facts {

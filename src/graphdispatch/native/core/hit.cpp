@@ -2,9 +2,7 @@
 
 #include <vector>
 
-#include "eager.h"
 #include "guard.h"
-#include "look.h"
 
 namespace gd {
 
@@ -12,16 +10,14 @@ namespace {
 
 constexpr Py_ssize_t kMostValues = 64;  // of a call that need no memory of their own
 
-constexpr Py_ssize_t kOfHit = 4, kOfStanding = 7;  // fields of what GraphGroup.hits holds
+constexpr Py_ssize_t kOfHit = 4;  // fields of a Hit in GraphGroup.hits
 
-enum class Outcome { kServed, kMissed, kRaised, kRefused };
+enum class Outcome { kServed, kMissed, kRaised };
 
 // What the core reads of a server and what belongs to it.
 Slot spellings_of{names.spellings}, latest_of{names.latest}, signature_of{names.signature}, hits_of{names.hits};
-Slot groups_of{names.groups}, call_of{names.call}, resting_of{names.resting}, refused_of{names.refused};
+Slot groups_of{names.groups}, call_of{names.call};
 Slot native_of_signature{names.native}, native_of_plan{names.native}, native_of_guard{names.native};
-Slot graphs_of{names.graphs};
-Slot at_once_of{names.at_once};
 Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
 
 // A call under way: what HitPath.serve was given, and what it finds.
@@ -29,7 +25,6 @@ struct Call {
   PyObject *server, *route, *args, *kwargs;
   Ref spelling, group, hit;
   PyObject* result = nullptr;
-  bool needs_no_gradients = false;  // of a refused call with gradients on
 };
 
 Outcome outcome(int truth) { return truth == 1 ? Outcome::kServed : truth == 0 ? Outcome::kMissed : Outcome::kRaised; }
@@ -102,7 +97,7 @@ int is_trainable(PyObject* guard) {
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 
-// EagerPath.may_need_gradients; -1 with an error.
+// Server.may_need_gradients; -1 with an error.
 int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   bool is_plain = guard != Py_None;
   for (Py_ssize_t i = 0; is_plain && i < values.count(); ++i) {
@@ -121,49 +116,34 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 
-// Find the prepared hit of a call of the group with so many rows, or why none can be: 1, 0 if there is neither, -1 with
-// an error.
+// Find the prepared hit of a call of the group with so many rows: 1, 0 if there is none, -1 with an error.
 int find(Call& call, const Ref& number) {
   const Ref hits = number ? hits_of.of(call.group.get()) : Ref();
   if (!hits) return -1;
   call.hit = Ref::of(PyDict_Check(hits.get()) ? PyDict_GetItemWithError(hits.get(), number.get()) : nullptr);
   if (!call.hit && !PyErr_Occurred()) call.hit = Ref(PyObject_GetItem(hits.get(), number.get()));
   if (!call.hit) return -1;
-  if (!PyTuple_Check(call.hit.get())) return 0;
-  const Py_ssize_t fields = PyTuple_GET_SIZE(call.hit.get());
-  return fields == kOfHit || fields == kOfStanding;
-}
-
-// The same for a call that fits no group of its spelling: why no kind gets one for a while, if that is known.
-int find_resting(Call& call) {
-  call.hit = resting_of.of(call.spelling.get());
-  const Ref refused = call.hit ? refused_of.of(call.route) : Ref();
-  if (!refused) return -1;
-  return PyTuple_Check(call.hit.get()) && refused.get() == Py_None;
+  return PyTuple_Check(call.hit.get()) && PyTuple_GET_SIZE(call.hit.get()) == kOfHit;
 }
 
 // The same as find() for the group that fits, among those of the call's spelling. All of a call's values are leaves.
 int find_group(Call& call, const Values& values) {
   const Ref groups = groups_of.of(call.spelling.get());
   if (!groups || !PyList_Check(groups.get())) return groups ? 0 : -1;
-  bool is_new = true;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups.get()); ++i) {
     Ref group = Ref::of(PyList_GET_ITEM(groups.get(), i));
     const Ref flat = call_of.of(group.get()), signature = signature_of.of(group.get());
     const Ref is_flat = flat && signature ? attribute(flat.get(), names.is_flat) : Ref();
     const Ref core = is_flat ? native_of_signature.of(signature.get()) : Ref();
     if (!core) return -1;
-    if (is_flat.get() != Py_True || !Py_IS_TYPE(core.get(), signature_type)) {
-      is_new = false;  // Python knows what fits such a group
-      continue;
-    }
+    if (is_flat.get() != Py_True || !Py_IS_TYPE(core.get(), signature_type)) continue;  // Python knows what fits it
     const int64_t rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
     if (PyErr_Occurred()) return -1;
     if (rows < 0) continue;
     call.group = std::move(group);
     return find(call, Ref(PyLong_FromLongLong(rows)));
   }
-  return is_new ? find_resting(call) : 0;
+  return 0;
 }
 
 // The same for a call whose spelling's latest group is known; the others are looked at if it does not fit.
@@ -230,51 +210,10 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
   return Outcome::kServed;
 }
 
-// A call of which it is known why no graph serves it. With gradients on, it is looked at whether any are needed.
-Outcome refused_at_once(Call& call, Values& values) {
-  if (!shim.grad_mode_is_enabled()) return Outcome::kRefused;
-  const Ref graphs = graphs_of.of(call.server);
-  const Ref guard = graphs ? attribute(graphs.get(), names._guard) : Ref();
-  const int known = !guard ? -1 : guard.get() == Py_None ? 0 : holds(guard.get());
-  const int needed = known == 1 ? may_need_gradients(call, values, guard.get()) : 1;
-  if (known < 0 || needed < 0) return Outcome::kRaised;
-  call.needs_no_gradients = !needed;
-  return Outcome::kRefused;
-}
-
-// A call that no prepared hit or refusal was found for: it may look like one that no graph can take.
-Outcome serve_by_look(Call& call) {
-  const Ref refused = refused_of.of(call.route);
-  if (refused.get() == Py_None) return Outcome::kMissed;
-  const Ref known = refused ? at_once_of.of(refused.get()) : Ref(), observes = observes_of.of(call.server);
-  if (!known || !observes) return Outcome::kRaised;
-  if (observes.get() != Py_False || !PyDict_CheckExact(known.get()) || may_be_in_mode()) return Outcome::kMissed;
-  const Ref look = look_of(call.args, call.kwargs);
-  call.hit = Ref::of(look ? PyDict_GetItemWithError(known.get(), look.get()) : nullptr);
-  if (!call.hit) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
-  const Ref graphs = graphs_of.of(call.server), is_asleep = graphs ? attribute(graphs.get(), names.is_asleep) : Ref();
-  if (is_asleep.get() != Py_False) return is_asleep ? Outcome::kMissed : Outcome::kRaised;
-  if (!shim.grad_mode_is_enabled()) return Outcome::kRefused;
-  std::vector<PyObject*> items;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call.args); ++i) items.push_back(PyTuple_GET_ITEM(call.args, i));
-  PyObject *name, *value;
-  for (Py_ssize_t at = 0; PyDict_Next(call.kwargs, &at, &name, &value);) items.push_back(value);
-  for (PyObject* item : items) {
-    if (is_plain_tensor(item) || is_constant(item)) continue;
-    const Ref answer(PyObject_CallMethodObjArgs(call.server, names.needs_gradients, call.args, call.kwargs, nullptr));
-    const int needed = answer ? PyObject_IsTrue(answer.get()) : -1;
-    call.needs_no_gradients = !needed;
-    return needed < 0 ? Outcome::kRaised : needed ? Outcome::kMissed : Outcome::kRefused;
-  }
-  Values values(items.data(), static_cast<Py_ssize_t>(items.size()));
-  return refused_at_once(call, values);
-}
-
 Outcome serve_values(Call& call, Values& values) {
   const Ref signature = signature_of.of(call.group.get());
   const int found = signature ? find_hit(call, signature.get(), values) : -1;
   if (found != 1) return outcome(found);
-  if (PyTuple_GET_SIZE(call.hit.get()) == kOfStanding) return refused_at_once(call, values);
   PyObject* guard = PyTuple_GET_ITEM(call.hit.get(), 3);
   const Ref native = native_of_plan.of(PyTuple_GET_ITEM(call.hit.get(), 1));
   if (!native || !Py_IS_TYPE(native.get(), plan_type)) return native ? Outcome::kMissed : Outcome::kRaised;
@@ -347,16 +286,9 @@ PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwa
   const int profiled = is_profiled();
   if (profiled) return profiled < 0 ? nullptr : PyObject_VectorcallMethod(names.serve_in_range, again, 4, nullptr);
   Call call{server, route, args, kwargs};
-  Outcome done = serve_call(call);
+  const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
-  if (done == Outcome::kMissed) done = serve_by_look(call);
   if (done == Outcome::kRaised) return nullptr;
-  if (done == Outcome::kRefused) {
-    if (call.needs_no_gradients) shim.grad_mode_set_enabled(false);
-    PyObject* result = refuse(server, call.hit.get(), args, kwargs);
-    if (call.needs_no_gradients) shim.grad_mode_set_enabled(true);
-    return result;
-  }
   return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
 }
 

@@ -1,10 +1,8 @@
 // The module graphdispatch.native._core. It is built without torch and bound to the installed one when it is loaded.
 #include "decide.h"
 #include "door.h"
-#include "eager.h"
 #include "guard.h"
 #include "hit.h"
-#include "look.h"
 
 namespace {
 
@@ -34,9 +32,7 @@ PyModuleDef definition = {
 bool fill(PyObject* module) {
   if (PyModule_AddStringConstant(module, "SOURCES", GD_SOURCES) || gd::add_decide(module)) return false;
   if (!gd::add_guard(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
-  if (!gd::add_eager(module)) return false;
-  for (PyMethodDef* functions :
-       {gd::ambient_methods, gd::plan_methods, gd::hit_methods, gd::door_methods, gd::look_methods}) {
+  for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods, gd::door_methods}) {
     if (PyModule_AddFunctions(module, functions)) return false;
   }
   return true;

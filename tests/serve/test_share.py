@@ -1,0 +1,112 @@
+"""Captures and comparisons that calls pay for take at most a share of the time; until then calls run eagerly."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+
+CALLS_FOR_ONE = 10  # with a share of a tenth, where work takes as long as a call
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """The model."""
+    return x * 2
+
+
+def serve(**options: Any) -> Graphed[..., Any]:
+    """A served callable of whose calls, captures and comparisons each takes a second."""
+    options = {"capture_share": 1 / CALLS_FOR_ONE} | options
+    step = graphed(double, dynamic={"x": 0}, sizes=(1, 2, 3, 4, 8), options=CUDAGraphOptions(**options))
+    step._server.graphs.share.clock = itertools.count().__next__
+    return step
+
+
+def call(step: Graphed[..., Any], rows: int) -> Reason:
+    """The reason of one call, answered as eager answers."""
+    x = torch.randn(rows, 3)
+    assert torch.equal(step(x), x * 2)
+    return step.last_decision.reason
+
+
+def settled(**options: Any) -> Graphed[..., Any]:
+    """The same after four seconds of calls, with two graphs."""
+    step = serve(**options)
+    for rows in (1, 2):
+        found = [call(step, rows) for _ in range(4)]
+        assert found == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    return step
+
+
+def test_the_next_graph_waits_for_its_share() -> None:
+    """First for its capture, then for its comparison with a second batch, before which it serves nothing."""
+    step = settled()
+    found = [call(step, 3) for _ in range(19)]
+    waiting = Reason.CAPTURE_WAITS
+    until_captured = [Reason.FIRST_SIGHTING, *[waiting] * (CALLS_FOR_ONE - 5), Reason.CAPTURED_NOW]
+    assert found == [*until_captured, *[waiting] * CALLS_FOR_ONE, Reason.VERIFIED_NOW, Reason.EXACT]
+
+
+def test_replays_count_as_time_of_calls() -> None:
+    """Also those of graphs that are gone."""
+    step = settled()
+    for _ in range(2 * CALLS_FOR_ONE):
+        call(step, 1)
+    assert [call(step, 3) for _ in range(4)][1:] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    step = settled()
+    for _ in range(2 * CALLS_FOR_ONE):
+        call(step, 1)
+    step.invalidate()
+    assert [call(step, 3) for _ in range(4)][1:] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+
+
+def test_a_padded_batch_waits_for_its_comparison() -> None:
+    """The first two numbers of rows are compared at once; a size that was captured serves full batches meanwhile."""
+    step = serve()
+    for _ in range(4):
+        call(step, 8)
+    assert [call(step, rows) for rows in (7, 6, 5, 8)] == [
+        *[Reason.VERIFIED_NOW] * 2,
+        Reason.CAPTURE_WAITS,
+        Reason.EXACT,
+    ]
+    for _ in range(CALLS_FOR_ONE):
+        call(step, 8)
+    assert [call(step, 5) for _ in range(2)] == [Reason.VERIFIED_NOW, Reason.PADDED]
+
+
+def test_what_waits_says_so() -> None:
+    """``explain`` has the times and the option, and ``strict`` lets such calls pass."""
+    step = settled()
+    call(step, 3)
+    text = step.explain(torch.randn(3, 3))
+    assert "raise capture_share" in text
+    assert "took 0 s beside 5 s of calls" in text
+    assert Reason.CAPTURE_WAITS.leads_to_graph
+
+
+@pytest.mark.parametrize("options", [{"capture_share": None}, {"capture_share": 1.0}, {"capture_after": 1}])
+def test_nothing_waits_without_a_limit(options: dict[str, Any]) -> None:
+    """Nor where captures are wanted at once, or where calls take as long as what they pay for."""
+    step = serve(**options)
+    for rows in (1, 2, 3, 4) * 6:
+        assert call(step, rows) is not Reason.CAPTURE_WAITS
+    assert len(step.entries) == 4
+
+
+def test_prewarm_does_not_wait() -> None:
+    """Whatever was captured before; nor does ``verify_every``."""
+    step = settled(verify_every=1)
+    step.prewarm(torch.randn(1, 3))
+    assert step.captured_sizes == (1, 2, 3, 4, 8)
+    assert [call(step, 3) for _ in range(4)] == [Reason.EXACT, Reason.VERIFIED_NOW] * 2
+
+
+def test_clear_begins_anew() -> None:
+    """After it, the first graphs are captured at once."""
+    step = settled()
+    step.clear()
+    for rows in (3, 4):
+        assert [call(step, rows) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]

@@ -1,0 +1,152 @@
+"""Call signatures beyond what is kept: none is locked out for good, and all are answered."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import graphdispatch as gd
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
+from graphdispatch.errors import ConfigError
+
+from ..helpers import AT_ONCE, with_options
+
+ROWS = 4
+
+
+def twice(x: torch.Tensor, other: Any = None) -> torch.Tensor:
+    """It ignores its second argument."""
+    return x * 2
+
+
+def serve(fn: Callable[..., Any] = twice, **options: Any) -> Graphed[..., Any]:
+    """A served callable that keeps few signatures; calls with other numbers of columns have other ones."""
+    return graphed(
+        fn, dynamic={"x": 0}, sizes=(ROWS,), **with_options({"max_signatures": 2, "capture_after": 1} | options)
+    )
+
+
+def call(step: Graphed[..., Any], columns: int, *others: Any) -> Reason:
+    """The reason of one call, answered as eager answers."""
+    x = torch.randn(ROWS, columns)
+    assert torch.equal(step(x, *others), x * 2)
+    return step.last_decision.reason
+
+
+def test_the_least_recently_used_signature_gives_way() -> None:
+    """To one that comes twice; a signature that is in use keeps its graph."""
+    step = serve()
+    for columns in (3, 5, 3, 3):
+        call(step, columns)
+    assert [call(step, 7) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
+    assert call(step, 3) is Reason.EXACT
+    assert call(step, 5) is Reason.FIRST_SIGHTING
+    assert len(step.entries) == 2
+    assert step.memory_bytes == step.memory_report().total
+    step.check_integrity()
+
+
+def test_a_signature_without_a_graph_gives_way_first() -> None:
+    """However recently it was used."""
+    step = serve(capture_after=2)
+    for columns in (3, 3, 3, 5):
+        call(step, columns)
+    for _ in range(3):
+        call(step, 7)
+    assert [call(step, columns) for columns in (7, 3)] == [Reason.VERIFIED_NOW, Reason.EXACT]
+
+
+def test_signatures_that_come_once_displace_nothing() -> None:
+    """However many they are, graphs stay, and nothing is made for them."""
+    step = serve(max_signatures=2, capture_after=2)
+    for columns in (3, 5) * 4:
+        call(step, columns)
+    for number in range(2000):
+        assert call(step, 3, number) is Reason.FIRST_SIGHTING
+    assert (call(step, 3), call(step, 5)) == (Reason.EXACT, Reason.EXACT)
+    assert (step.stats.captures, len(step._server._looks)) == (2, 1024)
+
+
+@pytest.mark.parametrize("fn", [twice, lambda x, other: x * 2 if x.sum().item() > -1e9 else x])
+def test_a_cycle_over_more_signatures_than_the_limit_is_not_captured_without_end(fn: Callable[..., Any]) -> None:
+    """Be they served or given up: each beyond the limit gives way before it comes again."""
+    step = serve(fn, max_signatures=4, capture_after=2, max_failures=1)
+    for _ in range(20):
+        for number in range(6):
+            call(step, 3, number)
+    assert step.stats.captures + step.stats.capture_failures <= 6
+
+
+FULL = CUDAGraphMode.FULL
+
+
+def call_wrapper(wrapper: CUDAGraphWrapper, rows: int) -> None:
+    """One call of its own descriptor, compared with eager."""
+    x = torch.randn(rows, 3)
+    with torch.no_grad():
+        got = wrapper(x, batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=FULL)
+    assert torch.equal(got, x * 2)
+
+
+def test_a_wrapper_remembers_so_many_descriptors() -> None:
+    """Those without a graph make way; the graphs stay, and serve."""
+    wrapper = CUDAGraphWrapper(twice, max_cached_graphs=4)
+    server, routes = wrapper._server, wrapper._routes
+    server.max_groups = routes._most = 8
+    for rows in range(1, 30):
+        call_wrapper(wrapper, rows)
+    assert len(server.graphs.groups) <= 8
+    assert len(routes) <= 8 + 1
+    kept = wrapper.get_cached_descriptors()
+    assert len(kept) == 4
+    for _ in range(2):
+        for descriptor in kept:
+            call_wrapper(wrapper, descriptor.num_tokens)
+    assert wrapper.get_stats().hits >= 4
+
+
+def test_a_manager_remembers_so_many_lengths() -> None:
+    """Many sequence lengths share one guard, one server and one set of static inputs."""
+    manager = CUDAGraphManager(
+        CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=CUDAGraphOptions(capture_after=1000))
+    )
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        manager.execute_or_capture(4, 1, twice, {"x": x})
+        latest = manager.registry.latest()
+        latest.server.max_groups = latest.routes._most = 16
+        for seq_len in range(1, 60):
+            manager.execute_or_capture(4, seq_len, twice, {"x": x})
+    assert len(latest.server.graphs.groups) <= 16
+    assert len(latest.routes) <= 16 + 1
+    assert len({id(group.inputs) for group in latest.server.graphs.groups.values()}) == 1
+
+
+def test_a_server_that_was_forgotten_captures_no_more() -> None:
+    """A call that found its server just before ``sleep`` runs eagerly, and leaves nothing in the pool."""
+    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE))
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        manager.execute_or_capture(4, 1, twice, {"x": x})
+        latest = manager.registry.latest()
+        route = next(iter(latest.routes.values()))
+        manager.sleep()
+        assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)
+    assert latest.server.decision.reason is Reason.ASLEEP
+    assert (manager.registry.num_graphs, manager.registry.memory_bytes) == (0, 0)
+
+
+def test_nothing_is_prewarmed_while_asleep() -> None:
+    """``sleep`` says that weights are elsewhere, so that a capture would hold their old memory."""
+    step = gd.graphed(twice, dynamic={"x": 0}, sizes=(4,))
+    step.sleep()
+    with pytest.raises(ConfigError, match=r"prewarm cannot capture now: .*sleep"):
+        step.prewarm(torch.randn(2, 3))
+    step.wake()
+    assert step.prewarm(torch.randn(2, 3)).captured == {FULL: (4,)}
+    wrapper = gd.AdaptiveCUDAGraphWrapper(twice)
+    wrapper.sleep()
+    with pytest.raises(ConfigError, match=r"prewarm cannot capture now: .*sleep"):
+        wrapper.prewarm([4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))
