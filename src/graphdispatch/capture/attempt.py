@@ -11,20 +11,18 @@ from torch.utils._pytree import tree_map_only
 
 from ..backends.operators import storage_key
 from ..call.spec import is_tensor
-from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
+from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.gain import Gain
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
-from .branch import Branch
 from .eager_run import EagerRun, check_may_capture, undo_run
 from .effects import EffectRecorder, redo, retry_once, undo
 from .gain import check_gain, may_be_timed
 from .padding import Padding
 from .proof import RowProver
-from .quiet import StoppedError
 from .recording import Recording, record, uncached_casts
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay
@@ -53,8 +51,6 @@ class CaptureAttempt:
     _existing: set[int] = field(default_factory=set)
     """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
     _ran_again: bool = False
-    _branch: Branch | None = None
-    """The branch that the graph under comparison holds."""
     has_written: bool = False
     """Whether the latest run with other rows wrote to memory that it did not make."""
 
@@ -154,8 +150,7 @@ class CaptureAttempt:
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
         request = self.request
-        in_break = self.eager.trace.is_in_break if request.is_piecewise else None
-        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, in_break=in_break)
+        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True)
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
         self.eager.draws |= self.warm_run.uses_rng
@@ -192,15 +187,12 @@ class CaptureAttempt:
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
             told=self.eager.find_told(request.values, guard),
-            reads=None if request.auto_breaks else frozenset(warm_run.used & held.keys()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
             bare=request.inputs.positions if guard.missing else (),
             compared=request.inputs.new_compared(request.peers),
             gain=Gain() if request.judges_gain else None,
             uses_rng=warm_run.uses_rng,
-            checks_data=warm_run.checks_data,
-            was_quiet=self.eager.effects.is_quiet,
             signature=request.signature,
             call=request.call,
             example=request.values_with(repeat(None)),
@@ -269,28 +261,24 @@ class CaptureAttempt:
     def run_with(self, rows: int, within: Callable[..., Any] | None = None) -> Any:
         """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps.
 
-        Raises ``CaptureError`` if the call fails or changes Python state, and ``VerificationError`` if it takes another
-        branch than the graph that is compared. ``within`` runs it in a context whose state the caller checks.
+        Raises ``CaptureError`` if the call fails or changes Python state. ``within`` runs it in a context whose state
+        the caller checks.
         """
-        request, is_quiet, walk = self.request, self.eager.effects.is_quiet, self.eager.trace.walk
+        request, walk = self.request, self.eager.trace.walk
         may_have_changed = True
         self.start_over(f"probing the outputs with {rows} rows")
         values = self._resized(rows)
-        effects = EffectRecorder(request.options.state_limit_bytes, strict=True, skims=is_quiet)
+        effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
         run = within or copy_context().run
         try:
             with request.backend.rehearsing(), self.eager.trace, effects.guarding():
                 output = run(request.call, values)
-            if effects.is_quiet or not is_quiet:
-                if self._branch is not None:
-                    self._branch.check(effects, rows)
-                if within is None:
-                    run(self.eager.check_state)
-                may_have_changed = False
-                return self.eager.open_outputs(output)
-        except (CaptureError, VerificationError, StoppedError):
-            if effects.is_quiet or not is_quiet:
-                raise
+            if within is None:
+                run(self.eager.check_state)
+            may_have_changed = False
+            return self.eager.open_outputs(output)
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(
                 f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the "
@@ -300,8 +288,6 @@ class CaptureAttempt:
         finally:
             self.has_written = bool(effects.regions)
             undo_run(request, effects, self.eager.rng_before, walk if may_have_changed else None)
-        self.eager.effects.is_quiet = False  # so many rows take another branch, which has to be looked at
-        return self.run_with(rows, within)
 
     def replay_other(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Replay what ``run_with`` was given, from where the eager run began."""
@@ -327,8 +313,6 @@ class CaptureAttempt:
         prover = (request.grid.prover if request.grid else RowProver)(request, self.eager, entry, self)
         alike = request.inputs.alike(request.size) if prover.is_wanted else {}
         self._replay(entry)
-        self._branch = Branch(entry, self.eager.trace.walk.tensors, request.arguments())
-        self._branch.check(self.eager.effects, request.rows)
         check_replay(request, self.eager, entry)
         if request.is_padded:
             check_padding_writes(request, self.eager, self.warm_run.regions)
@@ -349,7 +333,7 @@ class CaptureAttempt:
             check_may_capture(self.request, self.eager)
             trace.absorb(entry.guard.notes)
             effects = self.eager.effects
-            used = {*map(storage_key, entry.held), *entry.guard.storages, *effects.outside, *effects.used}
+            used = {*map(storage_key, entry.held), *entry.guard.storages, *effects.outside}
             entry.guard = guard = self._make_guard(used)
             entry.told = self.eager.find_told(self.request.values, guard, entry.told)
             self._watch_breaks(entry)

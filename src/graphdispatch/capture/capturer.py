@@ -68,7 +68,7 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
     pause = paused_collector(request.options.gc_disable)
     with pause, request.pool.lock, request.backend.watched(), span:
         request.pool.order_after_last_use()
-        eager = run_eagerly(request, was_quiet=known is not None and known.was_quiet)
+        eager = run_eagerly(request)
         if isinstance(eager, CaptureResult):
             return eager
         attempt = CaptureAttempt(request, eager)

@@ -81,8 +81,6 @@ class CUDAGraphEntry(NotCopied):
     """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
     held: tuple[torch.Tensor, ...] = ()
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
-    reads: frozenset[int] | None = None
-    """The keys of the storages in ``held`` that the graph itself reads, and not a break alone; None: not known."""
     told: "Told | None" = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     workspaces: WorkspaceGuard | None = None
@@ -111,10 +109,6 @@ class CUDAGraphEntry(NotCopied):
     """What was measured of its replays beside eager runs; None if it stays whatever it gains."""
     uses_rng: bool = False
     """Whether it draws from the device's default random generator."""
-    checks_data: bool = False
-    """Whether it holds an operator that does nothing but raise for some data."""
-    was_quiet: bool = False
-    """Whether the eager run of its capture did no more than to make tensors of others."""
     default_device: Any = field(default_factory=default_device)
     """The default device at the capture, if one was set."""
     bare: tuple[int, ...] = ()
