@@ -33,6 +33,7 @@ from ..backends.operators import (
 )
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
+from ..memory.program import Operator, operator_of
 from ..reasons import Reason
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class EffectRecorder(OperatorMode):
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens.
+    before the write happens. With ``records`` it keeps the
+    ``operators``.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class EffectRecorder(OperatorMode):
         limit_bytes: int,
         *,
         strict: bool = False,
+        records: bool = False,
     ) -> None:
         super().__init__()
         self.regions: list[Region] = []
@@ -103,6 +106,8 @@ class EffectRecorder(OperatorMode):
         of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
         self.groups_rows = False
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
+        self.operators: list[Operator] | None = [] if records else None
+        """What it ran, if that is recorded."""
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
@@ -181,6 +186,8 @@ class EffectRecorder(OperatorMode):
         for key, tensor in keys.items():
             if key not in made and key not in outside:
                 outside[key] = tensor.detach()
+        if self.operators is not None:
+            self.operators.append(operator_of(func, args, kwargs))
         shapes = []
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)

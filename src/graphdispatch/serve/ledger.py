@@ -49,7 +49,7 @@ class Ledger:
             self._spent_s += self._clock() - started
             self._captures += is_capture
         gain = result.entry.gain if result.entry is not None else None
-        gain_ms = 0.0 if result.reason is Reason.NO_GAIN else gain.full_ms if gain is not None else None
+        gain_ms = 0.0 if result.reason is Reason.NO_GAIN else gain.ms if gain is not None else None
         is_told = bool(gain_ms) and gain_ms in self._gains_ms  # by an earlier comparison of the same graph
         if gain_ms is not None and not is_told:
             self._gains_ms.append(gain_ms)
@@ -94,7 +94,7 @@ class Ledger:
         return self._gone_s + sum(map(self._gained_s, self._entries())) - self._spent_s
 
     def _gained_s(self, entry: CUDAGraphEntry) -> float:
-        gain_ms = entry.gain.full_ms if entry.gain is not None else None
+        gain_ms = entry.gain.ms if entry.gain is not None else None
         if gain_ms is None:
             gain_ms = median(self._gains_ms) if self._gains_ms else 0.0
         return entry.replay_count * max(gain_ms, 0.0) / 1e3
