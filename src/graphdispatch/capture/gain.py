@@ -57,13 +57,11 @@ def measure_gain(
     while (is_slower := _is_slower(eager, graph)) and len(graph) < most:
         eager.append(seconds_of(request, run_eagerly))
         graph.append(seconds_of(request, replay))
+    gain = Gain(min(eager) * 1e3, min(graph) * 1e3)
     if is_slower and request.judges_gain:
-        raise CaptureError(
-            f"a replay took {min(graph) * 1e6:.0f} us and an eager run {min(eager) * 1e6:.0f} us, {len(eager)} of each; "
-            f"{Reason.NO_GAIN.text}",
-            Reason.NO_GAIN,
-        )
-    return Gain(min(eager) * 1e3, min(graph) * 1e3)
+        times = f"a replay took {gain.replay_ms * 1e3:.0f} us and an eager run {gain.eager_ms * 1e3:.0f} us"
+        raise CaptureError(f"{times}, {len(eager)} of each; {Reason.NO_GAIN.text}", Reason.NO_GAIN)
+    return gain
 
 
 def _is_slower(eager: list[float], graph: list[float]) -> bool:
