@@ -46,19 +46,19 @@ def measure_gain(
 ) -> Gain:
     """Time an eager run beside a replay that took ``replay_s``, both of a full batch.
 
-    If the replay seems slower, up to five eager runs and replays are timed in turns, or two pairs of more than 0.2 s.
-    It is slower if each replay takes longer than all eager runs but one, by 5 % and 25 us, or by 100 us where eager
-    runs are shorter than that.
+    If the request judges gains and the replay seems slower, up to five eager runs and replays are timed in turns, or
+    two pairs of more than 0.2 s. It is slower if each replay takes longer than all eager runs but one, by 5 % and
+    25 us, or by 100 us where eager runs are shorter than that.
 
-    Raises ``CaptureError`` (``NO_GAIN``) for a graph that is slower, if the request judges that.
+    Raises ``CaptureError`` (``NO_GAIN``) for a graph that is judged slower.
     """
     eager, graph = [seconds_of(request, run_eagerly)], [replay_s]
     most = _LONG_PAIRS if eager[0] + replay_s > _LONG_PAIR_S else _PAIRS
-    while (is_slower := _is_slower(eager, graph)) and len(graph) < most:
+    while request.judges_gain and _is_slower(eager, graph) and len(graph) < most:
         eager.append(seconds_of(request, run_eagerly))
         graph.append(seconds_of(request, replay))
     gain = Gain(min(eager) * 1e3, min(graph) * 1e3)
-    if is_slower and request.judges_gain:
+    if request.judges_gain and _is_slower(eager, graph):
         times = f"a replay took {gain.replay_ms * 1e3:.0f} us and an eager run {gain.eager_ms * 1e3:.0f} us"
         raise CaptureError(f"{times}, {len(eager)} of each; {Reason.NO_GAIN.text}", Reason.NO_GAIN)
     return gain

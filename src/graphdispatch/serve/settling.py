@@ -66,7 +66,7 @@ def stretched(
     if rows == entry.size or entry.program.is_stretched or proof is None or proof.untested:
         return None
     kept = {i for i, spec in enumerate(specs) if spec.dim is not None and not may_replace(specs, i, may_write)}
-    entry.program.is_stretched = not proof.may_show_more
+    entry.program.is_stretched = proof.is_complete
     if not kept and not proof.kept:
         return None
     from .stretching import stretch  # here, since few callables need a rule
