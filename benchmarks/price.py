@@ -91,7 +91,8 @@ def _batch(count: int) -> tuple[Tensor, Tensor]:
 
 
 def _made(sizes: tuple[int, ...], **options: Any) -> tuple[Encoder, Graphed]:
-    model = Encoder()
+    with torch.inference_mode(False):  # as users make them
+        model = Encoder()
     return model, graphed(model, dynamic={"x": 0, "mask": 0}, sizes=sizes, **options)
 
 

@@ -27,7 +27,7 @@ from .request import CaptureRequest, CaptureResult, failed_result
 if TYPE_CHECKING:
     from ..memory.told import Told
 
-__all__ = ["EagerRun", "check_draws", "check_may_capture", "run_eagerly", "undo_run"]
+__all__ = ["EagerRun", "check_draws", "check_may_capture", "opener", "run_eagerly", "undo_run"]
 
 
 @dataclass
@@ -93,7 +93,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
     answer, has_run = None, False
-    open_outputs = _opener(walk)
+    open_outputs = opener(walk)
     try:
         with trace, effects.guarding():
             answer = within(request.call, request.values)
@@ -128,7 +128,7 @@ def _call(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-def _opener(walk: StateWalk) -> Callable[[Any], Any]:
+def opener(walk: StateWalk) -> Callable[[Any], Any]:
     """What opens the outputs of one call's runs; ``walk`` has met what was there before them."""
     made: list[Any] = []
 

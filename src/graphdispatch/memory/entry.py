@@ -98,6 +98,9 @@ class CUDAGraphEntry(NotCopied):
     """The first batch, until a different one has been verified."""
     program: Program = field(default_factory=Program)
     """Its operators, which it may share with graphs of other sizes, and what is proven of their rows."""
+    is_known: bool = True
+    """Whether a further eager run need not be watched if the captured one only computed; not after one that did
+    something else."""
     compared: Compared = field(default_factory=Compared)
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""

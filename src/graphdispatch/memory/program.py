@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from ..axes import ROWS, Axis
+from ..backends.operators import OperatorKind, kind_of
 from ..call.spec import is_tensor
 from .proof import RowProof
 
@@ -41,11 +42,14 @@ class Program:
         axes: The dynamic dimensions of the batch.
     """
 
-    __slots__ = ("_lengths", "_operators", "is_stretched", "proof")
+    __slots__ = ("_lengths", "_operators", "computes", "is_stretched", "proof")
 
     def __init__(self, operators: Sequence[Operator] = (), size: int = 0, axes: Sequence[Axis] = (ROWS,)) -> None:
         self._operators = operators
         self._lengths = [axis.of(size) for axis in axes]
+        kinds = {kind_of(func) for func in {func for func, _ in operators}}
+        self.computes = bool(operators) and kinds <= {OperatorKind.PURE, OperatorKind.VIEW, OperatorKind.RANDOM}
+        """Whether all that it does is to make tensors of others and views of them, and perhaps to draw numbers."""
         self.proof: RowProof | None = None
         """Whether real rows are independent of padding; None until a comparison has tested that."""
         self.is_stretched = False
