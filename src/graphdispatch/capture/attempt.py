@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from ..axes import ROWS
 from ..backends.operators import storage_key
 from ..call.spec import is_tensor
-from ..errors import CaptureError, DeviceLostError, ReplayError
+from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
 from ..memory.program import Program
@@ -310,6 +310,9 @@ class CaptureAttempt:
         load_s = seconds_of(request, self.load)
         alike = request.inputs.alike(request.size) if prover.is_wanted else {}
         self._replay_s = load_s + seconds_of(request, lambda: self._replay(entry))
+        if self.eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
+            what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
+            raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
         check_replay(request, self.eager, entry)
         if request.is_padded:
             check_padding_writes(request, self.eager, self.warm_run.regions)

@@ -93,12 +93,19 @@ class GridInputs(StaticInputs):
 
 class GridCompared(Compared):
     """Which extents were compared with eager, in ``extents`` by axis and size. They count for all graphs as long
-    along the axis, as long as the same code runs for each."""
+    along the axis, as long as the same code runs for each.
+
+    A batch is covered if each of its extents was compared, and if it lies between two batches of as many rows that were
+    compared: none of its other extents is shorter than in the one, or longer than in the other. So code is found that
+    branches on several extents at once, by their product or by which of them is larger.
+    """
 
     def __init__(self, axes: Sequence[Axis], extents: dict[tuple[Axis, int], set[int]]) -> None:
         super().__init__()
         self.axes = tuple(axes)
         self.extents = extents
+        self._others: dict[int, list[tuple[int, ...]]] = {}
+        """By number of rows, the other extents of the batches that were compared with this graph."""
         self._is_trusted = False
 
     def trust(self, size: int) -> None:
@@ -109,6 +116,19 @@ class GridCompared(Compared):
         """Note that a batch was compared with the graph of ``size``."""
         for axis in self.axes:
             self.known(axis, size).add(axis.of(rows))
+        first, *others = Extents.of(self.axes, rows).lengths
+        same = self._others.setdefault(first, [])
+        if tuple(others) not in same:
+            same.append(tuple(others))
+
+    def _is_between(self, rows: int, size: int) -> bool:
+        """Whether a batch lies between two that were compared. The graph's own extents need no comparison."""
+        (first, *now), (most, *full) = (Extents.of(self.axes, number).lengths for number in (rows, size))
+        if most > MOST_COMPARED and first not in self._others and first > min(self._others, default=first):
+            first = min(self._others)
+        same = [*self._others.get(first, ()), *([tuple(full)] if first == most else [])]
+        has_less = any(all(a <= b for a, b in zip(other, now, strict=True)) for other in same)
+        return has_less and any(all(a >= b for a, b in zip(other, now, strict=True)) for other in same)
 
     def part(self) -> None:
         """Share what is noted from here on with no other graph."""
@@ -119,10 +139,11 @@ class GridCompared(Compared):
         return self.extents.setdefault((axis, axis.of(size)), set())
 
     def covers(self, rows: int, size: int) -> bool:
-        """Whether each extent was compared, or is the one of the graph. Of an axis that is longer than
-        ``MOST_COMPARED`` it is enough that a shorter extent was compared."""
-        return self._is_trusted or all(
-            self._has(self.known(axis, size), axis.of(rows), axis.of(size)) for axis in self.axes
+        """Whether each extent was compared, or is the one of the graph, and so were batches around this one. Of an axis
+        that is longer than ``MOST_COMPARED`` it is enough that a shorter extent was compared."""
+        return self._is_trusted or (
+            all(self._has(self.known(axis, size), axis.of(rows), axis.of(size)) for axis in self.axes)
+            and self._is_between(rows, size)
         )
 
     def _has(self, known: set[int], extent: int, size: int) -> bool:

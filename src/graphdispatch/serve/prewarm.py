@@ -90,7 +90,7 @@ def capture_size(server: Server, routes: Sequence[Route], size: int) -> bool:
         fits = size <= table.largest and group.example and group.blocked(size) is None
         if fits and graphs.current(group, size) is None:
             try:
-                capture_checked(server, group, group.example, table.min_batch_of(size), size)
+                capture_checked(server, group, group.example, table.min_batch_of(size), size, compares_all=True)
             except GraphDispatchError:
                 raise
             except Exception as error:  # of the callable, which refused the example when it was a call, too
