@@ -28,6 +28,7 @@ from . import (
     models,
     peers,
     piecewise,
+    price,
     wrapper,
 )
 from .timing import Effort, Row
@@ -46,6 +47,7 @@ _PARTS = {
     "peers": _Part(peers.TITLE, peers.rows),
     "piecewise": _Part(piecewise.TITLE, piecewise.rows),
     "capture": _Part(capture.TITLE, capture.rows),
+    "price": _Part(price.TITLE, price.rows),
     "lengths": _Part(lengths.TITLE, lengths.rows),
     "models": _Part(models.TITLE, models.rows),
     "decisions": _Part(decisions.TITLE, decisions.rows),

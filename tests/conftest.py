@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from graphdispatch.capture import gain
+from graphdispatch.capture import attempt, gain
 from graphdispatch.native import tape
 
 LONGEST_ID = 60
@@ -97,12 +97,16 @@ def same_log_level() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """No real clock decides whether graphs pay: a tiny callable's may not. Clocks that tests give are asked."""
-    measure = gain._time
+    measure = gain.seconds_of
 
-    def time(clock: Any, *call: Any) -> float:
-        return 0.0 if clock is perf_counter else measure(clock, *call)
+    def seconds(request: Any, run: Any) -> float:
+        if request.clock is not perf_counter:
+            return measure(request, run)
+        run()
+        return 0.0
 
-    monkeypatch.setattr(gain, "_time", time)
+    monkeypatch.setattr(gain, "seconds_of", seconds)
+    monkeypatch.setattr(attempt, "seconds_of", seconds)
 
 
 @pytest.fixture(autouse=True)

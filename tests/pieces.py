@@ -19,7 +19,7 @@ ONE = BatchDescriptor(1)
 def pieces(fn: Callable[..., Any], sizes: tuple[int, ...] = (4,), **options: Any) -> Graphed[..., Any]:
     """``fn`` of one tensor ``x`` whose rows are dimension 0, served in pieces and captured at once."""
     served = graphed(fn, dynamic={"x": 0}, sizes=sizes, mode="PIECEWISE", **with_options(options, capture_after=1))
-    served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3))
+    served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3), compare="all")
     return served
 
 

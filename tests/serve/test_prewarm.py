@@ -155,7 +155,7 @@ def test_a_larger_largest_size_begins_anew(model: torch.nn.Module) -> None:
     assert len(step.entries) == 5
     step.use_sizes((4, 32))
     assert step.entries == []
-    step.prewarm(torch.randn(4, 8))
+    step.prewarm(torch.randn(4, 8), compare="all")
     assert serves(step, model, 30) is Reason.PADDED
 
 
@@ -212,7 +212,7 @@ def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:
         mode="FULL_AND_PIECEWISE",
         uniform_decode=lambda *args, **kwargs: is_decode,
     )
-    report = step.prewarm(torch.randn(4, 8))
+    report = step.prewarm(torch.randn(4, 8), compare="all")
     assert report.captured == {CUDAGraphMode.FULL: (6, 3), CUDAGraphMode.PIECEWISE: (12, 10, 5)}
     full, piecewise, none = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
     for is_decode, expected in (  # noqa: B007 (the closure reads it)

@@ -6,7 +6,7 @@ the mode separates them; the server does the rest.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -265,14 +265,16 @@ class Graphed(Lifecycle, Generic[P, R]):
         progress: bool = False,
         max_seconds: float | None = None,
         max_bytes: int | None = None,
+        compare: Literal["ends", "all"] = "ends",
         **kwargs: Any,
     ) -> "PrewarmReport":
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
-        no effect. Each graph is checked with padding on one batch and without on another; where the example's rows are
-        all alike that proves nothing of padding, and serving compares the first padded batches. A size that cannot be
-        captured stays eager, with its reason in ``explain``. All sizes are run once before any is captured.
+        no effect. Each graph is compared with eager on a full batch, and on one of the fewest rows that it serves; the
+        first call of any other number of rows is compared when it comes. Where the example's rows are all alike that
+        proves nothing of padding, and serving compares the first padded batches. A size that cannot be captured stays
+        eager, with its reason in ``explain``.
 
         Args:
             *args: The positional arguments of the example call.
@@ -281,6 +283,8 @@ class Graphed(Lifecycle, Generic[P, R]):
             max_seconds: The time that capturing may take; it stops before it would pass that. None: no limit.
             max_bytes: The bytes that graphs may hold; it stops before they would hold more. None: as
                 ``options.memory_budget_bytes``.
+            compare: ``"all"`` compares every number of rows now, up to 64: for servers that ``freeze()``, or that
+                cannot have a call wait for its comparison.
             **kwargs: The keyword arguments of the example call.
 
         Returns:
@@ -293,7 +297,9 @@ class Graphed(Lifecycle, Generic[P, R]):
         from ..serve.prewarm import CaptureBatch, Limits
 
         with torch.no_grad(), self._server.lock:
-            batch = CaptureBatch(self._server, self._config, Limits(max_seconds, max_bytes), progress=progress)
+            batch = CaptureBatch(
+                self._server, self._config, Limits(max_seconds, max_bytes), progress=progress, compare=compare
+            )
             return batch.run(self._routes, args, kwargs, sizes)
 
     @untraced

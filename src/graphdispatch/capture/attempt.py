@@ -1,6 +1,6 @@
 """What a capture or a verification does between the watched eager run and the restoring of its effects."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..axes import ROWS
 from ..backends.operators import storage_key
 from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
-from ..memory.gain import Gain
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
+from ..memory.program import Program
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
-from .branch import Branch
 from .eager_run import EagerRun, check_may_capture, undo_run
 from .effects import EffectRecorder, redo, retry_once, undo
-from .gain import check_gain, may_be_timed
+from .gain import may_be_timed, measure_gain, seconds_of
 from .padding import Padding
 from .proof import RowProver
-from .quiet import StoppedError
 from .recording import Recording, record, uncached_casts
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay
@@ -53,10 +52,8 @@ class CaptureAttempt:
     _existing: set[int] = field(default_factory=set)
     """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
     _ran_again: bool = False
-    _branch: Branch | None = None
-    """The branch that the graph under comparison holds."""
-    has_written: bool = False
-    """Whether the latest run with other rows wrote to memory that it did not make."""
+    _replay_s: float = 0.0
+    """How long the replay took that was compared, in seconds."""
 
     def capture(self) -> CUDAGraphEntry:
         """Warm up, record and compare; returns a complete entry.
@@ -76,10 +73,10 @@ class CaptureAttempt:
             entry.capture_time_ms = (request.clock() - started) * 1e3
             if request.options.verify:
                 self._compare_replay(entry)
+                self._measure(entry)
             else:
                 entry.state = EntryState.VERIFIED
                 entry.trust()
-            self._judge(entry)
         except BaseException:
             (recording.graph.reset if entry is None else entry.release)()
             raise
@@ -93,7 +90,6 @@ class CaptureAttempt:
             self._warm_up()
         check_values(self.eager.opened, entry.output)
         self._compare_replay(entry)
-        self._judge(entry)
 
     def restore(self) -> None:
         """Leave exactly the eager run's effects, or none if the request does not want them.
@@ -154,8 +150,7 @@ class CaptureAttempt:
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
         request = self.request
-        in_break = self.eager.trace.is_in_break if request.is_piecewise else None
-        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, in_break=in_break)
+        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, records=True)
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
         self.eager.draws |= self.warm_run.uses_rng
@@ -192,15 +187,12 @@ class CaptureAttempt:
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
             told=self.eager.find_told(request.values, guard),
-            reads=None if request.auto_breaks else frozenset(warm_run.used & held.keys()),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
             bare=request.inputs.positions if guard.missing else (),
-            compared=request.inputs.new_compared(request.peers),
-            gain=Gain() if request.judges_gain else None,
+            compared=request.inputs.new_compared([peer.compared for peer in request.peers]),
+            program=self._find_program(),
             uses_rng=warm_run.uses_rng,
-            checks_data=warm_run.checks_data,
-            was_quiet=self.eager.effects.is_quiet,
             signature=request.signature,
             call=request.call,
             example=request.values_with(repeat(None)),
@@ -211,6 +203,12 @@ class CaptureAttempt:
         )
         self._watch_breaks(entry)
         return entry
+
+    def _find_program(self) -> Program:
+        """The operators of the run on the static inputs, shared with a graph of another size that has the same."""
+        axes = self.request.grid.axes if self.request.grid is not None else (ROWS,)
+        made = Program(self.warm_run.operators or (), self.request.size, axes)
+        return next((peer.program for peer in self.request.peers if peer.program.is_like(made)), made)
 
     def _watch_breaks(self, entry: CUDAGraphEntry) -> None:
         if entry.mode is CUDAGraphMode.PIECEWISE and self.eager.trace.shares_with_breaks():
@@ -266,31 +264,25 @@ class CaptureAttempt:
                     raise
         return self.run_with(size + 1), size + 1
 
-    def run_with(self, rows: int, within: Callable[..., Any] | None = None) -> Any:
+    def run_with(self, rows: int) -> Any:
         """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps.
 
-        Raises ``CaptureError`` if the call fails or changes Python state, and ``VerificationError`` if it takes another
-        branch than the graph that is compared. ``within`` runs it in a context whose state the caller checks.
+        Raises ``CaptureError`` if the call fails or changes Python state.
         """
-        request, is_quiet, walk = self.request, self.eager.effects.is_quiet, self.eager.trace.walk
+        request, walk = self.request, self.eager.trace.walk
         may_have_changed = True
         self.start_over(f"probing the outputs with {rows} rows")
         values = self._resized(rows)
-        effects = EffectRecorder(request.options.state_limit_bytes, strict=True, skims=is_quiet)
-        run = within or copy_context().run
+        effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+        within = copy_context().run
         try:
             with request.backend.rehearsing(), self.eager.trace, effects.guarding():
-                output = run(request.call, values)
-            if effects.is_quiet or not is_quiet:
-                if self._branch is not None:
-                    self._branch.check(effects, rows)
-                if within is None:
-                    run(self.eager.check_state)
-                may_have_changed = False
-                return self.eager.open_outputs(output)
-        except (CaptureError, VerificationError, StoppedError):
-            if effects.is_quiet or not is_quiet:
-                raise
+                output = within(request.call, values)
+            within(self.eager.check_state)
+            may_have_changed = False
+            return self.eager.open_outputs(output)
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(
                 f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the "
@@ -298,16 +290,7 @@ class CaptureAttempt:
                 Reason.OUTPUT_ROWS_UNKNOWN,
             ) from error
         finally:
-            self.has_written = bool(effects.regions)
             undo_run(request, effects, self.eager.rng_before, walk if may_have_changed else None)
-        self.eager.effects.is_quiet = False  # so many rows take another branch, which has to be looked at
-        return self.run_with(rows, within)
-
-    def replay_other(self, entry: CUDAGraphEntry, rows: int) -> None:
-        """Replay what ``run_with`` was given, from where the eager run began."""
-        self.start_over(f"comparing the replay of {rows} rows with eager")
-        self.request.inputs.load(self._resized(rows), rows, self.request.size)
-        self._replay(entry)
 
     def _resized(self, rows: int) -> list[Any]:
         """The call's values with its rows in turn, until there are so many."""
@@ -323,23 +306,22 @@ class CaptureAttempt:
         """Replay this batch from where the eager run began, compare, and note in the entry what the batch tested."""
         request = self.request
         self.start_over(f"comparing the replay of {request.rows} rows with eager")
-        self.load()
         prover = (request.grid.prover if request.grid else RowProver)(request, self.eager, entry, self)
+        load_s = seconds_of(request, self.load)
         alike = request.inputs.alike(request.size) if prover.is_wanted else {}
-        self._replay(entry)
-        self._branch = Branch(entry, self.eager.trace.walk.tensors, request.arguments())
-        self._branch.check(self.eager.effects, request.rows)
+        self._replay_s = load_s + seconds_of(request, lambda: self._replay(entry))
+        if self.eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
+            what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
+            raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
         check_replay(request, self.eager, entry)
         if request.is_padded:
             check_padding_writes(request, self.eager, self.warm_run.regions)
         if prover.is_wanted:
-            entry.proof = prover.prove(alike).after(entry.proof)
+            entry.program.proof = prover.prove(alike).after(entry.proof)
         if request.tells_numbers():
             self.note_compared(entry, request.rows)
         if entry.told is not None:
             entry.told.note(request.values)
-        if request.tells_numbers() and request.grid is not None:
-            request.grid.compare_lengths(entry, self)
 
     def note_compared(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Note that so many rows were compared with eager. If code ran for them that the entry's guard does not know,
@@ -349,28 +331,28 @@ class CaptureAttempt:
             check_may_capture(self.request, self.eager)
             trace.absorb(entry.guard.notes)
             effects = self.eager.effects
-            used = {*map(storage_key, entry.held), *entry.guard.storages, *effects.outside, *effects.used}
+            used = {*map(storage_key, entry.held), *entry.guard.storages, *effects.outside}
             entry.guard = guard = self._make_guard(used)
             entry.told = self.eager.find_told(self.request.values, guard, entry.told)
             self._watch_breaks(entry)
             entry.compared.part()
         entry.compared.note(rows, self.request.size)
 
-    def _judge(self, entry: CUDAGraphEntry) -> None:
-        """Time the graph beside eager, if that is wanted. Raises ``CaptureError`` if it gains nothing."""
-        request, gain = self.request, entry.gain
-        if gain is None or not may_be_timed(request, self.eager, entry):
+    def _measure(self, entry: CUDAGraphEntry) -> None:
+        """Note what the graph gains, where it can be timed. Raises ``CaptureError`` if it is given up for that."""
+        request = self.request
+        if entry.gain is not None or not may_be_timed(request, self.eager, entry):
             return
-        self.start_over("timing replays and eager runs in turns")
-        grid = request.grid
-        rows, size = (request.rows, request.size) if grid is None else (grid.batch, grid.size)
-        if request.is_padded and gain.full_ms is None:
-            self.load()
-            check_gain(request, entry, gain, request.static_values(), size)
-        if not entry.depends_on_padding(rows):
-            check_gain(request, entry, gain, request.values, rows)
-        if grid is not None and entry.may_pad(grid.least):
-            check_gain(request, entry, gain, self._resized(grid.least), grid.least)
+        self.start_over("timing an eager run beside a replay")
+        self.load()
+        values = request.static_values()
+        entry.gain = measure_gain(
+            request, self._replay_s, lambda: request.call(values), lambda: self._load_and_replay(entry)
+        )
+
+    def _load_and_replay(self, entry: CUDAGraphEntry) -> None:
+        self.load()
+        self._replay(entry)
 
     def _replay(self, entry: CUDAGraphEntry) -> None:
         self._reset_generator()  # a pad rule may have drawn random numbers

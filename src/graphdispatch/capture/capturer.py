@@ -23,7 +23,8 @@ from ..modes import EntryState
 from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .collector import paused_collector
-from .eager_run import run_eagerly
+from .eager_run import EagerRun, run_eagerly
+from .known_run import is_known, run_known
 from .request import CaptureRequest, CaptureResult, failed_result
 
 __all__ = ["capture_entry", "verify_entry", "warm_up"]
@@ -68,7 +69,14 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
     pause = paused_collector(request.options.gc_disable)
     with pause, request.pool.lock, request.backend.watched(), span:
         request.pool.order_after_last_use()
-        eager = run_eagerly(request, was_quiet=known is not None and known.was_quiet)
+        if known is not None and is_known(request, known):
+            answer, run = run_known(request, known)
+            known.is_known = run is not None
+            eager: EagerRun | CaptureResult = run or CaptureResult(answer, known, Reason.VERIFIED_NOW)
+        else:
+            eager = run_eagerly(request)
+            if known is not None:
+                known.is_known = True
         if isinstance(eager, CaptureResult):
             return eager
         attempt = CaptureAttempt(request, eager)

@@ -22,13 +22,12 @@ from ..state.reads import StateReads
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
-from .quiet import StoppedError, can_watch
 from .request import CaptureRequest, CaptureResult, failed_result
 
 if TYPE_CHECKING:
     from ..memory.told import Told
 
-__all__ = ["EagerRun", "check_draws", "check_may_capture", "run_eagerly", "undo_run"]
+__all__ = ["EagerRun", "check_draws", "check_may_capture", "opener", "run_eagerly", "undo_run"]
 
 
 @dataclass
@@ -71,22 +70,13 @@ class EagerRun:
         return Told(names, values, guard.tensors)
 
 
-def run_eagerly(request: CaptureRequest, *, was_quiet: bool = False) -> EagerRun | CaptureResult:
-    """Run the call on the real rows, and watch what it writes; natively where it ``was_quiet`` before.
+def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
+    """Run the call on the real rows, and watch what it writes.
 
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
     by an error. A ``CaptureResult`` says why there can be no graph: what the run overwrites could not be saved, or what
     it did could not be noted (no memory left).
     """
-    # The caller's own run is never ended half-way.
-    skims = was_quiet and not (request.keep_effects or request.is_piecewise) and can_watch()
-    try:
-        return _run_watched(request, skims=skims)
-    except StoppedError:
-        return _run_watched(request, skims=False)
-
-
-def _run_watched(request: CaptureRequest, *, skims: bool) -> EagerRun | CaptureResult:
     before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
     trace = CodeTrace(
@@ -101,12 +91,9 @@ def _run_watched(request: CaptureRequest, *, skims: bool) -> EagerRun | CaptureR
     reveal_operators()
     # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
-    in_break = trace.is_in_break if request.is_piecewise else None
-    effects = EffectRecorder(
-        request.options.state_limit_bytes, strict=not request.keep_effects, skims=skims, in_break=in_break
-    )
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
     answer, has_run = None, False
-    open_outputs = _opener(walk)
+    open_outputs = opener(walk)
     try:
         with trace, effects.guarding():
             answer = within(request.call, request.values)
@@ -141,7 +128,7 @@ def _call(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
-def _opener(walk: StateWalk) -> Callable[[Any], Any]:
+def opener(walk: StateWalk) -> Callable[[Any], Any]:
     """What opens the outputs of one call's runs; ``walk`` has met what was there before them."""
     made: list[Any] = []
 

@@ -33,8 +33,8 @@ from ..backends.operators import (
 )
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
+from ..memory.program import Operator, operator_of
 from ..reasons import Reason
-from .quiet import CHECKING, CONVERTING, GROUPING, StoppedError, can_watch, is_quiet, watching
 
 if TYPE_CHECKING:
     from ..backends.compiled import CompiledRegion
@@ -81,9 +81,8 @@ class EffectRecorder(OperatorMode):
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens. ``skims`` is for runs of a callable that was quiet: what only computes is hardly looked
-    at, so all memory counts as not made by the run; see Note [a run that is hardly looked at] in ``quiet.py``.
-    ``in_break`` tells whether a break runs.
+    before the write happens. With ``records`` it keeps the
+    ``operators``.
     """
 
     def __init__(
@@ -91,15 +90,11 @@ class EffectRecorder(OperatorMode):
         limit_bytes: int,
         *,
         strict: bool = False,
-        skims: bool = False,
-        in_break: Callable[[], bool] | None = None,
+        records: bool = False,
     ) -> None:
         super().__init__()
         self.regions: list[Region] = []
         self.unsaved: Exception | None = None
-        self.is_quiet = True
-        """Whether all that the run did was to make tensors of others and views of them: no write, not even to its own
-        memory, and nothing that may draw."""
         self.uses_rng = False
         """Whether the run drew from a random generator."""
         self.reserves_memory = False
@@ -109,18 +104,14 @@ class EffectRecorder(OperatorMode):
         self.limits_values = False
         """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities
         of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
-        self.checks_data = False
-        """Whether it ran an operator that does nothing but raise for some data."""
         self.groups_rows = False
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
+        self.operators: list[Operator] | None = [] if records else None
+        """What it ran, if that is recorded."""
         self.outside: dict[int, torch.Tensor] = {}
-        """One tensor for each storage that the run used and did not make, by the storage's key; none if it skims."""
-        self.used: set[int] = set()
-        """The keys of all storages that it used outside of breaks."""
+        """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
         self._strict = strict
-        self._skims = skims
-        self._in_break = in_break
         self._saved = 0
         self._made: dict[int, StorageWeakRef] = {}
         self._saved_views: set[tuple[Any, ...]] = set()
@@ -129,20 +120,10 @@ class EffectRecorder(OperatorMode):
 
     @contextmanager
     def guarding(self) -> Iterator[Self]:
-        """Enter it, and save what the host's code gets hold of (``regions.save_exposed``).
-
-        Raises ``StoppedError`` where a run that skims is no longer quiet, so that it has to be made again.
-        """
-        watched = watching() if self._skims and can_watch() else self
+        """Enter it, and save what the host's code gets hold of (``regions.save_exposed``)."""
         try:
-            with Listening(self._save_exposed, EXPOSED), watched as watch:
+            with Listening(self._save_exposed, EXPOSED), self:
                 yield self
-            if watch is not self:
-                self.used |= watch.used()
-                self.limits_values, self.groups_rows = watch.limits_values(), watch.groups_rows()
-        except StoppedError:
-            self.is_quiet = False
-            raise
         finally:
             self._save_exposed("", None)
 
@@ -152,7 +133,6 @@ class EffectRecorder(OperatorMode):
         What the schema marks as written is saved as a whole. That copy is dropped if an operator inside was seen to
         write there, and the kernel could have done so in no other way: a device runs kernels that no mode sees.
         """
-        self.is_quiet = False
         start, saved, views = len(self.regions), self._saved, set(self._saved_views)
         hidden: list[str] = []
         self._save_written(func, args, kwargs)
@@ -201,16 +181,13 @@ class EffectRecorder(OperatorMode):
         """Save what the operator is about to overwrite, then run it."""
         kind, made, outside = kind_of(func), self._made, self.outside
         keys = {storage_key(tensor): tensor for tensor in tensors_in(args, kwargs) if is_strided(tensor)}
-        if self._in_break is None or not self._in_break():
-            self.used.update(keys)
-        if not is_quiet(func):
-            self.is_quiet = False
+        if kind not in (OperatorKind.PURE, OperatorKind.VIEW):
             self.runs_custom = self.runs_custom or func.namespace not in ("aten", "prims")
-        elif self._skims:
-            return func(*args, **kwargs)
         for key, tensor in keys.items():
             if key not in made and key not in outside:
                 outside[key] = tensor.detach()
+        if self.operators is not None:
+            self.operators.append(operator_of(func, args, kwargs))
         shapes = []
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
@@ -225,8 +202,7 @@ class EffectRecorder(OperatorMode):
         except CaptureError as error:
             self.give_up(error)
         if _is_particular(func):
-            self.groups_rows |= func._schema.name in GROUPING
-            self.checks_data |= func._schema.name == "aten::_assert_async"
+            self.groups_rows |= func._schema.name in _GROUPING
             self.limits_values = self.limits_values or _limits_values(func, args, result)
         fills = torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()
         if kind is OperatorKind.EMPTY and not fills:  # else torch writes new memory, and eager's answer may hold that
@@ -323,16 +299,24 @@ class EffectRecorder(OperatorMode):
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
 
 
+_CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
+"""Operators that check data on the device."""
+_CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
+"""Those that may make integers of floating-point numbers."""
+_GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
+"""Those that multiply groups of rows whose sizes are data."""
+
+
 @cache
 def _is_particular(func: OpOverload) -> bool:
-    return func._schema.name in CHECKING | CONVERTING | GROUPING
+    return func._schema.name in _CHECKING | _CONVERTING | _GROUPING
 
 
 def _limits_values(func: OpOverload, args: tuple[Any, ...], result: Any) -> bool:
     """Whether an operator checks data on the device, or makes integers of floating-point numbers."""
     name = func._schema.name
-    if name not in CONVERTING:
-        return name in CHECKING
+    if name not in _CONVERTING:
+        return name in _CHECKING
     if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
         return False
     return result.dtype is not torch.bool and args[int(name == "aten::copy_")].is_floating_point()

@@ -9,39 +9,28 @@ Note [what keeps its padding]
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from contextvars import copy_context
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..axes import Axis
 from ..backends.operators import tensors_in
-from ..call.dims import GridSignature, is_hidden
-from ..errors import CaptureError, VerificationError
+from ..call.dims import GridSignature
+from ..errors import CaptureError
 from ..extents import Extents
-from ..memory.entry import CUDAGraphEntry
-from ..memory.grid import GridCompared
 from ..memory.outputs import OutputRule, extents_of
-from ..memory.proof import MOST_COMPARED, RowProof
-from ..modes import CUDAGraphMode
+from ..memory.proof import RowProof
 from ..reasons import Reason
 from .padding import BY_RULE, Padding, holds_flags, large, wide
 from .proof import RowProver, differing
 from .request import CaptureRequest
-from .verify import difference, tolerance_for
 
 if TYPE_CHECKING:
     from .attempt import CaptureAttempt
 
 __all__ = ["GridCapture", "GridProver"]
-
-_Batches = Iterator[tuple[tuple[Axis, ...], Extents]]
-_MOST_LENGTHS = 8  # that are compared beside one batch
-_MOST_EDGES = 16  # combinations of the same
 
 
 class GridCapture:
@@ -61,12 +50,6 @@ class GridCapture:
         pairs = enumerate(zip(self._request.inputs.specs, self._request.arguments(), strict=True))
         along = [(i, value) for i, (spec, value) in pairs if any(axis is not self.axes[0] for _, axis in spec.axes)]
         return [i for i, value in along if holds_flags(value)]
-
-    @cached_property
-    def least(self) -> Extents:
-        """The smallest batch that the size serves."""
-        table = self._request.table
-        return Extents.of(self.axes, table.min_batch_of(self.size) if table is not None else self.batch)
 
     def output_rule(self, output: Any, attempt: "CaptureAttempt") -> OutputRule:
         """Which dimensions of the outputs follow which axis: that of an earlier size if there is one, else found by one
@@ -118,103 +101,6 @@ class GridCapture:
                     )
                 dims[dim] = dim, a // m, axis
         return tuple(dims[dim] for dim in sorted(dims))
-
-    def compare_lengths(self, entry: CUDAGraphEntry, attempt: "CaptureAttempt") -> None:
-        """Compare the graph with eager for some more extents of its size, cut from the batch or filled up by it.
-
-        So few calls must be compared one by one. What the callable refuses, or what changes state, is left to be
-        compared when it comes. One that differs from eager is found here, and no batch that is padded along its axes is
-        served.
-        """
-        compared, proof = entry.compared, entry.proof
-        is_plain = entry.written is None and not entry.mutated
-        if not isinstance(compared, GridCompared) or proof is None or not is_plain:
-            return
-        if entry.mode is not CUDAGraphMode.FULL or attempt.eager.effects.regions or proof.untested:
-            return
-        for batches in (self._edges(compared, proof), self._extents(compared, proof)):
-            within, passed, found = copy_context().run, list[Extents](), None
-            for axes, number in batches:
-                is_alike, found = self._difference(entry, attempt, number, within)
-                passed += [number] * is_alike
-                if found is not None:
-                    bound = tuple(axis for axis in self.axes if axis in (*proof.bound, *axes))
-                    break
-            if not self._has_kept_state(attempt, within):
-                return  # nobody knows which of these batches changed it
-            for number in passed:
-                with suppress(CaptureError):
-                    attempt.note_compared(entry, number)
-            if found is not None:
-                entry.proof = replace(proof, independent=False, bound=bound, perturbation="zeros", what=found)
-                return
-
-    def _has_kept_state(self, attempt: "CaptureAttempt", within: Callable[..., Any]) -> bool:
-        """Whether runs in a context have left Python state as it was; else it is put back."""
-        try:
-            within(attempt.eager.check_state)
-        except CaptureError:
-            attempt.eager.trace.walk.restore(generators=True)
-            return False
-        return True
-
-    def _edges(self, compared: GridCompared, proof: RowProof) -> _Batches:
-        """The next batches to compare, each with the axes along which the graph pads it: the shortest and the longest
-        ones for some numbers of rows; the shortest alone where there are many. What is padded along one axis alone
-        comes first, since it tells of that axis."""
-        ends = self._ends(proof)
-        rows = range(ends[0][0], ends[0][-1] + 1) if ends[0][-1] <= MOST_COMPARED else ends[0]
-        edges = [Extents.pack(self.axes, lengths) for lengths in product(rows, *ends[1:])]
-        padded = {number: tuple(a for a in self.axes if a.of(number) != a.of(self.size)) for number in edges}
-        wanted = [number for number in edges if padded[number] and number not in compared.tried]
-        for number in sorted(wanted, key=lambda number: len(padded[number]))[:_MOST_EDGES]:
-            compared.tried.add(number)
-            yield padded[number], number
-
-    def _extents(self, compared: GridCompared, proof: RowProof) -> _Batches:
-        """Some extents along each further axis that were not compared, each of as few rows as the size serves: a run of
-        few rows costs least."""
-        ends = self._ends(proof)
-        for place, axis in list(enumerate(self.axes))[1:]:
-            known, full = compared.known(axis, self.size), axis.of(self.size)
-            if len(ends[place]) == 1 or full > MOST_COMPARED:
-                continue
-            for extent in [extent for extent in range(ends[place][0], full) if extent not in known][:_MOST_LENGTHS]:
-                lengths = [ends[0][0], *self.batch.lengths[1:place], extent, *self.batch.lengths[place + 1 :]]
-                yield (axis,), Extents.pack(self.axes, lengths)
-
-    def _ends(self, proof: RowProof) -> list[list[int]]:
-        """Along each axis the least and the full extent; the full one alone where nothing may be padded."""
-        free = [axis not in proof.bound and (proof.independent or bool(proof.bound)) for axis in self.axes]
-        pairs = zip(self.least.lengths, self.size.lengths, free, strict=True)
-        return [sorted({least, full} if is_free else {full}) for least, full, is_free in pairs]
-
-    def _difference(
-        self, entry: CUDAGraphEntry, attempt: "CaptureAttempt", number: Extents, within: Callable[..., Any]
-    ) -> tuple[bool, str | None]:
-        """Whether the graph is like eager for the batch with other extents, and how it differs; (False, None) if that
-        cannot be told."""
-        request = self._request
-        try:
-            eager = [tensor.detach().clone() for tensor in tensors_in(attempt.run_with(number, within))]
-        except (CaptureError, VerificationError):
-            return False, None
-        if attempt.has_written:
-            return False, f"the call writes to memory for a batch of {number}"
-        attempt.replay_other(entry, number)
-        for index, (want, got) in enumerate(zip(eager, entry.outputs.peek(number), strict=True)):
-            tolerance = tolerance_for(want.dtype, exact=False, rtol=request.options.rtol, atol=request.options.atol)
-            gap = difference(want, got, tolerance)
-            if gap is not None and self._hides_a_row(number):
-                return False, None
-            if gap is not None:
-                return False, f"output {index} of a batch of {number} is not what eager gives: {gap}"
-        return True, None
-
-    def _hides_a_row(self, number: int) -> bool:
-        """Whether the batch with other extents has a row of which a mask leaves nothing, as none of its own may."""
-        parts = [(self._request.inputs.specs[i], self._request.arguments()[i]) for i in self.masks]
-        return any(is_hidden(one.repeated(value, number), one.axes[-1][0], one.pads[-1].fill) for one, value in parts)
 
 
 _Fill = Callable[[torch.Tensor, torch.Size, int], torch.Tensor]

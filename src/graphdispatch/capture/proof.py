@@ -134,7 +134,7 @@ class RowProver:
         """Whether there can be padding, and earlier batches have not shown all that batches can."""
         proof, specs = self._entry.proof, self._request.inputs.specs
         has_padding = self.rows != self._request.size and any(spec.dim is not None for spec in specs)
-        return has_padding and (proof is None or (self._request.is_padded and proof.may_show_more))
+        return has_padding and (proof is None or (self._request.is_padded and not proof.is_complete))
 
     def prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
         """The proof. Call it right after the replay of the request's batch.
@@ -158,9 +158,7 @@ class RowProver:
                 return found.proof
         untested, assumed = self._untested(alike)
         repeats = self._is_deterministic is not False
-        limited, parts = self._is_limited, zip(self._request.inputs.specs, self._request.arguments(), strict=True)
-        batches = int(limited or any(spec.dim is not None and is_discrete(spec, value) for spec, value in parts))
-        return RowProof(True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches)
+        return RowProof(True, repeats, untested=untested, assumed=assumed, limited=self._is_limited)
 
     def _takes_all(self, base: Sequence[_Value]) -> bool:
         """Compare with numbers that no batch held; false as soon as the callable fails for some."""

@@ -96,8 +96,6 @@ def save_exposed(
             for held in run.exposed:
                 if bits_equal(held.read(), held.before):
                     run.regions.remove(held)
-                else:
-                    run.is_quiet = False
             run.exposed.clear()
             return 0
         region = _exposed_region(value)

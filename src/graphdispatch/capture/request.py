@@ -20,7 +20,6 @@ from ..errors import CaptureError, GraphDispatchError, ReplayError, Verification
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
-from ..memory.proof import Compared
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
@@ -59,8 +58,8 @@ class CaptureRequest:
     """Where copies of outputs go, if they go to preallocated memory."""
     table: "SizeTable | None" = None
     """The sizes that there are."""
-    peers: Sequence[Compared] = ()
-    """What was compared of other sizes, in the present state of the callable."""
+    peers: Sequence[CUDAGraphEntry] = ()
+    """The graphs of other sizes of the same signature, in the present state of the callable."""
     auto_breaks: "AutoBreaks | None" = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     reach: set[int] = field(default_factory=set)

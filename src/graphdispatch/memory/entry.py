@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..axes import cells_of
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
 from ..backends.operators import bits_equal
@@ -26,6 +25,7 @@ from ..stats import CUDAGraphStats
 from .gain import Gain
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
+from .program import Program
 from .proof import Compared, RowProof
 from .replay import ReplayPlan, ReplayStage, next_use
 from .windows import WINDOWS
@@ -81,8 +81,6 @@ class CUDAGraphEntry(NotCopied):
     """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
     held: tuple[torch.Tensor, ...] = ()
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
-    reads: frozenset[int] | None = None
-    """The keys of the storages in ``held`` that the graph itself reads, and not a break alone; None: not known."""
     told: "Told | None" = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     workspaces: WorkspaceGuard | None = None
@@ -98,23 +96,20 @@ class CUDAGraphEntry(NotCopied):
     last_used: int = field(default_factory=next_use)
     warm_batch: tuple[Any, ...] = ()
     """The first batch, until a different one has been verified."""
-    proof: RowProof | None = None
-    """Whether its real rows are independent of padding; None until a comparison has tested that."""
+    program: Program = field(default_factory=Program)
+    """Its operators, which it may share with graphs of other sizes, and what is proven of their rows."""
+    is_known: bool = True
+    """Whether a further eager run need not be watched if the captured one only computed; not after one that did
+    something else."""
     compared: Compared = field(default_factory=Compared)
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
     verify_every: int | None = None
     """After how many replays a comparison is due again; None: never."""
-    is_stretched: bool = False
-    """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
     gain: Gain | None = None
-    """What was measured of its replays beside eager runs; None if it stays whatever it gains."""
+    """The times of a replay and of an eager run; None if the call could not be run again to time it."""
     uses_rng: bool = False
     """Whether it draws from the device's default random generator."""
-    checks_data: bool = False
-    """Whether it holds an operator that does nothing but raise for some data."""
-    was_quiet: bool = False
-    """Whether the eager run of its capture did no more than to make tensors of others."""
     default_device: Any = field(default_factory=default_device)
     """The default device at the capture, if one was set."""
     bare: tuple[int, ...] = ()
@@ -145,6 +140,11 @@ class CUDAGraphEntry(NotCopied):
         self.place = self.key if self.place is None else self.place
         if self.written is not None:
             WINDOWS.pools.add(self.pool)
+
+    @property
+    def proof(self) -> RowProof | None:
+        """Whether its real rows are independent of padding; None until a comparison has tested that."""
+        return self.program.proof
 
     def schedule_check(self) -> None:
         """Have a batch compared with eager after ``verify_every`` further replays."""
@@ -189,8 +189,8 @@ class CUDAGraphEntry(NotCopied):
 
     def trust(self) -> None:
         """Serve batches of all numbers of rows without any comparison."""
-        self.proof = RowProof(True)
-        self.is_stretched = True
+        self.program.proof = RowProof(True)
+        self.program.is_stretched = True
         self.told = None
         self.compared.trust(self.size)
 
@@ -201,14 +201,6 @@ class CUDAGraphEntry(NotCopied):
             rows: The number of real rows.
         """
         return self.proof is not None and not self.proof.allows(rows, self.size)
-
-    def loses(self, rows: int) -> bool:
-        """Whether a batch would be padded, and eager is expected to be faster than that.
-
-        Args:
-            rows: The number of real rows.
-        """
-        return self.gain is not None and rows != self.size and cells_of(rows) < self.gain.loses_below
 
     def carries(self, values: Sequence[Any]) -> bool:
         """Whether a tensor of a call carries an attribute that the code may read; notes of torch's compiler are none.

@@ -104,8 +104,6 @@ class GridCompared(Compared):
         super().__init__()
         self.axes = tuple(axes)
         self.extents = extents
-        self.tried: set[int] = set()
-        """The batches made of a call's that were compared, or that the callable refused."""
         self._others: dict[int, list[tuple[int, ...]]] = {}
         """By number of rows, the other extents of the batches that were compared with this graph."""
         self._is_trusted = False

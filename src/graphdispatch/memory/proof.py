@@ -14,8 +14,6 @@ __all__ = ["MOST_COMPARED", "Compared", "RowProof"]
 MOST_COMPARED = 64
 """The largest size of which each number of rows is compared with eager by itself."""
 
-_MOST_BATCHES = 3  # that are tested, where a proof takes its numbers from them
-
 
 @dataclass(frozen=True)
 class RowProof:
@@ -40,9 +38,6 @@ class RowProof:
     kept: tuple[int, ...] = ()
     """The arguments (by index) whose padding was left as their rule says, as masks of zeros and ones."""
 
-    batches: int = 0
-    """How many batches it was made with, if it takes numbers from them: the next ones may show more; else 0."""
-
     bound: tuple[Axis, ...] = ()
     """Where there are several dynamic dimensions, those along which real ones changed."""
 
@@ -65,16 +60,11 @@ class RowProof:
         """Whether no further batch needs to be tested."""
         return not (self.independent and (self.untested or self.assumed))
 
-    @property
-    def may_show_more(self) -> bool:
-        """Whether the next padded batch that is compared is tested as well."""
-        return not self.is_complete or (self.independent and 0 < self.batches < _MOST_BATCHES)
-
     def after(self, earlier: "RowProof | None") -> "RowProof":
         """This proof as one of a further batch: what an earlier one has shown stays known."""
         if earlier is None or not (self.independent and earlier.is_complete):
             return self
-        return replace(self, untested=(), assumed=(), batches=earlier.batches + 1)
+        return replace(self, untested=(), assumed=())
 
     @property
     def text(self) -> str:

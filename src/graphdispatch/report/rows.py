@@ -74,7 +74,7 @@ def _graph_row(entry: "CUDAGraphEntry", hits: Mapping[int, int], sizes: Sequence
         mode=entry.mode.name,
         hits=entry.replay_count,
         padding=_padding(entry, hits, sizes),
-        gain_ms=entry.gain.full_ms if entry.gain is not None else None,
+        gain_ms=entry.gain.ms if entry.gain is not None else None,
         nbytes=entry.nbytes,
     )
 

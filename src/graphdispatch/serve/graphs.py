@@ -389,7 +389,7 @@ class GraphSet:
             rule=group.rule,
             buffers=group.buffers,
             table=group.route.table,
-            peers=[one.compared for one in group.all_entries if one.guard is not None and one.guard.holds()],
+            peers=[one for one in group.all_entries if one.guard is not None and one.guard.holds()],
             auto_breaks=self.auto_breaks,
             reach=storages_of(self.guard._tensors),
             clock=self.clock,

@@ -262,7 +262,7 @@ class GraphGroup:
             return None
         decision = self.decide(rows)
         entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
-        if entry is None or not entry.may_pad(decision.rows) or entry.loses(decision.rows):
+        if entry is None or not entry.may_pad(decision.rows):
             return None
         if entry.state is not EntryState.VERIFIED and not (entry.serves_one_batch and decision.rows == entry.size):
             return None
@@ -341,8 +341,6 @@ class GraphGroup:
         """Why the entry may not serve this batch now, in a word and in detail; None and nothing if it may."""
         if entry.proof is not None and entry.depends_on_padding(rows):
             return entry.proof.reason, entry.proof.text
-        if entry.gain is not None and entry.loses(rows):
-            return Reason.NO_GAIN, entry.gain.text
         if entry.told is not None and entry.told.is_full and not entry.told.knows(values):
             return Reason.STATE_UNSEEN, entry.told.text
         if not self.needs_check(entry, values, rows):

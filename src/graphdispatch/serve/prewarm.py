@@ -90,7 +90,7 @@ def capture_size(server: Server, routes: Sequence[Route], size: int) -> bool:
         fits = size <= table.largest and group.example and group.blocked(size) is None
         if fits and graphs.current(group, size) is None:
             try:
-                capture_checked(server, group, group.example, table.min_batch_of(size), size)
+                capture_checked(server, group, group.example, table.min_batch_of(size), size, compares_all=True)
             except GraphDispatchError:
                 raise
             except Exception as error:  # of the callable, which refused the example when it was a call, too
@@ -121,7 +121,12 @@ def _groups(routes: Sequence[Route]) -> list[GraphGroup]:
 class CaptureBatch:
     """The captures of one prewarm, over all routes. Used with the server's lock held."""
 
-    def __init__(self, server: Server, config: CUDAGraphConfig, limits: Limits, *, progress: bool = False) -> None:
+    def __init__(
+        self, server: Server, config: CUDAGraphConfig, limits: Limits, *, progress: bool = False, compare: str = "ends"
+    ) -> None:
+        if compare not in ("ends", "all"):
+            raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
+        self._compares_all = compare == "all"
         self._server = server
         self._config = config
         self._limits = limits.checked()
@@ -159,18 +164,28 @@ class CaptureBatch:
                 f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or name "
                 "fewer in sizes="
             )
-        for size in todo:
-            graphs.warm_up(group, group.resized(leaves, size), size)
-        done = self._captured.setdefault(mode, [])
+        self._capture_all(group, leaves, todo)
+        if Reason.STATE_REBOUND in {self._reasons.get((mode, size)) for size in todo}:
+            # The first run of a size may make state, such as a table of its length, which ends graphs made before it.
+            for size in todo:
+                graphs.warm_up(group, group.resized(leaves, size), size)
+            graphs.refresh()
+            self._capture_all(group, leaves, [size for size in todo if graphs.current(group, size) is None])
+        self._captured.setdefault(mode, []).extend(size for size in todo if graphs.current(group, size) is not None)
+
+    def _capture_all(self, group: GraphGroup, leaves: Sequence[Any], todo: list[int]) -> None:
+        """Capture sizes of a group, and note why each of the others has no graph."""
+        table = group.route.table
         within = self._within_budget(group, leaves, todo)
-        title = f"capturing {mode.name}"
+        title = f"capturing {table.mode.name}"
         for size in progress_bar(within, title, enabled=self._progress, total=len(todo), status=self._held):
-            rows = route.table.min_batch_of(size) if group.signature.has_rows else 1
-            result = capture_checked(self._server, group, leaves, rows, size)
-            if result.entry is not None:
-                done.append(size)
-            else:
-                self._left_out[mode, size], self._reasons[mode, size] = result.detail, result.reason
+            rows = table.min_batch_of(size) if group.signature.has_rows else 1
+            result = capture_checked(self._server, group, leaves, rows, size, compares_all=self._compares_all)
+            key = table.mode, size
+            self._left_out.pop(key, None)
+            self._reasons.pop(key, None)
+            if result.entry is None:
+                self._left_out[key], self._reasons[key] = result.detail, result.reason
 
     def _held(self) -> str:
         return f"{self._server.graphs.memory_bytes / 2**20:.1f} MiB"
@@ -224,40 +239,61 @@ def _example(
     return group, leaves
 
 
-def capture_checked(server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int) -> CaptureResult:
-    """Capture one size from its smallest batch, then check it with its largest and, up to ``MOST_COMPARED`` rows, with
-    every number of rows between them; what came of it.
+def capture_checked(
+    server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, *, compares_all: bool = False
+) -> CaptureResult:
+    """Capture one size from a full batch, and compare it on another one of ``rows`` rows, the fewest that it serves;
+    with ``compares_all``, on every further number of rows, up to ``MOST_COMPARED``.
 
     Raises ``FallbackError`` with ``strict``.
     """
-    result = server.graphs.capture(group, group.resized(leaves, rows), rows, size, keep_effects=False)
+    result = server.graphs.capture(group, group.resized(leaves, size), size, size, keep_effects=False)
     if result.entry is not None and result.entry.state is EntryState.CAPTURED:
-        other = varied(group, leaves, size)
-        if result.entry.differs(other):
-            result = server.graphs.verify(group, other, size, result.entry, keep_effects=False)
-    if result.entry is not None:
-        result = compare_numbers(server, group, leaves, rows, result)
+        result = _compare(server, group, leaves, rows, result, compares_all=compares_all)
     if result.entry is None and server.strict:
         raise FallbackError(f"prewarm could not capture {size} rows: {result.detail}", result.reason)
     return result
 
 
-def compare_numbers(
-    server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, captured: CaptureResult
+def _compare(
+    server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, captured: CaptureResult, *, compares_all: bool
 ) -> CaptureResult:
-    """Compare a new graph with eager for each number of rows from ``rows`` on that it pads; ``captured`` itself if all
-    agree. The example's rows are repeated, so that this is no second batch."""
+    """Compare a new graph with eager on other batches made of the example; ``captured`` itself if all agree.
+
+    They are no second batch if the example has nothing but integers, since its rows are repeated.
+    """
     entry = captured.entry
     assert entry is not None
-    state, batch = entry.state, entry.warm_batch
-    for number in (rows, *entry.compared.missing(rows, entry.size)):
+    state, batch, is_second = entry.state, entry.warm_batch, entry.differs(varied(group, leaves, entry.size))
+    if rows == entry.size and is_second:
+        result = server.graphs.verify(group, varied(group, leaves, rows), rows, entry, keep_effects=False)
+        return result if result.entry is None else captured
+    result = compare_numbers(server, group, leaves, rows, captured, compares_all=compares_all)
+    if result.entry is not None and not is_second:
+        entry.state, entry.warm_batch = state, batch
+    return result
+
+
+def compare_numbers(
+    server: Server,
+    group: GraphGroup,
+    leaves: Sequence[Any],
+    rows: int,
+    captured: CaptureResult,
+    *,
+    compares_all: bool = True,
+) -> CaptureResult:
+    """Compare a new graph with eager on a batch of ``rows`` rows, and of each further number that it pads; ``captured``
+    itself if all agree."""
+    entry = captured.entry
+    assert entry is not None
+    for number in (rows, *(entry.compared.missing(rows, entry.size) if compares_all else ())):
         if entry.compares(number):
             example = varied(group, leaves, number)
             result = server.graphs.verify(group, example, number, entry, keep_effects=False)
             result = result if result.entry is None else stretched(server, group, example, number, entry) or result
             if result.entry is None:
                 return result
-    entry.state, entry.warm_batch = state, batch
     return captured
 
 

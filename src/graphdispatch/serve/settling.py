@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..axes import cells_of
 from ..capture.padding import may_replace
 from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
@@ -63,10 +64,10 @@ def stretched(
 ) -> CaptureResult | None:
     """What ``stretch`` finds where no proof may replace the padding: for as many batches as proofs ask."""
     proof, specs, may_write = entry.proof, group.inputs.specs, server.graphs.options.padding_writes
-    if rows == entry.size or entry.is_stretched or proof is None or proof.untested:
+    if rows == entry.size or entry.program.is_stretched or proof is None or proof.untested:
         return None
     kept = {i for i, spec in enumerate(specs) if spec.dim is not None and not may_replace(specs, i, may_write)}
-    entry.is_stretched = not proof.may_show_more
+    entry.program.is_stretched = proof.is_complete and cells_of(rows) > 1  # one row has no other to show more
     if not kept and not proof.kept:
         return None
     from .stretching import stretch  # here, since few callables need a rule

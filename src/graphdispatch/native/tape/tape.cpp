@@ -13,7 +13,6 @@
 
 #include "convert.h"
 #include "direct.h"
-#include "watch.h"
 
 namespace {
 
@@ -309,7 +308,7 @@ int fill(PyObject* made) {
   PyObject* type = PyType_FromSpec(&tape_type);
   const int failed = type ? PyModule_AddObjectRef(made, "Tape", type) : -1;
   Py_XDECREF(type);
-  return failed ? failed : graphdispatch::add_watch(made);
+  return failed;
 }
 
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(fill)}, {0, nullptr}};

@@ -1,0 +1,83 @@
+"""The eager run of a verified graph's callable, for a number of rows that was not compared yet.
+
+Note [a run that is not watched again]
+    A watched run takes several times as long as a plain one, and each number of rows would take one. Where the captured
+    run did nothing but compute, a plain run is enough, if no code ran that did not run then, and if it left all as it
+    was: the versions of the tensors within reach, Python state, and the random generator. The graph's outputs are
+    compared as ever. Any other run is the caller's answer and proves nothing: the next batch of so many rows is
+    watched.
+"""
+
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from ..backends.operators import tensors_in
+from ..call.spec import FlatCall
+from ..memory.entry import CUDAGraphEntry
+from ..modes import CUDAGraphMode, EntryState
+from ..state.trace import CodeTrace
+from ..state.walk import StateWalk
+from .eager_run import EagerRun, opener
+from .effects import EffectRecorder
+from .request import CaptureRequest
+
+__all__ = ["is_known", "run_known"]
+
+
+def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
+    """Whether the call's run need not be watched: it is a caller's own, and the graph's was free of effects."""
+    guard = entry.guard
+    return (
+        request.keep_effects
+        and entry.is_known
+        and entry.state is EntryState.VERIFIED
+        and entry.mode is CUDAGraphMode.FULL
+        and guard is not None
+        and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.told)
+        and entry.program.computes
+        and sys.getprofile() is None
+    )
+
+
+def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, EagerRun | None]:
+    """The answer of a plain run; and what a watched run would have told, or None if it did something else.
+
+    An error of the callable passes through.
+    """
+    assert entry.guard is not None
+    new_code = list[CodeType]()
+    known = set(map(id, (*entry.guard.notes.codes, FlatCall.__call__.__code__)))  # their hash takes long
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and id(frame.f_code) not in known:
+            new_code.append(frame.f_code)
+
+    rng, walk = request.backend.rng_state(), StateWalk(*request.roots)
+    tensors = [*walk.tensors, *request.arguments()]
+    versions = _versions(tensors)
+    sys.setprofile(note)
+    try:
+        answer = request.call(request.values)
+    finally:
+        sys.setprofile(None)
+    is_pure = not new_code and versions is not None and versions == _versions(tensors) and walk.overflow is None
+    if not is_pure or walk.change() is not None or walk.drew() is not None:
+        return answer, None
+    if not torch.equal(rng, request.backend.rng_state()):
+        return answer, None
+    open_outputs = opener(walk)
+    opened = open_outputs(answer)
+    outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
+    effects = EffectRecorder(request.options.state_limit_bytes)
+    trace = CodeTrace(walk, within=FlatCall.__call__.__code__)
+    return answer, EagerRun(answer, opened, open_outputs, effects, outputs, {}, rng, rng, False, trace, None, None)
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int] | None:
+    """How often each tensor was written; None if one does not count that."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    return [tensor._version for tensor in tensors]
