@@ -288,12 +288,15 @@ def test_prewarm_leaves_no_effect() -> None:
 
 
 def test_prewarm_finds_mixed_rows() -> None:
-    """``prewarm`` compares padded with unpadded, so that a model that mixes rows gets no graph that pads."""
+    """``prewarm`` tests what padding does, so that the graph of a model that mixes rows serves full batches alone."""
     step = make(lambda x: x - x.mean(0), sizes=(4,))
     step.prewarm(batch(3))
     x = batch(3)
     assert torch.equal(step(x), x - x.mean(0))
-    assert step.entries == []
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    x = batch(4)
+    assert torch.equal(step(x), x - x.mean(0))
+    assert step.last_decision.reason is Reason.EXACT
 
 
 def test_failure_is_per_size() -> None:

@@ -208,7 +208,7 @@ def test_a_capture_that_fails_late_gives_its_memory_back(monkeypatch: pytest.Mon
         made.append(weakref.ref(entry))
         raise gd.CaptureError("no use", gd.Reason.NO_GAIN)
 
-    monkeypatch.setattr(CaptureAttempt, "_judge", judge)
+    monkeypatch.setattr(CaptureAttempt, "_measure", judge)
     step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(SIZE,), options=AT_ONCE)
     for _ in range(3):
         step(torch.randn(SIZE, 3))
@@ -219,7 +219,7 @@ def test_a_capture_that_fails_late_gives_its_memory_back(monkeypatch: pytest.Mon
 def test_a_prewarmed_callable_serves_every_batch_frozen() -> None:
     """The prewarm compared every number of rows and a second batch, so that nothing is left to compare."""
     step = make(sizes=(1, 4, 8))
-    step.prewarm(torch.zeros(1, 3))
+    step.prewarm(torch.zeros(1, 3), compare="all")
     step.freeze()
     for rows in range(1, 9):
         x = torch.randn(rows, 3)

@@ -260,18 +260,19 @@ def _compare(
 ) -> CaptureResult:
     """Compare a new graph with eager on other batches made of the example; ``captured`` itself if all agree.
 
-    They are no second batch if the example has nothing but integers, since its rows are repeated.
+    They are a second batch unless the example has nothing but integers, since its rows are repeated.
     """
-    entry = captured.entry
+    entry, result = captured.entry, captured
     assert entry is not None
-    state, batch, is_second = entry.state, entry.warm_batch, entry.differs(varied(group, leaves, entry.size))
-    if rows == entry.size and is_second:
-        result = server.graphs.verify(group, varied(group, leaves, rows), rows, entry, keep_effects=False)
-        return result if result.entry is None else captured
-    result = compare_numbers(server, group, leaves, rows, captured, compares_all=compares_all)
-    if result.entry is not None and not is_second:
-        entry.state, entry.warm_batch = state, batch
-    return result
+    other = varied(group, leaves, entry.size)
+    is_second = entry.differs(other)
+    if rows != entry.size and not entry.depends_on_padding(rows):
+        result = compare_numbers(server, group, leaves, rows, captured, compares_all=compares_all)
+        if result.entry is not None and is_second:
+            entry.state, entry.warm_batch = EntryState.VERIFIED, ()
+    elif is_second:
+        result = server.graphs.verify(group, other, entry.size, entry, keep_effects=False)
+    return captured if result.entry is not None else result
 
 
 def compare_numbers(
@@ -284,9 +285,10 @@ def compare_numbers(
     compares_all: bool = True,
 ) -> CaptureResult:
     """Compare a new graph with eager on a batch of ``rows`` rows, and of each further number that it pads; ``captured``
-    itself if all agree."""
+    itself if all agree. None of them counts as the second batch."""
     entry = captured.entry
     assert entry is not None
+    state, batch = entry.state, entry.warm_batch
     for number in (rows, *(entry.compared.missing(rows, entry.size) if compares_all else ())):
         if entry.compares(number):
             example = varied(group, leaves, number)
@@ -294,6 +296,7 @@ def compare_numbers(
             result = result if result.entry is None else stretched(server, group, example, number, entry) or result
             if result.entry is None:
                 return result
+    entry.state, entry.warm_batch = state, batch
     return captured
 
 
