@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..backends.operators import tensors_in
+from ..backends.operators import bits_equal, tensors_in
 from ..call.spec import FlatCall
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode, EntryState
@@ -56,17 +56,21 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, Eage
             new_code.append(frame.f_code)
 
     rng, walk = request.backend.rng_state(), StateWalk(*request.roots)
-    tensors = [*walk.tensors, *request.arguments()]
+    tensors, arguments = list(walk.tensors), request.arguments()
     versions = _versions(tensors)
+    copies = [value.clone() if value.is_inference() else value._version for value in arguments]
     sys.setprofile(note)
     try:
         answer = request.call(request.values)
     finally:
         sys.setprofile(None)
-    is_pure = not new_code and versions is not None and versions == _versions(tensors) and walk.overflow is None
-    if not is_pure or walk.change() is not None or walk.drew() is not None:
-        return answer, None
-    if not torch.equal(rng, request.backend.rng_state()):
+    is_pure = (
+        not new_code
+        and (versions is not None and versions == _versions(tensors))
+        and all(map(_is_unwritten, arguments, copies))
+        and torch.equal(rng, request.backend.rng_state())
+    )
+    if not is_pure or walk.overflow is not None or walk.change() is not None or walk.drew() is not None:
         return answer, None
     open_outputs = opener(walk)
     opened = open_outputs(answer)
@@ -74,6 +78,11 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, Eage
     effects = EffectRecorder(request.options.state_limit_bytes)
     trace = CodeTrace(walk, within=FlatCall.__call__.__code__)
     return answer, EagerRun(answer, opened, open_outputs, effects, outputs, {}, rng, rng, False, trace, None, None)
+
+
+def _is_unwritten(value: torch.Tensor, before: torch.Tensor | int) -> bool:
+    """Whether an argument is as it was, by its version or else by its bits."""
+    return bits_equal(value, before) if isinstance(before, torch.Tensor) else value._version == before
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int] | None:
