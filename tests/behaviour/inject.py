@@ -1,7 +1,6 @@
 """Faults on purpose: at an operator, or at a point of the CPU backend; and what must be as before once one is over."""
 
 import gc
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
-from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.cpu.program import Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
 
+from ..helpers import are_free, may_capture
 from ..spy import Spy
 
 ROWS, WIDTH = 3, 4
@@ -212,22 +211,6 @@ def batch(number: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return x, (torch.arange(rows) + number) % 7
 
 
-def are_free(*locks: Any) -> bool:
-    """Whether a thread that holds nothing could take each lock."""
-    taken = []
-
-    def take() -> None:
-        for lock in locks:
-            taken.append(lock.acquire(blocking=False))
-            if taken[-1]:
-                lock.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return all(taken)
-
-
 def ambient(backend: Any) -> tuple[Any, ...]:
     """What the calling thread and the process have set."""
     return (
@@ -253,7 +236,8 @@ def nothing_left_behind(step: Any, backend: Any | None = None) -> Iterator[None]
     finally:
         assert ambient(backend) == before
         graphs = step._graphs
-        assert are_free(CAPTURE_LOCK, graphs.lock, *([graphs.pool.lock] if graphs.pool is not None else []))
+        assert may_capture()
+        assert are_free(graphs.lock, *([graphs.pool.lock] if graphs.pool is not None else []))
         step.check_integrity()
         for group in graphs.groups.values():
             for entry in group.entries.values():

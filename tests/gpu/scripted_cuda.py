@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.backends.cuda import CUDABackend
+
 Handle = tuple[int, int]
 
 
@@ -217,3 +219,8 @@ class ScriptedCUDA:
         }
         for name, value in bindings.items():
             patch.setattr(torch._C, name, value, raising=False)
+
+
+def cuda_backend(index: int | None) -> CUDABackend:
+    """The backend of a device, also where torch finds none."""
+    return CUDABackend(torch.device("cuda", index) if index is not None else torch.device("cuda"))
