@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.engines import CudagraphDispatcher, DispatchKey
 from graphdispatch.errors import ReplayError
-from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
 
 from ..helpers import AT_ONCE
@@ -161,7 +160,10 @@ def test_an_idempotent_foreign_graph_is_answered_eagerly() -> None:
 
 def test_a_foreign_graph_that_refuses_says_so_itself() -> None:
     """A ``ReplayError`` of its own tells whether anything has happened."""
-    entry = entry_around(MockCUDAGraph(), KEY)
+    dispatcher = CudagraphDispatcher(lambda: "eager")
+    dispatcher.register_graph(KEY, MockCUDAGraph())
+    entry = dispatcher.get_entry(KEY)
+    assert entry is not None
     with pytest.raises(ReplayError, match="without a capture") as caught:
         entry.replay()
     assert not caught.value.had_effects
