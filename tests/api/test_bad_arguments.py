@@ -1,6 +1,6 @@
 """Mistakes in arguments of public methods: one line that names the argument, before anything has happened."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +14,6 @@ from ..helpers import AT_ONCE
 
 KEY = DispatchKey(3, 3)
 FULL = CUDAGraphMode.FULL
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,6 @@ def test_a_registered_key_is_replayed_and_another_runs_eagerly() -> None:
     graph = scripted()
     dispatcher = over((KEY, graph), runner=lambda *args, **kwargs: (args, kwargs), max_cached_graphs=8)
     found = dispatcher.get_entry(KEY)
-    assert found is not None
     before = found.last_used
     assert dispatcher.dispatch(KEY, 1) == "graph"
     assert graph.replays == 1
@@ -259,8 +258,7 @@ def test_an_entry_refuses_what_does_not_fit(args: tuple[Any, ...], reason: Reaso
 def test_a_call_counts_in_the_mode_its_graph_was_registered_in() -> None:
     """An entry knows its mode, unless it is registered in another one, which the policy then chose."""
     step = CUDAGraphWrapper(double, CUDAGraphMode.PIECEWISE, CUDAGraphOptions(verify=False))
-    with torch.no_grad():
-        step(torch.ones(4, 3), batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
+    step(torch.ones(4, 3), batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
     made = step.get_entry(BatchDescriptor(4))
     dispatcher = over((KEY, made))
     assert (dispatcher.get_entry(KEY, PIECEWISE), dispatcher.get_entry(KEY)) == (made, None)
@@ -376,7 +374,6 @@ def test_the_policy_chooses_among_padded_graphs(four: CUDAGraphEntry, eight: CUD
     dispatcher = over((decode(8), eight), policy=DefaultDispatchPolicy(prefer_piecewise=True))
     dispatcher.register_graph(decode(4), four, mode=PIECEWISE)
     found, _ = dispatcher.workers[0].choose(decode(3), dispatcher.policy)
-    assert found is not None
     assert (found.key, found.mode) == (decode(4), PIECEWISE)
     dispatcher.disable_mode(PIECEWISE)
     assert serving(dispatcher, decode(3)) == (decode(8), Reason.PADDED)
@@ -497,7 +494,6 @@ def test_a_call_that_chose_the_older_graph_does_not_bring_it_back() -> None:
     older, _ = worker.choose(KEY, dispatcher.policy)
     newer = entry()
     dispatcher.register_graph(KEY, newer)
-    assert older is not None
     x = torch.randn(4, 3)
     assert torch.equal(worker.server.serve(older.route, (x,), {}), x * 2)
     assert worker.server.local.decision.reason is Reason.NOT_CAPTURED

@@ -89,12 +89,11 @@ def test_a_policy_learns_behind_every_dispatcher(front_end: str) -> None:
     policy = Notes()
     one, called = behind(front_end, policy, lambda x: x * 2)
     one.register_graph(KEY, CUDAGraphRegistry().capture(4, 1, lambda x: x * 2, {"x": (4, 3)}))
-    with torch.no_grad():
-        for _ in range(4):
-            x = torch.randn(4, 3)
-            assert torch.equal(called.dispatch(KEY, x), x * 2)
-        for _ in range(2):
-            called.dispatch(OTHER, torch.randn(8, 3))
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        assert torch.equal(called.dispatch(KEY, x), x * 2)
+    for _ in range(2):
+        called.dispatch(OTHER, torch.randn(8, 3))
     assert one.stats.reasons == {Reason.VERIFIED_NOW: 1, Reason.ABOVE_LARGEST_SIZE: 2}
     assert called.stats.total == 6
     assert policy.told == [DispatchMode.CUDAGRAPH] * 3 + [DispatchMode.EAGER] * 2

@@ -19,12 +19,6 @@ from ..helpers import AT_ONCE
 SIZE = 4
 
 
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 class Model(torch.nn.Linear):
     """Keeps packed weights where no guard looks, as kernels do, beside those that are guarded."""
 

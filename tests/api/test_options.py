@@ -71,10 +71,9 @@ def test_a_wrapper_captures_after_as_many_calls_as_the_options_say() -> None:
     """At its first call by default, and later where that is asked for."""
     for after, reasons in ((None, [Reason.CAPTURED_NOW]), (2, [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW])):
         wrapper = CUDAGraphWrapper(double, options=CUDAGraphOptions(capture_after=after))
-        with torch.no_grad():
-            for _ in reasons:
-                how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
-                wrapper(torch.randn(4, 3), **how)
+        for _ in reasons:
+            how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
+            wrapper(torch.randn(4, 3), **how)
         assert list(wrapper.get_stats().reasons) == reasons
 
 
@@ -91,7 +90,7 @@ def test_replays_are_logged_where_asked_for(caplog: pytest.LogCaptureFixture, en
     """By the logger ``graphdispatch``, with the graph and the rows; without the option only the capture is logged."""
     options = CUDAGraphOptions(debug_log_enable=enabled)
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=options.replace(capture_after=1))
-    with torch.no_grad(), caplog.at_level(logging.DEBUG, logger="graphdispatch"):
+    with caplog.at_level(logging.DEBUG, logger="graphdispatch"):
         for rows in (3, 4, 3, 4):
             step(torch.randn(rows, 3))
     lines = [record.getMessage() for record in caplog.records]

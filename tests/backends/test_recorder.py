@@ -15,13 +15,6 @@ from graphdispatch.errors import BackendError, CaptureError, ReplayError
 from ..compiled_operators import compiled_operator
 
 
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
 def record(fn: Callable[[], Any], pool: Pool | None = None) -> tuple[Any, Any]:
     """The graph of one call of ``fn``, and what the call returned."""
     backend = get_backend("cpu")

@@ -1,22 +1,14 @@
 """Memory that a graph reads and nobody guards: held alive, and its growth or move after the capture is noticed."""
 
 import gc
-from collections.abc import Iterator
 from types import MappingProxyType
 
-import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphdispatch import graphed
 
 from ..helpers import AT_ONCE
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 class _Library:

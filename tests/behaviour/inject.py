@@ -133,7 +133,6 @@ class DeviceFaults:
                 return replay(graph)
             count, error = self.replays.pop(0)
             program = graph.program
-            assert program is not None
             fault = [Step(partial(_raise, error), _raise)] if error is not None else []
             graph.program = Program([*program.steps[:count], *fault])
             try:

@@ -1,6 +1,6 @@
 """Several dynamic dimensions: what is served, what is refused, and what is said of bad input."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +14,6 @@ from ..helpers import AT_ONCE, with_options
 
 SEQ = Dim("seq", sizes=[8, 16])
 BOTH = {0: "batch", 1: SEQ}
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 class Encoder(nn.Module):
@@ -66,7 +59,6 @@ def close(got: Any, want: Any) -> None:
 
 def last(step: Graphed[..., Any]) -> Reason:
     """Why the latest call was served as it was."""
-    assert step.last_decision is not None
     return step.last_decision.reason
 
 
@@ -415,7 +407,6 @@ def test_padding_that_writes_elsewhere_is_named() -> None:
     step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": length, "slots": {0: "length"}}, sizes=[3], options=AT_ONCE)
     for slots in ([1, 2, 3, 5], [7, 6, 5, 4], [4, 6, 8]):  # and padding rows take slot 0
         step(torch.ones(3), torch.randn(len(slots), 4), torch.tensor(slots))
-    assert step.last_decision is not None
     assert "padding rows write to a tensor of shape (9, 4)" in step.last_decision.detail
     assert step.stats.captures == 1
 

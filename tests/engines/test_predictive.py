@@ -1,6 +1,5 @@
 """Prediction at the front doors that engines use: sizes forecast from the keys so far have their graphs in time."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +9,6 @@ import graphdispatch as gd
 
 FULL = gd.CUDAGraphMode.FULL
 SIZES = (1, 2, 4, 8)
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 class Clock:

@@ -80,7 +80,6 @@ class ScriptedGraph:
     def capture_end(self) -> None:
         driver, stream = self.driver, self.driver.current
         assert stream.is_capturing, "Capture must end on the same stream it began on"
-        assert self.handle is not None
         stream.is_capturing = False
         driver.log.append("end")
         spoilt, stream.spoilt = stream.spoilt, None
@@ -99,7 +98,6 @@ class ScriptedGraph:
     def reset(self) -> None:
         self.driver.log.append("reset")
         if self.is_held:
-            assert self.handle is not None
             self.is_held = False
             self.driver.release(self.handle)
 

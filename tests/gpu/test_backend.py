@@ -160,7 +160,6 @@ def test_counting_the_bytes_of_a_pool_drops_no_reference(cuda: Backend) -> None:
     pool = cuda.make_pool()
     with cuda.begin_capture(pool) as capture:
         torch.zeros(8, device=cuda.device)
-    assert pool._hold is not None
     number = max(pool._hold.handle)
     held = sys.getrefcount(number)
     assert (number > 256, pool.nbytes > 0, sys.getrefcount(number)) == (True, True, held)
@@ -259,5 +258,4 @@ def test_a_timer_reads_device_time(cuda: Backend) -> None:
     cuda.synchronize()
     late = timer.elapsed_ms()
     assert early is None
-    assert late is not None
     assert late > 0

@@ -22,12 +22,6 @@ ROWS = (1, 2, 4, 8)
 WIDTH = 256
 
 
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
-
-
 @pytest.fixture
 def model(cuda: Backend) -> torch.nn.Module:
     """Matrix products in half precision, which use cuBLAS workspaces."""
@@ -55,7 +49,6 @@ def is_healthy(cuda: Backend, model: torch.nn.Module) -> None:
     fresh = gd.graphed(model, dynamic={"input": 0}, sizes=(4,))
     fresh.prewarm(batch(4))
     agrees(fresh, model, 4)
-    assert fresh.last_decision is not None
     assert fresh.last_decision.reason is Reason.EXACT
     fresh.clear()
     torch.cuda.synchronize()
@@ -238,7 +231,6 @@ def test_a_side_stream_that_is_joined_is_part_of_the_graph(cuda: Backend) -> Non
     for rows in (4, 3):
         x = torch.randn(rows, 64, device=cuda.device)
         torch.testing.assert_close(served(x=x), x.sin() + x.cos())
-        assert served.last_decision is not None
         assert served.last_decision.reason.is_graph
 
 

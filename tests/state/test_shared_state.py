@@ -56,12 +56,11 @@ def test_no_write_is_lost_while_another_thread_captures(other_is: str, run: int)
 
     first, second = served(prefill), served(decode)
     calls = 0
-    with torch.no_grad():
-        if other_is == "hit":
-            for number in range(4):
-                second(x + number)
-                calls += 1
-            assert second.stats.hits
+    if other_is == "hit":
+        for number in range(4):
+            second(x + number)
+            calls += 1
+        assert second.stats.hits
 
     def capture() -> None:
         with torch.no_grad(), gate:
@@ -144,9 +143,7 @@ def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyP
     thread = threading.Thread(target=run)
     thread.start()
     assert gate.inside.wait(20)
-    with torch.no_grad():
-        assert torch.equal(first(x), x * 2)
-    assert first.last_decision is not None
+    assert torch.equal(first(x), x * 2)
     assert first.last_decision.reason is gd.Reason.STATE_SHARED
     gate.go_on.set()
     thread.join(60)
