@@ -45,7 +45,7 @@ def test_compiled_model_is_served() -> None:
     torch.manual_seed(1)
     model = Counting().eval()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    served = graphed(torch.compile(model, fullgraph=True), dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+    served = graphed(torch.compile(model, fullgraph=True, dynamic=True), dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
     plain = Counting().eval()
     plain.load_state_dict(weights)
     for rows in (4, 4, 3, 3, 4, 3):

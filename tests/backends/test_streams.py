@@ -196,7 +196,7 @@ def test_work_runs_in_the_submitters_modes(worker: Any) -> None:
     with torch.no_grad():
         worker.submit(look)
     token = name.set("caller")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         worker.submit(look)
     name.reset(token)
     worker.synchronize()
