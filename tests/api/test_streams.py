@@ -281,7 +281,7 @@ def test_graphs_come_and_go_under_threads(workers: StreamDispatcher) -> None:
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(serve, 1000.0 * i) for i in range(4)]
         try:
-            for _ in range(8):
+            for _ in range(3):
                 workers.capture(KEY, (batch(0.0),))
                 assert torch.equal(workers.dispatch(KEY, batch(1.0)), batch(4.0))
                 workers.clear_cache()
@@ -289,7 +289,7 @@ def test_graphs_come_and_go_under_threads(workers: StreamDispatcher) -> None:
             stop.set()
         for call in calls:
             call.result(TIMEOUT_S)
-    assert workers.stats.graph >= 8
+    assert workers.stats.graph >= 3
 
 
 def test_a_key_captured_again_is_guarded_as_before() -> None:

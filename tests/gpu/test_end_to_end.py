@@ -33,18 +33,6 @@ def model(cuda: Backend) -> Block:
     return Block().to(cuda.device).eval()
 
 
-def test_prewarmed_sizes_and_those_between_are_served_by_graphs(cuda: Backend, model: Block) -> None:
-    """After ``prewarm`` every batch up to the largest size is a replay, padded or exact, with eager's rows."""
-    decode = gd.graphed(model, dynamic={"x": 0}, max_size=16, sizes=[1, 2, 4, 8, 16])
-    with torch.inference_mode():
-        decode.prewarm(x=torch.randn(3, 32, device=cuda.device))
-        for rows in [*range(1, 17), 5, 16, 1]:
-            batch = torch.randn(rows, 32, device=cuda.device)
-            torch.testing.assert_close(decode(x=batch), model(batch), rtol=1e-4, atol=1e-5)
-            wanted = Reason.EXACT if rows in (1, 2, 4, 8, 16) else Reason.PADDED
-            assert decode.last_decision.reason is wanted
-
-
 def test_outputs_belong_to_the_caller(cuda: Backend, model: Block) -> None:
     """An output stays what it was when the next batch is served."""
     decode = gd.graphed(model, dynamic={"x": 0}, max_size=4, sizes=[4])
@@ -101,29 +89,3 @@ def test_a_model_that_reads_on_the_host_runs_eagerly(cuda: Backend) -> None:
             torch.testing.assert_close(call(x=batch), scaled(batch))
         assert call.last_decision.reason is Reason.CAPTURE_UNSAFE
     assert not cuda.is_capturing()
-
-
-def test_state_is_written_once_for_each_call(cuda: Backend) -> None:
-    """Warm-up, capture and verification leave exactly one execution's effect of each call."""
-    steps = torch.zeros((), device=cuda.device)
-
-    def count(x: torch.Tensor) -> torch.Tensor:
-        steps.add_(1)
-        return x + steps
-
-    call = gd.graphed(count, dynamic={"x": 0}, max_size=2, sizes=[2])
-    with torch.inference_mode():
-        outputs = [call(x=torch.zeros(2, device=cuda.device))[0].item() for _ in range(6)]
-    assert outputs == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-
-
-def test_the_wrapper_captures_once_and_replays(cuda: Backend, model: Block) -> None:
-    """``CUDAGraphWrapper`` inside ``cudagraph_context`` gives eager's answer, from one capture."""
-    wrapper = gd.CUDAGraphWrapper(model, gd.CUDAGraphMode.FULL)
-    descriptor = gd.BatchDescriptor(num_tokens=8)
-    with torch.inference_mode(), gd.cudagraph_context(gd.CUDAGraphMode.FULL, descriptor):
-        for _ in range(5):
-            batch = torch.randn(8, 32, device=cuda.device)
-            torch.testing.assert_close(wrapper(batch), model(batch), rtol=1e-4, atol=1e-5)
-    assert list(wrapper.get_cached_descriptors()) == [descriptor]
-    assert wrapper.get_stats().captures == 1
