@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten
 
 from graphdispatch import CUDAGraphOptions, Reason
 from graphdispatch.backends.base import CAPTURE_LOCK
+from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
 """A size is captured when it first comes."""
@@ -50,6 +51,23 @@ def assert_eager(step: Any, *args: Any, reason: Reason | None = None, **kwargs: 
     assert decision is not None
     assert not decision.reason.is_graph, step.explain(*args, **kwargs)
     assert reason in (None, decision.reason), f"{decision.reason} instead of {reason}\n{step.explain(*args, **kwargs)}"
+
+
+def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
+    """A graph that somebody else captured, which may be replayed."""
+    made = MockCUDAGraph(outputs, **script)
+    made.capture_begin()
+    made.capture_end()
+    return made
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def are_free(*locks: Any) -> bool:

@@ -10,15 +10,11 @@ import graphdispatch as gd
 from graphdispatch import CUDAGraphMode
 from graphdispatch.engines import BatchDescriptor, DispatchKey, DispatchMode
 
+from ..doubled import double
 from ..helpers import AT_ONCE
 
 KEY = DispatchKey(3, 3)
 FULL = CUDAGraphMode.FULL
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """A callable."""
-    return x * 2
 
 
 X = torch.ones(3, 3)

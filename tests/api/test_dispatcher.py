@@ -28,6 +28,9 @@ from graphdispatch.engines import (
 from graphdispatch.errors import ConfigError
 from graphdispatch.testing import MockCUDAGraph
 
+from ..doubled import double
+from ..helpers import scripted
+
 EAGER, FULL, PIECEWISE, HYBRID = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.HYBRID
 KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
 TIMEOUT_S = 30.0
@@ -37,19 +40,6 @@ TIMEOUT_S = 30.0
 def eager(*args: Any, **kwargs: Any) -> str:
     """The runner that is always right."""
     return "eager"
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """Twice the input."""
-    return x * 2
-
-
-def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
-    """A graph that somebody else captured, which may be replayed."""
-    made = MockCUDAGraph(outputs, **script)
-    made.capture_begin()
-    made.capture_end()
-    return made
 
 
 def entry(rows: int = 4, fn: Any = double) -> CUDAGraphEntry:

@@ -18,7 +18,8 @@ from graphdispatch.engines import (
     DispatchPolicy,
     StreamDispatcher,
 )
-from graphdispatch.testing import MockCUDAGraph
+
+from ..helpers import scripted
 
 
 class Notes(DefaultDispatchPolicy):
@@ -101,10 +102,7 @@ def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(front_
     """The error says that the call had effects, and nothing else runs."""
     policy = Notes()
     one, called = behind(front_end, policy, lambda: "eager")
-    graph = MockCUDAGraph("graph", on_replay=lambda: torch.zeros(2) + torch.zeros(3))
-    graph.capture_begin()
-    graph.capture_end()
-    one.register_graph(KEY, graph)
+    one.register_graph(KEY, scripted(on_replay=lambda: torch.zeros(2) + torch.zeros(3)))
     with pytest.raises(ReplayError, match="failed to replay"):
         called.dispatch(KEY)
     assert (policy.told, one.stats.reasons) == ([], {Reason.REPLAY_FAILED: 1})

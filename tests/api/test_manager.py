@@ -11,6 +11,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, e
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
 from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
+from ..doubled import double
 from ..helpers import with_options
 from ..spy import Spy
 
@@ -29,11 +30,6 @@ def make(**settings: Any) -> CUDAGraphManager:
     """A manager with the sizes 2, 4 and 8 that captures at once."""
     defaults: dict[str, Any] = {"capture_sizes": (2, 4, 8), "max_batch_size": 8}
     return CUDAGraphManager(CUDAGraphConfig(**with_options(defaults | settings, capture_after=1)))
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """Twice the input."""
-    return x * 2
 
 
 def unsafe(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from graphdispatch.engines import (
 )
 from graphdispatch.errors import ConfigError
 
+from ..doubled import double
 from ..helpers import AT_ONCE
 
 SET: dict[str, Any] = {
@@ -48,11 +49,6 @@ REFUSED: dict[str, set[str]] = {
     "AdaptiveCUDAGraphWrapper": {"max_cached_graphs", "capture_after"},
     "StreamDispatcher": set(SET),
 }
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """The model."""
-    return x * 2
 
 
 @pytest.mark.parametrize("option", SET)

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,9 @@ from graphdispatch.engines import (
     StreamDispatcher,
 )
 from graphdispatch.errors import ConfigError
-from graphdispatch.testing import MockCUDAGraph
 
 from ..compiled_operators import compiled_operator
+from ..helpers import scripted
 from ..spy import Spy
 
 TIMEOUT_S = 30.0
@@ -63,14 +62,6 @@ def model(x: torch.Tensor) -> torch.Tensor:
 def batch(value: float, rows: int = 2) -> torch.Tensor:
     """An input."""
     return torch.full((rows, 3), value)
-
-
-def scripted(outputs: object = "graph", **script: Any) -> MockCUDAGraph:
-    """A graph that may be replayed."""
-    graph = MockCUDAGraph(outputs, **script)
-    graph.capture_begin()
-    graph.capture_end()
-    return graph
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from graphdispatch.engines import (
     DispatchKey,
     DispatchMode,
 )
-from graphdispatch.testing import MockCUDAGraph
 
 READERS = 32
 _ROOMS = tuple(str(Path(graphdispatch.__file__).parent / room) for room in ("api", "decide"))
@@ -70,14 +69,6 @@ def entry(size: int) -> CUDAGraphEntry:
     """A graph that doubles its input and whose padding was compared with eager."""
     example = {"x": torch.randn(size - 1, 2)}
     return CUDAGraphRegistry().capture(size - 1, 1, lambda x: x * 2, inputs=example, size=size)
-
-
-def scripted(outputs: Any) -> MockCUDAGraph:
-    """A graph with these outputs."""
-    graph = MockCUDAGraph(outputs)
-    graph.capture_begin()
-    graph.capture_end()
-    return graph
 
 
 def decode(rows: int) -> DispatchKey:

@@ -10,17 +10,14 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, Reason
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 
+from ..doubled import double
+
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
 def full(rows: int) -> dict[str, Any]:
     """What a FULL step of ``rows`` tokens passes."""
     return {"batch_descriptor": BatchDescriptor(rows), "cudagraph_runtime_mode": FULL}
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """The runnable of most tests."""
-    return x * 2
 
 
 def serve(wrapper: CUDAGraphWrapper, *sizes: int) -> None:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import GuardError
-from graphdispatch.state.notes import TENSOR_NAMES
-from graphdispatch.state.tensors import TENSOR_READERS
 
 from ..helpers import AT_ONCE
 
@@ -181,11 +179,6 @@ def test_an_entry_refuses_what_was_not_compared() -> None:
     assert torch.equal(entry.replay({"x": x}), x + 1)
     with pytest.raises(GuardError, match=r"\.storage_offset of an argument"):
         entry.replay({"x": torch.randn(6, 3)[2:]})
-
-
-def test_all_that_can_be_asked_has_a_reader() -> None:
-    """The names are known where the readers are not loaded."""
-    assert set(TENSOR_READERS) == TENSOR_NAMES
 
 
 def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:

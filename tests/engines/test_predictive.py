@@ -7,18 +7,10 @@ import torch
 
 import graphdispatch as gd
 
+from ..helpers import Clock
+
 FULL = gd.CUDAGraphMode.FULL
 SIZES = (1, 2, 4, 8)
-
-
-class Clock:
-    """Seconds by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        """The time."""
-        return self.now
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,32 @@ def with_default(scale: Any) -> Callable[..., Any]:
     return lambda x, *, by=scale: x * by
 
 
+def counting(scale: Any) -> Callable[[Any], Any]:
+    """A function that assigns a variable of this one, for larger batches."""
+
+    def count(x: Any) -> Any:
+        nonlocal scale
+        scale = scale + 1 if len(x) > 4 else scale
+        return x * scale
+
+    return count
+
+
+def counting_within(scale: Any) -> Callable[[Any], Any]:
+    """The same in a function of the function's own."""
+
+    def outer(x: Any) -> Any:
+        def count() -> None:
+            nonlocal scale
+            scale = scale + 1
+
+        if len(x) > 4:
+            count()
+        return x * scale
+
+    return outer
+
+
 def of_module(scale: Tensor) -> Callable[[Any], Any]:
     """The same code over the variables of another module."""
     return types.FunctionType((lambda x: x * scale_of_module).__code__, {"scale_of_module": scale})  # type: ignore[name-defined]  # noqa: F821
@@ -60,6 +86,8 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
     "one default": (with_default(_weight), with_default(_weight), True),
     "another default": (with_default(_weight), with_default(_other), False),
     "other code": (lambda x: x * 2, lambda x: x * 3, False),
+    "other variables of the same value, which it assigns": (counting(_weight), counting(_weight), False),
+    "variables that an inner function assigns": (counting_within(_weight), counting_within(_weight), False),
     "other globals": (of_module(_weight), of_module(_other), False),
     "another attribute": (named(2), named(3), False),
     "one attribute": (named(2), named(2), True),
