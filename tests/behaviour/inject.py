@@ -214,7 +214,6 @@ def ambient(backend: Any) -> tuple[Any, ...]:
     """What the calling thread and the process have set."""
     return (
         gc.isenabled(),
-        gc.get_freeze_count() > 0,
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         torch.is_grad_enabled(),

@@ -1,9 +1,7 @@
 """``model.generate(...)`` with its decode steps served by graphs: the same tokens, whatever is asked."""
 
 import copy
-import importlib
 import pickle
-import sys
 import threading
 import warnings
 from typing import Any
@@ -17,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about its own arguments
 
 from graphdispatch.integrations.transformers import GraphedGeneration, NotServed, graphed_generation  # noqa: E402
+from graphdispatch.integrations.transformers.available import check_version  # noqa: E402
 
 from .families import GREEDY, MODES, Requests, answers, make_model, prompts  # noqa: E402
 
@@ -251,26 +250,20 @@ def test_bad_settings_are_errors(model: Any, settings: dict[str, Any], error: st
         GraphedGeneration(model, **settings)
 
 
-def imported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import the integration beside this version of transformers."""
-    monkeypatch.setattr(transformers, "__version__", version)
-    importlib.reload(sys.modules["graphdispatch.integrations.transformers.available"])
-
-
 @pytest.mark.parametrize("version", ["5.10.4", "5.16.1.dev0", "5.23.0"])
-def test_versions_that_were_tried_are_silent(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_were_tried_are_silent(version: str) -> None:
     """Their patch releases as well."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        imported(version, monkeypatch)
+        check_version(version)
 
 
-def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_named() -> None:
     """An older one is an error, a newer one a warning."""
     with pytest.raises(ImportError, match=r"needs transformers 5\.10 or newer, found 4\.57\.6"):
-        imported("4.57.6", monkeypatch)
+        check_version("4.57.6")
     with pytest.warns(UserWarning, match=r"5\.10 to 5\.23; 6\.0\.0 may differ"):
-        imported("6.0.0", monkeypatch)
+        check_version("6.0.0")
 
 
 def test_a_model_that_cannot_generate_is_an_error() -> None:
