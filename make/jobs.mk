@@ -22,7 +22,7 @@ types: $(VENV)/.dev
 # Many real models, tiny and with random weights, each against eager. Models of timm are tried where it is installed, with
 # pillow; torchvision is not needed.
 sweep: $(VENV)/.native
-	@$(BIN)/python -m tests.real_models.sweep --write $(ARGS)
+	@$(BIN)/python -m benchmarks.real_models.sweep --write $(ARGS)
 
 # The property tests on new random examples. A failure prints the line that repeats it, and build/fuzz keeps the example:
 # the next run tries it first.

@@ -86,6 +86,13 @@ def fixed_seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    """Tests are inference, as what they test; those of gradients turn them on."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def same_log_level() -> Iterator[None]:
     """What a test or a snippet logs, no later one does."""
     logger = logging.getLogger("graphdispatch")

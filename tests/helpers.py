@@ -1,5 +1,6 @@
 """What tests of all front ends share."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch.backends.base import CAPTURE_LOCK
+from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
 """A size is captured when it first comes."""
@@ -48,6 +51,44 @@ def assert_eager(step: Any, *args: Any, reason: Reason | None = None, **kwargs: 
     assert decision is not None
     assert not decision.reason.is_graph, step.explain(*args, **kwargs)
     assert reason in (None, decision.reason), f"{decision.reason} instead of {reason}\n{step.explain(*args, **kwargs)}"
+
+
+def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
+    """A graph that somebody else captured, which may be replayed."""
+    made = MockCUDAGraph(outputs, **script)
+    made.capture_begin()
+    made.capture_end()
+    return made
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def are_free(*locks: Any) -> bool:
+    """Whether a thread that holds nothing could take each lock."""
+    taken = []
+
+    def take() -> None:
+        for lock in locks:
+            taken.append(lock.acquire(blocking=False))
+            if taken[-1]:
+                lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return all(taken)
+
+
+def may_capture() -> bool:
+    """Whether another thread could begin a capture now."""
+    return are_free(CAPTURE_LOCK)
 
 
 def _check(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,21 +19,12 @@ from graphdispatch.engines import (
     StreamDispatcher,
 )
 from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
-from graphdispatch.testing import MockCUDAGraph
+
+from ..helpers import Clock, scripted
 
 KEY = DispatchKey(2, 2)
 OTHER = DispatchKey(4, 4)
 PREFILL = DispatchKey(2, 1, is_prefill=True)
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Runner:
@@ -49,14 +40,6 @@ class Runner:
         if self.error is not None:
             raise self.error
         return f"{self.name} eager"
-
-
-def scripted(outputs: Any, **script: Any) -> MockCUDAGraph:
-    """A captured scripted graph."""
-    graph = MockCUDAGraph(outputs, **script)
-    graph.capture_begin()
-    graph.capture_end()
-    return graph
 
 
 def member(name: str, *keys: DispatchKey, error: Exception | None = None, **script: Any) -> CudagraphDispatcher:

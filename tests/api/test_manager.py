@@ -11,6 +11,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, e
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
 from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
+from ..doubled import double
 from ..helpers import with_options
 from ..spy import Spy
 
@@ -29,11 +30,6 @@ def make(**settings: Any) -> CUDAGraphManager:
     """A manager with the sizes 2, 4 and 8 that captures at once."""
     defaults: dict[str, Any] = {"capture_sizes": (2, 4, 8), "max_batch_size": 8}
     return CUDAGraphManager(CUDAGraphConfig(**with_options(defaults | settings, capture_after=1)))
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """Twice the input."""
-    return x * 2
 
 
 def unsafe(x: torch.Tensor) -> torch.Tensor:
@@ -80,15 +76,6 @@ def test_a_size_is_captured_when_it_was_seen_often_enough() -> None:
     assert (manager.registry.num_graphs, manager.stats.calls) == (0, 0)
     run(manager, double, 4)
     assert manager.stats.reasons == {Reason.FIRST_SIGHTING: 1}
-
-
-def test_batches_are_padded_to_the_next_size() -> None:
-    """One graph serves all batches up to its size, and the padding is counted."""
-    manager = make()
-    for rows in (3, 4, 3, 4):
-        run(manager, double, rows)
-    assert manager.registry.num_graphs == 1
-    assert (manager.stats.real_rows, manager.stats.padded_rows) == (7, 8)
 
 
 @pytest.mark.parametrize(("mode", "decode", "mixed"), [(FULL, FULL, FULL), (DECODE, FULL, NONE), (NONE, NONE, NONE)])
@@ -141,15 +128,6 @@ def test_what_no_size_holds_is_eager(rows: int, seq_len: int, reason: Reason) ->
     run(manager, double, rows, seq_len=seq_len)
     assert manager.stats.reasons == {reason: 1}
     assert manager.get_mode_for_batch(rows, seq_len) is NONE
-
-
-def test_lambdas_in_a_loop_are_one_callable() -> None:
-    """A lambda that is written anew each time, over the same variables, is served by one graph."""
-    manager = make()
-    weight = torch.randn(3)
-    for _ in range(4):
-        run(manager, lambda x: x * weight)
-    assert (manager.stats.captures, manager.stats.hits) == (1, 2)
 
 
 def test_another_callable_or_dtype_has_a_graph_of_its_own() -> None:
@@ -277,20 +255,6 @@ def test_a_failed_key_is_tried_again_after_16_and_64_misses() -> None:
     assert not manager.should_capture(4, 1)
     run(manager, double, times=3)
     assert (manager.stats.captures, manager.stats.hits) == (1, 1)
-
-
-def test_a_key_is_captured_once_its_callable_can_be() -> None:
-    """What fails today may not fail tomorrow: the next try succeeds."""
-    manager, state = make(), {"safe": False}
-    is_safe = torch.tensor(True)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if state["safe"] else x + is_safe.item()
-
-    assert run(manager, step, times=5) == [1]
-    state["safe"] = True
-    assert run(manager, step, times=15) == []
-    assert (manager.stats.captures, manager.stats.hits > 0) == (1, True)
 
 
 def test_a_graph_is_captured_from_shapes_or_an_example(registry: CUDAGraphRegistry) -> None:

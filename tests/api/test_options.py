@@ -18,6 +18,7 @@ from graphdispatch.engines import (
 )
 from graphdispatch.errors import ConfigError
 
+from ..doubled import double
 from ..helpers import AT_ONCE
 
 SET: dict[str, Any] = {
@@ -50,11 +51,6 @@ REFUSED: dict[str, set[str]] = {
 }
 
 
-def double(x: torch.Tensor) -> torch.Tensor:
-    """The model."""
-    return x * 2
-
-
 @pytest.mark.parametrize("option", SET)
 @pytest.mark.parametrize("front_end", MAKERS)
 def test_a_front_end_takes_an_option_or_refuses_it(front_end: str, option: str) -> None:
@@ -71,10 +67,9 @@ def test_a_wrapper_captures_after_as_many_calls_as_the_options_say() -> None:
     """At its first call by default, and later where that is asked for."""
     for after, reasons in ((None, [Reason.CAPTURED_NOW]), (2, [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW])):
         wrapper = CUDAGraphWrapper(double, options=CUDAGraphOptions(capture_after=after))
-        with torch.no_grad():
-            for _ in reasons:
-                how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
-                wrapper(torch.randn(4, 3), **how)
+        for _ in reasons:
+            how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
+            wrapper(torch.randn(4, 3), **how)
         assert list(wrapper.get_stats().reasons) == reasons
 
 
@@ -91,7 +86,7 @@ def test_replays_are_logged_where_asked_for(caplog: pytest.LogCaptureFixture, en
     """By the logger ``graphdispatch``, with the graph and the rows; without the option only the capture is logged."""
     options = CUDAGraphOptions(debug_log_enable=enabled)
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=options.replace(capture_after=1))
-    with torch.no_grad(), caplog.at_level(logging.DEBUG, logger="graphdispatch"):
+    with caplog.at_level(logging.DEBUG, logger="graphdispatch"):
         for rows in (3, 4, 3, 4):
             step(torch.randn(rows, 3))
     lines = [record.getMessage() for record in caplog.records]

@@ -5,9 +5,9 @@ one changes: each answer is one that some table of those keys, built apart and a
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations, count, cycle, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -27,7 +27,6 @@ from graphdispatch.engines import (
     DispatchKey,
     DispatchMode,
 )
-from graphdispatch.testing import MockCUDAGraph
 
 READERS = 32
 _ROOMS = tuple(str(Path(graphdispatch.__file__).parent / room) for room in ("api", "decide"))
@@ -70,14 +69,6 @@ def entry(size: int) -> CUDAGraphEntry:
     """A graph that doubles its input and whose padding was compared with eager."""
     example = {"x": torch.randn(size - 1, 2)}
     return CUDAGraphRegistry().capture(size - 1, 1, lambda x: x * 2, inputs=example, size=size)
-
-
-def scripted(outputs: Any) -> MockCUDAGraph:
-    """A graph with these outputs."""
-    graph = MockCUDAGraph(outputs)
-    graph.capture_begin()
-    graph.capture_end()
-    return graph
 
 
 def decode(rows: int) -> DispatchKey:
@@ -163,32 +154,6 @@ def test_a_change_in_the_middle_of_a_choice_is_not_seen(rows: int) -> None:
     assert_whole(make)
 
 
-def test_decisions_under_changes_are_each_those_of_one_table() -> None:
-    """The key dispatcher, with keys added and removed underneath: what dispatchers of such keys, built apart, say."""
-    moving = [BatchDescriptor(16), BatchDescriptor(12, 12, True), BatchDescriptor(4, 2)]
-    batches = [(tokens, reqs) for tokens in range(1, 18) for reqs in {1, tokens}]
-
-    def over(keys: Iterable[BatchDescriptor]) -> CudagraphKeyDispatcher:
-        made = CudagraphKeyDispatcher(capture_sizes=[8], max_num_reqs=16)
-        made.initialize_cudagraph_keys(FULL)
-        for key in keys:
-            made.add_cudagraph_key(FULL, key)
-        return made
-
-    apart = [over(keys) for number in range(4) for keys in combinations(moving, number)]
-    expected = {batch: {one.decide(*batch, query_len=1) for one in apart} for batch in batches}
-    dispatcher = over(())
-
-    def read(number: int) -> int:
-        for batch in islice(cycle(batches), number, number + 10_000):
-            assert dispatcher.decide(*batch, query_len=1) in expected[batch]
-        return 10_000
-
-    steps = [(method, key) for method in ("add_cudagraph_key", "remove_cudagraph_key") for key in moving]
-    changes = [lambda name=name, key=key: getattr(dispatcher, name)(FULL, key) for name, key in steps]
-    assert run_under_changes(read, changes)[1] > len(moving)
-
-
 def test_every_call_under_changes_gets_eagers_answer() -> None:
     """Dispatch itself: graphs that pad, appear, are evicted for others and cleared, while 32 threads call."""
     entries = {decode(4): entry(4), decode(8): entry(8), decode(16): entry(16)}
@@ -196,9 +161,9 @@ def test_every_call_under_changes_gets_eagers_answer() -> None:
     batches = [torch.randn(rows, 2) for rows in range(1, 18)]
 
     def read(number: int) -> int:
-        for x in islice(cycle(batches), number, number + 1000):
+        for x in islice(cycle(batches), number, number + 300):
             assert torch.equal(dispatcher.dispatch(decode(len(x)), x), x * 2)
-        return 1000
+        return 300
 
     calls, changes = run_under_changes(
         read,
@@ -207,7 +172,7 @@ def test_every_call_under_changes_gets_eagers_answer() -> None:
             dispatcher.clear_cache,
         ],
     )
-    assert calls == dispatcher.stats.total == READERS * 1000
+    assert calls == dispatcher.stats.total == READERS * 300
     assert changes > len(entries)
     assert dispatcher.stats.graph > 0
     assert dispatcher.num_graphs <= 2

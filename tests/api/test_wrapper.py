@@ -10,17 +10,14 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, Reason
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 
+from ..doubled import double
+
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
 
 def full(rows: int) -> dict[str, Any]:
     """What a FULL step of ``rows`` tokens passes."""
     return {"batch_descriptor": BatchDescriptor(rows), "cudagraph_runtime_mode": FULL}
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """The runnable of most tests."""
-    return x * 2
 
 
 def serve(wrapper: CUDAGraphWrapper, *sizes: int) -> None:
@@ -79,13 +76,6 @@ def test_what_is_wrapped_is_reached() -> None:
     assert wrapper.out_features == 5
     with pytest.raises(AttributeError, match="nothing_like_it"):
         wrapper.nothing_like_it  # noqa: B018
-
-
-def test_views_from_the_first_call() -> None:
-    """With ``outputs="view"`` every call gives a handle, the eager ones included."""
-    wrapper = CUDAGraphWrapper(double, options=CUDAGraphOptions(outputs="view"))
-    x = torch.randn(4, 3)
-    assert torch.equal(wrapper(x, **full(4)).get(), x * 2)
 
 
 def test_the_least_recently_used_makes_room() -> None:
@@ -238,20 +228,6 @@ def test_prewarm_takes_arguments_in_each_spelling(dummy: Any, args: Any, kwargs:
     out = wrapper(*args, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, **kwargs)
     assert torch.equal(out, A - B)
     assert wrapper.get_stats().captures == 1
-
-
-def test_prewarm_leaves_no_effect() -> None:
-    """What the dummy runs write is put back; a shape that cannot be captured stays eager."""
-    state = torch.zeros(1)
-
-    def count(x: torch.Tensor) -> torch.Tensor:
-        state.add_(1)
-        return x + (state.item() if len(x) == 3 else state)
-
-    wrapper = AdaptiveCUDAGraphWrapper(count)
-    done = wrapper.prewarm([2, 3, 4], lambda descriptor: torch.zeros(descriptor.num_tokens))
-    assert state.item() == 0
-    assert done == wrapper.get_cached_descriptors() == [BatchDescriptor(4), BatchDescriptor(2)]
 
 
 def test_a_budget_is_shared() -> None:

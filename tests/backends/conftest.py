@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from graphdispatch.backends import Backend, Graph, Pool, available_backends, get_backend, register_backend
-from graphdispatch.backends.cpu import CPUBackend
+
+CPUBackend: type[Any] = type(get_backend("cpu"))
 
 
 class ThirdParty(CPUBackend):

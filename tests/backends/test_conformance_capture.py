@@ -9,8 +9,9 @@ import torch
 
 from graphdispatch import Reason
 from graphdispatch.backends import Backend, Graph, Pool
-from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
+
+from ..helpers import may_capture
 
 Draw = Callable[..., torch.Tensor]
 Record = Callable[..., tuple[Graph, Any]]
@@ -137,25 +138,10 @@ def test_an_error_in_a_capture_is_kept_and_nothing_else(
     capture.abort()
     assert not backend.is_capturing()
     assert repr(backend.current_stream()) == repr(stream)
-    assert can_take_lock_elsewhere()
+    assert may_capture()
     graph, out = record(lambda x: x + 1, x)
     graph.replay()
     torch.testing.assert_close(out, x + 1)
-
-
-def can_take_lock_elsewhere() -> bool:
-    """Whether another thread may begin a capture now."""
-    taken: list[bool] = []
-
-    def take() -> None:
-        taken.append(CAPTURE_LOCK.acquire(blocking=False))
-        if taken[0]:
-            CAPTURE_LOCK.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return taken[0]
 
 
 def test_a_capture_inside_a_capture_is_refused(backend: Backend, pool: Pool, draw: Draw) -> None:
@@ -185,7 +171,7 @@ def test_captures_of_two_threads_take_turns(backend: Backend, pool: Pool) -> Non
     with backend.begin_capture(pool):
         thread.start()
         assert started.wait(10)
-        assert not can_take_lock_elsewhere()
+        assert not may_capture()
         order.append("first ends")
     thread.join()
     assert order == ["first ends", "second begins"]
@@ -241,7 +227,7 @@ def test_a_foreign_pool_is_refused(backend: Backend) -> None:
 
     with pytest.raises(BackendError, match="pool must come from"):
         backend.begin_capture(Foreign())
-    assert can_take_lock_elsewhere()
+    assert may_capture()
 
 
 def test_an_ended_capture_cannot_end_again(backend: Backend) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from graphdispatch.backends import get_backend
-from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.cpu.parts import parts_of
 from graphdispatch.backends.cpu.program import Program, Step
 from graphdispatch.backends.operators import bits_equal
@@ -156,10 +155,9 @@ def test_a_replay_prepares_nothing() -> None:
     """A replay makes no tensor: not of a number, not of a copy, not of a mean's count."""
     x = torch.randn(4, 8)
     backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture, torch.no_grad():
+    with backend.begin_capture(backend.make_pool()) as capture:
         out = ((x * 2.5).mean(-1, keepdim=True).add_(1e-5) > 0.5).masked_fill(x > 0, True), x.t().contiguous() + 1
     graph = capture.graph
-    assert isinstance(graph, CPUGraph)
     graph.replay()
     made = {"empty", "empty_strided", "empty_like", "clone", "_to_copy", "to"}
     assert made.isdisjoint(names_within(graph.replay))
@@ -184,12 +182,10 @@ def test_what_others_see() -> None:
     """Others may hold only the shared outputs of a graph: for all else that it writes, it has tensors of its own."""
     state, x = torch.zeros(4), torch.randn(4)
     backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture, torch.no_grad():
+    with backend.begin_capture(backend.make_pool()) as capture:
         capture.set_outputs(state.add_(x.exp() * 2).relu(), shared=True)
     graph, before = capture.graph, state._version
     graph.replay()
-    assert isinstance(graph, CPUGraph)
-    assert graph.program is not None
     assert [step.func._schema.name for step in graph.program.steps if not step.is_hidden] == ["aten::relu"]
     assert state._version == before
     assert bits_equal(graph.outputs, state.relu())
@@ -200,7 +196,7 @@ def test_a_kernel_that_is_registered_later_is_seen() -> None:
     """The dispatcher looks the kernel up at each replay."""
     x = torch.randn(4)
     backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture, torch.no_grad():
+    with backend.begin_capture(backend.make_pool()) as capture:
         kept = x.exp().erf().exp()
     seen: list[str] = []
 

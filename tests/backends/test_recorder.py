@@ -9,31 +9,21 @@ import torch
 import torch.distributed as dist
 
 from graphdispatch import Reason
-from graphdispatch.backends import get_backend
-from graphdispatch.backends.base import Pool
-from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.backends import Pool, get_backend
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
 
 from ..compiled_operators import compiled_operator
 
 
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
-def record(fn: Callable[[], Any], pool: Pool | None = None) -> tuple[CPUGraph, Any]:
+def record(fn: Callable[[], Any], pool: Pool | None = None) -> tuple[Any, Any]:
     """The graph of one call of ``fn``, and what the call returned."""
     backend = get_backend("cpu")
     with backend.begin_capture(pool or backend.make_pool()) as capture:
         out = fn()
-    assert isinstance(capture.graph, CPUGraph)
     return capture.graph, out
 
 
-def follows(fn: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> CPUGraph:
+def follows(fn: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> Any:
     """Check that replays over new inputs give eager's bits; returns the graph."""
     x = torch.randn(*shape)
     graph, out = record(lambda: fn(x))

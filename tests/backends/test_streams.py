@@ -8,13 +8,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from graphdispatch.backends import Timer
-from graphdispatch.backends.cpu.streams import CPUStreams
-from graphdispatch.backends.cpu.threads import CPUStream
+from graphdispatch.backends import Backend, Timer, get_backend
 from graphdispatch.errors import BackendError
 
 TIMEOUT_S = 30.0
@@ -36,7 +35,7 @@ def break_down() -> None:
     raise ArithmeticError("the model broke")
 
 
-def synchronized(stream: CPUStream) -> None:
+def synchronized(stream: Any) -> None:
     """``stream.synchronize()`` on a helper thread, so that a hang fails the test instead of holding it up."""
     done = threading.Event()
 
@@ -49,13 +48,13 @@ def synchronized(stream: CPUStream) -> None:
 
 
 @pytest.fixture
-def state() -> CPUStreams:
-    """The streams of one backend."""
-    return CPUStreams()
+def state() -> Backend:
+    """The backend."""
+    return get_backend("cpu")
 
 
 @pytest.fixture
-def worker(state: CPUStreams) -> Iterator[CPUStream]:
+def worker(state: Backend) -> Iterator[Any]:
     """A stream."""
     stream = state.make_stream("worker")
     yield stream
@@ -63,7 +62,7 @@ def worker(state: CPUStreams) -> Iterator[CPUStream]:
 
 
 @pytest.fixture
-def other(state: CPUStreams) -> Iterator[CPUStream]:
+def other(state: Backend) -> Iterator[Any]:
     """A second stream."""
     stream = state.make_stream("other")
     yield stream
@@ -78,9 +77,7 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_two_streams_without_an_event_are_not_ordered(
-    worker: CPUStream, other: CPUStream, gate: threading.Event
-) -> None:
+def test_two_streams_without_an_event_are_not_ordered(worker: Any, other: Any, gate: threading.Event) -> None:
     """The fault that a missing event makes on a GPU shows here too: the reader gets the old value."""
     value, seen = torch.zeros(1), torch.full((1,), -1.0)
     worker.submit(partial(passed, gate))
@@ -92,7 +89,7 @@ def test_two_streams_without_an_event_are_not_ordered(
     assert (seen.item(), value.item()) == (0, 7)
 
 
-def test_waiting_refers_to_the_latest_record(state: CPUStreams, worker: CPUStream, gate: threading.Event) -> None:
+def test_waiting_refers_to_the_latest_record(state: Backend, worker: Any, gate: threading.Event) -> None:
     """An event that is recorded again stands for the new mark, and is no longer done."""
     event = state.make_event()
     event.record()
@@ -105,7 +102,7 @@ def test_waiting_refers_to_the_latest_record(state: CPUStreams, worker: CPUStrea
     assert event.query()
 
 
-def test_work_behind_a_failure_is_skipped_until_it_was_raised(worker: CPUStream) -> None:
+def test_work_behind_a_failure_is_skipped_until_it_was_raised(worker: Any) -> None:
     """Work that relied on the failed piece never runs; work that is given after the report does."""
     seen: list[str] = []
     worker.submit(break_down)
@@ -118,7 +115,7 @@ def test_work_behind_a_failure_is_skipped_until_it_was_raised(worker: CPUStream)
     assert seen == ["served"]
 
 
-def test_a_failure_reaches_whoever_waits_for_it(state: CPUStreams, worker: CPUStream, other: CPUStream) -> None:
+def test_a_failure_reaches_whoever_waits_for_it(state: Backend, worker: Any, other: Any) -> None:
     """A stream behind a failed one skips its work too, and reports the same exception."""
     seen: list[str] = []
     worker.submit(break_down)
@@ -127,17 +124,17 @@ def test_a_failure_reaches_whoever_waits_for_it(state: CPUStreams, worker: CPUSt
     with pytest.raises(ArithmeticError):
         other.synchronize()
     with pytest.raises(ArithmeticError):
-        state.default.wait_stream(worker)
+        state.current_stream().wait_stream(worker)
     with pytest.raises(ArithmeticError):
         worker.close()
     worker.close()
     assert seen == []
     with pytest.raises(ArithmeticError):
-        state.default.submit(break_down)  # at once
-    state.default.synchronize()
+        state.current_stream().submit(break_down)  # at once
+    state.current_stream().synchronize()
 
 
-def test_even_a_request_to_exit_leaves_the_stream_alive(worker: CPUStream) -> None:
+def test_even_a_request_to_exit_leaves_the_stream_alive(worker: Any) -> None:
     """SystemExit in a piece of work is kept like any exception: the thread, and who waits for it, go on."""
     worker.submit(partial(sys.exit, 3))
     with pytest.raises(SystemExit):
@@ -145,7 +142,7 @@ def test_even_a_request_to_exit_leaves_the_stream_alive(worker: CPUStream) -> No
     synchronized(worker)
 
 
-def test_a_closed_stream_finished_its_work_and_takes_no_more(state: CPUStreams) -> None:
+def test_a_closed_stream_finished_its_work_and_takes_no_more(state: Backend) -> None:
     """``close`` drains the queue and may be called twice; later work is refused."""
     stream, seen = state.make_stream("copies"), list[int]()
     assert repr(stream) == "<CPUStream copies open>"
@@ -161,7 +158,7 @@ def test_a_closed_stream_finished_its_work_and_takes_no_more(state: CPUStreams) 
         state.make_event().record(stream)
 
 
-def test_a_forgotten_stream_ends_its_thread(state: CPUStreams) -> None:
+def test_a_forgotten_stream_ends_its_thread(state: Backend) -> None:
     """A stream that nobody holds is collected, and its thread does not stay behind."""
     stream = state.make_stream("forgotten")
     stream.submit(lambda: None)
@@ -174,17 +171,18 @@ def test_a_forgotten_stream_ends_its_thread(state: CPUStreams) -> None:
     assert not thread.is_alive()
 
 
-def test_current_stream_nests_and_is_restored(state: CPUStreams, worker: CPUStream, other: CPUStream) -> None:
+def test_current_stream_nests_and_is_restored(state: Backend, worker: Any, other: Any) -> None:
     """``use`` puts the previous stream back, also when its block raises."""
+    default = state.current_stream()
     with state.use_stream(worker):
         with contextlib.suppress(ArithmeticError), state.use_stream(other):
             assert state.current_stream() is other
             break_down()
         assert state.current_stream() is worker
-    assert state.current_stream() is state.default
+    assert state.current_stream() is default
 
 
-def test_work_runs_in_the_submitters_modes(worker: CPUStream) -> None:
+def test_work_runs_in_the_submitters_modes(worker: Any) -> None:
     """Inference and gradient mode, autocast and context variables, which each thread has apart, are carried over."""
     name = contextvars.ContextVar[str]("name", default="unset")
     one, seen = torch.ones(2, 2), list[tuple[bool, bool, str, bool]]()
@@ -198,14 +196,14 @@ def test_work_runs_in_the_submitters_modes(worker: CPUStream) -> None:
     with torch.no_grad():
         worker.submit(look)
     token = name.set("caller")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         worker.submit(look)
     name.reset(token)
     worker.synchronize()
     assert seen == [(True, False, "unset", False), (False, False, "unset", False), (False, True, "caller", True)]
 
 
-def test_work_may_use_its_own_stream(state: CPUStreams, worker: CPUStream) -> None:
+def test_work_may_use_its_own_stream(state: Backend, worker: Any) -> None:
     """What work gives to its own stream happens at once, so that nothing there can wait for itself."""
     seen: list[str] = []
 
@@ -223,9 +221,7 @@ def test_work_may_use_its_own_stream(state: CPUStreams, worker: CPUStream) -> No
     assert seen == ["nested", "outer"]
 
 
-def test_a_mark_behind_the_running_work_does_not_block_it(
-    state: CPUStreams, worker: CPUStream, gate: threading.Event
-) -> None:
+def test_a_mark_behind_the_running_work_does_not_block_it(state: Backend, worker: Any, gate: threading.Event) -> None:
     """A stream never waits for its own later mark; a thread that would is told so instead of hanging."""
     event, refused = state.make_event(), list[BackendError]()
 
@@ -243,7 +239,7 @@ def test_a_mark_behind_the_running_work_does_not_block_it(
     assert len(refused) == 1
 
 
-def test_a_timer_can_run_again_and_inline(state: CPUStreams) -> None:
+def test_a_timer_can_run_again_and_inline(state: Backend) -> None:
     """Starting again forgets the earlier end; stopping first is refused."""
     timer = Timer(state.make_event(timing=True), state.make_event(timing=True))
     with pytest.raises(BackendError, match="before it was started"):
@@ -255,7 +251,7 @@ def test_a_timer_can_run_again_and_inline(state: CPUStreams) -> None:
     assert timer.elapsed_ms() is None
 
 
-def test_elapsed_needs_two_timed_and_reached_events(state: CPUStreams) -> None:
+def test_elapsed_needs_two_timed_and_reached_events(state: Backend) -> None:
     """Asking for time that was not kept, or is not over, is a clear error."""
     start, end, plain = state.make_event(timing=True), state.make_event(timing=True), state.make_event()
     start.record()
@@ -268,7 +264,7 @@ def test_elapsed_needs_two_timed_and_reached_events(state: CPUStreams) -> None:
     assert start.elapsed_ms(end) >= 0
 
 
-def test_a_stream_of_another_backend_is_refused(state: CPUStreams, worker: CPUStream) -> None:
+def test_a_stream_of_another_backend_is_refused(state: Backend, worker: Any) -> None:
     """Only the CPU backend's own streams can be current or be waited for."""
     foreign: object = object()
     with pytest.raises(BackendError, match="must come from the CPU backend"), state.use_stream(foreign):  # type: ignore[arg-type]

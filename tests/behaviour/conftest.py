@@ -7,10 +7,10 @@ import pytest
 from graphdispatch.backends import get_backend, register_backend
 from graphdispatch.errors import BackendError
 
-from .fixtures import _inference, choose_front_ends, opened, settled, tried
+from .fixtures import choose_front_ends, opened, settled, tried
 from .inject import DeviceFaults, Faults, FaultyBackend
 
-__all__ = ["_inference", "opened", "settled", "tried"]
+__all__ = ["opened", "settled", "tried"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -29,7 +29,6 @@ def backend() -> Iterator[FaultyBackend]:
     """The faulty backend, without faults yet."""
     FaultyBackend.in_use = True
     found = get_backend("faulty")
-    assert isinstance(found, FaultyBackend)
     found.faults = Faults()
     yield found
     FaultyBackend.in_use = False

@@ -27,43 +27,21 @@ FEATURES = {
 }
 """What a case may need beyond tensors and a callable, by the word that ``needs`` takes."""
 
+_WRAPPER = {"padding": _PADDED, "pad_rules": _PADDED, "static_objects": _NO_STATIC, "policy": _NO_POLICY}
+_ENTRIES = {"constants": _TENSORS, "pad_rules": _NO_RULE, "static_objects": _NO_STATIC}
+_MANAGER = _ENTRIES | {"static_inputs": _COPIES, "pieces": _FULL_ONLY, "policy": _NO_POLICY}
+_DISPATCHER = _ENTRIES | {"freezing": _NO_FREEZE}
 LACKS: dict[str, dict[str, str]] = {
     "graphed": {
         "static_inputs": "it copies its inputs; `static=` names single tensors that never move",
         "policy": _NO_POLICY,
     },
-    "wrapper": {"padding": _PADDED, "pad_rules": _PADDED, "static_objects": _NO_STATIC, "policy": _NO_POLICY},
-    "adaptive_wrapper": {"padding": _PADDED, "pad_rules": _PADDED, "static_objects": _NO_STATIC, "policy": _NO_POLICY},
-    "execute_or_capture": {
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "static_inputs": _COPIES,
-        "pieces": _FULL_ONLY,
-        "policy": _NO_POLICY,
-    },
-    "replay_graph": {
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "static_inputs": _COPIES,
-        "pieces": _FULL_ONLY,
-        "policy": _NO_POLICY,
-    },
-    "entry": {
-        "freezing": _NO_FREEZE,
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "policy": _NO_POLICY,
-        "comparisons": _GRAPH_ALONE,
-    },
-    "dispatcher": {
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "freezing": _NO_FREEZE,
-    },
+    "wrapper": _WRAPPER,
+    "adaptive_wrapper": _WRAPPER,
+    "execute_or_capture": _MANAGER,
+    "replay_graph": _MANAGER,
+    "entry": _DISPATCHER | {"policy": _NO_POLICY, "comparisons": _GRAPH_ALONE},
+    "dispatcher": _DISPATCHER,
     "streams": {
         "freezing": _NO_FREEZE,
         "padding": _PADDED,
@@ -72,18 +50,8 @@ LACKS: dict[str, dict[str, str]] = {
         "static_inputs": _COPIES,
         "pieces": _FULL_ONLY,
     },
-    "streams_entry": {
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "freezing": _NO_FREEZE,
-    },
-    "composite": {
-        "constants": _TENSORS,
-        "pad_rules": _NO_RULE,
-        "static_objects": _NO_STATIC,
-        "freezing": _NO_FREEZE,
-    },
+    "streams_entry": _DISPATCHER,
+    "composite": _DISPATCHER,
 }
 """For each front end what it cannot express, and why. A case that needs it is not run through that front end."""
 

@@ -13,13 +13,6 @@ from .front_ends import FRONT_ENDS
 Batch = Callable[[int], tuple[Any, ...]]
 
 
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-
-
 def one_tensor(rows: int) -> tuple[Any, ...]:
     """The usual batch: one tensor of ``rows`` rows and three columns."""
     return (torch.randn(rows, 3),)

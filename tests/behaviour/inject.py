@@ -1,7 +1,6 @@
 """Faults on purpose: at an operator, or at a point of the CPU backend; and what must be as before once one is over."""
 
 import gc
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
-from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.cpu.program import Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
 
+from ..helpers import are_free, may_capture
 from ..spy import Spy
 
 ROWS, WIDTH = 3, 4
@@ -134,7 +133,6 @@ class DeviceFaults:
                 return replay(graph)
             count, error = self.replays.pop(0)
             program = graph.program
-            assert program is not None
             fault = [Step(partial(_raise, error), _raise)] if error is not None else []
             graph.program = Program([*program.steps[:count], *fault])
             try:
@@ -212,27 +210,10 @@ def batch(number: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return x, (torch.arange(rows) + number) % 7
 
 
-def are_free(*locks: Any) -> bool:
-    """Whether a thread that holds nothing could take each lock."""
-    taken = []
-
-    def take() -> None:
-        for lock in locks:
-            taken.append(lock.acquire(blocking=False))
-            if taken[-1]:
-                lock.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return all(taken)
-
-
 def ambient(backend: Any) -> tuple[Any, ...]:
     """What the calling thread and the process have set."""
     return (
         gc.isenabled(),
-        gc.get_freeze_count() > 0,
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         torch.is_grad_enabled(),
@@ -253,7 +234,8 @@ def nothing_left_behind(step: Any, backend: Any | None = None) -> Iterator[None]
     finally:
         assert ambient(backend) == before
         graphs = step._graphs
-        assert are_free(CAPTURE_LOCK, graphs.lock, *([graphs.pool.lock] if graphs.pool is not None else []))
+        assert may_capture()
+        assert are_free(graphs.lock, *([graphs.pool.lock] if graphs.pool is not None else []))
         step.check_integrity()
         for group in graphs.groups.values():
             for entry in group.entries.values():

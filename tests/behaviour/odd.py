@@ -1,6 +1,6 @@
 """Objects that answer wrongly, or not at all, to what is asked of objects in general."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -10,147 +10,57 @@ import torch
 __all__ = ["ODD", "ODD_CALLABLES"]
 
 
-class EqRaises:
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("eq")
-
-    __hash__ = None  # type: ignore[assignment]
+def fails(self: Any, *args: Any) -> Any:
+    """A method that raises."""
+    raise ValueError("odd")
 
 
-class EqArray:
-    def __eq__(self, other: object) -> Any:
-        return np.array([True, False])
-
-    __hash__ = object.__hash__
+def has_no_key(self: Any, *args: Any) -> Any:
+    """A method that raises what looks like a missing key."""
+    raise KeyError("odd")
 
 
-class EqTensor:
-    def __eq__(self, other: object) -> Any:
-        return torch.ones(3)
-
-    __hash__ = object.__hash__
-
-
-class BoolRaises:
-    def __bool__(self) -> bool:
-        raise ValueError("bool")
-
-
-class LenLies:
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-class LenRaises:
-    def __len__(self) -> int:
-        raise ValueError("len")
-
-
-class GetattrKey:
-    def __getattr__(self, name: str) -> Any:
-        raise KeyError(name)
-
-
-class GetattrAnything:
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-
-class ReprRaises:
-    def __repr__(self) -> str:
-        raise ValueError("repr")
-
-
-class HashRaises:
-    def __hash__(self) -> int:
-        raise ValueError("hash")
-
-
-class ClassLies:
-    @property
-    def __class__(self) -> Any:
-        return torch.Tensor
-
-
-class ClassRaises:
-    @property
-    def __class__(self) -> Any:
-        raise KeyError("class")
-
-
-class OddNumber(int):
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("eq")
-
-    def __ne__(self, other: object) -> bool:
-        raise ValueError("ne")
-
-    def __repr__(self) -> str:
-        raise ValueError("repr")
-
-    __hash__ = int.__hash__
+_METHODS: dict[str, dict[str, Any]] = {
+    "EqRaises": {"__eq__": fails, "__hash__": None},
+    "EqArray": {"__eq__": lambda self, other: np.array([True, False]), "__hash__": object.__hash__},
+    "EqTensor": {"__eq__": lambda self, other: torch.ones(3), "__hash__": object.__hash__},
+    "BoolRaises": {"__bool__": fails},
+    "LenLies": {"__len__": lambda self: 5, "__iter__": lambda self: iter(())},
+    "LenRaises": {"__len__": fails},
+    "GetattrKey": {"__getattr__": has_no_key},
+    "GetattrAnything": {"__getattr__": lambda self, name: self},
+    "ReprRaises": {"__repr__": fails},
+    "HashRaises": {"__hash__": fails},
+    "ClassLies": {"__class__": property(lambda self: torch.Tensor)},
+    "ClassRaises": {"__class__": property(has_no_key)},
+}
+_PLAIN = {name: type(name, (), methods) for name, methods in _METHODS.items()}
+_NUMBER = {"__eq__": fails, "__ne__": fails, "__repr__": fails, "__hash__": int.__hash__}
 
 
 class OddMember(Enum):
     ONE = 1
-
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("eq")
+    __eq__ = fails
 
     def __hash__(self) -> int:
         return 3
 
 
 class OddDict(dict[str, Any]):
-    def __eq__(self, other: object) -> bool:
-        raise ValueError("eq")
-
-    def __getattr__(self, name: str) -> Any:
-        raise KeyError(name)
+    __eq__, __getattr__ = fails, has_no_key  # type: ignore[assignment]
 
 
 ODD: dict[str, Callable[[], Any]] = {
-    kind.__name__: kind
-    for kind in (
-        EqRaises, EqArray, EqTensor, BoolRaises, LenLies, LenRaises, GetattrKey, GetattrAnything, ReprRaises,
-        HashRaises, ClassLies, ClassRaises,
-    )
-} | {
-    "OddNumber": lambda: OddNumber(3),
+    **_PLAIN,
+    "OddNumber": lambda: type("OddNumber", (int,), _NUMBER)(3),
     "OddMember": lambda: OddMember.ONE,
     "OddDict": lambda: OddDict(a=1),
     "array": lambda: np.ones(3),
-}  # fmt: skip
+}
 """How to make each of them, by name."""
-
-
-class CallGetattrKey(GetattrKey):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-
-class CallGetattrAnything(GetattrAnything):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-
-class CallEqRaises(EqRaises):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-
-class CallLenRaises(LenRaises):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    def __bool__(self) -> bool:
-        raise ValueError("bool")
-
-
+_CALLED = {"GetattrKey": {}, "GetattrAnything": {}, "EqRaises": {}, "LenRaises": {"__bool__": fails}}
 ODD_CALLABLES: dict[str, Callable[[], Any]] = {
-    kind.__name__: kind for kind in (CallGetattrKey, CallGetattrAnything, CallEqRaises, CallLenRaises)
+    name: type(f"Call{name}", (_PLAIN[name],), {"__call__": lambda self, x: x * 2, **more})
+    for name, more in _CALLED.items()
 }
 """Callables of the same kinds: each doubles ``x``."""

@@ -97,47 +97,6 @@ def test_failed_capture_leaves_nothing(opened: Open) -> None:
     assert step.hits == 0
 
 
-@needs(outcome="error")
-def test_exception_before_capture(opened: Open) -> None:
-    """The model's own exception passes unchanged, its effects happen once, and later calls are served."""
-    count = torch.zeros((), dtype=torch.int64)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        if x.shape[1] != 3:
-            raise KeyError("three columns")
-        return x * 2
-
-    step = opened(fn)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="three columns"):
-            step(torch.randn(4, 5))
-        assert int(count) == step.calls
-    x = torch.randn(4, 3)
-    assert torch.equal(step(x), x * 2)
-
-
-@needs(outcome="error")
-def test_exception_between_hits(settled: Open) -> None:
-    """The same between calls that graphs serve."""
-    count = torch.zeros((), dtype=torch.int64)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        if x.shape[1] != 3:
-            raise KeyError("three columns")
-        return x * 2
-
-    step = settled(fn)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="three columns"):
-            step(torch.randn(4, 5))
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x * 2)
-        assert step.was_hit()
-        assert int(count) == step.calls
-
-
 @needs("pieces", outcome="error")
 def test_exception_in_break(opened: Open) -> None:
     """An exception of a break passes unchanged; what ran before it happened once, and later calls are right."""

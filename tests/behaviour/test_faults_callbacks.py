@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.engines import CudagraphDispatcher, DispatchKey
 from graphdispatch.errors import ReplayError
-from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, scripted
 from .inject import nothing_left_behind
 
 KEY = DispatchKey(3, 3)
@@ -123,14 +122,6 @@ def test_a_model_that_raises_is_decided_and_counted(number: int) -> None:
     assert step.stats.capture_failures == 0
 
 
-def mock(**script: Any) -> MockCUDAGraph:
-    """A captured scripted graph."""
-    graph = MockCUDAGraph("graph", **script)
-    graph.capture_begin()
-    graph.capture_end()
-    return graph
-
-
 def test_a_foreign_graph_that_stops_half_way_is_an_error() -> None:
     """What it wrote before cannot be known, so that the step is not run again; the graph is dropped."""
     written = []
@@ -140,7 +131,7 @@ def test_a_foreign_graph_that_stops_half_way_is_an_error() -> None:
         raise TroubleError("half-way")
 
     dispatcher = CudagraphDispatcher(lambda: written.append("eager"))
-    dispatcher.register_graph(KEY, mock(on_replay=stop))
+    dispatcher.register_graph(KEY, scripted(on_replay=stop))
     with pytest.raises(ReplayError, match=r"TroubleError: half-way; what it wrote.*idempotent=True") as caught:
         dispatcher.dispatch(KEY)
     assert caught.value.had_effects
@@ -154,14 +145,16 @@ def test_an_idempotent_foreign_graph_is_answered_eagerly() -> None:
         raise TroubleError
 
     dispatcher = CudagraphDispatcher(lambda: "eager")
-    dispatcher.register_graph(KEY, mock(on_replay=stop), idempotent=True)
+    dispatcher.register_graph(KEY, scripted(on_replay=stop), idempotent=True)
     assert dispatcher.dispatch(KEY) == "eager"
     assert dispatcher.stats.reasons[Reason.REPLAY_FAILED] == 1
 
 
 def test_a_foreign_graph_that_refuses_says_so_itself() -> None:
     """A ``ReplayError`` of its own tells whether anything has happened."""
-    entry = entry_around(MockCUDAGraph(), KEY)
+    dispatcher = CudagraphDispatcher(lambda: "eager")
+    dispatcher.register_graph(KEY, MockCUDAGraph())
+    entry = dispatcher.get_entry(KEY)
     with pytest.raises(ReplayError, match="without a capture") as caught:
         entry.replay()
     assert not caught.value.had_effects

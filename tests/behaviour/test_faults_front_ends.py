@@ -8,12 +8,12 @@ import torch
 
 from graphdispatch import Reason
 from graphdispatch.backends import get_backend
-from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.errors import ReplayError
 
+from ..helpers import may_capture
 from .features import needs
 from .front_end import FrontEnd
-from .inject import DeviceFaults, ambient, are_free
+from .inject import DeviceFaults, ambient
 
 Open = Callable[..., FrontEnd]
 LATER = 40
@@ -29,7 +29,7 @@ def contained(step: FrontEnd) -> Iterator[None]:
         yield
     finally:
         assert ambient(backend) == before
-        assert are_free(CAPTURE_LOCK)
+        assert may_capture()
         assert _counted(step) - counted <= step.calls - calls
 
 

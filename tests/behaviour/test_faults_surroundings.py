@@ -16,6 +16,7 @@ from graphdispatch.capture.collector import paused_collector, swept_collector
 from graphdispatch.errors import CaptureError
 
 from ..helpers import AT_ONCE
+from .forks import in_child
 from .inject import FailAt, nothing_left_behind
 
 
@@ -156,6 +157,38 @@ def test_threads_that_pause_the_collector_do_not_wake_it_for_each_other() -> Non
     first.__exit__(None, None, None)
     assert not gc.isenabled()
     second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_a_child_pauses_the_collector_as_the_forking_thread_does() -> None:
+    """A child has the pauses of the collector that the forking thread made, and no others."""
+    paused, go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with paused_collector():
+            paused.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    assert paused.wait(60)
+
+    def check() -> None:
+        assert gc.isenabled()
+        with paused_collector():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+
+    def check_inside() -> None:
+        assert not gc.isenabled()
+
+    try:
+        in_child(check)
+        with paused_collector():
+            in_child(check_inside)
+    finally:
+        go_on.set()
+        thread.join()
     assert gc.isenabled()
 
 

@@ -159,21 +159,28 @@ def test_train_eval_flip(settled: Settle) -> None:
     step.check(Reason.CAPTURED_NOW)
 
 
-def test_exception_in_model(settled: Settle) -> None:
-    """An error of the model reaches the caller unchanged, and the next call is served."""
+@pytest.mark.parametrize("serves", [False, True], ids=["before a capture", "between hits"])
+def test_exception_in_model(opened: Settle, serves: bool) -> None:
+    """The model's own exception passes unchanged, its effects happen once, and later calls are served."""
+    count = torch.zeros((), dtype=torch.int64)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
         if x.shape[1] != 3:
             raise KeyError("three columns")
         return x * 2
 
-    step = settled(fn)
+    step = opened(fn)
+    if serves:
+        step.settle(lambda rows: (torch.randn(rows, 3),))
     for _ in range(2):
         with pytest.raises(KeyError, match="three columns"):
             step(torch.randn(4, 5))
-    x = torch.randn(4, 3)
-    assert torch.equal(step(x), x * 2)
-    step.check(Reason.EXACT)
+        assert int(count) == step.calls
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 2)
+        assert step.was_hit() or not serves
+        assert int(count) == step.calls
 
 
 @needs("padding")

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.capture.collector import paused_collector
 
 from .features import needs
 from .forks import all_locks_held, in_child
@@ -130,38 +129,6 @@ def test_fork_while_a_thread_captures(opened: Open) -> None:
     finally:
         go_on.set()
         thread.join()
-
-
-def test_fork_inside_a_break_of_the_collector() -> None:
-    """A child has the pauses of the collector that the forking thread made, and no others."""
-    paused, go_on = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        with paused_collector():
-            paused.set()
-            go_on.wait()
-
-    thread = threading.Thread(target=pause)
-    thread.start()
-    assert paused.wait(60)
-
-    def check() -> None:
-        assert gc.isenabled()
-        with paused_collector():
-            assert not gc.isenabled()
-        assert gc.isenabled()
-
-    def check_inside() -> None:
-        assert not gc.isenabled()
-
-    try:
-        in_child(check)
-        with paused_collector():
-            in_child(check_inside)
-    finally:
-        go_on.set()
-        thread.join()
-    assert gc.isenabled()
 
 
 def called(step: FrontEnd, *more: Any) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from graphdispatch import CUDAGraphMode
-from graphdispatch.call.context import current_context
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 from graphdispatch.errors import ConfigError
 
@@ -24,6 +23,13 @@ def test_wrapper_reads_the_context() -> None:
     assert wrapper.get_cached_descriptors() == [BatchDescriptor(4), BatchDescriptor(8)]
 
 
+def told() -> list[BatchDescriptor]:
+    """Under which descriptor a wrapper captures that is called without instructions; none where it passes through."""
+    wrapper = CUDAGraphWrapper(lambda x: x * 2)
+    wrapper(torch.ones(4, 3))
+    return wrapper.get_cached_descriptors()
+
+
 def test_contexts_nest_and_end() -> None:
     """The inner block counts, then the outer one; an exception leaves none, and another thread has its own."""
     seen: list[object] = []
@@ -31,17 +37,17 @@ def test_contexts_nest_and_end() -> None:
     def within() -> None:
         with cudagraph_context(FULL, BatchDescriptor(4)):
             with cudagraph_context(NONE):
-                assert current_context() == (NONE, None)
-            assert current_context() == (FULL, BatchDescriptor(4))
-            thread = threading.Thread(target=lambda: seen.append(current_context()))
+                assert told() == []
+            assert told() == [BatchDescriptor(4)]
+            thread = threading.Thread(target=lambda: seen.append(told()))
             thread.start()
             thread.join()
             raise KeyError
 
     with pytest.raises(KeyError):
         within()
-    assert current_context() is None
-    assert seen == [None]
+    assert told() == []
+    assert seen == [[]]
 
 
 def test_task_has_its_own() -> None:
@@ -51,13 +57,13 @@ def test_task_has_its_own() -> None:
         with cudagraph_context(FULL, BatchDescriptor(rows)):
             mine.set()
             await other.wait()
-            return current_context()
+            return told()
 
     async def both() -> list[object]:
         a, b = asyncio.Event(), asyncio.Event()
         return list(await asyncio.gather(one(1, a, b), one(2, b, a)))
 
-    assert asyncio.run(both()) == [(FULL, BatchDescriptor(1)), (FULL, BatchDescriptor(2))]
+    assert asyncio.run(both()) == [[BatchDescriptor(1)], [BatchDescriptor(2)]]
 
 
 def test_instructions_are_checked() -> None:

@@ -1,6 +1,6 @@
 """Several dynamic dimensions: what is served, what is refused, and what is said of bad input."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,20 +9,11 @@ from torch import Tensor, nn
 
 from graphdispatch import Dim, Graphed, Pad, Reason, graphed
 from graphdispatch.errors import ConfigError, FallbackError
-from graphdispatch.extents import LONGEST, Extents, axes_of
-from graphdispatch.native.bound import CORE
 
 from ..helpers import AT_ONCE, with_options
 
 SEQ = Dim("seq", sizes=[8, 16])
 BOTH = {0: "batch", 1: SEQ}
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 class Encoder(nn.Module):
@@ -68,7 +59,6 @@ def close(got: Any, want: Any) -> None:
 
 def last(step: Graphed[..., Any]) -> Reason:
     """Why the latest call was served as it was."""
-    assert step.last_decision is not None
     return step.last_decision.reason
 
 
@@ -106,7 +96,7 @@ def test_a_decision_tells_each_dimension() -> None:
     assert "4 x 16" in repr(step)
 
 
-@pytest.mark.parametrize("shape", [(3, 17), (5, 3), (3, LONGEST + 5), (0, 3), (3, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 17), (5, 3), (3, 2**21 + 5), (0, 3), (3, 0)], ids=str)
 def test_what_no_size_holds_runs_eagerly(shape: tuple[int, int]) -> None:
     """A call above the largest size of one dimension, or empty along one, runs eagerly, as any batch."""
     step = served(lambda x: x * 2, "x")
@@ -328,18 +318,6 @@ def test_a_dimension_out_of_range_is_named() -> None:
         step(torch.ones(3, 4))
 
 
-def test_extents_are_one_number() -> None:
-    """The extents come back out of the number, and a longer one than any size stays longer than any size."""
-    axes = axes_of(["batch", "seq", "depth"])
-    number = Extents.pack(axes, [3, 37, 5])
-    assert (str(number), f"{number}", number.lengths, number.cells) == ("3 x 37 x 5", "3 x 37 x 5", (3, 37, 5), 555)
-    assert [axis.of(int(number)) for axis in axes] == [3, 37, 5]
-    assert Extents.pack(axes, [1, 2**40, 1]).lengths == (1, LONGEST, 1)
-    assert number.covers(Extents.pack(axes, [3, 36, 1]))
-    assert not number.covers(Extents.pack(axes, [4, 1, 1]))
-    assert int(Extents.pack(axes, [LONGEST] * 3)) < 2**63
-
-
 def test_long_dimensions_are_compared_at_their_shortest() -> None:
     """Of a size above 64 elements the shortest length is compared beside the batch, and all longer ones are served."""
     step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [64, 200])}}, sizes=[2], options=AT_ONCE)
@@ -382,7 +360,7 @@ def test_a_row_that_its_mask_hides_runs_eagerly() -> None:
 
 
 def test_masks_with_a_rule_are_not_looked_at() -> None:
-    """A pad rule of the user's says that the mask is right as it is: the core serves such calls, and none is looked at;
+    """A pad rule of the user's says that the mask is right as it is: none is looked at;
     masks of which a one hides are served by a rule."""
     hides = Dim("seq", [8, 16], pad={"mask": 1})
     dims = {"x": {0: "batch", 1: hides}, "mask": {0: "batch", 1: "seq"}}
@@ -392,8 +370,6 @@ def test_masks_with_a_rule_are_not_looked_at() -> None:
         close(step(x, mask), attend(x, 1 - mask))
     assert last(step) is Reason.PADDED
     assert step.stats.verifications == 1
-    (group,) = step._graphs.groups.values()
-    assert (group.signature.native is None) == (CORE is None)
 
 
 def test_a_branch_on_the_number_of_elements_is_found() -> None:
@@ -431,7 +407,6 @@ def test_padding_that_writes_elsewhere_is_named() -> None:
     step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": length, "slots": {0: "length"}}, sizes=[3], options=AT_ONCE)
     for slots in ([1, 2, 3, 5], [7, 6, 5, 4], [4, 6, 8]):  # and padding rows take slot 0
         step(torch.ones(3), torch.randn(len(slots), 4), torch.tensor(slots))
-    assert step.last_decision is not None
     assert "padding rows write to a tensor of shape (9, 4)" in step.last_decision.detail
     assert step.stats.captures == 1
 

@@ -1,22 +1,20 @@
-"""Signatures: everything about a call's arguments, apart from the rows, that a graph was captured for."""
+"""All that a graph was captured for of a call's arguments, apart from the rows: it serves such calls alone."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum, IntEnum
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from graphdispatch import Reason
-from graphdispatch.call.inputs import NO_MATCH
-from graphdispatch.call.rules import ArgumentRules
-from graphdispatch.call.signature import Signature, refusal
-from graphdispatch.call.spec import Leaf
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 
-CPU = torch.device("cpu")
+from ..helpers import with_options
+
 ROWS = {"x": 0}
 
 
@@ -33,96 +31,93 @@ class Level(IntEnum):
     LOW = 1
 
 
-def rules(dynamic: Mapping[str, int] = ROWS, static: tuple[str, ...] = (), *, addresses: bool = True) -> ArgumentRules:
-    """What a user says of the arguments."""
-    return ArgumentRules(dynamic, {}, frozenset(static), addresses)
+def serving(*values: Any, dynamic: Any = ROWS, **options: Any) -> Graphed[..., Any]:
+    """A callable of ``x`` and ``y`` with one graph, of calls as these ``values``; a value may be a function."""
+    settings = with_options(options, capture_after=1)
+    step = graphed(lambda x, y=None: x * 2, dynamic=dynamic, sizes=(9,), **settings)
+    for _ in range(3):
+        step(*map(made, values))
+    assert (step.stats.captures, step.stats.hits) == (1, 1)
+    return step
 
 
-def leaves(*names: str) -> list[Leaf]:
-    """Leaves that are arguments themselves."""
-    return [Leaf(name, name) for name in names]
+def made(value: Any) -> Any:
+    """What a function makes, and anything else itself."""
+    return value() if callable(value) and not isinstance(value, torch.Tensor) else value
 
 
-def signature(value: Any, how: ArgumentRules | None = None) -> Signature:
-    """The signature of a call with one argument ``x``."""
-    return Signature(leaves("x"), [value], how or rules(), CPU)
+def serves(step: Graphed[..., Any], *values: Any) -> bool:
+    """Whether the graph that there is serves such a call; its rows may have to be compared first."""
+    captures = step.stats.captures
+    for _ in range(2):
+        args = [made(value) for value in values]
+        answer = step(*args)
+        assert args[0].layout is not torch.strided or torch.equal(answer, args[0] * 2)
+    return step.stats.captures == captures and step.last_decision.reason.is_graph
 
 
-def refused(value: Any, how: ArgumentRules | None = None) -> Reason | None:
-    """Why a call with ``x`` and ``y`` is refused, where ``x`` is a plain tensor."""
-    found = refusal(leaves("x", "y"), [torch.ones(4, 3), value], how or rules(), CPU)
-    return found.reason if found is not None else None
+def drawn(*shape: int, **how: Any) -> Callable[[], Tensor]:
+    """A maker of batches."""
+    return lambda: torch.randn(shape, **how)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 4, 9])
+@pytest.mark.parametrize("rows", [1, 4, 9])
 def test_the_rows_are_free(rows: int) -> None:
-    """A call that fits gives its number of rows."""
-    assert signature(torch.ones(4, 3)).match([torch.ones(rows, 3)]) == rows
+    """A call that fits is served, whatever its number of rows."""
+    assert serves(serving(drawn(4, 3)), drawn(rows, 3))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.ones(4, 1),
-        torch.ones(4, 4),
-        torch.ones(4),
-        torch.ones(4, 3, 1),
-        torch.ones(4, 3, dtype=torch.float64),
-        torch.ones(4, 3, dtype=torch.int32),
-        torch.ones(4, 3, device="meta"),
-        torch.ones(3, 4).T,
-        torch.ones(4, 6)[:, ::2],
-        torch.ones(4, 1).expand(4, 3),
-        torch.ones(4, 3).to_sparse(),
-        None,
-        [torch.ones(4, 3)],
-        1.0,
-    ],
-    ids=[
-        "one column", "more columns", "a vector", "more dimensions", "dtype", "integers", "device", "transposed",
-        "gaps", "expanded", "sparse", "none", "list", "number",
-    ],
-)  # fmt: skip
-def test_any_other_difference_does_not_match(other: Any) -> None:
-    """Nothing is broadcast, cast, reordered or taken for a tensor."""
-    assert signature(torch.ones(4, 3)).match([other]) == NO_MATCH
+OTHERS: dict[str, Callable[[], Tensor]] = {
+    "one column": drawn(4, 1),
+    "more columns": drawn(4, 4),
+    "a vector": drawn(4),
+    "more dimensions": drawn(4, 3, 1),
+    "dtype": drawn(4, 3, dtype=torch.float64),
+    "integers": lambda: torch.randint(9, (4, 3), dtype=torch.int32),
+    "transposed": lambda: torch.randn(3, 4).T,
+    "gaps": lambda: torch.randn(4, 6)[:, ::2],
+    "expanded": lambda: torch.randn(4, 1).expand(4, 3),
+    "sparse": lambda: torch.randn(4, 3).to_sparse(),
+    "parameter": lambda: nn.Parameter(torch.randn(4, 3), requires_grad=False),
+}
 
 
-def test_a_parameter_is_another_kind_of_argument() -> None:
-    """Code can tell a parameter from another tensor."""
-    parameter = nn.Parameter(torch.ones(4, 3))
-    assert signature(parameter).match([torch.ones(2, 3)]) == NO_MATCH
-    assert signature(torch.ones(2, 3)).match([parameter]) == NO_MATCH
-    assert signature(parameter).match([nn.Parameter(torch.ones(2, 3))]) == 2
+@pytest.mark.parametrize("other", OTHERS)
+def test_any_other_difference_does_not_match(other: str) -> None:
+    """Nothing is broadcast, cast, reordered or taken for a tensor of another type."""
+    assert not serves(serving(drawn(4, 3)), OTHERS[other])
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (torch.ones(3, 4).T, torch.ones(3, 7).T),
-        (torch.ones(4, 6)[:, ::2], torch.ones(2, 9)[:, ::2][:, :3]),
-        (torch.ones(4, 1).expand(4, 3), torch.ones(2, 1).expand(2, 3)),
-        (torch.ones(4, 3)[1:], torch.ones(9, 3)[5:]),
-        (torch.ones(2**20, 3)[::1000], torch.ones(8, 3)[::2]),
-    ],
-    ids=["transposed", "gaps", "expanded", "offset", "large strides"],
-)
-def test_a_layout_matches_itself(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Order in memory and gaps are compared, not the strides themselves."""
-    assert signature(first).match([second]) == len(second)
+LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+    "parameter": (OTHERS["parameter"], lambda: nn.Parameter(torch.randn(2, 3), requires_grad=False)),
+    "transposed": (OTHERS["transposed"], lambda: torch.randn(3, 7).T),
+    "gaps": (OTHERS["gaps"], lambda: torch.randn(2, 9)[:, ::2][:, :3]),
+    "expanded": (OTHERS["expanded"], lambda: torch.randn(2, 1).expand(2, 3)),
+    "offset": (lambda: torch.randn(4, 3)[1:], lambda: torch.randn(9, 3)[5:]),
+    "large strides": (lambda: torch.randn(2**15, 3)[::5000], lambda: torch.randn(8, 3)[::2]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_matches_itself(layout: str) -> None:
+    """Order in memory and gaps are compared, not the strides themselves; no other layout is taken for it."""
+    first, second = LAYOUTS[layout]
+    step = serving(first)
+    assert serves(step, second)
+    assert layout in ("offset", "large strides") or not serves(step, drawn(4, 3))
 
 
 def test_rows_of_two_arguments_agree() -> None:
-    """A call whose batches differ fits nothing, whichever is larger; a batch may be any dimension, or there is none."""
-    made = Signature(leaves("x", "y"), [torch.ones(4, 3), torch.ones(4)], rules({"x": 0, "y": 0}), CPU)
-    assert made.match([torch.ones(2, 3), torch.ones(2)]) == 2
-    assert made.match([torch.ones(2, 3), torch.ones(1)]) == NO_MATCH
-    assert made.match([torch.ones(1, 3), torch.ones(2)]) == NO_MATCH
-    last = signature(torch.ones(3, 4), rules({"x": -1}))
-    assert [last.match([torch.ones(rows, 9)]) for rows in (3, 4)] == [9, NO_MATCH]
-    fixed = signature(torch.ones(4, 3), rules({}))
-    assert [fixed.match([torch.zeros(rows, 3)]) for rows in (4, 3)] == [1, NO_MATCH]
-    assert not fixed.has_rows
+    """A call whose batches differ is not served, whichever is larger; a batch may be any dimension, or none."""
+    step = serving(drawn(4, 3), drawn(4), dynamic={"x": 0, "y": 0})
+    assert serves(step, drawn(2, 3), drawn(2))
+    for rows in ((2, 1), (1, 2)):
+        assert not serves(step, drawn(rows[0], 3), drawn(rows[1]))
+        assert step.last_decision.reason is Reason.ROWS_DISAGREE
+    last = serving(drawn(3, 4), dynamic={"x": -1})
+    assert [serves(last, drawn(rows, 9)) for rows in (3, 4)] == [True, False]
+    fixed = serving(drawn(4, 3), dynamic={})
+    assert [serves(fixed, drawn(rows, 3)) for rows in (4, 3)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -147,29 +142,34 @@ def test_rows_of_two_arguments_agree() -> None:
 )
 def test_constants_match_only_themselves(value: Any, same: list[Any], other: list[Any]) -> None:
     """By type and value; the sign of zero counts, and NaN is itself."""
-    made = Signature(leaves("x", "y"), [torch.ones(4, 3), value], rules(), CPU)
-    x = torch.ones(2, 3)
-    assert [made.match([x, v]) for v in same] == [2] * len(same)
-    assert [made.match([x, v]) for v in other] == [NO_MATCH] * len(other)
+    step = serving(drawn(4, 3), value)
+    assert [serves(step, drawn(4, 3), one) for one in same] == [True] * len(same)
+    assert [serves(step, drawn(4, 3), one) for one in other] == [False] * len(other)
 
 
 def test_a_static_object_is_compared_by_identity() -> None:
     """The user vouches for one object, not for equal ones."""
-    held: list[int] = []
-    made = Signature(leaves("x", "y"), [torch.ones(4, 3), held], rules(static=("y",)), CPU)
-    assert made.match([torch.ones(4, 3), held]) == 4
-    assert made.match([torch.ones(4, 3), []]) == NO_MATCH
+    held = {1}
+    step = serving(drawn(4, 3), held, static="y")
+    assert serves(step, drawn(4, 3), held)
+    assert not serves(step, drawn(4, 3), {1})
 
 
 def test_a_static_tensor_is_compared_by_address() -> None:
-    """It is not copied, so it must lie where it lay; without ``check_addresses`` the user answers for that."""
+    """It is not copied, so it must lie where it lay."""
     table = torch.ones(5, 3)
-    values = [torch.ones(4, 3), table]
-    made = Signature(leaves("x", "y"), values, rules(static=("y",)), CPU)
-    loose = Signature(leaves("x", "y"), values, rules(static=("y",), addresses=False), CPU)
-    other = [torch.ones(4, 3), table.clone()]
-    assert [made.match(values), made.match(other), loose.match(other)] == [4, NO_MATCH, 4]
-    assert [spec.name for spec in made.inputs] == ["x"]
+    step = serving(drawn(4, 3), table, static="y")
+    assert [serves(step, drawn(4, 3), one) for one in (table, table.clone())] == [True, False]
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_the_caller_may_answer_for_the_addresses_of_static_inputs(validates: bool) -> None:
+    """Without ``validate_addresses`` a graph that reads the caller's tensors serves whatever it is called with."""
+    options = CUDAGraphOptions(inputs="static", validate_addresses=validates)
+    wrapper, x = CUDAGraphWrapper(lambda x: x * 2, options=options), torch.randn(4, 3)
+    for one in (x, x, x.clone()):
+        wrapper(one, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    assert wrapper.get_stats().hits == (1 if validates else 2)
 
 
 @pytest.mark.parametrize(
@@ -179,19 +179,16 @@ def test_a_static_tensor_is_compared_by_address() -> None:
 )
 def test_the_threads_mode_counts(mode: Callable[[], AbstractContextManager[None]]) -> None:
     """A mode that chooses other operators for the same call is part of the signature."""
-    x = torch.ones(4, 3)
-    outside = signature(x)
+    step = serving(drawn(4, 3))
     with mode():
-        assert outside.match([x]) == NO_MATCH
-        inside = signature(x)
-        assert inside.match([x]) == 4
-    assert inside.match([x]) == NO_MATCH
-    assert outside.match([x]) == 4
+        assert not serves(step, drawn(4, 3))
+        assert serves(step, drawn(4, 3))
+    assert serves(step, drawn(4, 3))
     with torch.autocast("cpu", torch.float16):
-        assert inside.match([x]) == NO_MATCH
+        assert not serves(step, drawn(4, 3))
 
 
-class Sub(torch.Tensor):
+class Sub(Tensor):
     """A subclass of no use."""
 
 
@@ -206,48 +203,53 @@ class Sub(torch.Tensor):
         (object(), Reason.UNGUARDED_ARGUMENT),
         ({1, 2}, Reason.UNGUARDED_ARGUMENT),
         (torch.Generator(), Reason.UNGUARDED_ARGUMENT),
-        (torch.ones(2), None),
-        (nn.Parameter(torch.ones(2)), None),
-        (2.5, None),
-        (Color.RED, None),
+        (torch.ones(2), Reason.CAPTURED_NOW),
+        (nn.Parameter(torch.ones(2), requires_grad=False), Reason.CAPTURED_NOW),
+        (2.5, Reason.CAPTURED_NOW),
+        (Color.RED, Reason.CAPTURED_NOW),
     ],
     ids=[
         "subclass", "sparse", "conjugate", "negative", "devices", "object", "set", "generator",
         "tensor", "parameter", "number", "enum",
     ],
 )  # fmt: skip
-def test_what_no_graph_can_serve_is_refused(value: Any, reason: Reason | None) -> None:
+def test_what_no_graph_can_serve_is_refused(value: Any, reason: Reason) -> None:
     """With the reason; everything else is accepted."""
-    assert refused(value) is reason
+    step = serving(drawn(4, 3), "another")
+    step(torch.randn(4, 3), value)
+    assert step.last_decision.reason is reason
 
 
 @pytest.mark.parametrize(
-    ("values", "how", "reason", "told"),
+    ("values", "dynamic", "reason", "told"),
     [
         ([torch.ones(4, 3), object()], {}, Reason.UNGUARDED_ARGUMENT, "argument 'y' is a object, whose change cannot"),
         ([torch.ones(4, 3), torch.ones(1, 3)], {"x": 0, "y": 0}, Reason.ROWS_DISAGREE, "{'x': 4, 'y': 1}"),
-        ([1, 2], ROWS, Reason.NO_TENSORS, ""),
-        ([torch.ones(4, 3, device="meta"), 1], ROWS, Reason.DEVICE_UNSUPPORTED, ""),
+        ([1, 2], {}, Reason.NO_TENSORS, "no argument is a tensor"),
+        ([torch.ones(4, 3, device="meta"), 1], ROWS, Reason.DEVICE_UNSUPPORTED, "'meta'"),
     ],
     ids=["object", "rows", "no tensors", "device"],
 )
-def test_a_refusal_says_what(values: list[Any], how: dict[str, int], reason: Reason, told: str) -> None:
-    """The argument, or both numbers of rows; an object that the user vouches for is not refused."""
-    found = refusal(leaves("x", "y"), values, rules(how), CPU)
-    assert found is not None
-    assert found.reason is reason
-    assert told in found.detail
-    assert refused(object(), rules(static=("y",))) is None
+def test_a_refusal_says_what(values: list[Any], dynamic: dict[str, int], reason: Reason, told: str) -> None:
+    """The argument, or both numbers of rows."""
+    step = graphed(lambda x, y: x, dynamic=dynamic)
+    step(*values)
+    assert step.stats.reasons == {reason: 1}
+    assert told in step.explain(*values)
 
 
 @pytest.mark.parametrize(
     ("dim", "value", "named"),
     [
         (2, torch.ones(4, 3), r"dynamic\['x'\] = 2 is out of range: .*\(4, 3\); give a dimension from -2 to 1"),
+        (-3, torch.ones(4, 3), r"dynamic\['x'\] = -3 is out of range"),
         (0, torch.tensor(1.0), r"the tensor has no dimensions; leave it out of dynamic="),
     ],
 )
-def test_a_batch_dimension_must_exist(dim: int, value: torch.Tensor, named: str) -> None:
-    """The message tells the shape and the remedy."""
+def test_a_batch_dimension_must_exist(dim: int, value: Tensor, named: str) -> None:
+    """The message tells the shape and the remedy; a call that has the dimension is served afterwards."""
+    step = graphed(lambda x: x * 2, dynamic={"x": dim}, **with_options({}, capture_after=1))
     with pytest.raises(ConfigError, match=named):
-        refusal(leaves("x"), [value], rules({"x": dim}), CPU)
+        step(value)
+    step(torch.randn(4, 4, 4))
+    assert step.stats.captures == 1

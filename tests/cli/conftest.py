@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from graphdispatch.cli.app import main
+from graphdispatch.cli import main
 
 
 class Outcome(NamedTuple):

@@ -8,8 +8,6 @@ import torch
 
 from graphdispatch import Reason
 from graphdispatch.demo import DemoResult, SideBySide, generate_trace
-from graphdispatch.demo import run as module
-from graphdispatch.demo.run import StepRecord
 
 
 @pytest.mark.parametrize(("slots", "window"), [(4, 8), (16, 64)])
@@ -43,9 +41,10 @@ def test_both_sides_go_through_the_trace_and_a_wrong_cache_is_found() -> None:
 
 def test_the_figures_follow_from_the_records() -> None:
     """Hit rate and padding, medians, and the groups by graph; a difference that is no number differs."""
-    exact = StepRecord(4, 4, Reason.EXACT, eager=3e-3, graphed=1e-3, difference=1e-6)
+    some = next(SideBySide(max_size=1).run(generate_trace(1, 1)))
+    exact = some._replace(rows=4, size=4, reason=Reason.EXACT, eager=3e-3, graphed=1e-3, difference=1e-6)
     padded = exact._replace(rows=1, reason=Reason.PADDED, difference=float("nan"))
-    large = StepRecord(9, 0, Reason.ABOVE_LARGEST_SIZE, eager=8e-3, graphed=8e-3, difference=0.0)
+    large = exact._replace(rows=9, size=0, reason=Reason.ABOVE_LARGEST_SIZE, eager=8e-3, graphed=8e-3, difference=0.0)
     result = DemoResult((exact, padded, large, exact), 1e-4)
     assert (result.hit_rate, result.padding, result.differing) == (0.75, pytest.approx(3 / 9), 1)
     assert result.median_ms == pytest.approx((3.0, 1.0))
@@ -62,7 +61,7 @@ def test_the_command_ends_with_its_verdict(run: Callable[..., Any], monkeypatch:
 
 def test_a_difference_is_exit_code_1(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict counts the steps."""
-    monkeypatch.setattr(module, "_TOLERANCES", {torch.float32: -1.0})
+    monkeypatch.setattr("graphdispatch.demo.run._TOLERANCES", {torch.float32: -1.0})
     code, out, _ = run("demo", "--steps", 2, "--max-size", 1, "--device", "cpu")
     assert (code, out.splitlines()[-1]) == (1, "WRONG: 2 of 2 steps differ from eager")
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.cli import doctor
-
 BROKEN = """
 import importlib.abc, sys
 class Missing(importlib.abc.MetaPathFinder):
@@ -55,7 +53,7 @@ def test_a_package_that_is_old_or_missing_has_its_remedy(
             raise PackageNotFoundError(name)
         return found if name == package and found is not None else version(name)
 
-    monkeypatch.setattr(doctor, "version", told)
+    monkeypatch.setattr("graphdispatch.cli.doctor.version", told)
     outcome = run("doctor")
     assert (outcome.code, line in outcome.out) == (code, True), outcome.out
 

@@ -10,6 +10,8 @@ import torch
 
 import graphdispatch as gd
 
+from ..helpers import scripted
+
 FULL = gd.CUDAGraphMode.FULL
 
 
@@ -103,10 +105,7 @@ class Refusing(gd.AdaptiveDispatchPolicy):
 def test_a_policy_s_no_is_final(hybrid: bool) -> None:
     """Also where ``HYBRID`` is disabled, so that the policy does not choose the kind of graph."""
     dispatcher = gd.CudagraphDispatcher(lambda: "eager", Refusing())
-    graph = gd.MockCUDAGraph("graph")
-    graph.capture_begin()
-    graph.capture_end()
-    dispatcher.register_graph(gd.DispatchKey(8, 8), graph, input_ptrs=[])
+    dispatcher.register_graph(gd.DispatchKey(8, 8), scripted(), input_ptrs=[])
     if not hybrid:
         dispatcher.disable_mode(gd.DispatchMode.HYBRID)
     assert dispatcher.dispatch(gd.DispatchKey(8, 8)) == "eager"

@@ -1,7 +1,5 @@
 """The demo's decoder is a Llama whose rows are independent, so that graphs can serve it."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,13 +7,6 @@ from torch import Tensor
 from graphdispatch.demo import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=50, window=12)
-
-
-@pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
-    """The demo is inference."""
-    with torch.inference_mode():
-        yield
 
 
 def rows(*places: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:

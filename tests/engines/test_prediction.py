@@ -7,17 +7,9 @@ import pytest
 from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
 
+from ..helpers import Clock
+
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
-
-
-class Clock:
-    """Seconds that only the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Target:

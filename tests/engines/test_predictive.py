@@ -1,6 +1,5 @@
 """Prediction at the front doors that engines use: sizes forecast from the keys so far have their graphs in time."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,24 +7,10 @@ import torch
 
 import graphdispatch as gd
 
+from ..helpers import Clock
+
 FULL = gd.CUDAGraphMode.FULL
 SIZES = (1, 2, 4, 8)
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-class Clock:
-    """Seconds by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        """The time."""
-        return self.now
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

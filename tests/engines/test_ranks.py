@@ -166,16 +166,9 @@ def test_collectives_inside_the_graph_pair_up(two: list[dict[str, Any]]) -> None
         assert result["collective"]["hits"] == 4
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The functional collectives on one process."""
-    return run_ranks(1, tmp_path_factory.mktemp("one"), "functional_collectives")
-
-
-@pytest.mark.parametrize("world", ["one", "two"])
-def test_functional_collectives_run_in_the_graph(world: str, request: pytest.FixtureRequest) -> None:
+def test_functional_collectives_run_in_the_graph(two: list[dict[str, Any]]) -> None:
     """A replay runs the collective and its wait: two calls of four are hits, and all answers are eager's."""
-    for result in request.getfixturevalue(world):
+    for result in two:
         assert result["functional_collectives"] == {
             name: [[True] * 4, 2] for name in ("reduced", "waited", "several", "gathered", "in_place")
         }

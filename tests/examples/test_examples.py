@@ -25,12 +25,6 @@ def test_every_example_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
-def test_an_example_is_short(name: str) -> None:
-    """It has fewer than 80 lines."""
-    assert (EXAMPLES / f"{name}.py").read_text().count("\n") < 80
-
-
-@pytest.mark.parametrize("name", RUN_HERE)
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """In a process of its own, where warnings are errors and the folder is another one; a wrong answer is an error."""
     needs, promise = RUN_HERE[name]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from graphdispatch.backends.cuda import CUDABackend
+
 Handle = tuple[int, int]
 
 
@@ -78,7 +80,6 @@ class ScriptedGraph:
     def capture_end(self) -> None:
         driver, stream = self.driver, self.driver.current
         assert stream.is_capturing, "Capture must end on the same stream it began on"
-        assert self.handle is not None
         stream.is_capturing = False
         driver.log.append("end")
         spoilt, stream.spoilt = stream.spoilt, None
@@ -97,7 +98,6 @@ class ScriptedGraph:
     def reset(self) -> None:
         self.driver.log.append("reset")
         if self.is_held:
-            assert self.handle is not None
             self.is_held = False
             self.driver.release(self.handle)
 
@@ -217,3 +217,8 @@ class ScriptedCUDA:
         }
         for name, value in bindings.items():
             patch.setattr(torch._C, name, value, raising=False)
+
+
+def cuda_backend(index: int | None) -> CUDABackend:
+    """The backend of a device, also where torch finds none."""
+    return CUDABackend(torch.device("cuda", index) if index is not None else torch.device("cuda"))

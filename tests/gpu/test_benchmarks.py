@@ -20,8 +20,7 @@ def test_a_section_gives_figures_for_each_side(section: object, tmp_path: Path) 
     rows: list[Row] = []
     cpu = torch.device("cpu")
     bench = Bench(cpu, True, False, None, math.inf, rows.append)
-    with torch.no_grad():
-        section.run(bench)  # type: ignore[attr-defined]
+    section.run(bench)  # type: ignore[attr-defined]
     assert len(rows) >= 3
     assert [row for row in rows if "error" in row.figures] == []
     assert all(float(row.figures.get("difference", 0)) < 1e-4 for row in rows)

@@ -1,6 +1,8 @@
 """What the CUDA backend asks of torch and puts back whatever fails, on a stand-in for ``torch.cuda``: runs anywhere."""
 
 import gc
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -9,13 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import Reason
-from graphdispatch.backends.base import CAPTURE_LOCK, Graph
-from graphdispatch.backends.cuda import CUDABackend
-from graphdispatch.backends.cuda.errors import diagnose
-from graphdispatch.backends.cuda.pool import CUDAPool
-from graphdispatch.errors import CaptureError, ReplayError
+from graphdispatch.backends import Backend, Graph, Pool
+from graphdispatch.errors import BackendError, CaptureError, ReplayError
 
-from .scripted_cuda import ScriptedCUDA, ScriptedStream
+from ..helpers import may_capture
+from .scripted_cuda import ScriptedCUDA, ScriptedStream, cuda_backend
 
 INVALID = "CUDA error: operation failed due to a previous error during capture"
 BUSY_GENERATOR = "Offset increment outside graph capture encountered unexpectedly."
@@ -30,51 +30,32 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> ScriptedCUDA:
 
 
 @pytest.fixture
-def backend(driver: ScriptedCUDA) -> CUDABackend:
+def backend(driver: ScriptedCUDA) -> Backend:
     """The backend of the second device, while the first one is current."""
-    return CUDABackend(torch.device("cuda", 1))
+    return cuda_backend(1)
 
 
 @pytest.fixture
-def pool(backend: CUDABackend) -> CUDAPool:
+def pool(backend: Backend) -> Pool:
     """An open pool."""
-    made = backend.make_pool()
-    assert isinstance(made, CUDAPool)
-    return made
+    return backend.make_pool()
 
 
-def capture(backend: CUDABackend, pool: CUDAPool) -> Graph:
+def capture(backend: Backend, pool: Pool) -> Graph:
     """A graph of nothing."""
     with backend.begin_capture(pool) as made:
         pass
     return made.graph
 
 
-def can_take_lock_elsewhere() -> bool:
-    """Whether another thread may begin a capture now."""
-    taken: list[bool] = []
-
-    def take() -> None:
-        taken.append(CAPTURE_LOCK.acquire(blocking=False))
-        if taken[0]:
-            CAPTURE_LOCK.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return taken[0]
-
-
 def assert_restored(driver: ScriptedCUDA) -> None:
     """Stream, device, allocator and lock are as if there had been no capture."""
     assert (driver.device, driver.currents) == (0, driver.defaults)
     assert driver.recording == set()
-    assert can_take_lock_elsewhere()
+    assert may_capture()
 
 
-def test_what_torch_does_to_begin_is_hidden_from_modes(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
-) -> None:
+def test_what_torch_does_to_begin_is_hidden_from_modes(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """A mode that watches the callable, as the capturer does after a break, is shown none of it."""
     seen: list[object] = []
 
@@ -94,9 +75,7 @@ def test_what_torch_does_to_begin_is_hidden_from_modes(
     assert len(seen) == 1
 
 
-def test_a_capture_is_prepared_and_cleaned_up_in_order(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
-) -> None:
+def test_a_capture_is_prepared_and_cleaned_up_in_order(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The device is idle and the workspaces are forgotten before; after it they are forgotten again."""
     capture(backend, pool)
     placeholder, rest = driver.log[:2], driver.log[2:]
@@ -112,7 +91,7 @@ def test_a_capture_is_prepared_and_cleaned_up_in_order(
     ]
 
 
-def test_all_captures_of_a_device_run_on_one_stream(driver: ScriptedCUDA, backend: CUDABackend) -> None:
+def test_all_captures_of_a_device_run_on_one_stream(driver: ScriptedCUDA, backend: Backend) -> None:
     """Of whichever pool: blocks are shared only within a stream."""
     seen: list[ScriptedStream] = []
     for _ in range(2):
@@ -122,7 +101,7 @@ def test_all_captures_of_a_device_run_on_one_stream(driver: ScriptedCUDA, backen
     assert (seen[0].device, driver.streams) == (torch.device("cuda", 1), 1)
 
 
-def test_the_memory_goes_with_the_last_graph(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_the_memory_goes_with_the_last_graph(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """Then nothing holds its handle any more, and the next graph gets another; after ``close`` nothing holds that."""
     first, second = capture(backend, pool), capture(backend, pool)
     (handle,) = driver.held()
@@ -140,7 +119,7 @@ def test_the_memory_goes_with_the_last_graph(driver: ScriptedCUDA, backend: CUDA
     assert driver.held() == {}
 
 
-def test_a_capture_that_cannot_end_is_contained(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_a_capture_that_cannot_end_is_contained(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The allocator's recording is ended, its count given back, the handle left to older graphs, the cause kept."""
     older = capture(backend, pool)
     (old,) = driver.held()
@@ -157,7 +136,7 @@ def test_a_capture_that_cannot_end_is_contained(driver: ScriptedCUDA, backend: C
     assert old in driver.finished
 
 
-def test_the_users_error_wins_over_the_captures(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_the_users_error_wins_over_the_captures(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """In a capture that its error also made invalid."""
     mine = ValueError("mine")
 
@@ -173,7 +152,7 @@ def test_the_users_error_wins_over_the_captures(driver: ScriptedCUDA, backend: C
     assert_restored(driver)
 
 
-def test_out_of_memory_in_a_capture_keeps_the_pool(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_out_of_memory_in_a_capture_keeps_the_pool(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The capture itself is still valid: it is ended and dropped, and the handle goes on."""
     kept = capture(backend, pool)
     before = driver.held()
@@ -191,9 +170,7 @@ def test_out_of_memory_in_a_capture_keeps_the_pool(driver: ScriptedCUDA, backend
 
 
 @pytest.mark.parametrize("place", ["begin", "instantiate"])
-def test_a_fault_of_the_driver_leaves_no_count(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool, place: str
-) -> None:
+def test_a_fault_of_the_driver_leaves_no_count(driver: ScriptedCUDA, backend: Backend, pool: Pool, place: str) -> None:
     """Whether the stream refused to begin, or the finished graph found no memory."""
     older = capture(backend, pool)
     (old,) = driver.held()
@@ -212,7 +189,7 @@ def test_a_fault_of_the_driver_leaves_no_count(
     assert driver.held() == {}
 
 
-def test_a_placeholder_that_fails_is_tried_again(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_a_placeholder_that_fails_is_tried_again(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The first use of a pool may find no memory; the next one begins from nothing."""
     driver.faults["begin"] = [RuntimeError("CUDA error: out of memory")]
     with pytest.raises(CaptureError, match="out of memory"):
@@ -222,7 +199,7 @@ def test_a_placeholder_that_fails_is_tried_again(driver: ScriptedCUDA, backend: 
     capture(backend, pool).replay()
 
 
-def test_a_resume_that_fails_is_contained(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_a_resume_that_fails_is_contained(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The lock, which a pause gave back, is not kept; the graph before the pause stays good."""
     paused = backend.begin_capture(pool)
     first = paused.pause()
@@ -234,9 +211,7 @@ def test_a_resume_that_fails_is_contained(driver: ScriptedCUDA, backend: CUDABac
     first.replay()
 
 
-def test_another_stream_left_current_inside_is_no_trap(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
-) -> None:
+def test_another_stream_left_current_inside_is_no_trap(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The capture ends on its own stream, and the caller's is put back."""
     with backend.begin_capture(pool) as made:
         driver.set_stream(backend.make_stream().native)  # type: ignore[attr-defined]
@@ -245,7 +220,7 @@ def test_another_stream_left_current_inside_is_no_trap(
     assert_restored(driver)
 
 
-def test_an_empty_graph_is_no_warning(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_an_empty_graph_is_no_warning(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """A callable may begin with a break; warnings are errors here."""
     driver.warns_of_empty_graphs = True
     capture(backend, pool)
@@ -254,7 +229,7 @@ def test_an_empty_graph_is_no_warning(driver: ScriptedCUDA, backend: CUDABackend
 
 @pytest.mark.parametrize(("free", "fraction", "is_emptied"), [(1000, 1.0, False), (10, 1.0, True), (1000, 0.5, True)])
 def test_cached_memory_is_given_back_when_most_is_cached(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool, free: int, fraction: float, is_emptied: bool
+    driver: ScriptedCUDA, backend: Backend, pool: Pool, free: int, fraction: float, is_emptied: bool
 ) -> None:
     """Whether the device or the limit of this process is what is near; else it would cost time for nothing."""
     driver.free, driver.fraction, driver.reserved, driver.allocated = free, fraction, 900, 100
@@ -264,7 +239,7 @@ def test_cached_memory_is_given_back_when_most_is_cached(
 
 
 def test_a_replay_refused_for_a_capture_elsewhere_is_made_after_it(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool
+    driver: ScriptedCUDA, backend: Backend, pool: Pool
 ) -> None:
     """See Note [random numbers during a capture]: it waits for the lock, and launches once."""
     graph = capture(backend, pool)
@@ -281,7 +256,7 @@ def test_a_replay_refused_for_a_capture_elsewhere_is_made_after_it(
 
 @pytest.mark.parametrize("texts", [["CUDA error: misaligned address"], [BUSY_GENERATOR, BUSY_GENERATOR]])
 def test_a_replay_that_stays_refused_is_an_error(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool, texts: list[str]
+    driver: ScriptedCUDA, backend: Backend, pool: Pool, texts: list[str]
 ) -> None:
     """With CUDA's error as its cause."""
     graph = capture(backend, pool)
@@ -293,7 +268,7 @@ def test_a_replay_that_stays_refused_is_an_error(
 
 @pytest.mark.parametrize(("unreached", "is_idle"), [(0, True), (3, True), (10**9, False)])
 def test_an_idle_device_is_given_time_to_say_so(
-    driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool, unreached: int, is_idle: bool
+    driver: ScriptedCUDA, backend: Backend, pool: Pool, unreached: int, is_idle: bool
 ) -> None:
     """A mark is not reached at once, also where nothing is in its way; a busy device is asked once more later."""
     capture(backend, pool).replay()
@@ -304,7 +279,7 @@ def test_an_idle_device_is_given_time_to_say_so(
     assert pool.is_idle() is True
 
 
-def test_a_graph_is_released_only_when_idle(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_a_graph_is_released_only_when_idle(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The replays in flight come to their end first."""
     graph = capture(backend, pool)
     graph.replay()
@@ -312,7 +287,7 @@ def test_a_graph_is_released_only_when_idle(driver: ScriptedCUDA, backend: CUDAB
     assert driver.log[-4:] == ["wait until idle", "reset", "reset", "empty cache"], "the graph, then the placeholder"
 
 
-def test_only_a_change_of_stream_is_ordered(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_only_a_change_of_stream_is_ordered(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The same stream again costs nothing; another one waits once."""
     capture(backend, pool)
     pool.order_after_last_use()
@@ -323,7 +298,7 @@ def test_only_a_change_of_stream_is_ordered(driver: ScriptedCUDA, backend: CUDAB
     assert driver.log[quiet:] == [f"stream {driver.currents[1].cuda_stream} waits for 0"]
 
 
-def test_a_pool_counts_its_segments_alone(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_a_pool_counts_its_segments_alone(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """Those of its handles on its device."""
     capture(backend, pool)
     (mine,) = driver.held()
@@ -335,7 +310,7 @@ def test_a_pool_counts_its_segments_alone(driver: ScriptedCUDA, backend: CUDABac
     assert pool.nbytes == 7
 
 
-def test_memory_that_the_driver_took_is_the_graphs(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_memory_that_the_driver_took_is_the_graphs(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """What the device lost during the capture and the allocator does not have; none after the release."""
     with backend.begin_capture(pool) as made:
         driver.free -= 30
@@ -345,7 +320,7 @@ def test_memory_that_the_driver_took_is_the_graphs(driver: ScriptedCUDA, backend
     assert (made.graph.nbytes, made.graph.driver_nbytes) == (0, 0)
 
 
-def test_closing_gives_the_memory_back_at_once(driver: ScriptedCUDA, backend: CUDABackend, pool: CUDAPool) -> None:
+def test_closing_gives_the_memory_back_at_once(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """torch gives the memory of a finished pool to nobody else; a pool that was never used costs nothing."""
     capture(backend, pool).reset()
     pool.close()
@@ -357,11 +332,94 @@ def test_closing_gives_the_memory_back_at_once(driver: ScriptedCUDA, backend: CU
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
-    [(2, Reason.OUT_OF_MEMORY), (900, Reason.CAPTURE_UNSAFE), (905, Reason.CAPTURE_UNSAFE), (1, Reason.CAPTURE_FAILED)],
+    ("text", "reason", "remedy"),
+    [
+        ("CUDA error: operation not permitted when stream is capturing", Reason.CAPTURE_UNSAFE, "item"),
+        ("CUDA error: operation failed due to a previous error during capture", Reason.CAPTURE_UNSAFE, "swallowed"),
+        (
+            "info.status != cudaStreamCaptureStatusInvalidated INTERNAL ASSERT FAILED. Invalid stream capture status",
+            Reason.CAPTURE_UNSAFE,
+            "swallowed",
+        ),
+        ("CUDA error: capturing stream has unjoined work", Reason.CAPTURE_UNSAFE, "side stream"),
+        (
+            "CUDA error: operation would make the legacy stream depend on a capturing blocking stream",
+            Reason.CAPTURE_UNSAFE,
+            "legacy default stream",
+        ),
+        (
+            "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned.",
+            Reason.CAPTURE_UNSAFE,
+            "pin it",
+        ),
+        (
+            "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture",
+            Reason.CAPTURE_UNSAFE,
+            "refuses to be captured",
+        ),
+        ("Offset increment outside graph capture encountered unexpectedly.", Reason.CAPTURE_UNSAFE, "generator"),
+        ("CUDA error: out of memory", Reason.OUT_OF_MEMORY, "fewer or smaller"),
+        ("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", Reason.OUT_OF_MEMORY, "fewer or smaller"),
+        ("CUDA error: an illegal memory access was encountered", Reason.CAPTURE_FAILED, "restart"),
+        ("the sizes of two tensors differ", Reason.CAPTURE_FAILED, "original error"),
+    ],
 )
-def test_an_error_code_is_read_before_the_text(code: int, reason: Reason) -> None:
-    """Newer torch versions hand the code on."""
-    error = torch.AcceleratorError("CUDA error: said in other words")
-    error.error_code = code  # type: ignore[attr-defined]
-    assert diagnose(error).reason is reason
+def test_an_error_text_names_the_reason_and_the_remedy(
+    backend: Backend, driver: ScriptedCUDA, pool: Pool, text: str, reason: Reason, remedy: str
+) -> None:
+    """Each kind of failed capture is told apart by what CUDA and torch say."""
+    failing = backend.begin_capture(pool)
+    driver.current.spoilt = RuntimeError(text)
+    with pytest.raises(CaptureError, match=remedy) as caught:
+        failing.end()
+    assert caught.value.reason is backend.classify_error(RuntimeError(text)) is reason
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("out of memory of earlier requests"), Reason.CAPTURE_FAILED),  # the user's own
+        (CaptureError("during cuda graph capture", Reason.INSIDE_CAPTURE), Reason.INSIDE_CAPTURE),
+        (torch.OutOfMemoryError("CUDA out of memory."), Reason.OUT_OF_MEMORY),
+        (2, Reason.OUT_OF_MEMORY),
+        (900, Reason.CAPTURE_UNSAFE),
+        (905, Reason.CAPTURE_UNSAFE),
+        (1, Reason.CAPTURE_FAILED),
+    ],
+    ids=str,
+)
+def test_an_error_is_known_by_its_type_and_code_before_its_text(error: Exception | int, reason: Reason) -> None:
+    """Newer torch versions hand the code on; a reason that an error carries is not guessed again."""
+    if isinstance(error, int):
+        code, error = error, torch.AcceleratorError("CUDA error: said in other words")
+        error.error_code = code  # type: ignore[attr-defined]
+    backend = cuda_backend(0)
+    assert backend.classify_error(error) is reason
+    assert backend.is_out_of_memory(error) is (reason is Reason.OUT_OF_MEMORY)
+
+
+def test_a_device_without_an_index_is_refused() -> None:
+    """One backend object is one GPU, and takes pools of its own."""
+    with pytest.raises(BackendError, match="must have an index"):
+        cuda_backend(None)
+    with pytest.raises(BackendError, match="pool must come from the backend of cuda:1"):
+        cuda_backend(1).begin_capture(cuda_backend(0).make_pool())
+
+
+def test_asking_does_not_touch_cuda() -> None:
+    """Importing, making a backend and a pool, and the questions that never raise leave CUDA uninitialised."""
+    code = (
+        "import torch\n"
+        "from graphdispatch.backends.cuda import CUDABackend\n"
+        "backend = CUDABackend(torch.device('cuda', 0))\n"
+        "backend.make_pool(), CUDABackend.is_available(), backend.is_capturing()\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_tensor_on_the_host_is_its_own_weak_reference() -> None:
+    """Where no alias can be made, the tensor itself comes back."""
+    tensor = torch.ones(2)
+    assert cuda_backend(0).weak_reference(tensor) is tensor

@@ -64,11 +64,10 @@ def test_each_call_has_eagers_answer(
     both = {0: "batch", 1: Dim("seq", sizes=lengths)}
     dims = {"x": both, "mask": {0: "batch", 1: "seq"}, "y": {0: "batch"}}
     step = graphed(model, dynamic=dims, sizes=rows, options=AT_ONCE)
-    with torch.no_grad():
-        for batch, length in [call for call in calls for _ in range(repeats)] + calls:
-            x, mask = torch.randn(batch, length, 3), (torch.rand(batch, length) < 0.7).float()
-            values = (x, mask, torch.randn(batch, 3))
-            got, want = step(*values), model(*values)
-            assert [one.shape for one in got] == [one.shape for one in want]
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for batch, length in [call for call in calls for _ in range(repeats)] + calls:
+        x, mask = torch.randn(batch, length, 3), (torch.rand(batch, length) < 0.7).float()
+        values = (x, mask, torch.randn(batch, 3))
+        got, want = step(*values), model(*values)
+        assert [one.shape for one in got] == [one.shape for one in want]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     step.check_integrity()

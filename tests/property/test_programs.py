@@ -81,22 +81,21 @@ def test_replays_are_eagers(steps: list[_Step], held: frozenset[int]) -> None:
     backend = get_backend("cpu")
     generator = torch.Generator().manual_seed(len(steps))
     inputs = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
-    with torch.no_grad():
-        with backend.begin_capture(backend.make_pool()) as capture:
-            values = run(steps, inputs)
-            numbers = sorted({n % len(values) for n in held})
-            outputs = [values[n] for n in numbers]
-            del values
-        for _ in range(3):
-            fresh = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
-            for buffer, new in zip(inputs, fresh, strict=True):
-                buffer.copy_(new)
-            capture.graph.replay()
-            wanted = run(steps, fresh)
-            for number, got in zip(numbers, outputs, strict=True):
-                assert torch.equal(wanted[number], got)
-            for want, got in zip(fresh, inputs, strict=True):
-                assert torch.equal(want, got)
+    with backend.begin_capture(backend.make_pool()) as capture:
+        values = run(steps, inputs)
+        numbers = sorted({n % len(values) for n in held})
+        outputs = [values[n] for n in numbers]
+        del values
+    for _ in range(3):
+        fresh = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
+        for buffer, new in zip(inputs, fresh, strict=True):
+            buffer.copy_(new)
+        capture.graph.replay()
+        wanted = run(steps, fresh)
+        for number, got in zip(numbers, outputs, strict=True):
+            assert torch.equal(wanted[number], got)
+        for want, got in zip(fresh, inputs, strict=True):
+            assert torch.equal(want, got)
 
 
 @given(
@@ -115,14 +114,13 @@ def test_graphs_of_one_pool_do_not_disturb_each_other(programs: list[list[_Step]
     pool = backend.make_pool()
     generator = torch.Generator().manual_seed(0)
     made = []
-    with torch.no_grad():
-        for steps in programs:
-            inputs = [torch.randn(ROWS, COLUMNS, generator=generator)]
-            with backend.begin_capture(pool) as capture:
-                output = run(steps, inputs)[-1]
-            made.append((steps, inputs, capture.graph, output))
-        for number in order:
-            steps, inputs, graph, output = made[number % len(made)]
-            inputs[0].normal_(generator=generator)
-            graph.replay()
-            assert torch.equal(run(steps, inputs)[-1], output)
+    for steps in programs:
+        inputs = [torch.randn(ROWS, COLUMNS, generator=generator)]
+        with backend.begin_capture(pool) as capture:
+            output = run(steps, inputs)[-1]
+        made.append((steps, inputs, capture.graph, output))
+    for number in order:
+        steps, inputs, graph, output = made[number % len(made)]
+        inputs[0].normal_(generator=generator)
+        graph.replay()
+        assert torch.equal(run(steps, inputs)[-1], output)

@@ -1,5 +1,6 @@
 """Decisions for any keys and any batch: against a definition by search, and by what must never happen."""
 
+import math
 from dataclasses import dataclass
 
 from hypothesis import given
@@ -7,7 +8,6 @@ from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode as Mode
 from graphdispatch import Decision, Reason
-from graphdispatch.decide.table import query_len_of, request_limit
 from graphdispatch.engines import BatchDescriptor, CudagraphKeyDispatcher
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
@@ -79,15 +79,27 @@ def serves(key: Key, batch: Batch) -> bool:
         right_variant = descriptor.variant == batch.variant
     if not descriptor.is_uniform_decode:
         return right_variant and batch.most_reqs <= request_limit(descriptor)
-    return right_variant and mode is FULL and batch.uniform == query_len_of(descriptor, QUERY_LEN) != None  # noqa: E711
+    return right_variant and mode is FULL and batch.uniform == query_len_of(descriptor) != None  # noqa: E711
 
 
-def rank(key: Key) -> tuple[int, ...]:
+def rank(key: Key) -> tuple[float, ...]:
     """The order of preference, the best first."""
     mode, descriptor = key
     count = descriptor.variant if isinstance(descriptor.variant, int) else 0
     room = request_limit(descriptor)
     return (-mode, descriptor.num_tokens, count, not descriptor.is_uniform_decode, room, descriptor.num_reqs or 0)
+
+
+def query_len_of(key: BatchDescriptor) -> int | None:
+    """The query length of a uniform graph; None if no batch fits its key."""
+    reqs = key.num_reqs or key.num_tokens / QUERY_LEN
+    return int(key.num_tokens / reqs) if (key.num_tokens / reqs).is_integer() and reqs == int(reqs) else None
+
+
+def request_limit(key: BatchDescriptor) -> float:
+    """The most requests that a graph takes, if not its tokens limit them."""
+    is_free = key.num_reqs is None or key.is_uniform_decode or key.num_reqs >= key.num_tokens
+    return math.inf if is_free or key.num_reqs is None else key.num_reqs
 
 
 @given(keys=keys_strategy, batch=batches())

@@ -28,8 +28,8 @@ _SEQUENCE = st.lists(
         scale=st.sampled_from([None, None, 0.5]),
         context=st.sampled_from(["no_grad", "no_grad", "inference"]),
     ),
-    min_size=10,
-    max_size=20,
+    min_size=5,
+    max_size=10,
 )
 _SEQUENCES = st.lists(_SEQUENCE, min_size=THREADS, max_size=THREADS)
 Call = Callable[..., Any]

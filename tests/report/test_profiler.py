@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.memory.replay import ReplayPlan
-from graphdispatch.serve.hit import HitPath
 
 PARTS = [
     ("copy-in decode 4", "serve decode"),
@@ -70,8 +68,8 @@ def test_captures_and_comparisons_lie_within_the_calls_that_made_them() -> None:
 def test_a_hit_without_the_native_core_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python serves all calls then."""
     serve = settled()
-    monkeypatch.setattr(HitPath, "serve", lambda self, *call: HitPath.serve_in_range(self, *call))
-    monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+    monkeypatch.setattr("graphdispatch.serve.hit.HitPath.serve", lambda self, *call: self.serve_in_range(*call))
+    monkeypatch.setattr("graphdispatch.memory.replay.ReplayPlan.run", lambda self, *call: self.run_in_python(*call))
     assert profiled(serve, 2) == HIT * 2
 
 

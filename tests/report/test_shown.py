@@ -8,10 +8,8 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch.plan import Workload, plan_sizes
-from graphdispatch.showing import html_table
-from graphdispatch.units import percent, storage
 
-from .test_report import HOSTILE, Page, served
+from .test_report import Page, served
 
 STEPS = Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
 
@@ -34,12 +32,12 @@ ABOVE = ["above_largest_size", "1", gd.Reason.ABOVE_LARGEST_SIZE.text]
 MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], list[str]]]] = {
     "stats": (lambda: served().stats, lambda stats: ABOVE),
     "decisions": (dispatched, lambda stats: ABOVE),
-    "memory": (lambda: served().memory_report(), lambda memory: ["total", storage(memory.total)]),
+    "memory": (lambda: served().memory_report(), lambda memory: ["total", f"{memory.total} B"]),
     "prewarm": (prewarmed, lambda report: ["2", "FULL", report.left_out[gd.CUDAGraphMode.FULL, 2]]),
     "plan": (lambda: plan_sizes(STEPS, max_graphs=3), lambda plan: ["FULL", " ".join(map(str, plan.sizes))]),
     "evaluation": (
         lambda: plan_sizes(STEPS, max_graphs=3).evaluate(STEPS),
-        lambda result: ["padding", percent(result.padding, 2)],
+        lambda result: ["padding", f"{100 * result.padding:.2f} %"],
     ),
 }
 
@@ -51,11 +49,3 @@ def test_a_result_shows_its_figures(made: Callable[[], Any], row: Callable[[Any]
     page = Page(result._repr_html_())
     assert page.tags.count("table") == 1
     assert row(result) in page.rows
-
-
-def test_a_table_escapes_all_that_it_is_given() -> None:
-    """Title, columns and cells come back as they were; a cell is shown as its text."""
-    page = Page(html_table(HOSTILE, [HOSTILE, "number"], [(HOSTILE, 3)]))
-    assert page.rows == [[HOSTILE, "number"], [HOSTILE, "3"]]
-    assert page.text.startswith(HOSTILE)
-    assert {*page.tags} == {"table", "caption", "thead", "tbody", "tr", "th", "td"}

@@ -2,10 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -14,12 +12,6 @@ from graphdispatch.engines import EntryState
 
 from ..behaviour.cases import Box
 from ..helpers import AT_ONCE
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def served(fn: Any, **options: Any) -> Any:

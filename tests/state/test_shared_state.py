@@ -1,10 +1,7 @@
 """Two served callables over the same state, on two threads: no write is lost while one of them is captured."""
 
-import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphdispatch as gd
-from graphdispatch.memory import windows
-from graphdispatch.state import objects
 
 from ..helpers import AT_ONCE
 
@@ -56,12 +51,11 @@ def test_no_write_is_lost_while_another_thread_captures(other_is: str, run: int)
 
     first, second = served(prefill), served(decode)
     calls = 0
-    with torch.no_grad():
-        if other_is == "hit":
-            for number in range(4):
-                second(x + number)
-                calls += 1
-            assert second.stats.hits
+    if other_is == "hit":
+        for number in range(4):
+            second(x + number)
+            calls += 1
+        assert second.stats.hits
 
     def capture() -> None:
         with torch.no_grad(), gate:
@@ -124,7 +118,7 @@ def test_a_capture_waits_for_a_run_under_way() -> None:
 
 def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that itself waits for the capture's thread ends the wait: the call runs eagerly, with a reason."""
-    monkeypatch.setattr(windows, "_CAPTURE_WAITS_S", 0.2)
+    monkeypatch.setattr("graphdispatch.memory.windows._CAPTURE_WAITS_S", 0.2)
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
 
     def decode(x: torch.Tensor) -> torch.Tensor:
@@ -144,9 +138,7 @@ def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyP
     thread = threading.Thread(target=run)
     thread.start()
     assert gate.inside.wait(20)
-    with torch.no_grad():
-        assert torch.equal(first(x), x * 2)
-    assert first.last_decision is not None
+    assert torch.equal(first(x), x * 2)
     assert first.last_decision.reason is gd.Reason.STATE_SHARED
     gate.go_on.set()
     thread.join(60)
@@ -186,41 +178,3 @@ def test_what_another_thread_changes_meanwhile_stays() -> None:
     thread.join(60)
     assert not step.stats.captures, step.stats.reasons
     assert vars(engine) == {"queue": [1], "busy": False, "added": 1}
-
-
-@contextmanager
-def written_by_another_thread(write: Callable[[int], object]) -> Iterator[None]:
-    """A thread that writes all the time, and is let in as often as possible."""
-    stop, before = threading.Event(), sys.getswitchinterval()
-
-    def run() -> None:
-        number = 0
-        while not stop.is_set():
-            write(number := number + 1)
-
-    thread = threading.Thread(target=run)
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(before)
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict, type("Table", (dict,), {})])
-def test_a_dict_is_read_as_it_is_at_one_moment(kind: type[dict[int, int]]) -> None:
-    """Each key with its own value, whatever another thread adds and removes meanwhile."""
-    table = kind()
-
-    def write(number: int) -> None:
-        table[number] = -number
-        if number > 3:
-            del table[number - 3]
-
-    with written_by_another_thread(write):
-        for _ in range(5_000):
-            entries = objects.content(table)
-            half = len(entries) // 2
-            assert entries[half:] == [-key for key in entries[:half]]

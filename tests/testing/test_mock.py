@@ -5,19 +5,13 @@ import pytest
 from graphdispatch.errors import CaptureError, ReplayError
 from graphdispatch.testing import MockCUDAGraph
 
-
-def captured(**script: object) -> MockCUDAGraph:
-    """A scripted graph that may be replayed."""
-    graph = MockCUDAGraph(**script)  # type: ignore[arg-type]
-    graph.capture_begin()
-    graph.capture_end()
-    return graph
+from ..helpers import scripted
 
 
 def test_replays_run_the_script_and_are_counted() -> None:
     """Each replay calls ``on_replay`` once."""
     runs: list[str] = []
-    graph = captured(on_replay=lambda: runs.append("run"))
+    graph = scripted(on_replay=lambda: runs.append("run"))
     graph.replay()
     graph.replay()
     assert (graph.captures, graph.replays, runs) == (1, 2, ["run", "run"])
@@ -26,7 +20,7 @@ def test_replays_run_the_script_and_are_counted() -> None:
 def test_nothing_runs_during_a_capture() -> None:
     """As on a device, a capture does not execute."""
     runs: list[str] = []
-    graph = captured(on_replay=lambda: runs.append("run"))
+    graph = scripted(on_replay=lambda: runs.append("run"))
     assert graph.is_captured
     assert runs == []
 
@@ -45,7 +39,7 @@ def test_a_capture_fails_as_scripted() -> None:
 def test_one_replay_fails_as_scripted() -> None:
     """Only the replay of that number fails, and its script does not run."""
     runs: list[str] = []
-    graph = captured(on_replay=lambda: runs.append("run"), fail_replay_at=2)
+    graph = scripted(on_replay=lambda: runs.append("run"), fail_replay_at=2)
     graph.replay()
     with pytest.raises(ReplayError, match="replay 2"):
         graph.replay()
@@ -61,7 +55,7 @@ def test_no_replay_before_a_capture() -> None:
 
 def test_no_replay_after_a_reset() -> None:
     """A released graph stays released; releasing twice is fine."""
-    graph = captured()
+    graph = scripted()
     graph.reset()
     graph.reset()
     with pytest.raises(ReplayError, match="without a capture"):
@@ -89,6 +83,6 @@ def test_a_graph_is_captured_once(state: str) -> None:
 
 def test_repr_is_a_status_line() -> None:
     """State and replays."""
-    graph = captured()
+    graph = scripted()
     graph.replay()
     assert repr(graph) == "<MockCUDAGraph captured, 1 replays>"

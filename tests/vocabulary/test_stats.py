@@ -4,10 +4,14 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
-from graphdispatch import CUDAGraphStats, Reason
-from graphdispatch.engines import BatchDescriptor, DispatchMode, DispatchStats
-from graphdispatch.stats import Eviction, EvictionReason
+from graphdispatch import CUDAGraphStats, Reason, graphed
+from graphdispatch.engines import DispatchMode, DispatchStats
+
+from ..helpers import AT_ONCE
+
+QUICK = AT_ONCE.replace(gc_disable=False)
 
 
 def test_rates_are_zero_before_the_first_call() -> None:
@@ -48,21 +52,18 @@ def test_counters_are_told() -> None:
 
 
 def test_captures_evictions_and_failures_are_counted_apart() -> None:
-    """Work on the cache is no call."""
-    stats = CUDAGraphStats()
-    stats.record_capture(1.5)
-    stats.record_capture(2.0)
-    stats.record_capture_failure()
-    for freed in (10, 20, 0):
-        stats.record_eviction(Eviction("key", BatchDescriptor(4), 7, 1.5, freed, EvictionReason.COUNT))
-    assert (stats.captures, stats.capture_time_ms) == (2, 3.5)
-    assert (stats.capture_failures, stats.evictions, stats.evicted_bytes, stats.calls) == (1, 3, 30, 0)
-    assert stats.eviction_reasons == {EvictionReason.COUNT: 3}
-    assert stats.to_dict()["eviction_reasons"] == {"count": 3}
-    for number in range(100):  # of which the latest are remembered
-        stats.record_eviction(Eviction(number, BatchDescriptor(4), 7, 1.5, 1, EvictionReason.BYTES))
-    assert [eviction.key for eviction in stats.last_evictions] == list(range(36, 100))
-    assert stats.evictions == 103
+    """Work on the cache is no call; of the evictions the latest 64 are remembered."""
+    step = graphed(lambda x: x * (2 if len(x) > 1 else x.item()), dynamic={"x": 0}, sizes=(1, 4), options=QUICK)
+    for number in range(70):
+        step(torch.randn(4, 1))
+        step.invalidate(str(number))
+    step(torch.randn(1, 1))
+    stats = step.stats
+    assert (stats.captures, stats.capture_failures, stats.evictions, stats.calls) == (70, 1, 70, 71)
+    assert stats.capture_time_ms > 0
+    assert stats.to_dict()["eviction_reasons"] == {"invalidated": 70}
+    assert [eviction.tag for eviction in stats.last_evictions] == list(map(str, range(6, 70)))
+    assert stats.evicted_bytes >= sum(eviction.freed_bytes for eviction in stats.last_evictions)
 
 
 def test_calls_are_counted_by_rows_in_bounded_memory() -> None:

@@ -1,6 +1,6 @@
 """Serves every case of ``families`` by ``graphed``, compares answers with eager, and says what was not served, and why.
 
-``python -m tests.real_models.sweep`` prints a line for each case; with ``--write`` it also writes the summary
+``python -m benchmarks.real_models.sweep`` prints a line for each case; with ``--write`` it also writes the summary
 in ``docs/models.md`` and all cases in ``build/models.csv``.
 """
 

@@ -1,6 +1,6 @@
 """What a sweep found: a summary in ``docs/models.md``, and every case in ``build/models.csv``.
 
-``python -m tests.real_models.sweep --write`` writes both.
+``python -m benchmarks.real_models.sweep --write`` writes both.
 """
 
 from __future__ import annotations
