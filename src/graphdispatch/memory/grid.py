@@ -1,6 +1,7 @@
 """Static inputs of batches with several dynamic dimensions, and which of their extents were compared with eager."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -150,8 +151,12 @@ class GridCompared(Compared):
         return extent == size or extent in known or (size > MOST_COMPARED and extent > min(known, default=extent))
 
     def missing(self, rows: int, size: int) -> Iterable[int]:
-        """Batches that differ from a full one along one axis, and are longer than ``rows`` there."""
-        full = Extents.of(self.axes, size).lengths
-        for place, axis in enumerate(self.axes):
-            for extent in range(axis.of(rows), full[place]):
+        """For each number of rows from that of ``rows`` on the shortest and the longest batches; then a full one with
+        each other extent in turn."""
+        least, full = (Extents.of(self.axes, number).lengths for number in (rows, size))
+        ends = ((low, high) for low, high in zip(least[1:], full[1:], strict=True))
+        for lengths in product(range(least[0], full[0] + 1), *ends):
+            yield Extents.pack(self.axes, lengths)
+        for place in range(1, len(full)):
+            for extent in range(least[place], full[place]):
                 yield Extents.pack(self.axes, [*full[:place], extent, *full[place + 1 :]])
