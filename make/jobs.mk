@@ -8,7 +8,8 @@ ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends
 ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_graphed_sequences.py \
 	tests/property/test_wrapper_sequences.py
 
-QUICK := tests/behaviour tests/call tests/decide tests/plan tests/vocabulary --front-ends graphed
+QUICK := tests/behaviour tests/call tests/decide tests/plan tests/vocabulary --front-ends graphed \
+	--deselect tests/behaviour/test_faults_operators.py
 
 # Style, and which package may import which.
 lint: $(VENV)/.dev

@@ -569,7 +569,7 @@ foreign("lock_left", is_shared=True, row=True)(
 foreign("event", is_shared=True)(
     threading.Event, lambda o, _: o.clear() if o.is_set() else o.set(), lambda o: o.is_set()
 )
-foreign("lock", in_breaks=False)(threading.Lock, toggle, lambda o: o.locked())
+foreign("lock", in_breaks=False, is_shared=True)(threading.Lock, toggle, lambda o: o.locked())
 foreign("reentrant lock", is_shared=True)(
     threading.RLock, lambda o, _: o.acquire(), lambda o: repr(o).partition("count")[2][:3]
 )

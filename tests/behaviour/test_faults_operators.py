@@ -19,8 +19,9 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "memory": lambda: torch.OutOfMemoryError("injected"),
     "interrupt": lambda: KeyboardInterrupt("injected"),
 }
-# Every operator with one kind of error; the others at every third, and where a break parts the graph, every fifth.
-STRIDES = {"error": 1, "memory": 3, "interrupt": 3}
+# Every second operator with one kind of error; the others at every eleventh, and where a break parts the graph, at every
+# fifth of these.
+STRIDES = {"error": 2, "memory": 11, "interrupt": 11}
 CALLS = {"capture": 0, "verification": 1, "replay": 2}
 
 

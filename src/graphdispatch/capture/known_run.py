@@ -3,12 +3,13 @@
 Note [a run that is not watched again]
     A watched run takes several times as long as a plain one, and each number of rows would take one. Where the captured
     run did nothing but compute, a plain run is enough, if no code ran that did not run then, and if it left all as it
-    was: the versions of the tensors within reach, Python state, and the random generator. The graph's outputs are
-    compared as ever. Any other run is the caller's answer and proves nothing: the next batch of so many rows is
-    watched.
+    was: the versions of the tensors within reach, the random generator, and Python state, which is looked at where the
+    code spells anything that changes it. The graph's outputs are compared as ever. Any other run is the caller's answer
+    and proves nothing: the next batch of so many rows is watched.
 """
 
 import sys
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -55,9 +56,9 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, Eage
         if event == "call" and id(frame.f_code) not in known:
             new_code.append(frame.f_code)
 
-    rng, walk = request.backend.rng_state(), StateWalk(*request.roots)
-    tensors, arguments = list(walk.tensors), request.arguments()
-    versions = _versions(tensors)
+    rng, arguments = request.backend.rng_state(), request.arguments()
+    walk = StateWalk(*(request.roots if entry.guard.notes.may_change_state() else ()))
+    versions = _versions(request.tensors)
     copies = [value.clone() if value.is_inference() else value._version for value in arguments]
     sys.setprofile(note)
     try:
@@ -66,7 +67,7 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, Eage
         sys.setprofile(None)
     is_pure = (
         not new_code
-        and (versions is not None and versions == _versions(tensors))
+        and (versions is not None and versions == _versions(request.tensors))
         and all(map(_is_unwritten, arguments, copies))
         and torch.equal(rng, request.backend.rng_state())
     )
@@ -85,7 +86,7 @@ def _is_unwritten(value: torch.Tensor, before: torch.Tensor | int) -> bool:
     return bits_equal(value, before) if isinstance(before, torch.Tensor) else value._version == before
 
 
-def _versions(tensors: list[torch.Tensor]) -> list[int] | None:
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """How often each tensor was written; None if one does not count that."""
     if any(tensor.is_inference() for tensor in tensors):
         return None

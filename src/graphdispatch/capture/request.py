@@ -64,6 +64,8 @@ class CaptureRequest:
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     reach: set[int] = field(default_factory=set)
     """The addresses of the storages that the callable reaches: see Note [windows] in ``memory/windows.py``."""
+    tensors: Sequence[torch.Tensor] = ()
+    """The tensors that the callable reaches."""
     keep_effects: bool = True
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
     judges_gain: bool = False

@@ -392,6 +392,7 @@ class GraphSet:
             peers=[one for one in group.all_entries if one.guard is not None and one.guard.holds()],
             auto_breaks=self.auto_breaks,
             reach=storages_of(self.guard._tensors),
+            tensors=self.guard._tensors,
             clock=self.clock,
             keep_effects=keep_effects,
             judges_gain=self.judges_gain and keep_effects,

@@ -5,7 +5,7 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from .bytecode import code_reads
+from .bytecode import code_reads, may_change_state
 from .objects import is_library_code
 
 __all__ = ["IDENTITY", "TENSOR_NAMES", "CodeNotes", "Names", "keep", "told_by"]
@@ -58,6 +58,10 @@ class CodeNotes:
         """Whether code of the user names the environment variables."""
         self.is_blind = False
         """Whether something ran unseen; then everything within reach counts as read."""
+
+    def may_change_state(self) -> bool:
+        """Whether code of the user that ran may change Python state, be it in lines that did not run."""
+        return self.is_blind or any(may_change_state(c) for c in self.codes if not is_library_code(c.co_filename))
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
