@@ -19,7 +19,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "memory": lambda: torch.OutOfMemoryError("injected"),
     "interrupt": lambda: KeyboardInterrupt("injected"),
 }
-# Every second operator with one kind of error; the others at every eleventh, and where a break parts the graph, at every
+# Every second operator with one kind of error; the others at every eleventh, and where a break parts the graph, every
 # fifth of these.
 STRIDES = {"error": 2, "memory": 11, "interrupt": 11}
 CALLS = {"capture": 0, "verification": 1, "replay": 2}

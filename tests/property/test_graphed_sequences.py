@@ -232,4 +232,6 @@ def _change(model: RandomModel, name: str, how: str) -> None:
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(settings.default, max_examples=settings.default.max_examples, stateful_step_count=12)
+TestSequences.settings = settings(
+    settings.default, max_examples=settings.default.max_examples // 2, stateful_step_count=12
+)

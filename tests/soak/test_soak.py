@@ -22,7 +22,7 @@ from graphdispatch import CUDAGraphOptions, Graphed, eager_break, graphed
 from graphdispatch.backends import get_backend
 
 THREADS = 16
-CALLS = int(os.environ.get("GRAPHDISPATCH_SOAK_CALLS", "4000"))
+CALLS = int(os.environ.get("GRAPHDISPATCH_SOAK_CALLS", "2400"))
 LARGEST, WIDTH = 12, 8
 _SPARE_BYTES = 64 << 20
 """What the resident memory may grow by after the first third: the allocator's own, and statistics with a bound."""
