@@ -22,6 +22,13 @@ ROWS = (1, 2, 4, 8)
 WIDTH = 256
 
 
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """As in the threads that the tests start."""
+    with torch.inference_mode():
+        yield
+
+
 @pytest.fixture
 def model(cuda: Backend) -> torch.nn.Module:
     """Matrix products in half precision, which use cuBLAS workspaces."""
@@ -227,7 +234,7 @@ def test_a_side_stream_that_is_joined_is_part_of_the_graph(cuda: Backend) -> Non
         return left + right
 
     served = gd.graphed(two_streams, dynamic={"x": 0}, sizes=(4,))
-    served.prewarm(x=torch.randn(4, 64, device=cuda.device))
+    served.prewarm(x=torch.randn(4, 64, device=cuda.device), compare="all")
     for rows in (4, 3):
         x = torch.randn(rows, 64, device=cuda.device)
         torch.testing.assert_close(served(x=x), x.sin() + x.cos())
@@ -285,7 +292,7 @@ def test_workers_serve_several_threads(cuda: Backend, model: torch.nn.Module) ->
 def test_new_numbers_of_rows_beside_a_capture(cuda: Backend, model: torch.nn.Module) -> None:
     """The first hits of each number of rows, which prepare a replay, do not disturb the captures of another thread."""
     served = gd.graphed(model, dynamic={"input": 0}, sizes=(64,))
-    served.prewarm(batch(1))
+    served.prewarm(batch(1), compare="all")
     inputs = [batch(rows) for rows in range(1, 65)]
     expected = [model(x) for x in inputs]
     example, outputs, captured = batch(3), list[Tensor](), list[int]()
