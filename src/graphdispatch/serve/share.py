@@ -18,8 +18,9 @@ class TimeShare:
     """Says whether there is time for work on graphs that a call would pay for: a capture, or a comparison.
 
     All of it may take at most ``share`` of the time that eager would take for the calls served so far: eager calls and
-    replays, each as long as an eager call on average. Work is expected to take as long as the latest of its kind. The
-    first two of each kind are done whatever they take, and do not count, so that the first graphs come soon.
+    replays, each as long as an eager call on average. Work counts beyond the eager call that it answers, and is
+    expected to take as long as the latest of its kind. The first two of each kind are done whatever they take, and do
+    not count, so that the first graphs come soon.
 
     Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
 
@@ -59,7 +60,7 @@ class TimeShare:
         try:
             return work()
         finally:
-            self._latest_s[kind] = self.clock() - started
+            self._latest_s[kind] = max(self.clock() - started - self._usual_s, 0.0)
             self._done[kind] += 1
             if self._done[kind] > _FIRST:
                 self._spent_s += self._latest_s[kind]
@@ -84,4 +85,8 @@ class TimeShare:
     @property
     def _served_s(self) -> float:
         replays = self._gone_replays + sum(entry.replay_count for entry in self._entries())
-        return self._eager_s * (1 + replays / self._eager_calls) if self._eager_calls else 0.0
+        return self._eager_s + replays * self._usual_s
+
+    @property
+    def _usual_s(self) -> float:
+        return self._eager_s / self._eager_calls if self._eager_calls else 0.0
