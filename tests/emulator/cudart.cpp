@@ -395,8 +395,13 @@ API Status cudaRuntimeGetVersion(int* v) {
   *v = 13000;
   return ret(cudaSuccess);
 }
+// The device encompasses each stream that is being captured, by whichever thread and in whichever mode.
 API Status cudaDeviceSynchronize() {
-  if (Status e = unsafe()) return ret(e);
+  {
+    Lock l(books);
+    for (auto* c : captures()) c->bad = true;
+    if (!captures().empty()) return ret(cudaErrorStreamCaptureUnsupported);
+  }
   syncAll();
   return ret(cudaSuccess);
 }

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -217,6 +218,29 @@ def test_a_replay_that_draws_during_a_capture_elsewhere(cuda: Backend) -> None:
         thread.join(0.2)
     thread.join()
     assert seen[0].unique().numel() > 1
+    capture.graph.reset()
+
+
+def test_a_comparison_during_a_capture_elsewhere(cuda: Backend) -> None:
+    """It waits for its own stream alone: nobody may wait for a device of which some stream is being captured."""
+    served = gd.graphed(lambda x: x.sin() + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    served._graphs.clock = lambda: time.perf_counter()  # so that the time is taken
+    x = torch.randn(4, 8, device=cuda.device)
+    served(x)
+    reasons = list[Reason]()
+
+    def compare() -> None:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            torch.testing.assert_close(served(x + 1), (x + 1).sin() + 1)
+            reasons.append(served.last_decision.reason)
+
+    thread = threading.Thread(target=compare)
+    with cuda.begin_capture(cuda.make_pool()) as capture:
+        torch.zeros(4, device=cuda.device)
+        thread.start()
+        thread.join(2)
+    thread.join()
+    assert reasons == [Reason.VERIFIED_NOW]
     capture.graph.reset()
 
 

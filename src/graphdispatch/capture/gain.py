@@ -33,11 +33,15 @@ def may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry
 
 
 def seconds_of(request: CaptureRequest, run: Callable[[], object]) -> float:
-    """How long a run takes until the device has done its work."""
-    request.backend.synchronize()
+    """How long a run takes until the current stream has done its work.
+
+    To wait for the whole device is invalid while any stream is being captured, which another thread may do.
+    """
+    stream = request.backend.current_stream()
+    stream.synchronize()
     started = request.clock()
     run()
-    request.backend.synchronize()
+    stream.synchronize()
     return request.clock() - started
 
 
