@@ -450,3 +450,17 @@ def test_independent_rows_are_served_again() -> None:
         assert torch.equal(served(x, kinds), x + kinds.float())
     assert served.stats.reasons[Reason.VERIFIED_NOW] < 25
     assert served.stats.hits > 30
+
+
+def test_a_size_with_other_tensors_is_proven_by_itself() -> None:
+    """The same operators in the same order, of which one reads other rows for a larger size: it shares no proof."""
+    weight = torch.full((4, 3), -9.0)
+
+    def fn(x: Tensor) -> Tensor:
+        of_rows, of_weight = x.amax(0), weight.amax(0)
+        return x + (of_rows if x.shape[0] > 8 else of_weight)
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(8, 16), options=AT_ONCE)
+    for rows, scale in ((8, 1), (8, 1), (6, 1), (6, 1), (16, 1), (16, 1), (12, 1), (12, 1), (12, -1), (12, -1)):
+        x = torch.rand(rows, 3) * scale
+        assert torch.equal(step(x), fn(x)), step.last_decision

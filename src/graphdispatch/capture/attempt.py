@@ -15,7 +15,7 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
-from ..memory.program import Program
+from ..memory.program import Labels, Program
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -150,7 +150,9 @@ class CaptureAttempt:
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
         request = self.request
-        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, records=True)
+        views = request.inputs.views(request.size)
+        labels = Labels({storage_key(view): f"argument {index}" for index, view in enumerate(views)})
+        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
         self.eager.draws |= self.warm_run.uses_rng
@@ -207,7 +209,7 @@ class CaptureAttempt:
     def _find_program(self) -> Program:
         """The operators of the run on the static inputs, shared with a graph of another size that has the same."""
         axes = self.request.grid.axes if self.request.grid is not None else (ROWS,)
-        made = Program(self.warm_run.operators or (), self.request.size, axes)
+        made = Program(self.warm_run.operators, self.request.size, axes)
         return next((peer.program for peer in self.request.peers if peer.program.is_like(made)), made)
 
     def _watch_breaks(self, entry: CUDAGraphEntry) -> None:

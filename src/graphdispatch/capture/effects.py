@@ -33,7 +33,7 @@ from ..backends.operators import (
 )
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
-from ..memory.program import Operator, operator_of
+from ..memory.program import Labels, Operator
 from ..reasons import Reason
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class EffectRecorder(OperatorMode):
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens. With ``records`` it keeps the
+    before the write happens. With ``labels`` it keeps the
     ``operators``.
     """
 
@@ -90,7 +90,7 @@ class EffectRecorder(OperatorMode):
         limit_bytes: int,
         *,
         strict: bool = False,
-        records: bool = False,
+        labels: Labels | None = None,
     ) -> None:
         super().__init__()
         self.regions: list[Region] = []
@@ -106,8 +106,9 @@ class EffectRecorder(OperatorMode):
         of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
         self.groups_rows = False
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
-        self.operators: list[Operator] | None = [] if records else None
-        """What it ran, if that is recorded."""
+        self.operators: list[Operator] = []
+        """What it ran, if there are labels for its tensors."""
+        self._labels = labels
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
@@ -186,8 +187,8 @@ class EffectRecorder(OperatorMode):
         for key, tensor in keys.items():
             if key not in made and key not in outside:
                 outside[key] = tensor.detach()
-        if self.operators is not None:
-            self.operators.append(operator_of(func, args, kwargs))
+        if self._labels is not None:
+            self.operators.append(self._labels.operator(func, args, kwargs))
         shapes = []
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
@@ -210,7 +211,10 @@ class EffectRecorder(OperatorMode):
             self.reserves_memory = True
         if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
             outside.pop(storage_key(args[0]), None)
-        for tensor in tensors_in(result):
+        made_tensors = tensors_in(result)
+        if self._labels is not None:
+            self._labels.note_made(made_tensors, keys.keys())
+        for tensor in made_tensors:
             self._note_made(tensor)
         return result
 

@@ -1,6 +1,6 @@
 """``Program``: the operators of a graph, by which graphs of several sizes share what was proven of one of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from math import prod
@@ -10,14 +10,14 @@ import torch
 from torch._ops import OpOverload
 
 from ..axes import ROWS, Axis
-from ..backends.operators import OperatorKind, kind_of
+from ..backends.operators import OperatorKind, is_strided, kind_of, storage_key
 from ..call.spec import is_tensor
 from .proof import RowProof
 
-__all__ = ["Operator", "Program", "operator_of"]
+__all__ = ["Labels", "Operator", "Program"]
 
 Operator = tuple[OpOverload, tuple[Any, ...]]
-"""An operator with those of its arguments that are no tensors; each tensor is None."""
+"""An operator with its arguments; in place of each tensor stands the label of its memory."""
 
 _LENGTHS = frozenset(
     (
@@ -68,15 +68,31 @@ class Program:
         )
 
 
-def operator_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
-    """An operator that is run, with its constants."""
-    return func, (*map(_constant, args), *((name, _constant(value)) for name, value in kwargs.items()))
+class Labels(dict[int, str]):
+    """Names the memory of tensors, by the keys of their storages: by the order in which a run meets it or makes it. So
+    equal operators on other tensors are another program."""
 
+    _count = 0
 
-def _constant(value: Any) -> Any:
-    if is_tensor(value):
-        return None
-    return tuple(map(_constant, value)) if type(value) in (list, tuple, torch.Size) else value
+    def operator(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
+        """An operator that is about to run."""
+        named = ((name, self._of(value)) for name, value in kwargs.items())
+        return func, (*map(self._of, args), *named)
+
+    def note_made(self, tensors: Iterable[torch.Tensor], used: Collection[int]) -> None:
+        """Name what it made: memory that it did not use may lie where other memory was before."""
+        for key in {storage_key(tensor): None for tensor in tensors if is_strided(tensor)}:
+            if key not in used:
+                self[key] = self._next()
+
+    def _of(self, value: Any) -> Any:
+        if is_tensor(value):
+            return self.setdefault(storage_key(value), self._next()) if is_strided(value) else None
+        return tuple(map(self._of, value)) if type(value) in (list, tuple, torch.Size) else value
+
+    def _next(self) -> str:
+        self._count += 1
+        return f"#{self._count}"
 
 
 @cache
