@@ -69,6 +69,12 @@ def write(model: Model, y: Tensor) -> Tensor:
     return y
 
 
+def write_data(model: Model, y: Tensor) -> Tensor:
+    """The same, where no version of the tensor counts it."""
+    model.extra.data.add_(1)  # type: ignore[operator, union-attr]
+    return y
+
+
 def swap(model: Model, y: Tensor) -> Tensor:
     """Writes one of two buffers, and lets the other one be next."""
     model.extra.add_(1)  # type: ignore[operator]
@@ -87,7 +93,7 @@ def draw_python(model: Model, y: Tensor) -> Tensor:
     return y
 
 
-BRANCHES = [Model.scaled, Model.checked, count, append, write, swap, draw, draw_python]
+BRANCHES = [Model.scaled, Model.checked, count, append, write, write_data, swap, draw, draw_python]
 
 
 def state_of(model: Model) -> Any:

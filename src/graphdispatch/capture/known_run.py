@@ -27,6 +27,9 @@ from .request import CaptureRequest
 
 __all__ = ["is_known", "run_known"]
 
+_UNCOUNTED = ("data", "set_", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
+"""Attributes of a tensor by which code can write to its memory while no version counts that."""
+
 
 def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
     """Whether the call's run need not be watched: it is a caller's own, and the graph's was free of effects."""
@@ -38,6 +41,7 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
         and entry.mode is CUDAGraphMode.FULL
         and guard is not None
         and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.told)
+        and guard.notes.names.isdisjoint(_UNCOUNTED)
         and entry.program.computes
         and sys.getprofile() is None
     )
