@@ -226,3 +226,28 @@ def test_memory_that_a_break_chooses_is_no_branch(is_marked: bool) -> None:
         x = torch.randn(1 + number % 4, 4)
         assert torch.allclose(served(x), plain(x), atol=1e-6)
     assert served.stats.hits > 12
+
+
+COUNTED = torch.zeros(1)
+CALLS = 0
+
+
+class Counting(nn.Module):
+    """Counts batches of five rows in variables of its module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS  # noqa: PLW0603 (what it tests)
+        if x.shape[0] == 5:
+            COUNTED.add_(1)
+            CALLS += 1
+        return x * 2
+
+
+def test_a_branch_that_writes_variables_of_its_module() -> None:
+    """A tensor and a number count each such call once."""
+    served = graphed(Counting().eval(), dynamic={"x": 0}, sizes=[8])
+    before = CALLS - COUNTED.item()
+    for rows in (8, 8, 8, 7, 7, 5, 5, 5, 5):
+        served(torch.randn(rows, 3))
+    assert CALLS - COUNTED.item() == before
+    assert COUNTED.item() == 4

@@ -62,7 +62,10 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, Eage
 
     rng, arguments = request.backend.rng_state(), request.arguments()
     walk = StateWalk(*(request.roots if entry.guard.notes.may_change_state() else ()))
-    versions = _versions(request.tensors)
+    for table, names in entry.guard.notes.variables.values():
+        walk.visit_variables(table, iter(names), str(table.get("__name__", "")))
+    tensors = [*request.tensors, *walk.tensors]
+    versions = _versions(tensors)
     copies = [value.clone() if value.is_inference() else value._version for value in arguments]
     sys.setprofile(note)
     try:
@@ -71,7 +74,7 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, Eage
         sys.setprofile(None)
     is_pure = (
         not new_code
-        and (versions is not None and versions == _versions(request.tensors))
+        and (versions is not None and versions == _versions(tensors))
         and all(map(_is_unwritten, arguments, copies))
         and torch.equal(rng, request.backend.rng_state())
     )
