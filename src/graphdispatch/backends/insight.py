@@ -143,25 +143,24 @@ class OperatorMode(UntracedMode):
         kwargs = kwargs or {}
         if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             return self.watch_higher_order(func, args, kwargs)
-        # A trace of the interpreter shall see the callable's Python, and not what watches it, which is much more. A
-        # profiler in compiled code cannot be put back by its name.
+        # A trace of the interpreter shall see the callable's Python, and not what watches it, which is much more. The
+        # parts of an operator run none of it. A profiler in compiled code cannot be put back by its name.
         trace = sys.getprofile()
         is_traced = type(trace) in (MethodType, FunctionType)
         if is_traced:
             sys.setprofile(None)
         try:
-            has_parts = is_composite(func)
-            key = None if has_parts else python_kernel(func, args, kwargs)
-            if not has_parts and key is None:
+            if is_composite(func):
+                with self:
+                    return func.decompose(*args, **kwargs)
+            key = python_kernel(func, args, kwargs)
+            if key is None:
                 with torch._C.DisableTorchFunction():
                     return self.watch(func, args, kwargs)
         finally:
             if is_traced:
                 sys.setprofile(trace)
-        if key is not None:
-            return self.look_inside(func, key, args, kwargs)
-        with self:
-            return func.decompose(*args, **kwargs)
+        return self.look_inside(func, key, args, kwargs)
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator's Python kernel, within this mode."""

@@ -12,19 +12,20 @@ from torch.utils._pytree import tree_map_only
 from ..axes import ROWS
 from ..backends.operators import storage_key
 from ..call.spec import is_tensor
-from ..errors import CaptureError, DeviceLostError, ReplayError, VerificationError
+from ..errors import CaptureError, DeviceLostError, GraphDispatchError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
 from ..memory.program import Labels, Program
+from ..memory.proof import RowProof
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
-from .eager_run import EagerRun, check_may_capture, undo_run
+from .eager_run import EagerRun, check_may_capture, uncached_casts, undo_run
 from .effects import EffectRecorder, redo, retry_once, undo
 from .gain import may_be_timed, measure_gain, seconds_of
-from .padding import Padding
+from .padding import BY_RULE, Padding
 from .proof import RowProver
-from .recording import Recording, record, uncached_casts
+from .recording import Recording, record
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay
 
@@ -64,7 +65,9 @@ class CaptureAttempt:
         request = self.request
         check_may_capture(request, self.eager)
         started = request.clock()
-        for _ in range(request.options.warmup_iterations):
+        if self.eager.warms_up:
+            self._note_run(self.eager.effects)
+        for _ in range(request.options.warmup_iterations - self.eager.warms_up):
             self._warm_up()
         recording = record(request, self.eager, self._existing, self.start_over)
         entry = None
@@ -72,7 +75,8 @@ class CaptureAttempt:
             entry = self._make_entry(recording)
             entry.capture_time_ms = (request.clock() - started) * 1e3
             if request.options.verify:
-                self._compare_replay(entry)
+                # A caller's full batch leaves the proof to the first padded one.
+                self._compare_replay(entry, proves=request.is_padded or not request.keep_effects)
                 self._measure(entry)
             else:
                 entry.state = EntryState.VERIFIED
@@ -89,7 +93,14 @@ class CaptureAttempt:
         if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
             self._warm_up()
         check_values(self.eager.opened, entry.output)
-        self._compare_replay(entry)
+        try:
+            self._compare_replay(entry, proves=self.request.is_padded)
+        except (CaptureError, VerificationError) as error:
+            # A graph of full batches is not wrong because padding changes the real rows of this one.
+            found = self._find_dependence(entry, error) if self.request.is_padded and entry.proof is None else None
+            if found is None:
+                raise
+            entry.program.proof = found
 
     def restore(self) -> None:
         """Leave exactly the eager run's effects, or none if the request does not want them.
@@ -150,14 +161,17 @@ class CaptureAttempt:
     def _run_watched(self) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
         request = self.request
-        views = request.inputs.views(request.size)
-        labels = Labels({storage_key(view): f"argument {index}" for index, view in enumerate(views)})
+        labels = Labels.of_arguments(request.inputs.views(request.size))
         self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
-        self.eager.draws |= self.warm_run.uses_rng
-        self._existing = set(self.warm_run.outside) | self.warm_run.made_storages()
+        self._note_run(self.warm_run)
         del output
+
+    def _note_run(self, run: EffectRecorder) -> None:
+        self.warm_run = run
+        self.eager.draws |= run.uses_rng
+        self._existing = set(run.outside) | run.made_storages()
 
     def _make_entry(self, recording: Recording) -> CUDAGraphEntry:
         request, warm_run, output = self.request, self.warm_run, recording.outputs
@@ -209,7 +223,9 @@ class CaptureAttempt:
     def _find_program(self) -> Program:
         """The operators of the run on the static inputs, shared with a graph of another size that has the same."""
         axes = self.request.grid.axes if self.request.grid is not None else (ROWS,)
-        made = Program(self.warm_run.operators, self.request.size, axes)
+        run = self.warm_run
+        flags = {"limits_values": run.limits_values, "groups_rows": run.groups_rows}
+        made = Program(run.operators, self.request.size, axes, **flags)
         return next((peer.program for peer in self.request.peers if peer.program.is_like(made)), made)
 
     def _watch_breaks(self, entry: CUDAGraphEntry) -> None:
@@ -304,13 +320,15 @@ class CaptureAttempt:
         buffers = self.request.buffer_storages()
         return [region for region in self.warm_run.regions if storage_key(region.target) not in buffers]
 
-    def _compare_replay(self, entry: CUDAGraphEntry) -> None:
-        """Replay this batch from where the eager run began, compare, and note in the entry what the batch tested."""
+    def _compare_replay(self, entry: CUDAGraphEntry, *, proves: bool) -> None:
+        """Replay this batch from where the eager run began, compare, and note in the entry what the batch tested. With
+        ``proves`` find out whether rows are independent, if that is not known."""
         request = self.request
         self.start_over(f"comparing the replay of {request.rows} rows with eager")
-        prover = (request.grid.prover if request.grid else RowProver)(request, self.eager, entry, self)
+        prover = self._make_prover(entry)
         load_s = seconds_of(request, self.load)
-        alike = request.inputs.alike(request.size) if prover.is_wanted else {}
+        proves = proves and prover.is_wanted
+        alike = request.inputs.alike(request.size) if proves else {}
         self._replay_s = load_s + seconds_of(request, lambda: self._replay(entry))
         if self.eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
             what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
@@ -318,12 +336,28 @@ class CaptureAttempt:
         check_replay(request, self.eager, entry)
         if request.is_padded:
             check_padding_writes(request, self.eager, self.warm_run.regions)
-        if prover.is_wanted:
+        if proves:
             entry.program.proof = prover.prove(alike).after(entry.proof)
         if request.tells_numbers():
             self.note_compared(entry, request.rows)
         if entry.told is not None:
             entry.told.note(request.values)
+
+    def _find_dependence(self, entry: CUDAGraphEntry, error: GraphDispatchError) -> RowProof | None:
+        """What shows that real rows depend on padding, after a comparison of the first padded batch failed; or None."""
+        if isinstance(error, CaptureError):
+            is_cause = error.reason is Reason.PADDING_WRITES_STATE
+            return RowProof(False, True, BY_RULE.name, str(error), error.reason) if is_cause else None
+        self.start_over(f"asking whether {self.request.rows} rows depend on padding")
+        self.load()
+        alike = self.request.inputs.alike(self.request.size)
+        self._replay(entry)
+        proof = self._make_prover(entry).prove(alike)
+        return None if proof.independent else proof
+
+    def _make_prover(self, entry: CUDAGraphEntry) -> RowProver:
+        grid = self.request.grid
+        return (grid.prover if grid else RowProver)(self.request, self.eager, entry, self)
 
     def note_compared(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Note that so many rows were compared with eager. If code ran for them that the entry's guard does not know,

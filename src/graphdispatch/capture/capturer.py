@@ -41,10 +41,17 @@ def capture_entry(request: CaptureRequest) -> CaptureResult:
 
 
 def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
-    """Run the call eagerly and compare the entry's replay with it. Afterwards ``entry.state`` is ``VERIFIED`` or
-    ``FAILED``. Raises as ``capture_entry`` does."""
+    """Run the call eagerly and compare the entry's replay with it. Raises as ``capture_entry`` does.
+
+    Afterwards ``entry.state`` is ``VERIFIED`` or ``FAILED``; or still ``CAPTURED``, if this was the batch of the
+    capture once more.
+    """
+    is_other = entry.state is not EntryState.CAPTURED or entry.differs(request.values)
     result = _attempt(request, entry)
-    entry.state = EntryState.FAILED if result.entry is None else EntryState.VERIFIED
+    if result.entry is None:
+        entry.state = EntryState.FAILED
+    elif is_other and not entry.depends_on_padding(request.rows):  # else only the padding was looked at
+        entry.state, entry.warm_batch = EntryState.VERIFIED, ()
     return result
 
 
@@ -74,7 +81,8 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
             known.is_known = run is not None
             eager: EagerRun | CaptureResult = run or CaptureResult(answer, known, Reason.VERIFIED_NOW)
         else:
-            eager = run_eagerly(request)
+            is_ahead = known is None and not request.keep_effects
+            eager = run_eagerly(request, on_static_inputs=is_ahead and not request.is_padded)
             if known is not None:
                 known.is_known = True
         if isinstance(eager, CaptureResult):
@@ -85,6 +93,8 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
                 return CaptureResult(eager.answer, attempt.capture(), Reason.CAPTURED_NOW)
             eager.draws |= known.uses_rng  # as the replay will, whatever branch eager took
             attempt.verify(known)
+            if known.proof is not None and known.depends_on_padding(request.rows):
+                return CaptureResult(eager.answer, known, known.proof.reason, known.proof.text)
             return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW)
         except Exception as error:
             if known is not None:

@@ -2,7 +2,7 @@
 
 A finaliser that runs during a CUDA capture can free a graph or unload a module, which invalidates the capture. A
 collection for each capture would make a batch of captures several times slower (pytorch#158193, sglang#8577), so a
-batch collects once before and once after.
+batch collects once, after the last.
 """
 
 import gc
@@ -62,11 +62,10 @@ def paused_collector(enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def swept_collector(enabled: bool = True) -> Iterator[None]:
-    """For a batch of captures: collect once before and once after the block, and not within it."""
+    """For a batch of captures: collect once after the block, and not within it."""
     if not enabled:
         yield
         return
-    gc.collect()
     try:
         with paused_collector():
             yield

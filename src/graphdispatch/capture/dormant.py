@@ -26,10 +26,9 @@ from ..call.spec import is_tensor
 from ..extents import Extents
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
-from .eager_run import check_draws, undo_run
+from .eager_run import check_draws, uncached_casts, undo_run
 from .effects import EffectRecorder
 from .padding import Padding
-from .recording import uncached_casts
 from .request import CaptureRequest
 from .verify import difference, find_padding_writes, tolerance_for
 
@@ -58,7 +57,7 @@ def difference_apart(
     Raises what ends a capture: no memory left, or an error of the device itself.
     """
     request = attempt.request
-    found = _hiding(attempt, tensors, takes_integers=request.grid is None)
+    found = _hiding(attempt, entry, tensors, takes_integers=request.grid is None)
     names = [f"output {index}" for index in range(len(attempt.eager.outputs))]
     names += [f"state of shape {tuple(region.target.shape)}" for region in state]
     for chosen in (found, [tensor for tensor in found if not _is_integer(tensor)]):
@@ -83,7 +82,9 @@ def _name(request: CaptureRequest, tensor: torch.Tensor) -> str:
     return f"a tensor of shape {tuple(tensor.shape)}"
 
 
-def _hiding(attempt: "CaptureAttempt", tensors: Iterable[torch.Tensor], *, takes_integers: bool) -> list[torch.Tensor]:
+def _hiding(
+    attempt: "CaptureAttempt", entry: CUDAGraphEntry, tensors: Iterable[torch.Tensor], *, takes_integers: bool
+) -> list[torch.Tensor]:
     """Those that hold nothing but zeros, or one truth value; 64 MiB of them at most.
 
     An index out of range ends a process's use of a GPU: integers, and numbers of which the call makes any, change on
@@ -95,7 +96,7 @@ def _hiding(attempt: "CaptureAttempt", tensors: Iterable[torch.Tensor], *, takes
         return []
     for tensor in tensors:
         size, is_flag = tensor.untyped_storage().nbytes(), tensor.dtype is torch.bool
-        is_safe = is_flag or tensor.is_cpu or not effects.limits_values
+        is_safe = is_flag or tensor.is_cpu or not entry.program.limits_values
         if _is_integer(tensor):
             is_safe = tensor.is_cpu and takes_integers and not effects.runs_custom
         if size > room or not is_safe or is_expanded(tensor) or tensor.is_conj() or tensor.is_neg():

@@ -1,6 +1,14 @@
-"""The watched eager run that every capture and verification begins with; it also shows what no graph can hold."""
+"""The watched eager run that every capture and verification begins with; it also shows what no graph can hold.
 
-from collections.abc import Callable, Sequence
+Note [autocast inside a capture]
+    Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
+    reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
+    copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
+    is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +22,7 @@ from ..backends.operators import is_strided, tensors_in
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
 from ..errors import CaptureError
+from ..memory.program import Labels
 from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..state.notes import told_by
@@ -27,7 +36,11 @@ from .request import CaptureRequest, CaptureResult, failed_result
 if TYPE_CHECKING:
     from ..memory.told import Told
 
-__all__ = ["EagerRun", "check_draws", "check_may_capture", "opener", "run_eagerly", "undo_run"]
+__all__ = ["EagerRun", "check_draws", "check_may_capture", "opener", "run_eagerly", "uncached_casts", "undo_run"]
+
+
+_ASKS = torch.cuda.graphs.is_current_stream_capturing.__code__
+"""Code that calls it may do something else while somebody captures."""
 
 
 @dataclass
@@ -35,6 +48,8 @@ class EagerRun:
     """One watched run on the real rows: its answer, what it wrote, and the random generator before and after."""
 
     answer: Any
+    arguments: list[torch.Tensor]
+    """The tensors that it was given, in the order of the request's input specs: the caller's, or the static inputs."""
     opened: Any
     """The answer as ``open_outputs`` gives it."""
     open_outputs: Callable[[Any], Any]
@@ -54,6 +69,8 @@ class EagerRun:
     """What Python state the run changed, in words, or None."""
     unseen: str | None
     """What state it advanced that cannot be put back, in words, or None."""
+    warms_up: bool = False
+    """Whether it ran on the static inputs, as the recording will."""
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
@@ -70,9 +87,10 @@ class EagerRun:
         return Told(names, values, guard.tensors)
 
 
-def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
+def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes.
 
+    With ``on_static_inputs`` it runs on these, into which it copies a full batch; so it is a warm-up, too.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
     by an error. A ``CaptureResult`` says why there can be no graph: what the run overwrites could not be saved, or what
     it did could not be noted (no memory left).
@@ -91,12 +109,17 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     reveal_operators()
     # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects)
+    values, arguments, labels = request.values, request.arguments(), None
+    if on_static_inputs:
+        request.inputs.load(values, request.rows, request.size)
+        values, arguments = request.static_values(), list(request.inputs.views(request.size))
+        labels = Labels.of_arguments(arguments)
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
     open_outputs = opener(walk)
     try:
-        with trace, effects.guarding():
-            answer = within(request.call, request.values)
+        with uncached_casts() if on_static_inputs else nullcontext(), trace, effects.guarding():
+            answer = within(request.call, values)
         has_run = True
         after = request.backend.rng_state()
         changed, drew = within(walk.change, trace.spelled), walk.drew()
@@ -104,7 +127,7 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
             region.after = region.read().clone()
         opened = open_outputs(answer)
         outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
-        written = {i: t.detach().clone() for i, t in enumerate(request.arguments()) if effects.writes_to(t)}
+        written = {i: t.detach().clone() for i, t in enumerate(arguments) if effects.writes_to(t)}
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, walk)
@@ -121,7 +144,23 @@ def run_eagerly(request: CaptureRequest) -> EagerRun | CaptureResult:
     if not request.keep_effects and (changed or drew):
         walk.restore(generators=True)
     trace.spares_iterators = True
-    return EagerRun(answer, opened, open_outputs, effects, outputs, written, before, after, draws, trace, changed, drew)
+    return EagerRun(
+        *(answer, arguments, opened, open_outputs, effects, outputs, written),
+        *(before, after, draws, trace, changed, drew, on_static_inputs and _ASKS not in trace.codes),
+    )
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Within the block the calling thread casts weights anew each time. The cache is cleared before and after."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 def _call(fn: Callable[..., Any], *args: Any) -> Any:

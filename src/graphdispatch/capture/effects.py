@@ -81,8 +81,7 @@ class EffectRecorder(OperatorMode):
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens. With ``labels`` it keeps the
-    ``operators``.
+    before the write happens. With ``labels`` it keeps the ``operators``.
     """
 
     def __init__(
@@ -181,12 +180,14 @@ class EffectRecorder(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
         kind, made, outside = kind_of(func), self._made, self.outside
-        keys = {storage_key(tensor): tensor for tensor in tensors_in(args, kwargs) if is_strided(tensor)}
-        if kind not in (OperatorKind.PURE, OperatorKind.VIEW):
+        used = set[int]()
+        for tensor in tensors_in(*args, *kwargs.values()):
+            if is_strided(tensor):
+                used.add(key := storage_key(tensor))
+                if key not in made and key not in outside:
+                    outside[key] = tensor.detach()
+        if kind not in _COMPUTES:
             self.runs_custom = self.runs_custom or func.namespace not in ("aten", "prims")
-        for key, tensor in keys.items():
-            if key not in made and key not in outside:
-                outside[key] = tensor.detach()
         if self._labels is not None:
             self.operators.append(self._labels.operator(func, args, kwargs))
         shapes = []
@@ -198,22 +199,23 @@ class EffectRecorder(OperatorMode):
             self.uses_rng = True
             self._save_generators(args, kwargs)
         result = func(*args, **kwargs)
-        try:
-            check_geometry(func, shapes)
-        except CaptureError as error:
-            self.give_up(error)
+        if shapes:
+            try:
+                check_geometry(func, shapes)
+            except CaptureError as error:
+                self.give_up(error)
         if _is_particular(func):
             self.groups_rows |= func._schema.name in _GROUPING
             self.limits_values = self.limits_values or _limits_values(func, args, result)
-        fills = torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()
-        if kind is OperatorKind.EMPTY and not fills:  # else torch writes new memory, and eager's answer may hold that
+        # Where torch fills new memory, eager's answer may hold that.
+        if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)
             self.reserves_memory = True
-        if func is torch.ops.aten.lift_fresh.default:  # its argument is what Python values were made into
+        if func is _LIFT:  # its argument is what Python values were made into
             outside.pop(storage_key(args[0]), None)
         made_tensors = tensors_in(result)
         if self._labels is not None:
-            self._labels.note_made(made_tensors, keys.keys())
+            self._labels.note_made(made_tensors, used)
         for tensor in made_tensors:
             self._note_made(tensor)
         return result
@@ -303,6 +305,8 @@ class EffectRecorder(OperatorMode):
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
 
 
+_COMPUTES = (OperatorKind.PURE, OperatorKind.VIEW)
+_LIFT = torch.ops.aten.lift_fresh.default
 _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
 """Operators that check data on the device."""
 _CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
@@ -324,6 +328,10 @@ def _limits_values(func: OpOverload, args: tuple[Any, ...], result: Any) -> bool
     if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
         return False
     return result.dtype is not torch.bool and args[int(name == "aten::copy_")].is_floating_point()
+
+
+def _fills_new_memory() -> bool:
+    return torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()
 
 
 _UNWRITTEN = 0x5B

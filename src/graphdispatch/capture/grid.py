@@ -143,7 +143,7 @@ class GridProver(RowProver):
     def _prove_along(self, axes: tuple[Axis, ...], alike: Mapping[int, torch.Tensor]) -> RowProof:
         self._along, first = axes, None
         for kept in self._choices():
-            self._kept, self._base, self._is_limited = kept, BY_RULE, self._eager.effects.limits_values
+            self._kept, self._base, self._is_limited = kept, BY_RULE, self._entry.program.limits_values
             # The graph's own replay is no base for a proof along one axis: load it again.
             failed = self._replay_anew() if first is not None or axes else None
             proof = failed or super().prove(alike)

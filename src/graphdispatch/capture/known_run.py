@@ -37,12 +37,13 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
     return (
         request.keep_effects
         and entry.is_known
-        and entry.state is EntryState.VERIFIED
+        and entry.state is not EntryState.FAILED
         and entry.mode is CUDAGraphMode.FULL
         and guard is not None
         and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.told)
         and guard.notes.names.isdisjoint(_UNCOUNTED)
         and entry.program.computes
+        and not (request.is_padded and (entry.proof is None or not entry.proof.is_complete))  # a proof runs it again
         and sys.getprofile() is None
     )
 
@@ -85,7 +86,8 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, Eage
     outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
     effects = EffectRecorder(request.options.state_limit_bytes)
     trace = CodeTrace(walk, within=FlatCall.__call__.__code__)
-    return answer, EagerRun(answer, opened, open_outputs, effects, outputs, {}, rng, rng, False, trace, None, None)
+    run = EagerRun(answer, arguments, opened, open_outputs, effects, outputs, {}, rng, rng, False, trace, None, None)
+    return answer, run
 
 
 def _is_unwritten(value: torch.Tensor, before: torch.Tensor | int) -> bool:

@@ -85,8 +85,8 @@ class RowProver:
         self._eager = eager
         self._entry = entry
         self._attempt = attempt
-        self._is_deterministic: bool | None = False if eager.effects.groups_rows else None
-        self._is_limited = eager.effects.limits_values
+        self._is_deterministic: bool | None = False if entry.program.groups_rows else None
+        self._is_limited = entry.program.limits_values
         self._needs_more_rows = False
         written = list(self._written_state())
         # Nothing tells which state the first half of a full batch writes. If padding must write none, it is all of it.
@@ -223,7 +223,8 @@ class RowProver:
         run, earlier, reason = self._attempt.warm_run, self._entry.proof, Reason.VERIFICATION_FAILED
         views, specs = self._request.inputs.views(self._request.size), self._request.inputs.specs
         rows = {storage_key(view) for spec, view in zip(specs, views, strict=True) if spec.spans}
-        tensors = [] if earlier else [tensor for key, tensor in run.outside.items() if key not in rows]
+        whole = (view for spec, view in zip(specs, views, strict=True) if not spec.spans)
+        tensors = [] if earlier else [*self._entry.held, *whole]
         hiding, name, what = list(filter(_may_hide, tensors)), BY_RULE.name, None
         is_indexed = any(region.indices and storage_key(region.target) not in rows for region in run.regions)
         if hiding:
@@ -304,7 +305,7 @@ class RowProver:
 
     def _written_state(self) -> "Iterator[Region]":
         """The state that the eager run wrote."""
-        arguments = set(map(storage_key, self._request.arguments()))
+        arguments = set(map(storage_key, self._eager.arguments))
         for region in self._eager.effects.regions:
             if not region.is_generator and storage_key(region.target) not in arguments:
                 yield region

@@ -1,32 +1,23 @@
-"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks.
+"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks."""
 
-Note [autocast inside a capture]
-    Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
-    reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
-    copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
-    is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
-"""
-
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from ..backends.base import Graph
 from ..backends.operators import storage_key, tensors_in
 from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
-from .eager_run import EagerRun
+from .eager_run import EagerRun, uncached_casts
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
 if TYPE_CHECKING:
     from .piecewise import EagerPart
 
-__all__ = ["Recording", "record", "uncached_casts"]
+__all__ = ["Recording", "record"]
 
 
 class Recording(NamedTuple):
@@ -109,16 +100,3 @@ def _breaking(*of: Any) -> AbstractContextManager[None]:
     from .breaking import Breaking
 
     return Breaking(*of)
-
-
-@contextmanager
-def uncached_casts() -> Iterator[None]:
-    """Within the block the calling thread casts weights anew each time. The cache is cleared before and after."""
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        torch.clear_autocast_cache()

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
@@ -27,6 +27,7 @@ _LENGTHS = frozenset(
 )
 """Names of the arguments, of any operator, that may be longer for a longer batch."""
 _LEAST = 4
+_CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
 
 
 class Program:
@@ -40,12 +41,24 @@ class Program:
         operators: The operators of a run on the static inputs.
         size: The rows of the run, padding included.
         axes: The dynamic dimensions of the batch.
+        limits_values: Whether they may fail for numbers unlike those of the batch.
+        groups_rows: Whether they multiply groups of rows whose sizes are data.
     """
 
-    __slots__ = ("_lengths", "_operators", "computes", "is_stretched", "proof")
+    __slots__ = ("_lengths", "_operators", "computes", "groups_rows", "is_stretched", "limits_values", "proof")
 
-    def __init__(self, operators: Sequence[Operator] = (), size: int = 0, axes: Sequence[Axis] = (ROWS,)) -> None:
+    def __init__(
+        self,
+        operators: Sequence[Operator] = (),
+        size: int = 0,
+        axes: Sequence[Axis] = (ROWS,),
+        *,
+        limits_values: bool = False,
+        groups_rows: bool = False,
+    ) -> None:
         self._operators = operators
+        self.limits_values = limits_values
+        self.groups_rows = groups_rows
         self._lengths = [axis.of(size) for axis in axes]
         kinds = {kind_of(func) for func in {func for func, _ in operators}}
         self.computes = bool(operators) and kinds <= {OperatorKind.PURE, OperatorKind.VIEW, OperatorKind.RANDOM}
@@ -74,6 +87,11 @@ class Labels(dict[int, str]):
 
     _count = 0
 
+    @classmethod
+    def of_arguments(cls, tensors: Iterable[torch.Tensor]) -> Self:
+        """Labels in which the arguments of a call have names already."""
+        return cls({storage_key(tensor): f"argument {index}" for index, tensor in enumerate(tensors)})
+
     def operator(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
         """An operator that is about to run."""
         named = ((name, self._of(value)) for name, value in kwargs.items())
@@ -86,9 +104,19 @@ class Labels(dict[int, str]):
                 self[key] = self._next()
 
     def _of(self, value: Any) -> Any:
-        if is_tensor(value):
-            return self.setdefault(storage_key(value), self._next()) if is_strided(value) else None
-        return tuple(map(self._of, value)) if type(value) in (list, tuple, torch.Size) else value
+        kind = type(value)
+        if kind in _CONSTANTS:
+            return value
+        if kind in (list, tuple, torch.Size):
+            return tuple([self._of(part) for part in value])
+        if not is_tensor(value):
+            return value
+        if not is_strided(value):
+            return None
+        key = storage_key(value)
+        if (label := self.get(key)) is None:
+            label = self[key] = self._next()
+        return label
 
     def _next(self) -> str:
         self._count += 1

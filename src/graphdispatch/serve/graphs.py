@@ -217,7 +217,6 @@ class GraphSet:
         request = self._request(group, values, rows, entry.size, entry.mode, keep_effects)
         result = self._counted(request, lambda request: verify_entry(request, entry))
         entry.last_used = next_use()
-        entry.warm_batch = ()
         entry.schedule_check()
         group.hits.clear()
         if result.entry is None:

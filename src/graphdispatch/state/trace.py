@@ -14,6 +14,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends.tracing import untraced
 from ..call.marks import BREAK_CODE
@@ -194,7 +195,8 @@ class CodeTrace(CodeNotes):
             if is_new or code in self._each_time:
                 self.codes.add(code)
                 try:
-                    self._read(code, frame)
+                    with _disable_current_modes():  # which would take what is looked at for operators of the run
+                        self._read(code, frame)
                 except Exception as error:  # which would end the user's call
                     self.is_blind = True
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
