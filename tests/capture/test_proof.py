@@ -111,7 +111,8 @@ def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_goo
 def test_the_proof_says_what_changed() -> None:
     """The entry keeps it, and ``explain`` prints it."""
     step = gd.graphed(lambda x: (x * 2, x - x.amax(0)), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    step(torch.rand(3, 3))
+    for rows in (4, 3):
+        step(torch.rand(rows, 3))
     proof = step.entries[0].proof
     assert proof is not None
     assert (proof.independent, proof.deterministic, proof.perturbation) == (False, True, "large numbers")

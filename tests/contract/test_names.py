@@ -88,7 +88,7 @@ import torch
 import graphdispatch
 layer = torch.nn.Linear(4, 4).eval()
 serve = graphdispatch.graphed(layer, dynamic={"input": 0}, max_size=4)
-for rows in (3, 3, 4, 3):
+for rows in (3, 3, 3, 4):
     serve(torch.randn(rows, 4))
 assert serve.stats.hits == 1
 print(*(name for name in sys.modules if name.startswith("graphdispatch.")))

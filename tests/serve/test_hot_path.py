@@ -34,7 +34,7 @@ def settled_graphed(latest: int = SIZE - 1) -> tuple[Graphed[..., Any], Callable
     step = graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(SIZE,), options=AT_ONCE)
     x = torch.randn(SIZE - 1, 3)
     with torch.no_grad():
-        for rows in (SIZE - 1, SIZE, SIZE - 1, latest):
+        for rows in (SIZE - 1, SIZE - 1, SIZE, SIZE - 1, latest):
             step(torch.randn(rows, 3))
     return step, torch.no_grad()(lambda: step(x))
 
@@ -63,7 +63,7 @@ def settled_manager() -> tuple[CUDAGraphManager, Callable[[], Any]]:
     def call(rows: int = SIZE - 1) -> Any:
         return manager.execute_or_capture(rows, 1, model, {"input": torch.randn(rows, 3)})
 
-    for rows in (SIZE - 1, SIZE, SIZE - 1):
+    for rows in (SIZE - 1, SIZE - 1, SIZE, SIZE - 1):
         call(rows)
     return manager, call
 

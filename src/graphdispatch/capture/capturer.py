@@ -30,6 +30,9 @@ from .request import CaptureRequest, CaptureResult, failed_result
 __all__ = ["capture_entry", "verify_entry", "warm_up"]
 
 
+_UNLIKE = "the call did something that calls of other sizes did not do; the next one is watched"
+
+
 def capture_entry(request: CaptureRequest) -> CaptureResult:
     """Run the call eagerly and capture it; see the module's text. Holds the pool's lock throughout.
 
@@ -76,10 +79,14 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
     pause = paused_collector(request.options.gc_disable)
     with pause, request.pool.lock, request.backend.watched(), span:
         request.pool.order_after_last_use()
-        if known is not None and is_known(request, known):
-            answer, run = run_known(request, known)
-            known.is_known = run is not None
-            eager: EagerRun | CaptureResult = run or CaptureResult(answer, known, Reason.VERIFIED_NOW)
+        candidates = request.peers if known is None else [known]
+        alike = next((entry for entry in candidates if is_known(request, entry)), None)
+        eager: EagerRun | CaptureResult
+        if alike is not None:
+            answer, run = run_known(request, alike, captures=known is None)
+            alike.is_known = run is not None
+            done = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
+            eager = run or CaptureResult(answer, known, *done)
         else:
             is_ahead = known is None and not request.keep_effects
             eager = run_eagerly(request, on_static_inputs=is_ahead and not request.is_padded)

@@ -1,4 +1,4 @@
-"""The eager run of a verified graph's callable, for a number of rows that was not compared yet.
+"""The eager run of a callable that has a graph, for another batch or another size.
 
 Note [a run that is not watched again]
     A watched run takes several times as long as a plain one, and each number of rows would take one. Where the captured
@@ -32,7 +32,8 @@ _UNCOUNTED = ("data", "set_", "numpy", "__array__", "__dlpack__", "data_ptr", "u
 
 
 def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
-    """Whether the call's run need not be watched: it is a caller's own, and the graph's was free of effects."""
+    """Whether the call's run need not be watched: it is a caller's own, and that of the ``entry``, of any size, was
+    free of effects."""
     guard = entry.guard
     return (
         request.keep_effects
@@ -43,15 +44,17 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
         and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.told)
         and guard.notes.names.isdisjoint(_UNCOUNTED)
         and entry.program.computes
-        and not (request.is_padded and (entry.proof is None or not entry.proof.is_complete))  # a proof runs it again
         and sys.getprofile() is None
     )
 
 
-def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, EagerRun | None]:
+def run_known(
+    request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool = False
+) -> tuple[Any, EagerRun | None]:
     """The answer of a plain run; and what a watched run would have told, or None if it did something else.
 
-    An error of the callable passes through.
+    An error of the callable passes through. With ``captures``, which needs all Python state as it was, the ``entry`` is
+    one of another size.
     """
     assert entry.guard is not None
     new_code = list[CodeType]()
@@ -62,7 +65,7 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, Eage
             new_code.append(frame.f_code)
 
     rng, arguments = request.backend.rng_state(), request.arguments()
-    walk = StateWalk(*(request.roots if entry.guard.notes.may_change_state() else ()))
+    walk = StateWalk(*(request.roots if captures or entry.guard.notes.may_change_state() else ()))
     for table, names in entry.guard.notes.variables.values():
         walk.visit_variables(table, iter(names), str(table.get("__name__", "")))
     tensors = [*request.tensors, *walk.tensors]

@@ -177,6 +177,8 @@ class GraphSet:
         result = self._counted(request, capture_entry)
         if result.reason is Reason.OUT_OF_MEMORY:
             result = self._capture_with_less(request, result)
+        if result.reason is Reason.CAPTURE_WAITS:  # for a call whose run is watched
+            return result
         if result.entry is None:
             self.stats.record_capture_failure()
             group.quarantine(size, result.reason, result.detail, is_final=result.reason is Reason.NO_GAIN)
