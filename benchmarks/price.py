@@ -133,12 +133,11 @@ def _until_hit(step: Graphed, batch: Callable[[], tuple[Tensor, ...]]) -> int:
 
 def _on_demand() -> list[Row]:
     _, step = _made(_SIZES)
-    first = _until_hit(step, lambda: _batch(8))
-    further = _until_hit(step, lambda: _batch(16))
-    number = _until_hit(step, lambda: _batch(13))
+    first, further, proof, number = (_until_hit(step, lambda n=n: _batch(n)) for n in (8, 16, 13, 11))
     return [
         Row("first capture of a signature and its second batch", first, 3, "runs"),
         Row("a further size and its second batch", further, 3, "runs"),
+        Row("the first padded batch of a signature, with its proof", proof, 1, "runs"),
         Row("the first batch of a further number of rows", number, 1, "runs"),
     ]
 

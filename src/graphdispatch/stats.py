@@ -10,8 +10,9 @@ from .descriptors import BatchDescriptor
 from .forking import make_lock
 from .reasons import Reason
 from .showing import html_table
+from .units import milliseconds
 
-__all__ = ["CUDAGraphStats", "Eviction", "EvictionReason"]
+__all__ = ["CUDAGraphStats", "Eviction", "EvictionReason", "Gain"]
 
 _MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
 _DERIVED = "verifications", "misses", "fallbacks", "replays", "hit_rate", "graph_ratio", "padding_ratio"
@@ -55,6 +56,24 @@ class Eviction(NamedTuple):
     tag: str = ""
 
 
+class Gain(NamedTuple):
+    """The times of a full batch, measured once; on an asynchronous device, until its work is done."""
+
+    eager_ms: float
+    """An eager run, in milliseconds."""
+    replay_ms: float
+    """A replay, the copy of the inputs included, in milliseconds."""
+
+    @property
+    def ms(self) -> float:
+        """By how much a replay is faster, in milliseconds."""
+        return self.eager_ms - self.replay_ms
+
+    def __str__(self) -> str:
+        times = f"{milliseconds(self.replay_ms)} instead of {milliseconds(self.eager_ms)}"
+        return f"gains {milliseconds(self.ms)} a full batch: {times}"
+
+
 class CUDAGraphStats(Unlocked):
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
@@ -81,6 +100,9 @@ class CUDAGraphStats(Unlocked):
         """Forget everything counted so far."""
         self.captures = self.capture_failures = self.evictions = self.evicted_bytes = 0
         self.capture_time_ms = 0.0
+        self.gains: dict[str, Gain] = {}
+        """The times of a full batch by graph and eagerly, by mode and size, of each captured graph that was timed; the
+        latest 4,096."""
         self.hits = self.real_rows = self.padded_rows = 0
         self.eviction_reasons: Counter[EvictionReason] = Counter()
         self._last_evictions: deque[Eviction] = deque(maxlen=_MOST_EVICTIONS)
@@ -125,13 +147,19 @@ class CUDAGraphStats(Unlocked):
                     known[rows] = known.get(rows, 0) + 1
         return count == 1
 
-    def record_capture(self, time_ms: float) -> None:
+    def record_capture(self, time_ms: float, graph: str = "", gain: Gain | None = None) -> None:
         """Count a successful capture.
 
         Args:
             time_ms: How long it took, in milliseconds.
+            graph: The mode and size of the graph, such as ``FULL 8``.
+            gain: What it gains, if it was timed.
         """
         with self._lock:
+            if gain is not None:
+                self.gains[graph] = gain
+                if len(self.gains) > _MOST_ROWS:
+                    del self.gains[next(iter(self.gains))]
             self.captures += 1
             self.capture_time_ms += time_ms
 
@@ -216,6 +244,7 @@ class CUDAGraphStats(Unlocked):
             plain = {k: v for k, v in self._attributes().items() if not k.startswith("_")}
             for name in ("reasons", "eviction_reasons"):
                 plain[name] = {reason.value: n for reason, n in plain[name].items()}
+            plain["gains"] = {graph: gain._asdict() for graph, gain in self.gains.items()}
         return plain | {name: getattr(self, name) for name in _DERIVED}
 
     def _repr_html_(self) -> str:

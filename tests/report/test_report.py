@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.memory.gain import Gain
+from graphdispatch.stats import Gain
 
 HOSTILE = "</td><script>alert(1)</script><b>\"'&{{ 7 * 7 }}"
 
@@ -108,7 +108,7 @@ def test_each_reason_has_its_sentence_its_remedy_and_what_failed_captures_said()
 def test_what_nobody_measured_is_said_to_be_so() -> None:
     """The gain where none was taken, and the padding where the rows of a graph's own hits are not known."""
     serve = served(options=gd.CUDAGraphOptions(verify=False))
-    assert {(row.gain_ms, row.cells()[4]) for row in serve.report().graphs} == {(None, "not measured")}
+    assert {(row.gain, row.cells()[6]) for row in serve.report().graphs} == {(None, "not measured")}
     wrapper = gd.CUDAGraphWrapper(torch.nn.ReLU())
     with gd.cudagraph_context(gd.CUDAGraphMode.FULL, gd.BatchDescriptor(4)):
         for _ in range(4):
@@ -121,12 +121,24 @@ def test_what_nobody_measured_is_said_to_be_so() -> None:
 
 
 def test_a_gain_that_was_measured_is_shown() -> None:
-    """The entry's own figure, whatever its sign."""
+    """The entry's own figures, whatever their sign; by ``print(serve.graphs)`` and ``explain``, too."""
     serve = served()
     for entry in serve.entries:
         entry.gain = Gain(1.0, 1.25)
-    assert {row.gain_ms for row in serve.report().graphs} == {-0.25}
-    assert {row.cells()[4] for row in serve.report().graphs} == {"-0.250 ms"}
+    assert {row.cells()[4:7] for row in serve.graphs} == {("1.000 ms", "1.250 ms", "-0.250 ms")}
+    assert f"{serve.graphs}".count("-0.250 ms") == len(serve.entries)
+    assert serve.graphs._repr_html_().count("-0.250 ms") == len(serve.entries)
+    assert "gains -0.250 ms a full batch: 1.250 ms instead of 1.000 ms" in serve.explain(torch.randn(4, 3))
+
+
+def test_counters_keep_what_was_measured() -> None:
+    """For each graph that was timed at its capture, by mode and size, also after it is gone."""
+    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(2, 4))
+    with torch.no_grad():
+        step.prewarm(torch.randn(4, 3))
+        step.clear()
+    assert step.stats.gains.keys() == {"FULL 2", "FULL 4"}
+    assert step.stats.to_dict()["gains"]["FULL 4"].keys() == {"eager_ms", "replay_ms"}
 
 
 def test_padding_is_not_told_of_a_graph_that_took_the_place_of_another() -> None:

@@ -19,7 +19,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 def serve(**options: Any) -> Graphed[..., Any]:
     """A served callable of whose calls each takes a second, and a capture or a comparison a second more."""
     options = {"capture_share": 1 / CALLS_FOR_ONE} | options
-    step = graphed(double, dynamic={"x": 0}, sizes=(1, 2, 3, 4, 8), options=CUDAGraphOptions(**options))
+    step = graphed(double, dynamic={"x": 0}, sizes=(1, 2, 3, 4, 8, 16), options=CUDAGraphOptions(**options))
     share = step._server.graphs.share
     share.clock, pay = itertools.count().__next__, share.pay
     share.pay = lambda kind, work: pay(kind, lambda: (share.clock(), work())[1])
@@ -65,18 +65,16 @@ def test_replays_count_as_time_of_calls() -> None:
 
 
 def test_a_padded_batch_waits_for_its_comparison() -> None:
-    """The first two numbers of rows are compared at once; a size that was captured serves full batches meanwhile."""
+    """The proof and the first two numbers of rows come at once; a size that was captured serves full batches
+    meanwhile."""
     step = serve()
     for _ in range(4):
-        call(step, 8)
-    assert [call(step, rows) for rows in (7, 6, 5, 8)] == [
-        *[Reason.VERIFIED_NOW] * 2,
-        Reason.CAPTURE_WAITS,
-        Reason.EXACT,
-    ]
+        call(step, 16)
+    found = [call(step, rows) for rows in (15, 14, 13, 12, 16)]
+    assert found == [*[Reason.VERIFIED_NOW] * 3, Reason.CAPTURE_WAITS, Reason.EXACT]
     for _ in range(CALLS_FOR_ONE):
-        call(step, 8)
-    assert [call(step, 5) for _ in range(2)] == [Reason.VERIFIED_NOW, Reason.PADDED]
+        call(step, 16)
+    assert [call(step, 12) for _ in range(2)] == [Reason.VERIFIED_NOW, Reason.PADDED]
 
 
 def test_what_waits_says_so() -> None:
@@ -102,7 +100,7 @@ def test_prewarm_does_not_wait() -> None:
     """Whatever was captured before; nor does ``verify_every``."""
     step = settled(verify_every=1)
     step.prewarm(torch.randn(1, 3))
-    assert step.captured_sizes == (1, 2, 3, 4, 8)
+    assert step.captured_sizes == (1, 2, 3, 4, 8, 16)
     assert [call(step, 3) for _ in range(4)] == [Reason.EXACT, Reason.VERIFIED_NOW] * 2
 
 

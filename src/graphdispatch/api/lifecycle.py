@@ -9,7 +9,7 @@ from ..memory.accounting import MemoryReport
 from ..serve.graphs import GraphSet
 
 if TYPE_CHECKING:
-    from ..report import Report
+    from ..report import GraphTable, Report
     from .registry import CUDAGraphRegistry
 
 __all__ = ["Lifecycle"]
@@ -86,6 +86,11 @@ class Lifecycle(MadeAnew):
             name, sets = type(self).__name__, [server.graphs for server, _ in graphs.by_sizes()]
         groups = [group for one in sets for group in list(one.groups.values())]
         return make_report(name, graphs.stats, list(graphs.cache), groups, graphs.memory_report().total)
+
+    @property
+    def graphs(self) -> "GraphTable":
+        """The graphs that are held now, with their hits, times and bytes: ``print(serve.graphs)`` shows a table."""
+        return self.report().graphs
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
-from ..memory.gain import Gain
 from ..modes import CUDAGraphMode
 from ..native.tape import TAPE
 from ..reasons import Reason
+from ..stats import Gain
 from .eager_run import EagerRun
 from .request import CaptureRequest
 

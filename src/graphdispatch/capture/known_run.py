@@ -48,9 +48,7 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
     )
 
 
-def run_known(
-    request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool = False
-) -> tuple[Any, EagerRun | None]:
+def run_known(request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool = False) -> tuple[Any, EagerRun | None]:
     """The answer of a plain run; and what a watched run would have told, or None if it did something else.
 
     An error of the callable passes through. With ``captures``, which needs all Python state as it was, the ``entry`` is

@@ -21,8 +21,7 @@ from ..descriptors import BatchDescriptor, size_text
 from ..errors import ReplayError
 from ..modes import CUDAGraphMode, EntryState
 from ..state.guards import StateGuard, WorkspaceGuard
-from ..stats import CUDAGraphStats
-from .gain import Gain
+from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
 from .program import Program

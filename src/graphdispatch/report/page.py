@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..showing import html_table
+from ..stats import Gain
 from ..units import count, milliseconds, percent, storage
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["Bar", "GraphRow", "ReasonRow", "Report"]
+__all__ = ["Bar", "GraphRow", "GraphTable", "ReasonRow", "Report"]
 
 _UNKNOWN = "not measured"
 
@@ -25,7 +26,7 @@ class GraphRow(NamedTuple):
         mode: The runtime mode.
         hits: The calls that this graph served.
         padding: The padding as a share of the rows that it computed for them.
-        gain_ms: By how much a replay of a full batch is faster than an eager call, in milliseconds.
+        gain: The times of a replay of a full batch and of an eager call.
         nbytes: The bytes that releasing it frees; what all graphs share is not among them.
     """
 
@@ -33,14 +34,27 @@ class GraphRow(NamedTuple):
     mode: str
     hits: int
     padding: float | None
-    gain_ms: float | None
+    gain: Gain | None
     nbytes: int
 
     def cells(self) -> tuple[str, ...]:
         """The row as text, in the order of ``GRAPH_COLUMNS``."""
         padding = percent(self.padding) if self.padding is not None else _UNKNOWN
-        gain = milliseconds(self.gain_ms) if self.gain_ms is not None else _UNKNOWN
-        return self.size, self.mode, count(self.hits), padding, gain, storage(self.nbytes)
+        times = [self.gain.eager_ms, self.gain.replay_ms, self.gain.ms] if self.gain is not None else []
+        gain = map(milliseconds, times) if times else [_UNKNOWN] * 3
+        return self.size, self.mode, count(self.hits), padding, *gain, storage(self.nbytes)
+
+
+class GraphTable(tuple[GraphRow, ...]):
+    """The graphs that are held now, in a tuple that shows itself as a table: as text, and in notebooks."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(_aligned([GRAPH_COLUMNS, *(row.cells() for row in self)]))
+
+    def _repr_html_(self) -> str:
+        return html_table("Graphs", GRAPH_COLUMNS, [row.cells() for row in self])
 
 
 class ReasonRow(NamedTuple):
@@ -82,7 +96,7 @@ class Bar(NamedTuple):
     eager: int
 
 
-GRAPH_COLUMNS = ("size", "mode", "hits", "padding", "gain a call", "own memory")
+GRAPH_COLUMNS = ("size", "mode", "hits", "padding", "eager", "replay", "gain", "own memory")
 REASON_COLUMNS = ("reason", "calls", "of all", "why", "what to do")
 
 
@@ -116,7 +130,7 @@ class Report:
     capture_ms: float
     evictions: int
     memory_bytes: int
-    graphs: tuple[GraphRow, ...]
+    graphs: GraphTable
     waiting: tuple[str, ...]
     reasons: tuple[ReasonRow, ...]
     bars: tuple[Bar, ...]
@@ -172,7 +186,7 @@ class Report:
     def __str__(self) -> str:
         lines = [self.headline, ", ".join(f"{name} {figure}" for name, figure in self.facts)]
         if self.graphs:
-            lines += ["", *_aligned([GRAPH_COLUMNS, *(row.cells() for row in self.graphs)])]
+            lines += ["", str(self.graphs)]
         if self.waiting:
             lines += ["", f"no graph now: {self.without_graph}"]
         for row in self.reasons:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..descriptors import size_text
 from ..stats import CUDAGraphStats
-from .page import Bar, GraphRow, ReasonRow, Report
+from .page import Bar, GraphRow, GraphTable, ReasonRow, Report
 
 if TYPE_CHECKING:
     from ..memory.entry import CUDAGraphEntry
@@ -59,7 +59,7 @@ def make_report(
         capture_ms=stats.capture_time_ms,
         evictions=stats.evictions,
         memory_bytes=memory_bytes,
-        graphs=tuple(_graph_row(entry, hits, sizes) for entry in entries),
+        graphs=GraphTable(_graph_row(entry, hits, sizes) for entry in entries),
         waiting=tuple(size_text(point) for size, point in sorted(points.items()) if size not in held),
         reasons=tuple(_reason_rows(stats, groups)),
         bars=bars,
@@ -74,7 +74,7 @@ def _graph_row(entry: "CUDAGraphEntry", hits: Mapping[int, int], sizes: Sequence
         mode=entry.mode.name,
         hits=entry.replay_count,
         padding=_padding(entry, hits, sizes),
-        gain_ms=entry.gain.ms if entry.gain is not None else None,
+        gain=entry.gain,
         nbytes=entry.nbytes,
     )
 

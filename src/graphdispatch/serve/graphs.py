@@ -14,6 +14,7 @@ from ..call.spec import CallSpec, FlatCall
 from ..capture.capturer import capture_entry, verify_entry, warm_up
 from ..capture.request import CaptureRequest, CaptureResult, automatic_breaks
 from ..config import CUDAGraphOptions
+from ..descriptors import size_text
 from ..errors import BackendError, GraphDispatchError
 from ..forking import make_rlock
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
@@ -187,7 +188,7 @@ class GraphSet:
 
     def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
         """Put a new entry into the cache, if there is room for it."""
-        self.stats.record_capture(entry.capture_time_ms)
+        self.stats.record_capture(entry.capture_time_ms, f"{entry.mode.name} {size_text(entry.key)}", entry.gain)
         told = callable_name(self.fn), entry.mode.name, entry.size, entry.capture_time_ms
         _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *told)
         entry.place, entry.stats = (group.key, entry.size), self.stats

@@ -27,7 +27,6 @@ from ..memory.cache import GraphCache
 from ..memory.entry import MOST_ALIKE, CUDAGraphEntry
 from ..memory.replay import next_use
 from ..memory.windows import WINDOWS, storages_of
-from ..modes import EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
@@ -62,14 +61,20 @@ class Choice(NamedTuple):
     entry: CUDAGraphEntry | None = None
 
     @property
-    def kind(self) -> tuple[Reason, EntryState | None]:
-        """What kind of work a capture or comparison is: first comparisons of a graph take longer than later ones."""
-        return self.decision.reason, self.entry.state if self.entry is not None else None
+    def kind(self) -> Hashable:
+        """What kind of work a capture or comparison is: those that prove something take longer than others."""
+        entry = self.entry
+        if entry is None:
+            return self.decision.reason
+        return self.decision.reason, entry.state, entry.proof is None and self.decision.rows != entry.size
 
     def explain(self) -> str:
-        """One line for a person: the decision, and what the graph consists of where that is more than one launch."""
-        pieces = self.entry.graph.describe() if self.entry is not None and self.decision.mode.has_graphs() else ""
-        return f"{self.decision.explain()}; {pieces}" if pieces else self.decision.explain()
+        """One line for a person: the decision, what the graph gains, and what it consists of where that is more than
+        one launch."""
+        parts = [self.decision.explain()]
+        if self.entry is not None and self.decision.mode.has_graphs():
+            parts += [f"{self.entry.gain}" if self.entry.gain is not None else "", self.entry.graph.describe()]
+        return "; ".join(filter(None, parts))
 
 
 class Server(HitPath):
