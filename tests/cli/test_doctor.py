@@ -15,7 +15,7 @@ class Missing(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in {missing}:
             raise {error}
 sys.meta_path.insert(0, Missing())
-from graphdispatch.cli.app import main
+from graphdispatch.cli import main
 main(["doctor"])
 """
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, CUDAGraphStats, Graphed, MemoryBudget, Reason, graphed
-from graphdispatch.backends.base import Graph, Pool
+from graphdispatch.backends import Graph, Pool
 from graphdispatch.engines import (
     BatchDescriptor,
     CUDAGraphConfig,
@@ -21,10 +21,10 @@ from graphdispatch.engines import (
     CUDAGraphManager,
     CUDAGraphWrapper,
     EntryState,
+    EvictionReason,
 )
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache, Victim
-from graphdispatch.stats import EvictionReason
 
 from ..helpers import AT_ONCE
 from ..sized import Sized, entry, filled, gone

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from graphdispatch import Reason, graphed
-from graphdispatch.backends import get_backend
-from graphdispatch.backends.base import Pool
+from graphdispatch.backends import Pool, get_backend
 from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
 from graphdispatch.memory.buffers import OutputRing

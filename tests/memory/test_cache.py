@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from graphdispatch import MemoryBudget
-from graphdispatch.backends.base import Pool
-from graphdispatch.engines import EntryState
+from graphdispatch.backends import Pool
+from graphdispatch.engines import EntryState, EvictionReason
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.stats import EvictionReason
 
 from ..sized import Sized, entry, filled, gone
 

@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graphdispatch import MemoryBudget
-from graphdispatch.engines import CUDAGraphEntry, EntryState
+from graphdispatch.engines import CUDAGraphEntry, EntryState, EvictionReason
 from graphdispatch.memory.cache import GraphCache, Victim
-from graphdispatch.stats import EvictionReason
 
 from ..sized import entry
 

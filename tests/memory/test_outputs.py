@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from graphdispatch import Reason, graphed
-from graphdispatch.backends import get_backend
-from graphdispatch.backends.base import Pool
+from graphdispatch.backends import Pool, get_backend
 from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
 from graphdispatch.memory.outputs import OutputRule, Outputs, check_values, learn_output_rule

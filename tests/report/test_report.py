@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch.stats import Gain
+from graphdispatch.engines import Gain
 
 HOSTILE = "</td><script>alert(1)</script><b>\"'&{{ 7 * 7 }}"
 

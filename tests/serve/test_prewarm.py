@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Pad, Reason, graphed
-from graphdispatch.backends import get_backend
-from graphdispatch.backends.base import Pool
+from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.cpu.graph import CPUPool
 from graphdispatch.call.rules import make_rules
 from graphdispatch.call.spec import CallSpec

@@ -31,6 +31,8 @@ from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
 from ..sizes import named_sizes as named_sizes
 from ..stats import CUDAGraphStats as CUDAGraphStats
+from ..stats import EvictionReason as EvictionReason
+from ..stats import Gain as Gain
 from ..testing.mock import MockCUDAGraph as MockCUDAGraph
 from .prediction import Prewarmer as Prewarmer
 from .prediction import SizePredictor as SizePredictor
