@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import graphdispatch as gd
 from graphdispatch import Graphed, Reason, graphed
-from graphdispatch.capture.effects import EffectRecorder
 
 from ..helpers import AT_ONCE, with_options
 
@@ -96,16 +95,15 @@ def test_a_callable_may_refuse_numbers_that_no_batch_held(
     assert reason(mixing) is Reason.VERIFICATION_FAILED
 
 
-@pytest.mark.parametrize("name", PARTICULAR)
+PLAIN = {"plain": lambda x: (x.softmax(-1).argmax(-1) > 1).to(torch.float32)}
+
+
+@pytest.mark.parametrize("name", [*PARTICULAR, *PLAIN])
 def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_good(name: str) -> None:
     """A GPU that meets a failing check, or an index out of range, is of no use to the process any more."""
-    effects = EffectRecorder(1 << 20)
-    with effects:
-        PARTICULAR[name](torch.rand(3, 3))
-    assert effects.limits_values is (name != "exponent")
-    with EffectRecorder(1 << 20) as plain:
-        (torch.rand(3, 3).softmax(-1).argmax(-1) > 1).to(torch.float32)
-    assert not plain.limits_values
+    step = gd.graphed((PARTICULAR | PLAIN)[name], dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step(torch.rand(4, 3))
+    assert step.entries[0].program.limits_values is (name not in ("exponent", "plain"))
 
 
 def test_the_proof_says_what_changed() -> None:

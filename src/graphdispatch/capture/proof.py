@@ -334,9 +334,7 @@ class RowProver:
         request, specs = self._request, self._request.inputs.specs
         fixed = {i for i, spec in enumerate(specs) if spec.dim is not None and not self._takes_any_value(i)}
         fixed = {i for i in fixed if i in alike or (specs[i].is_pad_given and not request.is_padded)}
-        lasting: set[int] = set()
-        if any(i not in fixed for i, spec in enumerate(specs) if spec.dim is not None):  # a dummy batch tells nothing
-            lasting = request.inputs.constants({i: alike[i] for i in fixed if i in alike})
+        lasting = request.inputs.constants({i: alike[i] for i in fixed if i in alike})
         names = (specs[i].name for i in sorted(fixed - lasting))
         assumed = tuple((specs[i].position, alike[i]) for i in sorted(lasting & fixed))
         return (*names, *(["state"] if self._unseen or self._needs_more_rows else [])), assumed

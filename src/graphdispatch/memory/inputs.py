@@ -142,8 +142,8 @@ class StaticInputs:
         return alike
 
     def constants(self, alike: Mapping[int, torch.Tensor]) -> set[int]:
-        """Note a batch in which these arguments were ``alike`` while others differed; those that were alike, and the
-        same, in the latest 16 such batches. Nothing says that they stay so."""
+        """Note a batch in which these arguments were ``alike``; those that were alike, and the same, in the latest 16
+        such batches. Nothing says that they stay so."""
         before, self._constants = self._constants, {}
         for index, row in alike.items():
             value, times = before.get(index, (row, 0))
