@@ -5,7 +5,9 @@ takes modes; its defects are rules here, turned round. MRV2: the candidate table
 for any keys and any batch, ``tests/property/test_tables.py`` compares with a search.
 """
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -418,6 +420,16 @@ def test_the_repr_is_a_status_line() -> None:
     """Mode and number of keys, for people."""
     assert repr(plan()) == "<CudagraphKeyDispatcher FULL_AND_PIECEWISE, 4 PIECEWISE, 3 FULL keys>"
     assert repr(CudagraphKeyDispatcher()) == "<CudagraphKeyDispatcher not initialised, 0 PIECEWISE, 0 FULL keys>"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_decides_by_its_own_table(copied: Callable[[Any], Any]) -> None:
+    """A change of the copy leaves the original, also for what was decided before."""
+    first = plan()
+    assert first.decide(3, 2).size == 8
+    other = copied(first)
+    other.add_cudagraph_key(PIECEWISE, desc(3))
+    assert (other.decide(3, 2).size, first.decide(3, 2).size) == (3, 8)
 
 
 def test_readers_see_whole_tables_while_keys_change() -> None:

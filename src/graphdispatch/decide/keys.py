@@ -11,7 +11,6 @@ from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
-from ..native import EXTENSION
 from .decision import Decision
 from .engine import EngineSettings, get_cudagraph_sizes, mode_of, sorted_sizes
 from .keysets import KeySet
@@ -52,7 +51,6 @@ class CudagraphKeyDispatcher(Unlocked):
 
     table: KeyTable
     """The table of decisions as it is now."""
-    _left_out = frozenset(("_lock", "decide"))
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class CudagraphKeyDispatcher(Unlocked):
             )
         self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
         self._lock = make_lock()
-        self._use(self._build({}))
+        self.table = self._build({})
 
     @property
     def cudagraph_keys(self) -> Mapping[CUDAGraphMode, KeySet]:
@@ -171,7 +169,7 @@ class CudagraphKeyDispatcher(Unlocked):
         with self._lock:
             keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
             table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
-            self._use(table)
+            self.table = table
 
     def dispatch(
         self, batch_descriptor: BatchDescriptor, use_cascade_attn: bool = False
@@ -278,24 +276,7 @@ class CudagraphKeyDispatcher(Unlocked):
         return keys
 
     def _swap(self, keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]]) -> None:
-        self._use(self._build(keys, mode=self.table.mode, query_len=self.table.query_len))
-
-    def _use(self, table: KeyTable) -> None:
-        """Decide by ``table`` from now on.
-
-        Where there is a native core, ``decide`` is a native callable of this object that knows the table's answers.
-        """
-        if EXTENSION is not None and type(self).decide is CudagraphKeyDispatcher.decide:
-            native = vars(self).get("decide")
-            if native is None:
-                native = vars(self)["decide"] = EXTENSION.Decide((NONE, PIECEWISE, FULL))
-            native.use(table.decide, vars(self), table)  # sets ``table`` at the same moment
-        else:
-            self.table = table
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._use(self.table)
+        self.table = self._build(keys, mode=self.table.mode, query_len=self.table.query_len)
 
 
 def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:

@@ -1,5 +1,4 @@
 // The module graphdispatch.native._core. It is built without torch and bound to the installed one when it is loaded.
-#include "decide.h"
 #include "door.h"
 #include "guard.h"
 #include "hit.h"
@@ -30,7 +29,7 @@ PyModuleDef definition = {
 
 // Add the types and functions of each part; false with an error.
 bool fill(PyObject* module) {
-  if (PyModule_AddStringConstant(module, "SOURCES", GD_SOURCES) || gd::add_decide(module)) return false;
+  if (PyModule_AddStringConstant(module, "SOURCES", GD_SOURCES)) return false;
   if (!gd::add_guard(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
   for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods, gd::door_methods}) {
     if (PyModule_AddFunctions(module, functions)) return false;
