@@ -20,7 +20,6 @@ __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode"
 
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
-_LONGEST_RING = 64
 _MOST_GRAPHS = 64
 
 _Count = Annotated[int, Field(ge=1)]
@@ -65,13 +64,8 @@ def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
 
 
 def _checked_outputs(value: str) -> str:
-    length = value.removeprefix("ring:")
-    is_ring = value != length and length.isascii() and length.isdecimal() and 1 <= int(length) <= _LONGEST_RING
-    if value not in ("clone", "view", "static") and not is_ring:
-        raise ConfigError(
-            f"outputs must be 'clone', 'view', 'static' or 'ring:N' with N from 1 to {_LONGEST_RING}, "
-            f"got {shown(value)}"
-        )
+    if value not in ("clone", "view", "static"):
+        raise ConfigError(f"outputs must be 'clone', 'view' or 'static', got {shown(value)}")
     return value
 
 
@@ -91,8 +85,8 @@ class CUDAGraphOptions(Settings):
         inputs: ``"copy"`` copies the arguments into buffers of the graph on each call; ``"static"`` uses the caller's
             tensors as the buffers: fill those in place before each call.
         outputs: What a replay returns: ``"clone"``, a copy that the caller owns; ``"view"``, a handle on graph memory,
-            which raises ``StaleOutputError`` once a later replay overwrote it; ``"ring:N"``, such a handle on the next
-            of N preallocated copies, good for N - 1 further calls; ``"static"``, the graph's own tensors, unguarded.
+            which raises ``StaleOutputError`` once a later replay overwrote it; ``"static"``, the graph's own tensors,
+            unguarded.
         warmup_iterations: Runs before a capture, so that lazy initialisation does not end up in the graph.
         verify: Compare a new graph with eager on its first replay and on the next, different batch. ``graphed`` also
             compares their times, on the CPU and without ``strict``: a graph that is slower is given up, and padded
@@ -159,7 +153,7 @@ class CUDAGraphOptions(Settings):
     def _weak_outputs_are_cloned(self) -> Self:
         if self.weak_ref_output and self.outputs in ("view", "static"):
             raise ConfigError(
-                f"weak_ref_output=True must come with outputs='clone' or 'ring:N', got outputs={self.outputs!r}: "
+                f"weak_ref_output=True must come with outputs='clone', got outputs={self.outputs!r}: "
                 "nothing would keep the returned memory alive"
             )
         return self
@@ -198,14 +192,9 @@ class CUDAGraphOptions(Settings):
         return self.outputs not in ("view", "static") if self.weak_ref_output is None else self.weak_ref_output
 
     @property
-    def ring_length(self) -> int:
-        """The number of copies in the ring of ``outputs="ring:N"``; 0 for any other choice."""
-        return int(self.outputs.removeprefix("ring:")) if self.outputs.startswith("ring:") else 0
-
-    @property
     def returns_handles(self) -> bool:
         """Whether a call returns an ``OutputView``, whose ``get()`` gives the outputs or says that they are gone."""
-        return self.outputs == "view" or self.ring_length > 0
+        return self.outputs == "view"
 
 
 class CUDAGraphConfig(Settings):

@@ -40,7 +40,7 @@ _BY_CAUSE = {
 }
 _OF_REQUESTS = ("hits", "captures", "capture_failures", "capture_seconds", "reasons")
 """What the counters of a served model of transformers tell of its steps."""
-_MEMORY = ("pool", "input", "ring", "entry", "driver")
+_MEMORY = ("pool", "input", "entry", "driver")
 _UNITS = {"bytes": "By", "seconds": "s"}
 
 

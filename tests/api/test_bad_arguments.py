@@ -254,7 +254,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "max_size zero": ({"max_size": 0}, "^max_size must be greater than or equal to 1, got 0"),
     "mode": ({"mode": "PIECE"}, "mode must be one of"),
-    "outputs": ({"outputs": "copy"}, "outputs must be 'clone', 'view', 'static' or 'ring:N'"),
+    "outputs": ({"outputs": "copy"}, "outputs must be 'clone', 'view' or 'static'"),
     "backend": ({"backend": "tpu"}, "tpu"),
     "options is a mapping": (
         {"options": {"verify": False}},

@@ -120,7 +120,6 @@ COUNTER = torch.zeros(())
         (lambda x: x * 2 + 0 * torch.rand(3), {}),
         (None, {"strict": True}),
         (None, {"options": CUDAGraphOptions(verify=False)}),
-        (None, {"outputs": "ring:3"}),
     ],
 )
 def test_what_is_not_judged(fn: Callable[..., Any] | None, options: dict[str, Any]) -> None:

@@ -372,9 +372,9 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("outputs", ["clone", "static", "ring:3"])
+@pytest.mark.parametrize("outputs", ["clone", "static"])
 def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
-    """It is captured once, its memory and buffers are given back, and the reason says how much it took."""
+    """It is captured once, its memory is given back, and the reason says how much it took."""
     step: Any = graphed(
         wide(), dynamic={"input": 0}, sizes=[64], options=CUDAGraphOptions(memory_budget_bytes=100_000), outputs=outputs
     )
@@ -382,8 +382,6 @@ def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
         step(torch.randn(64, 64))
     assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
     assert step.stats.reasons[Reason.CACHE_FULL] == 99
-    buffers = [group.buffers for group in step._graphs.groups.values()]
-    assert all(one is None or one.nbytes == 0 for one in buffers)
     held = int(step.last_decision.explain().split("its graph holds ")[1].split()[0])
     assert held > 100_000
     assert "for which there is no room in memory_budget_bytes=100000" in step.explain(torch.randn(64, 64))

@@ -98,7 +98,6 @@ MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plain": (lambda x: (x @ x.t()[:, :1]).relu(), {}),
     "several outputs": (lambda x: {"a": x * 2, "b": (x.sum(), x.t())}, {}),
     "constants": (lambda x: x + torch.arange(4).float(), {}),
-    "output ring": (lambda x: (x * 2, x + 1), {"outputs": "ring:3"}),
     "views": (lambda x: x.cumsum(0), {"outputs": "view"}),
     "pieces": (_piecewise, {"mode": "PIECEWISE"}),
 }
@@ -122,13 +121,13 @@ def test_the_reports_are_what_is_alive() -> None:
 
 def test_a_report_is_plain_and_readable() -> None:
     """It adds up, JSON can hold it, and its text names each part."""
-    step = graphed(lambda x: x + torch.arange(3.0), dynamic={"x": 0}, sizes=(2, 4), outputs="ring:2", options=QUICK)
+    step = graphed(lambda x: x + torch.arange(3.0), dynamic={"x": 0}, sizes=(2, 4), options=QUICK)
     step.prewarm(torch.randn(4, 3))
     report = step._graphs.memory_report()
-    assert (report.input_bytes, report.ring_bytes, report.driver_bytes) == (4 * 3 * 4, 2 * 4 * 3 * 4, 0)
+    assert (report.input_bytes, report.driver_bytes) == (4 * 3 * 4, 0)
     assert [(e.size, e.mode, e.own, e.outputs) for e in report.entries] == [(2, "FULL", 12, 24), (4, "FULL", 12, 48)]
     assert report.entry_bytes == 24
-    assert report.total == step.memory_bytes == report.pool_bytes + 48 + 96 + 24
+    assert report.total == step.memory_bytes == report.pool_bytes + 48 + 24
     assert json.loads(json.dumps(report.to_dict()))["total"] == report.total
     for line in (
         "static inputs         48 B",

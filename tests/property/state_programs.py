@@ -195,7 +195,7 @@ def _options(rng: random.Random, names: list[str], mode: str) -> dict[str, Any]:
     if rng.random() < 0.15:
         options["verify_every"] = rng.choice((1, 3))
     if rng.random() < 0.3:
-        options["outputs"] = rng.choice(("view", "ring:3", "static"))
+        options["outputs"] = rng.choice(("view", "static"))
     if mode == "PIECEWISE" and rng.random() < 0.5:
         options["breaks"] = "auto"
     return options

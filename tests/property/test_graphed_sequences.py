@@ -39,7 +39,7 @@ class Sequences(RuleBasedStateMachine):
         spec=specs(PLAIN, STATEFUL, AWKWARD),
         sizes=st.sampled_from([(4,), (4,), (2, 4), (1, 2, 4)]),
         mode=st.sampled_from(["FULL", "FULL", "PIECEWISE"]),
-        outputs=st.sampled_from(["clone", "view", "static", "ring:2"]),
+        outputs=st.sampled_from(["clone", "view", "static"]),
         capture_after=st.sampled_from([1, 1, 2]),
         max_graphs=st.sampled_from([8, 8, 2, 1]),
         repeats_last=st.booleans(),

@@ -18,14 +18,13 @@ _ROWS = st.integers(1, 6)  # above 4 a step is eager
 
 
 @given(
-    outputs=st.sampled_from(["view", "ring:1", "ring:2", "ring:5"]),
     mode=st.sampled_from(["FULL", "PIECEWISE"]),
     steps=st.lists(st.one_of(_ROWS, st.just("clear")), min_size=4, max_size=16),
 )
-def test_a_handle_is_right_or_raises(outputs: str, mode: str, steps: list[int | str]) -> None:
+def test_a_handle_is_right_or_raises(mode: str, steps: list[int | str]) -> None:
     """Whatever is called in between, a kept handle gives its own call's outputs or raises; the latest always gives."""
     step = graphed(
-        lambda x: (x * 2, x.t() + 1), dynamic={"x": 0}, sizes=_SIZES, outputs=outputs, mode=mode, options=_QUICK
+        lambda x: (x * 2, x.t() + 1), dynamic={"x": 0}, sizes=_SIZES, outputs="view", mode=mode, options=_QUICK
     )
     step.prewarm(torch.arange(8.0).view(4, 2))
     hits: list[OutputView] = []
@@ -48,10 +47,7 @@ def test_a_handle_is_right_or_raises(outputs: str, mode: str, steps: list[int | 
                 double, turned = handle.get()
                 assert torch.equal(double, given_x * 2)
                 assert torch.equal(turned, given_x.t() + 1)
-        if outputs.startswith("ring"):
-            lifetime = int(outputs.removeprefix("ring:"))
-            assert not any(handle.is_stale for handle in hits[-lifetime:])
-            assert all(handle.is_stale for handle in hits[:-lifetime])
+        assert all(handle.is_stale for handle in hits[:-1])
 
 
 @given(rows=st.lists(_ROWS, min_size=1, max_size=20), size=st.integers(1, 4))

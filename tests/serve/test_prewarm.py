@@ -306,7 +306,7 @@ def test_what_cannot_be_captured_has_no_estimate() -> None:
 def report(*entries: EntryMemory, pool: int) -> MemoryReport:
     """What a trial measured, with 100 bytes of static inputs."""
     own, driver = (sum(getattr(entry, what) for entry in entries) for what in ("own", "driver"))
-    return MemoryReport(entries, pool, 100, 0, own, driver)
+    return MemoryReport(entries, pool, 100, own, driver)
 
 
 def test_what_the_driver_does_once_is_not_expected_again() -> None:

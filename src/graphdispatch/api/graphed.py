@@ -90,9 +90,7 @@ def graphed(
             marks), ``"NONE"``, or ``"FULL_AND_PIECEWISE"`` or ``"FULL_DECODE_ONLY"``, which serve uniform decode
             batches by ``FULL`` graphs.
         outputs: ``"clone"`` returns copies that the caller owns; ``"view"`` a handle (``.get()``) that raises
-            ``StaleOutputError`` after the next replay; ``"ring:3"`` such a handle on the next of three preallocated
-            copies, which raises after three further calls; ``"static"`` the graph's own tensors. None: as in
-            ``options``.
+            ``StaleOutputError`` after the next replay; ``"static"`` the graph's own tensors. None: as in ``options``.
         strict: Raise ``FallbackError`` instead of an eager step.
         backend: The name of a backend; ``"auto"`` follows the device of the arguments.
         uniform_decode: Called with each call's arguments, in a mode that tells uniform decode batches from others: says

@@ -131,9 +131,6 @@ class Pool(Shared, ABC):
     differs from its value when the output was made.
     """
 
-    lifetime = 1
-    """The memory of an output is used again after this many replays."""
-
     __slots__ = ("__dict__", "__weakref__", "generation", "replaying_on")
 
     def __init__(self) -> None:

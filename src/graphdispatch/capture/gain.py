@@ -28,7 +28,7 @@ def may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry
     While the CPU tape is being compiled, replays take longer than they will.
     """
     is_settled = request.backend.device_type != "cpu" or TAPE.is_settled
-    leaves_effects = eager.effects.regions or eager.draws or entry.writes_outside or entry.outputs.buffers
+    leaves_effects = eager.effects.regions or eager.draws or entry.writes_outside
     return is_settled and entry.mode is CUDAGraphMode.FULL and not leaves_effects
 
 

@@ -26,7 +26,6 @@ from ..state.objects import CONSTANTS
 
 if TYPE_CHECKING:
     from ..decide.decision import SizeTable
-    from ..memory.buffers import OutputRing
     from .autobreak import AutoBreaks
     from .grid import GridCapture
 
@@ -54,8 +53,6 @@ class CaptureRequest:
     options: CUDAGraphOptions
     rule: OutputRule | None = None
     """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
-    buffers: "OutputRing | None" = None
-    """Where copies of outputs go, if they go to preallocated memory."""
     table: "SizeTable | None" = None
     """The sizes that there are."""
     peers: Sequence[CUDAGraphEntry] = ()

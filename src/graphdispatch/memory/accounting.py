@@ -1,4 +1,4 @@
-"""What graphs cost in memory, measured and counted once: pools, static inputs, output buffers, and the graphs' own.
+"""What graphs cost in memory, measured and counted once: pools, static inputs, and the graphs' own.
 
 Note [what shared memory costs]
     Graphs of one pool use the same memory, so that a graph alone has no share of it: what a set of graphs costs is
@@ -42,15 +42,13 @@ class MemoryReport:
     pool_bytes: int
     input_bytes: int
     """Static inputs; those of the caller (``inputs="static"``) are not counted."""
-    ring_bytes: int
-    """Preallocated copies of outputs."""
     entry_bytes: int
     driver_bytes: int
 
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return self.pool_bytes + self.input_bytes + self.ring_bytes + self.entry_bytes + self.driver_bytes
+        return self.pool_bytes + self.input_bytes + self.entry_bytes + self.driver_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON can hold."""
@@ -61,7 +59,6 @@ class MemoryReport:
         parts = {
             "pool": self.pool_bytes,
             "static inputs": self.input_bytes,
-            "output ring": self.ring_bytes,
             f"{len(self.entries)} graphs": self.entry_bytes,
             "driver": self.driver_bytes,
             "total": self.total,
@@ -96,12 +93,10 @@ def memory_report(
     for entry in entries:
         graphs.setdefault(entry.pool, []).append(entry.graph)
     rows = tuple(_row(entry) for entry in entries)
-    buffers = {entry.outputs.buffers for entry in entries if entry.outputs.buffers is not None}
     return MemoryReport(
         rows,
         pool_bytes=sum(p.nbytes if p in whole else p.nbytes_of(kept) for p, kept in graphs.items()),
         input_bytes=sum(one.nbytes for one in {*inputs, *(entry.inputs for entry in entries)}),
-        ring_bytes=sum(one.nbytes for one in buffers),
         entry_bytes=sum(row.own for row in rows),
         driver_bytes=sum(row.driver for row in rows),
     )

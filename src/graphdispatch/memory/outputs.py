@@ -1,7 +1,6 @@
 """Outputs: which part of what a graph writes belongs to the batch, and how it is returned.
 
     clone     copies, one allocation each
-    ring:N    a handle on the next of N preallocated copies; stale after N further calls of the signature
     view      a handle on graph memory; stale after the pool's next replay
     static    graph memory itself
 
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -26,9 +25,6 @@ from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 
-if TYPE_CHECKING:
-    from .buffers import OutputRing
-
 __all__ = [
     "OutputRule",
     "OutputView",
@@ -39,15 +35,14 @@ __all__ = [
     "fixed_rule",
     "is_same_value",
     "learn_output_rule",
-    "make_ring",
 ]
 
 
 class OutputView:
     """A handle on outputs in memory that is used again: ``get()`` returns them, or raises once they were overwritten.
 
-    Outputs in graph memory are valid until the next replay of any graph in the same pool; those in a ring of N copies
-    for N - 1 further calls of the same signature. Clone what you keep for longer.
+    Outputs in graph memory are valid until the next replay of any graph in the same pool. Clone what you keep for
+    longer.
 
     Args:
         value: The outputs.
@@ -56,7 +51,7 @@ class OutputView:
 
     __slots__ = ("_generation", "_source", "_value")
 
-    def __init__(self, value: Any, source: "Pool | OutputRing | None") -> None:
+    def __init__(self, value: Any, source: Pool | None) -> None:
         """``source`` is whose memory it is; None is for outputs that no replay touches (of an eager step)."""
         self._value = value
         self._source = source
@@ -66,7 +61,7 @@ class OutputView:
     def is_stale(self) -> bool:
         """Whether a later replay has used the memory."""
         source = self._source
-        return source is not None and source.generation - self._generation >= source.lifetime
+        return source is not None and source.generation != self._generation
 
     @untraced
     def get(self) -> Any:
@@ -81,7 +76,7 @@ class OutputView:
         if self.is_stale:
             raise StaleOutputError(
                 "this view of a graph's output is stale: a later replay has used its memory; "
-                "read it before the next call, or use outputs='clone' (or a longer ring)"
+                "read it before the next call, or use outputs='clone'"
             )
         return self._value
 
@@ -145,22 +140,12 @@ class Outputs:
     """What one graph writes, cut to the real rows and returned as the mode says.
 
     ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the model
-    returns) is returned itself, as by eager. With a ring as ``buffers`` the outputs are copied there: allocated,
-    checked and cut once, so that a hit only copies.
+    returns) is returned itself, as by eager.
     """
 
-    def __init__(
-        self,
-        tree: Any,
-        rule: OutputRule,
-        is_own: Sequence[bool],
-        mode: str,
-        pool: Pool,
-        buffers: "OutputRing | None" = None,
-    ) -> None:
+    def __init__(self, tree: Any, rule: OutputRule, is_own: Sequence[bool], mode: str, pool: Pool) -> None:
         self.tree = tree
         self.rule = rule
-        self.buffers = buffers
         leaves, spec = tree_flatten(tree)
         self._tensors = [(place, leaf) for place, leaf in enumerate(leaves) if is_tensor(leaf)]
         self._is_own = tuple(is_own)
@@ -172,17 +157,10 @@ class Outputs:
         if self._objects is not None:
             build, close = self._build, self._objects.closed
             self._build = lambda tensors: close(build(tensors))
-        if buffers is not None:
-            from .buffers import OutputSpec  # here, since most outputs are copied anew
-
-            parts = zip(self._tensors, rule.follows, self._is_own, strict=True)
-            buffers.prepare([OutputSpec(tensor, dims, own) for (_, tensor), dims, own in parts])
 
     def taker(self, rows: int) -> Callable[[], Any]:
         """What returns the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
         cut, build = self.peek(rows), self._build
-        if self.buffers is not None:
-            return self.buffers.taker(cut, build)
         if self._mode == "view":
             return lambda: OutputView(build(cut), self._pool)
         if self._mode != "clone" or not any(self._is_own):
@@ -198,12 +176,7 @@ class Outputs:
         It is the tensors, whether each is the graph's own (the core clones these and returns the others themselves),
         and whether they form a tuple.
         """
-        if (
-            self.buffers is not None
-            or self._mode != "clone"
-            or self._build not in (_only, tuple)
-            or not any(self._is_own)
-        ):
+        if self._mode != "clone" or self._build not in (_only, tuple) or not any(self._is_own):
             return ()
         return tuple(self.peek(rows)), self._is_own, self._build is tuple
 
@@ -233,15 +206,6 @@ class Outputs:
     def nbytes(self) -> int:
         """The size of all output tensors, wherever they lie."""
         return sum(tensor.nbytes for _, tensor in self._tensors)
-
-
-def make_ring(length: int, capacity: int) -> "OutputRing | None":
-    """A ring of ``length`` copies of at most ``capacity`` rows; None for no copies."""
-    if not length:
-        return None
-    from .buffers import OutputRing  # here, since most outputs are copied anew
-
-    return OutputRing(length, capacity)
 
 
 def first_rows(tensor: torch.Tensor, dims: tuple[tuple[Any, ...], ...], rows: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ class MemoryEstimate:
     ``MemoryReport.total``. The two largest sizes are measured, the others follow from them."""
 
     fixed_bytes: int
-    """Static inputs and output rings, which are made for the largest number of rows whichever sizes are captured."""
+    """Static inputs, which are made for the largest number of rows whichever sizes are captured."""
     pool_bytes: int
     """The pool with the largest size alone in it."""
     per_size: Mapping[int, int]
@@ -95,7 +95,7 @@ def _extrapolate(sizes: list[int], reports: list[MemoryReport]) -> MemoryEstimat
     if len(sizes) > 1:
         added[sizes[1]] = [second.own + second.driver + growth] * 3
         added |= {size: _further(size, largest, second, max(growth, 0)) for size in sizes[2:]}
-    fixed = first.input_bytes + first.ring_bytes
+    fixed = first.input_bytes
     _, low, high = (fixed + first.pool_bytes + sum(column) for column in zip(*added.values(), strict=True))
     return MemoryEstimate(fixed, first.pool_bytes, {size: one[0] for size, one in added.items()}, low, high)
 

@@ -22,7 +22,7 @@ from ..memory.backoff import Quarantine
 from ..memory.cache import GraphCache, StateKey, Victim
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs, inputs_for
-from ..memory.outputs import OutputView, make_ring
+from ..memory.outputs import OutputView
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode, EntryState
@@ -135,8 +135,7 @@ class GraphSet:
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""
         failures = Quarantine[int](RETRY, self.options.max_failures)
-        buffers = make_ring(self.options.ring_length, inputs.capacity)
-        group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures, buffers=buffers)
+        group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures)
         return group
 
     def give(self, answer: Any) -> Any:
@@ -251,9 +250,6 @@ class GraphSet:
                 read = {entry.inputs for group in owned for entry in group.all_entries}
                 for unread in {group.inputs for group in owned} - read:
                     unread.free()
-                for group in owned:
-                    if not group.all_entries:
-                        group.buffers = make_ring(self.options.ring_length, group.inputs.capacity)
 
     def refresh(self) -> None:
         """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.
@@ -335,7 +331,7 @@ class GraphSet:
             self.pool = self.backend.make_pool()
 
     def memory_report(self) -> MemoryReport:
-        """The bytes held: the pool, static inputs, output rings, and what graphs hold for themselves. Needs no lock."""
+        """The bytes held: the pool, static inputs, and what graphs hold for themselves. Needs no lock."""
         groups = list(self.groups.values())
         entries = [entry for group in groups for entry in group.all_entries]
         return memory_report(entries, [self.pool] if self.pool is not None else [], [group.inputs for group in groups])
@@ -389,7 +385,6 @@ class GraphSet:
             backend=backend,
             options=self.options,
             rule=group.rule,
-            buffers=group.buffers,
             table=group.route.table,
             peers=[one for one in group.all_entries if one.guard is not None and one.guard.holds()],
             auto_breaks=self.auto_breaks,

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -23,9 +23,6 @@ from ..memory.replay import ReplayPlan
 from ..modes import EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
-
-if TYPE_CHECKING:
-    from ..memory.buffers import OutputRing
 
 __all__ = ["RETRY", "GraphGroup", "Hit", "Route", "Routes", "Spelling"]
 
@@ -219,8 +216,6 @@ class GraphGroup:
     """When the latest call took the slow path, in uses (``next_use``)."""
     wants_example: bool = False
     """Whether the next call must take the slow path, which keeps an example."""
-    buffers: "OutputRing | None" = None
-    """Where copies of outputs go, if they go to preallocated memory."""
     hits: Hits = field(init=False)
 
     def __post_init__(self) -> None:
