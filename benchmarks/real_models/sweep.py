@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from graphdispatch import CUDAGraphStats, graphed
+from graphdispatch import CUDAGraphOptions, CUDAGraphStats, graphed
 from graphdispatch.capture.verify import difference, tolerance_for
 
 from .families import Case, build_cases, cases_of
@@ -53,7 +53,7 @@ def _tensors(answer: Any) -> list[torch.Tensor]:
 def run_case(case: Case, *, times: bool = True) -> Outcome:
     """Serve a case for three rounds of batches. Never raises for what the model does."""
     generator = torch.Generator().manual_seed(0)
-    served = graphed(case.model, dynamic=case.dynamic, sizes=[2, 4])
+    served = graphed(case.model, dynamic=case.dynamic, sizes=[2, 4], options=CUDAGraphOptions(capture_share=None))
     outcome = Outcome(case.family, case.style, "full")
     hits = 0
     with torch.no_grad():

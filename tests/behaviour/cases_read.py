@@ -44,6 +44,13 @@ __all__ = ["KEPT", "READS"]
 Change = Callable[[Any], Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Settings that nobody rebinds."""
+
+    k: list[float]
+
+
 class Apart(NamedTuple):
     """State that a call sees only by way of something else; the change has both."""
 
@@ -497,6 +504,15 @@ read("module as attribute")(lambda: Box(m=module(k=2)), lambda h: h.m.k, lambda 
 run("subset of data")(lambda: torch.utils.data.Subset([2, 5], [0]), lambda h, x: x * h[0], put(indices=[1]))
 kept("equal constant")(lambda: Box(k=0.5), lambda h: h.k, put(k=float("0.5")))
 kept("equal text")(lambda: Box(k="12"), lambda h: float(h.k), lambda h: to(h, k="".join(["1", "2"])))
+kept("equal list in its place")(lambda: Box(k=["2.0"]), lambda h: float(h.k[0]), lambda h: to(h, k=["2.0"]))
+kept("equal nest in its place")(
+    lambda: Box(k={"a": [1, (2.0, {3})]}), lambda h: h.k["a"][1][0], lambda h: to(h, k={"a": [1, (2.0, {3})]})
+)
+kept("equal frozen dataclass in its place")(lambda: Box(k=Frozen([2.0])), lambda h: h.k.k[0], put(k=Frozen([2.0])))
+read("unequal list in its place")(lambda: Box(k=[2.0]), lambda h: h.k[0], put(k=[5.0]))
+read("longer list in its place")(lambda: Box(k=[2.0]), lambda h: sum(h.k), put(k=[2.0, 3.0]))
+read("list of another class in its place")(lambda: Box(k=[2.0]), lambda h: float(isinstance(h.k, tuple)), put(k=(2.0,)))
+read("unequal frozen dataclass in its place")(lambda: Box(k=Frozen([2.0])), lambda h: h.k.k[0], put(k=Frozen([5.0])))
 kept("list that is not read")(lambda: Box(k=2.0, log=[]), lambda h: h.k, lambda h: h.log.append(1))
 kept("order of attributes read by name")(
     lambda: Box(a=2.0, b=3.0), lambda h: getattr(h, "".join("a")) * h.b, lambda h: put_last(vars(h))

@@ -208,6 +208,46 @@ def test_a_thread_that_starts_and_ends_is_served() -> None:
     assert_served(step, torch.randn(4, 3))
 
 
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        (lambda: [2.0], lambda k: k.append(3.0)),
+        (lambda: {"a": [2.0]}, lambda k: k["a"].append(3.0)),
+        (lambda: ([2.0], 1.0), lambda k: k[0].append(3.0)),
+        (lambda: {"a": 2.0}, lambda k: k.update(b=3.0)),
+    ],
+)
+def test_what_is_in_the_place_of_its_equal_is_watched(make: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    """A write to it ends the graph as a write to the first would have; a write to the first one does not count."""
+    held, first = SimpleNamespace(k=make()), make()
+    held.k = first
+    step = graphs_of(lambda x: x * float(len(f"{held.k}")))
+    check(step, 4)
+    for _ in range(3):
+        held.k = make()
+        assert_served(step, torch.randn(4, 3))
+    write(first)
+    check(step, 2)
+    assert_served(step, torch.randn(4, 3))
+    captures = step.stats.captures
+    write(held.k)
+    check(step, 1)
+    assert not step.last_decision.reason.is_graph
+    check(step, 3)
+    assert step.stats.captures == captures + 1
+
+
+def test_states_that_come_back_in_equal_containers_find_their_graphs() -> None:
+    """As adapters that are chosen by name before each request."""
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in "ab"}).eval().requires_grad_(False)
+    held = SimpleNamespace(active=["a"])
+    step = graphs_of(lambda x: layers[held.active[0]](x))
+    for turn in range(24):
+        held.active = ["ab"[turn % 2]]
+        check(step, 1)
+    assert (step.stats.captures, step.stats.hits) == (2, 18)
+
+
 def test_a_mapped_array_is_served(tmp_path: Path) -> None:
     """An array over a file is compared by its bytes, and its file is not read whole."""
     held = np.memmap(tmp_path / "numbers", dtype=np.float32, mode="w+", shape=(1 << 19,))[:4]

@@ -259,15 +259,27 @@ class GraphSet:
         guards = {entry.guard for entry in self.entries() if entry.guard is not None}
         if not guards:
             return
-        present = [guard for guard in guards if not guard.is_apart]
-        if present and all(guard.holds() for guard in (*present, *([self._guard] if self._guard is not None else ()))):
+        present = {guard: guard.holds() for guard in guards if not guard.is_apart}
+        if present and all(present.values()) and (self._guard is None or self._guard.holds()):
             return
-        for guard in guards:
-            guard.is_apart = not guard.holds()
+        for guard in list(guards):
+            guard.is_apart = not (present[guard] if guard in present else guard.holds())
+            if guard.is_apart and (renewed := guard.renewed()) is not None:
+                guards.remove(guard)
+                guards.add(renewed)
+                self._replace(guard, renewed)
         gone = {guard for guard in guards if guard.is_apart and (guard.has_moved() or not guard.within(self.guard))}
         for entry in self.entries() if gone else ():
             if entry.guard in gone:
                 self.release(self.cache.retire(entry, EvictionReason.STALE))
+
+    def _replace(self, guard: StateGuard, renewed: StateGuard) -> None:
+        """Have graphs guarded by another guard of the same state."""
+        for entry in self.entries():
+            if entry.guard is guard:
+                entry.guard = renewed
+        for group in self.groups.values():
+            group.hits.clear()
 
     def entries(self) -> list[CUDAGraphEntry]:
         """The entries that the set has captured, of all states."""

@@ -32,6 +32,7 @@ from .reads import StateReads
 __all__ = ["StateGuard", "WorkspaceGuard", "wants_gradient"]
 
 _END = (END,)
+_CONTAINERS = (list, dict, set)
 _SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""
 _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
@@ -86,12 +87,10 @@ class StateGuard:
         self._modules = tuple(reads.modules)
         # Tables of hooks by the ids of their handles. Later hooks have larger ids.
         self._hooks: list[dict[int, Any]] = [*objects.GLOBAL_HOOKS, *reads.hooks]
-        # A mark after each container, so that an entry cannot move from one container to the next unseen. At least two
-        # names, so that the reader of attributes gives a tuple.
-        watched = [part for values in (*reads.contents, *filter(None, self._hooks)) for part in _parts(values)]
-        self._contents = tuple(part for values in (*reads.members, *watched) for part in (values, _END))
+        self._members = reads.members
+        self._watched = (*reads.contents, *filter(None, self._hooks))
         self._named = [*_DEVICE, *reads.attributes]
-        self._attributes = [partial(itemgetter(*names, names[0]), table) for table, names in self._named]
+        self._list()
         self._homes = tuple(filter(_has_own_table, reads.homes))
         others = [partial(objects.attribute_table, home) for home in reads.homes if not _has_own_table(home)]
         self._readers: list[Callable[[], Any]] = [*_SETTINGS, *others, *reads.readers]
@@ -179,13 +178,51 @@ class StateGuard:
         with torch._C.DisableTorchFunction():
             return list(map(_address, self._tensors)), [list(map(form, self.tensors)) for form in _FORMS]
 
+    def renewed(self) -> "StateGuard | None":
+        """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
+        frozen dataclasses, in the places of others that held the same; else None. It watches what is there now."""
+        moved: dict[int, Any] = {}
+        try:
+            now = self._read()
+            pairs = zip(now, self._held, strict=False)
+            is_same = len(now) == len(self._held) and all(a is b or _fits(a, b, moved) for a, b in pairs)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile
+            return None
+        if not is_same or not moved:
+            return None
+        new = object.__new__(StateGuard)
+        vars(new).update(vars(self))
+        new._watched, new._homes, new._objects, new._tables = (
+            tuple([moved.get(id(one), one) for one in every])
+            for every in (self._watched, self._homes, self._objects, self._tables)
+        )
+        new._named = [(moved.get(id(table), table), names) for table, names in self._named]
+        new._list()
+        native, new.native = self.native, None
+        new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
+        new._due = 0 if GUARD is None else new._wait + 1
+        new._held = new._read()
+        return new if new.holds() else None
+
+    def _list(self) -> None:
+        """List what is compared by identity: in containers and under names."""
+        parts = (part for container in self._watched for part in _parts(container))
+        # A mark after each container, so that an entry cannot move from one container to the next unseen.
+        self._contents = tuple(part for values in (*self._members, *parts) for part in (values, _END))
+        # At least two names, so that the reader of attributes gives a tuple.
+        self._attributes = [partial(itemgetter(*names, names[0]), table) for table, names in self._named]
+
+    @property
+    def _figures(self) -> tuple[Any, ...]:
+        """What is compared by value."""
+        return self._addresses, self._forms, self._keys, [held for _, held in self._arrays]
+
     def has_forms(self) -> bool:
         """Whether the tensors have the forms that they had."""
         return self._places()[1] == self._forms
 
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
-        figures, others = ((g._addresses, g._forms, g._keys, [held for _, held in g._arrays]) for g in (self, other))
         absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
         plain = (
             [r.args[1] for r in g._readers if type(r) is partial and r.func in PLAIN_READERS] for g in (self, other)
@@ -196,7 +233,7 @@ class StateGuard:
             (*g.tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
             for g in (self, other)
         )
-        return figures == others and same_objects(*parts) and same_objects(self._held, other._held)
+        return self._figures == other._figures and same_objects(*parts) and same_objects(self._held, other._held)
 
     def _has_same_keys(self) -> bool:
         """Whether all tables have the keys that they had, in whatever order; that order is the known one then."""
@@ -275,6 +312,29 @@ def _parts(container: Any) -> tuple[Iterable[Any], ...]:
         return dict.keys(container), dict.values(container)
     kind = next((kind for kind in (list, set, deque) if issubclass(type(container), kind)), type(container))
     return (container,) if kind is type(container) else (_Entries(kind, container),)
+
+
+def _fits(new: Any, old: Any, moved: dict[int, Any], depth: int = 4) -> bool:
+    """Whether an object holds the same as the one in whose place it is; ``moved`` gets both, and what they hold."""
+    if same_objects([new], [old]):
+        return True
+    kind = type(new)
+    if kind is not type(old) or not depth:
+        return False
+    if _is_frozen(kind):
+        held = [vars(new)], [vars(old)]
+    elif kind is tuple or kind in _CONTAINERS:
+        held = objects.content(new), objects.content(old)
+    else:
+        return False
+    moved[id(old)] = new
+    return len(held[0]) == len(held[1]) and all(_fits(a, b, moved, depth - 1) for a, b in zip(*held, strict=True))
+
+
+def _is_frozen(kind: type) -> bool:
+    """Whether it is a frozen dataclass whose instances keep their fields in a table."""
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen and kind.__dictoffset__ != 0
 
 
 class _Entries:
