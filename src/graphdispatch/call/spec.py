@@ -71,7 +71,9 @@ def declared_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 def _target(fn: Any) -> Any:
     """What has the parameters of ``fn``: of a module its ``forward``, behind a partial, too."""
     if issubclass(type(fn), torch.nn.Module):
-        modules = dict(vars(fn)["_modules"].items())  # of a scripted module it is no dict
+        modules = dict(
+            vars(fn).get("_modules", {}).items()
+        )  # of a scripted module it is no dict, and of a traced one none
         return modules.get("_orig_mod", fn).forward  # what torch.compile made of a module takes anything
     if type(fn) is partial:
         return partial(_target(fn.func), *fn.args, **fn.keywords)
@@ -80,6 +82,8 @@ def _target(fn: Any) -> Any:
 
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
     target = _target(fn)
+    if type(target) in (torch.ScriptFunction, torch.ScriptMethod):
+        return _scripted(target)
     by_class = inspect.getattr_static(type(target), "__call__", None)
     for wanted in (target, *([MethodType(by_class, target)] if type(by_class) is FunctionType else [])):
         try:
@@ -89,6 +93,13 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
         except Exception:  # of an object that does not let itself be looked at; its class does
             continue
     return None
+
+
+def _scripted(fn: Any) -> list[inspect.Parameter]:
+    """The parameters that the schema of a scripted or traced function tells; of a method all but the first."""
+    kind, arguments = inspect.Parameter.POSITIONAL_OR_KEYWORD, fn.schema.arguments[type(fn) is torch.ScriptMethod :]
+    defaults = (one.default_value if one.has_default_value() else inspect.Parameter.empty for one in arguments)
+    return [inspect.Parameter(one.name, kind, default=given) for one, given in zip(arguments, defaults, strict=True)]
 
 
 def describe(value: Any) -> str:
