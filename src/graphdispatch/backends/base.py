@@ -299,7 +299,8 @@ class Backend(Shared, ABC):
     """Capture, replay, streams, events and memory of one device.
 
     ``capture_executes`` tells whether recording also runs the operators (the CPU backend) or only notes them (CUDA).
-    ``is_bit_exact`` tells whether an unpadded replay gives the same bits as eager.
+    ``is_bit_exact`` tells whether an unpadded replay gives the same bits as eager, and ``holds_any_kernel`` whether a
+    graph holds kernels that torch's dispatcher does not see.
 
     Args:
         device: The device.
@@ -309,6 +310,7 @@ class Backend(Shared, ABC):
     device_type: ClassVar[str]
     capture_executes: ClassVar[bool]
     is_bit_exact: ClassVar[bool]
+    holds_any_kernel: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

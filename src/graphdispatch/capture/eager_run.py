@@ -7,10 +7,12 @@ Note [autocast inside a capture]
     is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -262,6 +264,12 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
             Reason.STATE_REBOUND,
         )
+    if not request.backend.holds_any_kernel and _package_code() in eager.trace.codes:
+        raise CaptureError(
+            "the call runs a package of AOTInductor, whose kernels no graph of this backend holds; serve the model "
+            "that it was made of",
+            Reason.CAPTURE_UNSAFE,
+        )
     unseen = eager.trace.unseen()
     if unseen is not None:
         raise CaptureError(
@@ -284,6 +292,13 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
                 "change; pass them as arguments",
                 Reason.STATE_UNSEEN,
             )
+
+
+def _package_code() -> CodeType | None:
+    """The code that runs a package of AOTInductor; None if nobody has loaded one."""
+    packages = sys.modules.get("torch.export.pt2_archive._package")
+    kind = getattr(packages, "AOTICompiledModel", object)
+    return getattr(vars(kind).get("__call__"), "__code__", None)
 
 
 def _check_python_state(changed: str | None) -> None:

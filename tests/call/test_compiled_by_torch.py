@@ -1,12 +1,14 @@
-"""Scripted and traced callables: their schemas tell the arguments, and graphs serve them."""
+"""Callables that torch has compiled: scripted and traced ones are served, packages of AOTInductor are not."""
 
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.export.pt2_archive._package import AOTICompiledModel
 
 import graphdispatch as gd
 
@@ -78,3 +80,21 @@ def test_a_number_is_an_argument_of_its_own() -> None:
         assert step.last_decision.reason is gd.Reason.EXACT
     with pytest.raises(gd.ConfigError, match="expected one of \\['x', 'y', 'times'\\]"):
         gd.graphed(fn, dynamic={"z": 0}, sizes=(4,))(x, y)
+
+
+def test_a_package_of_aotinductor_is_refused_in_words(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its kernels run past torch's dispatcher, so that no graph of the CPU holds them; nothing is tried."""
+    program = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),))
+    specs = [
+        torch.utils._pytree.treespec_dumps(spec) for spec in (program.call_spec.in_spec, program.call_spec.out_spec)
+    ]
+    weight = torch.randn(4, 4)
+    loader = SimpleNamespace(get_call_spec=lambda: specs, boxed_run=lambda inputs: [inputs[0] @ weight])
+    package = AOTICompiledModel(loader)
+    step = gd.graphed(lambda x: package(x), dynamic={"x": 0}, sizes=(2,))
+    for _ in range(4):
+        x = torch.randn(2, 4)
+        assert torch.equal(step(x), x @ weight)
+    assert step.last_decision.reason is gd.Reason.CAPTURE_UNSAFE
+    assert "runs a package of AOTInductor" in step.last_decision.detail
+    assert "rror" not in capfd.readouterr().err
