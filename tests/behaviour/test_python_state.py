@@ -237,6 +237,32 @@ def test_what_is_in_the_place_of_its_equal_is_watched(make: Callable[[], Any], w
     assert step.stats.captures == captures + 1
 
 
+@pytest.mark.parametrize("make", [list, set, lambda: {"a": [1]}, lambda: ([], torch.device("cpu"))])
+def test_a_call_that_rebinds_to_an_equal_container_is_served(make: Callable[[], Any]) -> None:
+    """As hooks do that begin each call with an empty list; what the call adds, or makes of the batch, is a change."""
+    held = SimpleNamespace(k=make(), rows=[4], log=[])
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        held.k = make()
+        return x * 2
+
+    def logged(x: torch.Tensor) -> torch.Tensor:
+        held.log = [*held.log, 1]
+        return x * 2
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        held.rows = [len(x)]
+        return x * 2
+
+    step = graphs_of(fn)
+    check(step, 3)
+    assert_served(step, torch.randn(4, 3))
+    for other in map(graphs_of, (logged, counted)):
+        check(other, 4)
+        assert other.last_decision.reason is gd.Reason.STATE_REBOUND
+    assert len(held.log) == 8  # each call is made by ``check`` once more
+
+
 def test_states_that_come_back_in_equal_containers_find_their_graphs() -> None:
     """As adapters that are chosen by name before each request."""
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in "ab"}).eval().requires_grad_(False)

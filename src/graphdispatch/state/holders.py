@@ -49,6 +49,9 @@ IN_MEMORY = (io.BytesIO, io.StringIO, mmap.mmap, ctypes.c_int.__mro__[2])
 """Files in memory, mapped memory, and what ``ctypes`` makes: compiled objects that code writes."""
 
 
+_CONTAINERS = (tuple, list, dict, set)
+
+
 class Holder(NamedTuple):
     """An object that can change: where it was met, how to read all that it holds, how to write that back."""
 
@@ -137,12 +140,14 @@ def random_holder(path: Any, generator: Any) -> Holder:
     return Holder(path, generator, lambda _: freeze(read()), lambda *_: write(saved), freeze(saved))
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a is b or objects.same_objects([a], [b]) or (type(a) is tuple is type(b) and _same_entries(a, b))
-
-
-def _same_entries(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return len(a) == len(b) and all(map(_same, a, b))
+def _same(a: Any, b: Any, depth: int = 4) -> bool:
+    """Whether two values are the same, or are equal containers. What a container held before is compared by itself."""
+    if a is b or objects.same_objects([a], [b]):
+        return True
+    if type(a) is not type(b) or type(a) not in _CONTAINERS or not depth:
+        return False
+    held = objects.content(a), objects.content(b)
+    return len(held[0]) == len(held[1]) and all(_same(x, y, depth - 1) for x, y in zip(*held, strict=True))
 
 
 def read_attributes(value: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ Reader = Callable[[], Any]
 
 ABSENT = object()
 """Stands for an attribute or variable that is not there."""
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented))
+CONSTANTS = (bool, int, float, complex, str, bytes, torch.device, type(None), type(...), type(NotImplemented))
 """Types whose values are compared by what they are, and not by identity."""
 CONTAINERS = (dict, list, set, deque)
 """Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
