@@ -4,6 +4,7 @@ from . import engines as engines
 from . import errors as errors
 from . import metrics as metrics
 from . import plan as plan
+from .api.attach import attach as attach
 from .api.graphed import Graphed as Graphed
 from .api.graphed import graphed as graphed
 from .auditing.audit import audit as audit
@@ -24,6 +25,5 @@ from .errors import StaleOutputError as StaleOutputError
 from .memory.cache import MemoryBudget as MemoryBudget
 from .modes import CUDAGraphMode as CUDAGraphMode
 from .reasons import Reason as Reason
-from .stats import CUDAGraphStats as CUDAGraphStats
 
 __version__: str

@@ -414,6 +414,19 @@ class Graphed(Lifecycle, Generic[P, R]):
         """Bytes held: the pool, what graphs hold for themselves, and the static inputs."""
         return self._graphs.memory_bytes
 
+    def detach(self) -> None:
+        """Undo ``attach``: the module is called as before, and the graphs are released. Harmless when done twice.
+
+        Raises:
+            ConfigError: This was made by ``graphed``; call what it wraps.
+        """
+        module = getattr(self._server.fn, "__self__", None)
+        if not isinstance(module, torch.nn.Module) or self._server.fn != module._call_impl:
+            raise ConfigError("detach() undoes attach(), and this was made by graphed(); call unwrap()")
+        if module._compiled_call_impl is self:
+            module._compiled_call_impl = None
+        self.clear()
+
     def unwrap(self) -> Callable[P, R]:
         """The wrapped callable."""
         return self._server.fn

@@ -117,7 +117,9 @@ def graph_name(fn: Callable[..., Any], key: Hashable) -> str:
 
 
 def callable_name(fn: Callable[..., Any]) -> str:
-    """The name of a callable, for messages."""
+    """The name of a callable, for messages; of a module that is served in place the name of its class."""
+    if type(fn) is MethodType and fn.__func__ is torch.nn.Module._call_impl:
+        return type(fn.__self__).__qualname__
     kinds = (FunctionType, BuiltinFunctionType, MethodType, type)
     name: str = fn.__qualname__ if issubclass(type(fn), kinds) else type(fn).__qualname__
     return name

@@ -75,6 +75,8 @@ def _target(fn: Any) -> Any:
             vars(fn).get("_modules", {}).items()
         )  # of a scripted module it is no dict, and of a traced one none
         return modules.get("_orig_mod", fn).forward  # what torch.compile made of a module takes anything
+    if type(fn) is MethodType and fn.__func__ is torch.nn.Module._call_impl:  # of a module that is served in place
+        return _target(fn.__self__)
     if type(fn) is partial:
         return partial(_target(fn.func), *fn.args, **fn.keywords)
     return fn

@@ -1,0 +1,146 @@
+"""``attach``: a module is served where it is held, and stays what it is."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphdispatch as gd
+
+from ..helpers import AT_ONCE
+
+SIZES = (2, 4)
+
+
+class Pipeline(nn.Module):
+    """Holds the module that is served."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of (rows, 3)."""
+        return self.head(self.net(x))
+
+
+@pytest.fixture
+def pipeline() -> Pipeline:
+    """A new one."""
+    return Pipeline().eval().requires_grad_(False)
+
+
+def attached(pipeline: Pipeline, **settings: Any) -> gd.Graphed[..., Any]:
+    """Its net, attached."""
+    return gd.attach(pipeline.net, dynamic={"input": 0}, sizes=SIZES, options=AT_ONCE, **settings)
+
+
+def check(pipeline: Pipeline, *rows: int, dtype: torch.dtype = torch.float32) -> None:
+    """The pipeline answers as it would without graphs."""
+    for count in rows:
+        x = torch.randn(count, 3, dtype=dtype)
+        torch.testing.assert_close(pipeline(x), pipeline.head(pipeline.net._call_impl(x)))
+
+
+def test_a_module_is_served_where_it_is_held(pipeline: Pipeline) -> None:
+    """Its calls go by graphs; its class, its state dict and its attributes are its own."""
+    names = list(pipeline.state_dict())
+    handle = attached(pipeline)
+    check(pipeline, 3, 3, 4, 3)
+    assert handle.last_decision.reason is gd.Reason.PADDED
+    assert handle.stats.hits == 2
+    assert type(pipeline.net) is nn.Sequential
+    assert list(pipeline.state_dict()) == names
+    assert repr(handle).startswith("<Graphed Sequential: 1 graphs")
+    assert "FULL graph, 3 -> 4 rows" in handle.explain(torch.randn(3, 3))
+
+
+def test_it_can_be_prewarmed(pipeline: Pipeline) -> None:
+    """From an example of its own arguments."""
+    handle = attached(pipeline)
+    handle.prewarm(torch.randn(4, 3))
+    assert handle.captured_sizes == SIZES
+    check(pipeline, 4)
+    assert handle.last_decision.reason is gd.Reason.EXACT
+
+
+def test_what_is_done_to_the_module_counts(pipeline: Pipeline) -> None:
+    """Another dtype, other weights in place, a hook, training with gradients."""
+    handle = attached(pipeline)
+    check(pipeline, 4, 4, 4)
+    pipeline.net.load_state_dict(Pipeline().net.state_dict())
+    check(pipeline, 4)
+    assert handle.last_decision.reason is gd.Reason.EXACT
+    pipeline.to(torch.float64)
+    check(pipeline, 4, dtype=torch.float64)
+    assert handle.last_decision.reason is gd.Reason.CAPTURED_NOW
+    pipeline.net.register_forward_hook(lambda module, args, output: output * 2)
+    check(pipeline, 4, dtype=torch.float64)
+    assert not handle.last_decision.reason.is_graph
+    pipeline.train().requires_grad_(True)
+    with torch.enable_grad():
+        pipeline(torch.randn(4, 3, dtype=torch.float64)).sum().backward()
+    assert pipeline.net[0].weight.grad is not None
+    assert handle.last_decision.reason is gd.Reason.NEEDS_GRADIENTS
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_is_not_attached(pipeline: Pipeline, copied: Callable[[Any], Any]) -> None:
+    """As a copy of a compiled module is not compiled."""
+    handle = attached(pipeline)
+    check(pipeline, 4, 4, 4)
+    other = copied(pipeline)
+    other.net[0].weight.zero_()
+    check(other, 4)
+    assert handle.stats.calls == 3
+    check(pipeline, 4)
+    assert handle.stats.calls == 4
+
+
+def test_a_parent_may_be_served_too(pipeline: Pipeline) -> None:
+    """Then one graph holds all of it."""
+    inner = attached(pipeline)
+    outer = gd.graphed(pipeline, dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(outer(x), pipeline.head(pipeline.net._call_impl(x)))
+    assert outer.last_decision.reason is gd.Reason.EXACT
+    assert not inner.entries
+
+
+def test_detach_undoes_it(pipeline: Pipeline) -> None:
+    """The graphs go, calls run as before, and it may be attached again."""
+    handle = attached(pipeline)
+    check(pipeline, 4, 4, 4)
+    for _ in range(2):
+        handle.detach()
+    assert (handle.entries, handle.memory_bytes) == ([], 0)
+    check(pipeline, 4)
+    assert handle.stats.calls == 3
+    again = attached(pipeline)
+    handle.detach()  # which is not what serves it now
+    check(pipeline, 4, 4, 4)
+    assert again.stats.hits == 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_what_cannot_be_attached_is_refused() -> None:
+    """With the remedy; the module is as it was."""
+    net = nn.Linear(3, 3)
+    with pytest.raises(gd.ConfigError, match=r"must be a torch.nn.Module, got .*; graphed\(\) wraps any callable"):
+        gd.attach(torch.relu, dynamic={"input": 0})  # type: ignore[arg-type]
+    with pytest.raises(gd.ConfigError, match="dynamic"):
+        gd.attach(net, dynamic={"x": 0})
+    assert net._compiled_call_impl is None
+    gd.attach(net, dynamic={"input": 0})
+    with pytest.raises(gd.ConfigError, match=r"neither compiled nor attached, got a Linear that is; detach\(\)"):
+        gd.attach(net, dynamic={"input": 0})
+    with pytest.raises(gd.ConfigError, match="a TopLevelTracedModule does not allow; use graphed"):
+        gd.attach(torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3)), dynamic={"input": 0})
+    with pytest.raises(gd.ConfigError, match=r"made by graphed\(\); call unwrap\(\)"):
+        gd.graphed(net, dynamic={"input": 0}).detach()
