@@ -7,6 +7,7 @@ from ..copying import MadeAnew
 from ..errors import check_type
 from ..memory.accounting import MemoryReport
 from ..serve.graphs import GraphSet
+from ..serve.health import Health
 
 if TYPE_CHECKING:
     from ..report import GraphTable, Report
@@ -71,6 +72,13 @@ class Lifecycle(MadeAnew):
     def memory_report(self) -> MemoryReport:
         """The bytes held, part by part and graph by graph."""
         return self._graphs.memory_report()
+
+    def health(self) -> Health:
+        """Whether graphs serve at least half of the calls, and stay, with the commonest reasons where they do not.
+
+        The log says the same once, as a WARNING: after the first thousand calls, and after 32 captures.
+        """
+        return Health.of(self._graphs.stats)
 
     def report(self) -> "Report":
         """What happened so far: sizes, gains, why calls ran eagerly, and what to do; ``report().save("report.html")``.

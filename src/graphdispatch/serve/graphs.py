@@ -30,6 +30,7 @@ from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..stats import EvictionReason
 from .group import RETRY, GraphGroup, Route
+from .health import FIRST_CAPTURES, Health
 from .share import TimeShare
 
 __all__ = ["GraphSet"]
@@ -188,6 +189,8 @@ class GraphSet:
     def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
         """Put a new entry into the cache, if there is room for it."""
         self.stats.record_capture(entry.capture_time_ms, f"{entry.mode.name} {size_text(entry.key)}", entry.gain)
+        if self.stats.captures == FIRST_CAPTURES and 2 * self.stats.evictions >= FIRST_CAPTURES:
+            _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats))
         told = callable_name(self.fn), entry.mode.name, entry.size, entry.capture_time_ms
         _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *told)
         entry.place, entry.stats = (group.key, entry.size), self.stats

@@ -32,6 +32,7 @@ from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
 from .graphs import GraphSet
 from .group import GraphGroup, Route, Spelling
+from .health import FIRST_CALLS, Health
 from .hit import HitPath
 from .settling import compare, settle
 
@@ -116,6 +117,7 @@ class Server(HitPath):
         self._eager_captures = eager_captures
         self._numbers = itertools.count()
         self._looks: dict[Hashable, bool] = {}
+        self._eager_calls = 0
         """The looks of calls that came once while a group would have had to give way to them."""
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
@@ -479,6 +481,9 @@ class Server(HitPath):
         if self.stats.record_eager(reason, decision.rows) and not reason.leads_to_graph:
             told = decision.detail or reason.text
             _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
+        self._eager_calls += 1  # which may lose one of another thread
+        if self._eager_calls == FIRST_CALLS // 2 + 1 and self.stats.calls <= FIRST_CALLS:
+            _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats))
 
     def _reach(self) -> set[int]:
         return storages_of(self.graphs.guard._tensors)
