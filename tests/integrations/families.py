@@ -1,10 +1,14 @@
 """Tiny decoders of many families with random weights, and the requests that are made of them."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
+
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+"""The argument by which this transformers gives a model its cache."""
 
 _COMMON = {
     "hidden_size": 32,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about its 
 from graphdispatch.integrations.transformers import GraphedGeneration, NotServed, graphed_generation  # noqa: E402
 from graphdispatch.integrations.transformers.available import check_version  # noqa: E402
 
-from .families import GREEDY, MODES, Requests, answers, make_model, prompts  # noqa: E402
+from .families import CACHE, GREEDY, MODES, Requests, answers, make_model, prompts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_what_graphs_do_not_serve_runs_as_before(model: Any) -> None:
     """Each has its reason, and eager's tokens; nothing of them stays in the caches of others."""
     assistant = make_model("gemma2")
     batch, single = prompts(2, 7), prompts(1, 6, pads=False)
-    own = {"past_key_values": transformers.DynamicCache(config=model.config)}
+    own = {CACHE: transformers.DynamicCache(config=model.config)}
     asked = {
         NotServed.MODE: (single, GREEDY | {"assistant_model": assistant}),
         NotServed.NO_CACHE: (batch, GREEDY | {"use_cache": False}),
@@ -118,11 +118,11 @@ def test_returned_caches_are_the_callers(served: GraphedGeneration) -> None:
     batch, asked = prompts(2, 7), GREEDY | {"return_dict_in_generate": True, "output_scores": True}
     first = model.generate(**batch, **asked)
     model.generate(**prompts(2, 9), **GREEDY)
-    assert type(first.past_key_values) is transformers.StaticCache
+    assert type(getattr(first, CACHE)) is transformers.StaticCache
     ids = torch.cat([first.sequences, first.sequences[:, -1:]], 1)
     mask = torch.cat([batch["attention_mask"], torch.ones(2, 13, dtype=torch.long)], 1)
     more = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    got = model.generate(**more, past_key_values=first.past_key_values)
+    got = model.generate(**more, **{CACHE: getattr(first, CACHE)})
     assert torch.equal(got, model.generate(**more, use_cache=False))
 
 
@@ -170,7 +170,7 @@ def test_a_failed_first_step_is_made_again_without_a_kept_cache() -> None:
     expected = answers(model, [(prompts(2, 5), GREEDY)])[0]
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
-        if isinstance(kwargs.get("past_key_values"), transformers.StaticCache):
+        if isinstance(kwargs.get(CACHE), transformers.StaticCache):
             raise RuntimeError("no static caches here")
 
     with model.register_forward_pre_hook(refuse, with_kwargs=True), GraphedGeneration(model) as generation:
@@ -184,9 +184,9 @@ def test_a_failed_first_step_is_made_again_without_a_kept_cache() -> None:
 class ReadsTheWindow(transformers.Gemma2ForCausalLM):  # type: ignore[misc]
     """Its steps depend on how full the window is, in Python."""
 
-    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        out = super().forward(*args, past_key_values=past_key_values, **kwargs)
-        window = past_key_values.layers[0]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        window = kwargs[CACHE].layers[0]
         seen = getattr(window, "cumulative_length_int", None)  # the name in a static layer
         out.logits = out.logits * (1 if (window.cumulative_length if seen is None else seen) % 3 else -1)
         return out
@@ -199,6 +199,19 @@ def test_a_model_that_reads_the_window_in_python_runs_as_before() -> None:
     generation = check_same(model, [(prompts(2, 5), GREEDY)] * 2, cache_lengths=(32,))
     assert generation.stats.hits == 0
     assert generation.stats.not_served == {NotServed.NO_GRAPH: 3}
+
+
+def test_a_request_that_passes_the_kept_cache_by_is_not_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a transformers that gives the model its cache under another name: it is counted, and told once."""
+    monkeypatch.setattr("graphdispatch.integrations.transformers.generation.CACHE_NAMES", ("renamed",))
+    generation = check_same(make_model("llama"), [(prompts(2, 5), GREEDY)] * 2, cache_lengths=(32,))
+    assert (generation.stats.served, generation.stats.steps) == (0, 0)
+    assert generation.stats.not_served.keys() == {NotServed.PASSED_BY}
+    assert "did not hand the kept cache to the model" in generation.explain()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert transformers.__version__ in caplog.text
 
 
 def test_an_error_of_the_request_comes_through(served: GraphedGeneration) -> None:
@@ -250,7 +263,7 @@ def test_bad_settings_are_errors(model: Any, settings: dict[str, Any], error: st
         GraphedGeneration(model, **settings)
 
 
-@pytest.mark.parametrize("version", ["5.10.4", "5.16.1.dev0", "5.23.0"])
+@pytest.mark.parametrize("version", ["5.10.4", "5.16.1.dev0", "5.24.0"])
 def test_versions_that_were_tried_are_silent(version: str) -> None:
     """Their patch releases as well."""
     with warnings.catch_warnings():
@@ -262,7 +275,7 @@ def test_other_versions_are_named() -> None:
     """An older one is an error, a newer one a warning."""
     with pytest.raises(ImportError, match=r"needs transformers 5\.10 or newer, found 4\.57\.6"):
         check_version("4.57.6")
-    with pytest.warns(UserWarning, match=r"5\.10 to 5\.23; 6\.0\.0 may differ"):
+    with pytest.warns(UserWarning, match=r"5\.10 to 5\.24; 6\.0\.0 may differ"):
         check_version("6.0.0")
 
 

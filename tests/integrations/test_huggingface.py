@@ -12,7 +12,7 @@ from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
 transformers = pytest.importorskip("transformers")
 
-from .families import make_model  # noqa: E402
+from .families import CACHE, make_model  # noqa: E402
 
 TOKENS = 24
 
@@ -21,7 +21,7 @@ def _decoder(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     cache = transformers.StaticCache(config=model.config, max_cache_len=TOKENS)
 
     def step(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        out = model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        out = model(input_ids=input_ids, position_ids=position_ids, use_cache=True, **{CACHE: cache})
         logits: torch.Tensor = out.logits
         return logits
 

@@ -13,7 +13,7 @@ __all__ = ["FIRST_VERSION", "LAST_VERSION", "check_version"]
 
 FIRST_VERSION = (5, 10)
 """The first version with which the tests pass."""
-LAST_VERSION = (5, 23)
+LAST_VERSION = (5, 24)
 """The latest version that was tried."""
 
 

@@ -1,5 +1,6 @@
 """``GraphedGeneration``: ``model.generate(...)`` with its decode steps served by graphs."""
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -8,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import transformers
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 
@@ -28,6 +30,7 @@ _SERVED_MODES = (
     GenerationMode.BEAM_SAMPLE,
 )
 _SHORTEST, _LONGEST = 64, 4096
+_log = logging.getLogger("graphdispatch")
 
 
 class GraphedGeneration:
@@ -150,6 +153,8 @@ class GraphedGeneration:
             self._local.stack.pop()
             if request.slot is not None:
                 self._pool.give_back(request.slot)
+            if request.was_passed_by:
+                self._note_passed_by()
 
     def assign(self, request: "Request", config: GenerationConfig, arguments: dict[str, Any]) -> Slot | None:
         """The slot of a request, by the arguments of ``_prepare_cache_for_generation``; None and a count otherwise."""
@@ -174,6 +179,16 @@ class GraphedGeneration:
         with self._lock:  # the request was counted twice
             self._requests -= 1
             self._served -= 1
+
+    def _note_passed_by(self) -> None:
+        """Note that a request which was to be served was not, since the model never got the slot's cache."""
+        with self._lock:
+            is_first = not self._not_served[NotServed.PASSED_BY]
+            self._served -= 1
+            self._not_served[NotServed.PASSED_BY] += 1
+        if is_first:
+            name = type(self.model).__name__
+            _log.warning("transformers %s, %s: %s", transformers.__version__, name, NotServed.PASSED_BY.text)
 
     def _count(self, why: NotServed | None) -> None:
         with self._lock:
@@ -224,18 +239,26 @@ class Request:
         self.slot: Slot | None = None
         self._owner = owner
         self._is_prefilled = False
+        self._was_called = self._was_handed = False
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's answer to one step: by a graph where it is a decode step with the slot's cache."""
         slot = self.slot
+        self._was_called = True
         if slot is None or not self.uses(kwargs):
             return self._owner.plain_call(*args, **kwargs)
+        self._was_handed = True
         ids = kwargs.get("input_ids")
         if self._is_prefilled and not args and ids is not None and ids.shape[1] == 1 and not slot.is_hopeless:
             return slot.serve(kwargs)
         answer = self._owner.plain_call(*args, **kwargs)
         self._is_prefilled = True
         return answer
+
+    @property
+    def was_passed_by(self) -> bool:
+        """Whether the model was called, and never with the cache of the request's slot."""
+        return self.slot is not None and self._was_called and not self._was_handed
 
     @property
     def may_begin_again(self) -> bool:

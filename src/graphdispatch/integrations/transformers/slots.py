@@ -13,7 +13,7 @@ from .stats import GenerationStats
 
 __all__ = ["CACHE_NAMES", "Slot", "SlotKey", "SlotPool"]
 
-CACHE_NAMES = ("past_key_values", "cache_params")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """The arguments by which models take their cache."""
 
 

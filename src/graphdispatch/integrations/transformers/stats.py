@@ -26,6 +26,10 @@ class NotServed(Explained):
     AUTOCAST = "autocast", "autocast gives keys and values several dtypes, and a static cache has one"
     RAISED = "raised", "the model raised an error with a static cache, and none without; explain() shows it"
     BUSY = "busy", "another thread is using the cache of this batch size and length"
+    PASSED_BY = (
+        "passed_by",
+        "this version of transformers did not hand the kept cache to the model, so that no graph could serve",
+    )
     NO_GRAPH = "no_graph", "no graph could be captured for this batch size and length; explain() says why"
 
 
