@@ -72,3 +72,15 @@ def test_a_hook_that_moves_tensors_is_served() -> None:
         x = torch.randn(2, 8)
         torch.testing.assert_close(step(x), net(x))
     assert step.stats.hits == 3
+
+
+def test_weights_that_are_offloaded_run_as_before() -> None:
+    """Each call rebinds them, which no replay does."""
+    accelerate = pytest.importorskip("accelerate")
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU()).eval()
+    accelerate.cpu_offload(net, execution_device="cpu")
+    step = gd.graphed(net, dynamic={"input": 0}, sizes=(2,))
+    for _ in range(6):
+        x = torch.randn(2, 8)
+        torch.testing.assert_close(step(x), net(x))
+    assert step.stats.reasons[gd.Reason.STATE_REBOUND]
