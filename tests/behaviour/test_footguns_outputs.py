@@ -95,6 +95,25 @@ def test_output_is_container_of_state(settled: Settle) -> None:
     assert returned is not factors
 
 
+@pytest.mark.parametrize("outputs", ["clone", "view", "static"])
+def test_output_returned_twice(opened: Settle, outputs: str) -> None:
+    """A tensor that is returned twice is one tensor in each call."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        y = x * 2
+        return y, {"again": y, "other": y + 1}
+
+    step = opened(fn, outputs=outputs)
+    step.prepare(torch.randn(4, 3))
+    for rows in (4, 4, 4, 3, 3, 4):
+        x = torch.randn(rows, 3)
+        answer = step(x)
+        y, more = answer.get() if hasattr(answer, "get") else answer
+        assert y is more["again"]
+        assert torch.equal(y, x * 2)
+        assert torch.equal(more["other"], x * 2 + 1)
+
+
 def test_outputs_share_memory(settled: Settle) -> None:
     """Outputs that are views of one tensor in eager come as copies: a write to one does not reach the other."""
 

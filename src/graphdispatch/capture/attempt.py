@@ -182,7 +182,8 @@ class CaptureAttempt:
         check_aliases(request, self.eager, mutated)
         if request.options.shares_outputs:
             output = tree_map_only(torch.Tensor, request.backend.weak_reference, output)
-        outputs = Outputs(output, rule, recording.is_own, request.options.outputs, request.pool)
+        how = request.options.outputs
+        outputs = Outputs(output, rule, recording.is_own, how, request.pool, recording.firsts)
         buffers = request.buffer_storages()
         held = {key: tensor for key, tensor in warm_run.outside.items() if key not in buffers}
         arguments = {storage_key(value) for value in request.values if is_tensor(value)}

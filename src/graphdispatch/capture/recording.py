@@ -27,6 +27,8 @@ class Recording(NamedTuple):
     outputs: Any
     is_own: list[bool]
     """For each output tensor, whether it lies in the graph's memory or in a static input."""
+    firsts: list[int]
+    """For each output tensor, the place of the first one that is the same object."""
     mode: CUDAGraphMode
 
 
@@ -73,6 +75,8 @@ def _record_once(
                 output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
             is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
+            places = list(map(id, tensors_in(output)))
+            firsts = list(map(places.index, places))
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs
         parts.append(capture.graph)
@@ -83,7 +87,7 @@ def _record_once(
             graph = PiecewiseGraph(parts, watch.crossing, request.pool, request.clock, watch.operators)
             if request.auto_breaks:
                 request.auto_breaks.check_share(graph.eager_share)
-        return Recording(graph, capture.outputs, is_own, mode)
+        return Recording(graph, capture.outputs, is_own, firsts, mode)
     except BaseException as error:
         for part in parts:
             if isinstance(part, Graph):

@@ -140,15 +140,25 @@ class Outputs:
     """What one graph writes, cut to the real rows and returned as the mode says.
 
     ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the model
-    returns) is returned itself, as by eager.
+    returns) is returned itself, as by eager. ``firsts[i]`` is the place of the first output that is the same tensor, so
+    that what eager returns twice is one tensor here, too; none are the same if it is left out.
     """
 
-    def __init__(self, tree: Any, rule: OutputRule, is_own: Sequence[bool], mode: str, pool: Pool) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        rule: OutputRule,
+        is_own: Sequence[bool],
+        mode: str,
+        pool: Pool,
+        firsts: Sequence[int] = (),
+    ) -> None:
         self.tree = tree
         self.rule = rule
         leaves, spec = tree_flatten(tree)
         self._tensors = [(place, leaf) for place, leaf in enumerate(leaves) if is_tensor(leaf)]
         self._is_own = tuple(is_own)
+        self._firsts = tuple(firsts) if len(set(firsts)) < len(firsts) else ()
         self._mode = mode
         self._pool = pool
         self._build = _builder(leaves, spec)
@@ -168,7 +178,17 @@ class Outputs:
         if build is _only:
             return cut[0].clone
         parts = list(zip(cut, self._is_own, strict=True))
+        if self._firsts:
+            return partial(self._take_once, parts)
         return lambda: build([tensor.clone() if own else tensor for tensor, own in parts])
+
+    def _take_once(self, parts: Sequence[tuple[torch.Tensor, bool]]) -> Any:
+        """Copies of the outputs, of which each is made once."""
+        made: dict[int, torch.Tensor] = {}
+        for first in set(self._firsts):
+            tensor, own = parts[first]
+            made[first] = tensor.clone() if own else tensor
+        return self._build([made[first] for first in self._firsts])
 
     def parts(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:
         """What the core needs to return the outputs for ``rows`` real rows; empty where only ``taker`` can.
@@ -176,7 +196,7 @@ class Outputs:
         It is the tensors, whether each is the graph's own (the core clones these and returns the others themselves),
         and whether they form a tuple.
         """
-        if self._mode != "clone" or self._build not in (_only, tuple) or not any(self._is_own):
+        if self._mode != "clone" or self._build not in (_only, tuple) or not any(self._is_own) or self._firsts:
             return ()
         return tuple(self.peek(rows)), self._is_own, self._build is tuple
 
@@ -200,7 +220,8 @@ class Outputs:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
         with torch.inference_mode(False), torch.no_grad():
             tensors = zip(self._tensors, self.rule.follows, strict=True)
-            return [first_rows(tensor, dims, rows) for (_, tensor), dims in tensors]
+            cut = [first_rows(tensor, dims, rows) for (_, tensor), dims in tensors]
+            return [cut[first] for first in self._firsts] or cut
 
     @property
     def nbytes(self) -> int:
