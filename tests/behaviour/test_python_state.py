@@ -263,6 +263,46 @@ def test_a_call_that_rebinds_to_an_equal_container_is_served(make: Callable[[], 
     assert len(held.log) == 8  # each call is made by ``check`` once more
 
 
+@pytest.mark.parametrize("replaced", [("a",), ("a", "b")], ids=["one", "both"])
+@pytest.mark.parametrize("written", ["a", "b"])
+def test_what_was_in_two_places_is_watched_in_both(replaced: tuple[str, ...], written: str) -> None:
+    """One list under two names, of which one or both get equal ones."""
+    held = SimpleNamespace(a=[2.0])
+    held.b = held.a
+    step = graphs_of(lambda x: x * len(held.a) + len(held.b))
+    check(step, 4)
+    for name in replaced:
+        setattr(held, name, [2.0])
+    assert_served(step, torch.randn(4, 3))
+    getattr(held, written).append(3.0)
+    check(step, 4)
+
+
+def test_another_change_beside_an_equal_container_is_seen() -> None:
+    """Of each kind that a guard compares: a new attribute that hides one of a class, an array, a weight, a number."""
+
+    class Settings:
+        scale = 2.0
+
+        def __init__(self) -> None:
+            self.k, self.numbers, self.factor, self.weight = [1.0], np.ones(2), 3.0, torch.ones(3)
+
+    changes: list[Callable[[Settings], object]] = [
+        lambda held: setattr(held, "scale", 5.0),
+        lambda held: held.numbers.__setitem__(0, 5.0),
+        lambda held: setattr(held, "factor", 5.0),
+        lambda held: setattr(held, "weight", torch.full((3,), 5.0)),
+        lambda held: setattr(Settings, "scale", 7.0),
+    ]
+    held = Settings()
+    step = graphs_of(lambda x: x * held.k[0] * held.scale * float(held.numbers.sum()) * held.factor * held.weight)
+    for change in changes:
+        check(step, 4)
+        held.k = [1.0]
+        change(held)
+        check(step, 2)
+
+
 def test_states_that_come_back_in_equal_containers_find_their_graphs() -> None:
     """As adapters that are chosen by name before each request."""
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in "ab"}).eval().requires_grad_(False)

@@ -6,8 +6,8 @@ would go on using the old memory and the old path, without an error.
 """
 
 import types
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -181,7 +181,7 @@ class StateGuard:
     def renewed(self) -> "StateGuard | None":
         """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
         frozen dataclasses, in the places of others that held the same; else None. It watches what is there now."""
-        moved: dict[int, Any] = {}
+        moved: defaultdict[int, list[Any]] = defaultdict(list)
         try:
             now = self._read()
             pairs = zip(now, self._held, strict=False)
@@ -192,17 +192,33 @@ class StateGuard:
             return None
         new = object.__new__(StateGuard)
         vars(new).update(vars(self))
-        new._watched, new._homes, new._objects, new._tables = (
-            tuple([moved.get(id(one), one) for one in every])
-            for every in (self._watched, self._homes, self._objects, self._tables)
-        )
-        new._named = [(moved.get(id(table), table), names) for table, names in self._named]
-        new._list()
+        kept = set[int]()
+        while more := new._follow(self, moved, kept):
+            kept |= more
         native, new.native = self.native, None
         new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
         new._due = 0 if GUARD is None else new._wait + 1
-        new._held = new._read()
         return new if new.holds() else None
+
+    def _follow(self, guard: "StateGuard", moved: Mapping[int, list[Any]], kept: Collection[int]) -> set[int]:
+        """Watch what came into the places of what another ``guard`` watches, and of that what is ``kept``. Returns what
+        was moved from one place and is still in another."""
+
+        def successors(one: Any) -> Iterable[Any]:
+            every = moved.get(id(one), [one])
+            return {id(each): each for each in ([one, *every] if id(one) in kept else every)}.values()
+
+        self._watched, self._homes, self._objects = (
+            tuple(chain.from_iterable(map(successors, every)))
+            for every in (guard._watched, guard._homes, guard._objects)
+        )
+        tables = zip(guard._tables, guard._keys, strict=True)
+        found = [(each, keys) for table, keys in tables for each in successors(table)]
+        self._tables, self._keys = tuple(table for table, _ in found), [keys for _, keys in found]
+        self._named = [(each, names) for table, names in guard._named for each in successors(table)]
+        self._list()
+        self._held = self._read()
+        return {id(one) for one in self._held if id(one) in moved} - set(kept)
 
     def _list(self) -> None:
         """List what is compared by identity: in containers and under names."""
@@ -314,8 +330,9 @@ def _parts(container: Any) -> tuple[Iterable[Any], ...]:
     return (container,) if kind is type(container) else (_Entries(kind, container),)
 
 
-def _fits(new: Any, old: Any, moved: dict[int, Any], depth: int = 4) -> bool:
-    """Whether an object holds the same as the one in whose place it is; ``moved`` gets both, and what they hold."""
+def _fits(new: Any, old: Any, moved: dict[int, list[Any]], depth: int = 4) -> bool:
+    """Whether an object holds the same as the one in whose place it is; ``moved`` gets it for the old one's identity,
+    and so for what they hold."""
     if same_objects([new], [old]):
         return True
     kind = type(new)
@@ -327,7 +344,7 @@ def _fits(new: Any, old: Any, moved: dict[int, Any], depth: int = 4) -> bool:
         held = objects.content(new), objects.content(old)
     else:
         return False
-    moved[id(old)] = new
+    moved[id(old)].append(new)
     return len(held[0]) == len(held[1]) and all(_fits(a, b, moved, depth - 1) for a, b in zip(*held, strict=True))
 
 
