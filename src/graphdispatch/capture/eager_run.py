@@ -113,7 +113,10 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     values, arguments, labels = request.values, request.arguments(), None
     if on_static_inputs:
-        request.inputs.load(values, request.rows, request.size)
+        try:
+            request.inputs.load(values, request.rows, request.size)
+        except Exception as error:  # there may be no memory for them
+            return failed_result(request, None, error, "copying the batch into the static inputs")
         values, arguments = request.static_values(), list(request.inputs.views(request.size))
         labels = Labels.of_arguments(arguments)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
