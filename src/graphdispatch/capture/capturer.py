@@ -23,7 +23,7 @@ from ..modes import EntryState
 from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .collector import paused_collector
-from .eager_run import EagerRun, run_eagerly
+from .eager_run import EagerRun, load_static_inputs, run_eagerly
 from .known_run import is_known, run_known
 from .request import CaptureRequest, CaptureResult, failed_result
 
@@ -88,8 +88,9 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
             done = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
             eager = run or CaptureResult(answer, known, *done)
         else:
-            is_ahead = known is None and not request.keep_effects
-            eager = run_eagerly(request, on_static_inputs=is_ahead and not request.is_padded)
+            in_place = known is None and not request.keep_effects and not request.is_padded
+            failed = load_static_inputs(request) if in_place else None
+            eager = failed or run_eagerly(request, on_static_inputs=in_place)
             if known is not None:
                 known.is_known = True
         if isinstance(eager, CaptureResult):

@@ -38,7 +38,16 @@ from .request import CaptureRequest, CaptureResult, failed_result
 if TYPE_CHECKING:
     from ..memory.told import Told
 
-__all__ = ["EagerRun", "check_draws", "check_may_capture", "opener", "run_eagerly", "uncached_casts", "undo_run"]
+__all__ = [
+    "EagerRun",
+    "check_draws",
+    "check_may_capture",
+    "load_static_inputs",
+    "opener",
+    "run_eagerly",
+    "uncached_casts",
+    "undo_run",
+]
 
 
 _ASKS = torch.cuda.graphs.is_current_stream_capturing.__code__
@@ -92,7 +101,7 @@ class EagerRun:
 def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes.
 
-    With ``on_static_inputs`` it runs on these, into which it copies a full batch; so it is a warm-up, too.
+    With ``on_static_inputs`` it runs on these, which hold a full batch; so it is a warm-up, too.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
     by an error. A ``CaptureResult`` says why there can be no graph: what the run overwrites could not be saved, or what
     it did could not be noted (no memory left).
@@ -113,10 +122,6 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     values, arguments, labels = request.values, request.arguments(), None
     if on_static_inputs:
-        try:
-            request.inputs.load(values, request.rows, request.size)
-        except Exception as error:  # there may be no memory for them
-            return failed_result(request, None, error, "copying the batch into the static inputs")
         values, arguments = request.static_values(), list(request.inputs.views(request.size))
         labels = Labels.of_arguments(arguments)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
@@ -153,6 +158,15 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         *(answer, arguments, opened, open_outputs, effects, outputs, written),
         *(before, after, draws, trace, changed, drew, on_static_inputs and _ASKS not in trace.codes),
     )
+
+
+def load_static_inputs(request: CaptureRequest) -> CaptureResult | None:
+    """Copy the batch into the static inputs. Returns a result if that fails: there may be no memory for them."""
+    try:
+        request.inputs.load(request.values, request.rows, request.size)
+    except Exception as error:
+        return failed_result(request, None, error, "copying the batch into the static inputs")
+    return None
 
 
 @contextmanager
