@@ -44,7 +44,7 @@ class Eviction(NamedTuple):
     """A graph that was evicted, as plain data that keeps no memory alive.
 
     ``freed_bytes`` is the fall in the backend's figures when the graph was released; memory that it shared with other
-    graphs is not freed. ``tag`` is the argument of ``invalidate(tag)``.
+    graphs is not freed. ``tag`` is the argument of ``invalidate(tag)``, or what of the callable's state has changed.
     """
 
     key: Hashable
@@ -100,6 +100,9 @@ class CUDAGraphStats(Unlocked):
         """Forget everything counted so far."""
         self.captures = self.capture_failures = self.evictions = self.evicted_bytes = 0
         self.capture_time_ms = 0.0
+        self.state_changes: Counter[str] = Counter()
+        """How often graphs stopped fitting since the callable's state had changed, by what changed first; the first 64
+        different texts."""
         self.gains: dict[str, Gain] = {}
         """The times of a full batch by graph and eagerly, by mode and size, of each captured graph that was timed; the
         latest 4,096."""
@@ -162,6 +165,16 @@ class CUDAGraphStats(Unlocked):
                     del self.gains[next(iter(self.gains))]
             self.captures += 1
             self.capture_time_ms += time_ms
+
+    def record_state_change(self, what: str) -> None:
+        """Count a change of the callable's state after which its graphs did not fit.
+
+        Args:
+            what: What changed, in words.
+        """
+        with self._lock:
+            if what in self.state_changes or len(self.state_changes) < _MOST_EVICTIONS:
+                self.state_changes[what] += 1
 
     def record_capture_failure(self) -> None:
         """Count a capture that made no entry."""

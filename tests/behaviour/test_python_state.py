@@ -278,6 +278,26 @@ def test_what_was_in_two_places_is_watched_in_both(replaced: tuple[str, ...], wr
     check(step, 4)
 
 
+def test_what_ended_a_graph_is_named() -> None:
+    """By ``explain`` and in the counters: the attribute, and what it held and holds."""
+    held = SimpleNamespace(active=["a"], scale=2.0, net=torch.nn.Linear(3, 3).requires_grad_(False))
+    step = graphs_of(lambda x: held.net(x) * len(held.active) * held.scale)
+    check(step, 4)
+    changes: dict[str, Callable[[], None]] = {
+        "active: ['a'] -> ['a', 'b']": lambda: setattr(held, "active", ["a", "b"]),
+        "scale: 2.0 -> 3.0": lambda: setattr(held, "scale", 3.0),
+    }
+    for told, change in changes.items():
+        change()
+        assert f"its graphs are of another state of the callable ({told})" in step.explain(torch.randn(4, 3))
+        check(step, 4)
+    held.net = torch.nn.ReLU()
+    check(step, 4)
+    told = "net: a torch.nn.modules.linear.Linear -> a torch.nn.modules.activation.ReLU"
+    assert step.stats.state_changes == dict.fromkeys([*changes, told], 1)
+    assert {eviction.tag for eviction in step.stats.last_evictions} == {told}
+
+
 def test_another_change_beside_an_equal_container_is_seen() -> None:
     """Of each kind that a guard compares: a new attribute that hides one of a class, an array, a weight, a number."""
 

@@ -72,6 +72,8 @@ class GraphSet:
         self.share = TimeShare(options.capture_share, self.entries)
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
+        self.latest_change = ""
+        """What has changed of the callable's state when its graphs last stopped fitting, in words."""
         self._states = itertools.count(1)
 
     @property
@@ -271,10 +273,13 @@ class GraphSet:
                 guards.remove(guard)
                 guards.add(renewed)
                 self._replace(guard, renewed)
+            elif guard.is_apart and guard in present:
+                self.latest_change = guard.difference()
+                self.stats.record_state_change(self.latest_change)
         gone = {guard for guard in guards if guard.is_apart and (guard.has_moved() or not guard.within(self.guard))}
         for entry in self.entries() if gone else ():
             if entry.guard in gone:
-                self.release(self.cache.retire(entry, EvictionReason.STALE))
+                self.release(self.cache.retire(entry, EvictionReason.STALE, self.latest_change))
 
     def _replace(self, guard: StateGuard, renewed: StateGuard) -> None:
         """Have graphs guarded by another guard of the same state."""

@@ -183,7 +183,10 @@ class Server(HitPath):
     ) -> tuple[Reason | None, str]:
         """Why a call does not replay the graph of its size, if there is one; None and nothing if it does."""
         if entry is None:
-            return self.admit(group, size)
+            reason, detail = self.admit(group, size)
+            if reason is Reason.FIRST_SIGHTING and group.of_size(size):
+                detail = f"{reason.text}; its graphs are of another state of the callable ({self.graphs.latest_change})"
+            return reason, detail
         if group.route.entry is not None and not entry.is_current():
             return Reason.ADDRESS_CHANGED, ""
         if entry.carries(leaves):

@@ -5,6 +5,7 @@ Python chose. Without a guard, the graphs of a module that was moved, reloaded b
 would go on using the old memory and the old path, without an error.
 """
 
+import reprlib
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..backends.operators import storage_key
-from ..call.spec import VALUES
+from ..call.spec import VALUES, describe
 from ..native.guards import GUARD
 from . import objects
 from .compiled import END, compile_guard
@@ -294,15 +295,27 @@ class StateGuard:
         bases = {base for kind in kinds for base in kind.__mro__[:-1]}
         if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
             return None
+        flags = {id(table): held for table, name, held in self._held_attributes() if name == "training"}
+        found = [flags.get(id(objects.attribute_table(module)), objects.ABSENT) for module in self._modules]
+        return None if any(type(flag) is not bool for flag in found) else not found or any(found)
+
+    def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+        """Each attribute and variable that is compared: its table, its name, and what it held."""
         last = sum(map(len, (self._readers, self._objects, self._functions, self._homes)))
         count = sum(len(names) + 1 for _, names in self._named)
         values = iter(self._held[len(self._held) - last - count :])
-        flags = {}
         for table, names in self._named:
-            flags[id(table)] = dict(zip(names, values, strict=False)).get("training", objects.ABSENT)
+            yield from ((table, name, held) for name, held in zip(names, values, strict=False))
             next(values)  # the first once more
-        found = [flags.get(id(objects.attribute_table(module)), objects.ABSENT) for module in self._modules]
-        return None if any(type(flag) is not bool for flag in found) else not found or any(found)
+
+    def difference(self) -> str:
+        """What of the state is not as it was: the first attribute or variable with what it held and holds, or in
+        general words."""
+        for table, name, held in self._held_attributes():
+            now = table.get(name, objects.ABSENT)
+            if now is not held and not _fits(now, held, defaultdict(list)):
+                return f"{name}: {_shown(held)} -> {_shown(now)}"
+        return "a weight, a module, or an entry of a container"
 
     @property
     def storages(self) -> set[int]:
@@ -346,6 +359,14 @@ def _fits(new: Any, old: Any, moved: dict[int, list[Any]], depth: int = 4) -> bo
         return False
     moved[id(old)].append(new)
     return len(held[0]) == len(held[1]) and all(_fits(a, b, moved, depth - 1) for a, b in zip(*held, strict=True))
+
+
+def _shown(value: Any) -> str:
+    """A value in one line, without code of the user's: a constant, or a container of constants, as it is spelled."""
+    if value is objects.ABSENT:
+        return "nothing"
+    inner = objects.content(value) if type(value) in (tuple, *_CONTAINERS) else []
+    return reprlib.repr(value) if inner and all(type(one) in VALUES for one in inner) else describe(value)
 
 
 def _is_frozen(kind: type) -> bool:
