@@ -165,9 +165,8 @@ def _service(case: str, *, is_cold: bool) -> list[Row]:
     """The same 300 batches of 1 to 32 rows by graphs and eagerly, in turns."""
     model, step = _made(_SIZES)
     generator = torch.Generator().manual_seed(0)
-    for count in range(
-        1, _SIZES[-1] + 1
-    ):  # torch prepares kernels at the first run of each shape, with graphs or without
+    # Torch prepares its kernels at the first run of each shape, with graphs or without.
+    for count in range(1, _SIZES[-1] + 1):
         model(*_batch(count))
     if not is_cold:
         step.prewarm(*_batch(_SIZES[-1]))

@@ -106,6 +106,21 @@ def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_goo
     assert step.entries[0].program.limits_values is (name not in ("exponent", "plain"))
 
 
+@pytest.mark.parametrize(("rows", "is_shared"), [(7, False), (1, False), (6, True), (2, True)])
+def test_few_rows_prove_nothing_for_other_sizes(rows: int, is_shared: bool) -> None:
+    """One real row, or one of padding, proves its own graph alone."""
+    step = gd.graphed(nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(8, 16), options=AT_ONCE)
+    for count in (8, 8, 16, 16, rows):
+        step(torch.randn(count, 3))
+    first, second = step.entries
+    assert first.proof is not None
+    assert (second.proof is not None) is is_shared
+    for count in (rows, 12, 12):
+        step(torch.randn(count, 3))
+        assert not is_shared or count != 12 or second.proof is first.proof
+    assert reason(step) is Reason.PADDED
+
+
 def test_the_proof_says_what_changed() -> None:
     """The entry keeps it, and ``explain`` prints it."""
     step = gd.graphed(lambda x: (x * 2, x - x.amax(0)), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)

@@ -22,11 +22,20 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @overload
-def eager_break(target: M) -> M: ...
+def eager_break(target: M) -> M:
+    """Mark a module in place."""
+
+
 @overload
-def eager_break(target: F) -> F: ...
+def eager_break(target: F) -> F:
+    """Mark a function, as a decorator."""
+
+
 @overload
-def eager_break(target: str, *more: str) -> None: ...
+def eager_break(target: str, *more: str) -> None:
+    """Mark operators by their names."""
+
+
 def eager_break(target: Any, *more: Any) -> Any:
     """Mark a part that runs eagerly in PIECEWISE captures.
 

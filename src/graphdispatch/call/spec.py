@@ -71,9 +71,8 @@ def declared_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 def _target(fn: Any) -> Any:
     """What has the parameters of ``fn``: of a module its ``forward``, behind a partial, too."""
     if issubclass(type(fn), torch.nn.Module):
-        modules = dict(
-            vars(fn).get("_modules", {}).items()
-        )  # of a scripted module it is no dict, and of a traced one none
+        # Of a scripted module it is no dict, and a traced one has none.
+        modules = dict(vars(fn).get("_modules", {}).items())
         return modules.get("_orig_mod", fn).forward  # what torch.compile made of a module takes anything
     if type(fn) is MethodType and fn.__func__ is torch.nn.Module._call_impl:  # of a module that is served in place
         return _target(fn.__self__)

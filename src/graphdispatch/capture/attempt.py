@@ -338,6 +338,8 @@ class CaptureAttempt:
         if request.is_padded:
             check_padding_writes(request, self.eager, self.warm_run.regions)
         if proves:
+            if not prover.is_ample:
+                entry.program = entry.program.apart()
             entry.program.proof = prover.prove(alike).after(entry.proof)
         if request.tells_numbers():
             self.note_compared(entry, request.rows)

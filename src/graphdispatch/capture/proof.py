@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..axes import Axis
+from ..axes import ROWS, Axis
 from ..backends.operators import bits_equal, storage_key
 from ..call.signature import PLAIN_TENSORS
 from ..errors import CaptureError
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from .regions import Region
 
 __all__ = ["RowProver", "differing"]
+
+
+_FEW = 2
 
 
 class _Value(NamedTuple):
@@ -135,6 +138,13 @@ class RowProver:
         proof, specs = self._entry.proof, self._request.inputs.specs
         has_padding = self.rows != self._request.size and any(spec.dim is not None for spec in specs)
         return has_padding and (proof is None or (self._request.is_padded and not proof.is_complete))
+
+    @property
+    def is_ample(self) -> bool:
+        """Whether there are two real rows and two of padding at least, along each dimension: enough for other sizes."""
+        grid, size = self._request.grid, self._request.size
+        pairs = ((axis.of(self.rows), axis.of(size)) for axis in (grid.axes if grid is not None else (ROWS,)))
+        return all(_FEW <= real <= full - _FEW for real, full in pairs)
 
     def prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
         """The proof. Call it right after the replay of the request's batch.

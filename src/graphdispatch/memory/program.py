@@ -1,6 +1,7 @@
 """``Program``: the operators of a graph, by which graphs of several sizes share what was proven of one of them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from itertools import combinations
 from math import prod
@@ -45,7 +46,16 @@ class Program:
         groups_rows: Whether they multiply groups of rows whose sizes are data.
     """
 
-    __slots__ = ("_lengths", "_operators", "computes", "groups_rows", "is_stretched", "limits_values", "proof")
+    __slots__ = (
+        "_is_apart",
+        "_lengths",
+        "_operators",
+        "computes",
+        "groups_rows",
+        "is_stretched",
+        "limits_values",
+        "proof",
+    )
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class Program:
         groups_rows: bool = False,
     ) -> None:
         self._operators = operators
+        self._is_apart = False
         self.limits_values = limits_values
         self.groups_rows = groups_rows
         self._lengths = [axis.of(size) for axis in axes]
@@ -68,9 +79,15 @@ class Program:
         self.is_stretched = False
         """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
 
+    def apart(self) -> "Program":
+        """The same program for one graph, of which a proof by few rows holds for no graph of another size."""
+        other = copy(self)
+        other._is_apart = True
+        return other
+
     def is_like(self, other: "Program") -> bool:
         """Whether the other program is this one for another size, and what is proven of this one holds for it."""
-        if len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
+        if self._is_apart or len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
             return False
         places = range(len(self._lengths))
         chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]

@@ -7,7 +7,7 @@ would go on using the old memory and the old path, without an error.
 
 import reprlib
 import types
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -26,14 +26,13 @@ from ..native.guards import GUARD
 from . import objects
 from .compiled import END, compile_guard
 from .notes import CodeNotes
-from .objects import same_objects
+from .objects import equal_content, same_objects
 from .particulars import PLAIN_READERS, has_memory
 from .reads import StateReads
 
 __all__ = ["StateGuard", "WorkspaceGuard", "wants_gradient"]
 
 _END = (END,)
-_CONTAINERS = (list, dict, set)
 _SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""
 _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
@@ -182,11 +181,11 @@ class StateGuard:
     def renewed(self) -> "StateGuard | None":
         """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
         frozen dataclasses, in the places of others that held the same; else None. It watches what is there now."""
-        moved: defaultdict[int, list[Any]] = defaultdict(list)
+        moved: dict[int, list[Any]] = {}
         try:
             now = self._read()
             pairs = zip(now, self._held, strict=False)
-            is_same = len(now) == len(self._held) and all(a is b or _fits(a, b, moved) for a, b in pairs)
+            is_same = len(now) == len(self._held) and all(a is b or equal_content(a, b, moved) for a, b in pairs)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile
             return None
         if not is_same or not moved:
@@ -313,7 +312,7 @@ class StateGuard:
         general words."""
         for table, name, held in self._held_attributes():
             now = table.get(name, objects.ABSENT)
-            if now is not held and not _fits(now, held, defaultdict(list)):
+            if now is not held and not equal_content(now, held):
                 return f"{name}: {_shown(held)} -> {_shown(now)}"
         return "a weight, a module, or an entry of a container"
 
@@ -343,36 +342,12 @@ def _parts(container: Any) -> tuple[Iterable[Any], ...]:
     return (container,) if kind is type(container) else (_Entries(kind, container),)
 
 
-def _fits(new: Any, old: Any, moved: dict[int, list[Any]], depth: int = 4) -> bool:
-    """Whether an object holds the same as the one in whose place it is; ``moved`` gets it for the old one's identity,
-    and so for what they hold."""
-    if same_objects([new], [old]):
-        return True
-    kind = type(new)
-    if kind is not type(old) or not depth:
-        return False
-    if _is_frozen(kind):
-        held = [vars(new)], [vars(old)]
-    elif kind is tuple or kind in _CONTAINERS:
-        held = objects.content(new), objects.content(old)
-    else:
-        return False
-    moved[id(old)].append(new)
-    return len(held[0]) == len(held[1]) and all(_fits(a, b, moved, depth - 1) for a, b in zip(*held, strict=True))
-
-
 def _shown(value: Any) -> str:
     """A value in one line, without code of the user's: a constant, or a container of constants, as it is spelled."""
     if value is objects.ABSENT:
         return "nothing"
-    inner = objects.content(value) if type(value) in (tuple, *_CONTAINERS) else []
+    inner = objects.content(value) if type(value) in (tuple, list, dict, set) else []
     return reprlib.repr(value) if inner and all(type(one) in VALUES for one in inner) else describe(value)
-
-
-def _is_frozen(kind: type) -> bool:
-    """Whether it is a frozen dataclass whose instances keep their fields in a table."""
-    parameters = getattr(kind, "__dataclass_params__", None)
-    return parameters is not None and parameters.frozen and kind.__dictoffset__ != 0
 
 
 class _Entries:

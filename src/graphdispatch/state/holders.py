@@ -49,9 +49,6 @@ IN_MEMORY = (io.BytesIO, io.StringIO, mmap.mmap, ctypes.c_int.__mro__[2])
 """Files in memory, mapped memory, and what ``ctypes`` makes: compiled objects that code writes."""
 
 
-_CONTAINERS = (tuple, list, dict, set)
-
-
 class Holder(NamedTuple):
     """An object that can change: where it was met, how to read all that it holds, how to write that back."""
 
@@ -75,11 +72,11 @@ class Holder(NamedTuple):
             return None if now == before else " was written"
         elif len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
             return None
-        if list(now) == list(before) and all(map(_same, before.values(), now.values())):
+        if list(now) == list(before) and all(map(objects.equal_content, now.values(), before.values())):
             return None
         for label in (*before, *now):
             a, b = before.get(label, ABSENT), now.get(label, ABSENT)
-            if not _same(a, b):
+            if not objects.equal_content(b, a):
                 name = f".{label}" if issubclass(type(label), str) and label.isidentifier() else label
                 return f"{name} was {'added' if a is ABSENT else 'removed' if b is ABSENT else 'rebound'}"
         return " was put in another order"
@@ -138,16 +135,6 @@ def random_holder(path: Any, generator: Any) -> Holder:
         read, write = generator.get_state, generator.set_state
     saved = read()
     return Holder(path, generator, lambda _: freeze(read()), lambda *_: write(saved), freeze(saved))
-
-
-def _same(a: Any, b: Any, depth: int = 4) -> bool:
-    """Whether two values are the same, or are equal containers. What a container held before is compared by itself."""
-    if a is b or objects.same_objects([a], [b]):
-        return True
-    if type(a) is not type(b) or type(a) not in _CONTAINERS or not depth:
-        return False
-    held = objects.content(a), objects.content(b)
-    return len(held[0]) == len(held[1]) and all(_same(x, y, depth - 1) for x, y in zip(*held, strict=True))
 
 
 def read_attributes(value: Any) -> dict[str, Any]:

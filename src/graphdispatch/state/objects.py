@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -38,6 +38,7 @@ __all__ = [
     "cell_value",
     "content",
     "dict_of",
+    "equal_content",
     "functions_in",
     "is_code",
     "is_followed",
@@ -67,6 +68,8 @@ CONSTANTS = (bool, int, float, complex, str, bytes, torch.device, type(None), ty
 CONTAINERS = (dict, list, set, deque)
 """Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
 
+_EQUAL_BY_CONTENT = (tuple, list, dict, set)
+_DEEPEST = 4
 _BARE = frozenset({dict, list, set, deque, tuple, frozenset})
 """Types whose objects have no attributes."""
 
@@ -334,6 +337,41 @@ def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
         a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_opaque(type(a)) and repr(a) == repr(b))
         for a, b in zip(before, after, strict=True)
     )
+
+
+def equal_content(
+    new: Any, old: Any, moved: MutableMapping[int, list[Any]] | None = None, depth: int = _DEEPEST
+) -> bool:
+    """Whether an object is another one or holds the same: equal constants, containers or frozen dataclasses. What a
+    container held earlier is not known here.
+
+    Args:
+        new: The object in the place of ``old``.
+        old: The object that was there.
+        moved: Gets the new object for the identity of each old one, those within them included.
+        depth: How deep containers are looked into.
+    """
+    if same_objects([new], [old]):
+        return True
+    kind = type(new)
+    if kind is not type(old) or not depth:
+        return False
+    if _is_frozen(kind):
+        held = [vars(new)], [vars(old)]
+    elif kind in _EQUAL_BY_CONTENT:
+        held = content(new), content(old)
+    else:
+        return False
+    if moved is not None:
+        moved.setdefault(id(old), []).append(new)
+    pairs = zip(*held, strict=False)
+    return len(held[0]) == len(held[1]) and all(equal_content(a, b, moved, depth - 1) for a, b in pairs)
+
+
+def _is_frozen(kind: type) -> bool:
+    """Whether it is a frozen dataclass whose instances keep their fields in a table."""
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen and kind.__dictoffset__ != 0
 
 
 def referent(value: Any) -> Any:
