@@ -16,6 +16,15 @@ class Axis(NamedTuple):
         """The extent along this axis."""
         return number >> self.shift & self.mask
 
+    @property
+    def bits(self) -> int:
+        """Where the extent is in the number."""
+        return self.mask << self.shift
+
+    def put(self, extent: int) -> int:
+        """The number of a batch that has this extent, and none along other axes. What is too long counts as longest."""
+        return (extent if self.mask < 0 else min(extent, self.mask)) << self.shift
+
 
 ROWS = Axis("rows")
 """The only dynamic dimension: the number is its extent."""

@@ -7,9 +7,9 @@ a lookup by the number is one lookup, whatever it stands for.
 from collections.abc import Sequence
 from math import prod
 
-from .axes import Axis
+from .axes import ROWS, Axis
 
-__all__ = ["HIDDEN", "LONGEST", "MOST_AXES", "Extents", "axes_of"]
+__all__ = ["HIDDEN", "LONGEST", "MOST_AXES", "Extents", "axes_of", "extents_text", "lengths_of", "pack"]
 
 _BITS = 21
 MOST_AXES = 3
@@ -27,6 +27,21 @@ def axes_of(names: Sequence[str]) -> tuple[Axis, ...]:
     return tuple(Axis(name, shift, LONGEST) for name, shift in zip(names, shifts, strict=True))
 
 
+def pack(axes: Sequence[Axis], lengths: Sequence[int]) -> int:
+    """The number of a batch with these extents, one for each axis: its rows, if these are the only axis."""
+    return lengths[0] if tuple(axes) == (ROWS,) else Extents.pack(axes, lengths)
+
+
+def lengths_of(axes: Sequence[Axis], number: int) -> tuple[int, ...]:
+    """The extents of a batch, one for each axis."""
+    return tuple(axis.of(number) for axis in axes)
+
+
+def extents_text(axes: Sequence[Axis], number: int) -> str:
+    """The extents of a batch for a person: ``4 x 37``, or its rows."""
+    return " x ".join(map(str, lengths_of(axes, number)))
+
+
 class Extents(int):
     """The number of a batch with several dynamic dimensions; as text it names the extents, ``4 x 37``."""
 
@@ -42,12 +57,12 @@ class Extents(int):
     @classmethod
     def pack(cls, axes: Sequence[Axis], lengths: Sequence[int]) -> "Extents":
         """The number of some lengths, one for each axis."""
-        return cls.of(axes, sum(min(n, LONGEST) << axis.shift for axis, n in zip(axes, lengths, strict=True)))
+        return cls.of(axes, sum(axis.put(n) for axis, n in zip(axes, lengths, strict=True)))
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The extents, one for each axis."""
-        return tuple(axis.of(self) for axis in self.axes)
+        return lengths_of(self.axes, self)
 
     @property
     def cells(self) -> int:
@@ -59,7 +74,7 @@ class Extents(int):
         return all(axis.of(number) <= axis.of(self) for axis in self.axes)
 
     def __str__(self) -> str:
-        return " x ".join(map(str, self.lengths))
+        return extents_text(self.axes, self)
 
     def __format__(self, spec: str) -> str:
         return format(str(self) if not spec or spec[-1] == "s" else int(self), spec)

@@ -263,7 +263,7 @@ def compared(size: int) -> CUDAGraphEntry:
     for rows in range(1, size):
         serve(dispatcher, decode(rows))
     assert made.state is EntryState.VERIFIED
-    assert made.compared == set(range(1, size))
+    assert all(map(made.may_pad, range(1, size)))
     return made
 
 

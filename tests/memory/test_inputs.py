@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import Pad
+from graphdispatch.axes import ROWS
 from graphdispatch.call.inputs import InputSpec
 from graphdispatch.call.padding import as_pad
 from graphdispatch.errors import ConfigError
@@ -21,7 +22,8 @@ CAPACITY = 6
 def spec(dim: int | None, pad: Pad, *, position: int = 0, order: tuple[int, ...] = (0, 1)) -> InputSpec:
     """A float argument of two dimensions, one of them the batch and the other of extent three."""
     shape = (3, 3) if dim is None else tuple(0 if d == dim else 3 for d in range(2))
-    return InputSpec(f"x{position}", position, shape, order, torch.float32, CPU, dim, pad)
+    spans = () if dim is None else ((dim, ROWS),)
+    return InputSpec(f"x{position}", position, shape, order, torch.float32, CPU, spans, (pad,) * len(spans))
 
 
 def _sum_of_real(padding: torch.Tensor, real: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from graphdispatch import Reason, graphed
+from graphdispatch.axes import ROWS
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
@@ -40,27 +41,24 @@ def pool() -> Pool:
 )
 def test_rule_from_two_sizes(first: tuple[int, ...], second: tuple[int, ...], follows: tuple[Any, ...]) -> None:
     """From the shapes for 3 and 4 rows follow the dimensions of the batch and their factors."""
-    rule = learn_output_rule(torch.zeros(first), 3, torch.zeros(second), 4)
-    assert rule == OutputRule((follows,))
+    rule = learn_output_rule([ROWS], torch.zeros(first), 3, [(ROWS, 4, torch.zeros(second))])
+    assert rule == OutputRule((tuple((dim, factor, ROWS) for dim, factor in follows),))
 
 
 @pytest.mark.parametrize(("first", "second"), [((4, 5), (5, 5)), ((3,), (3, 1)), ((3, 3), (4, 5)), ((9,), (16,))])
 def test_unknown_rule_is_refused(first: tuple[int, ...], second: tuple[int, ...]) -> None:
     """Rows plus one, another number of dimensions, squares: no rule, and the reason says so."""
     with pytest.raises(CaptureError, match="cut only along dimensions that are a fixed multiple") as caught:
-        learn_output_rule(torch.zeros(first), 3, torch.zeros(second), 4)
+        learn_output_rule([ROWS], torch.zeros(first), 3, [(ROWS, 4, torch.zeros(second))])
     assert caught.value.reason is Reason.OUTPUT_ROWS_UNKNOWN
 
 
 def test_rules_of_a_nest() -> None:
     """Each tensor of a nest has its own rule, in order."""
-    rule = learn_output_rule(
-        {"a": torch.zeros(3), "b": [torch.zeros(7), torch.zeros(6)]},
-        3,
-        {"a": torch.zeros(4), "b": [torch.zeros(7), torch.zeros(8)]},
-        4,
-    )
-    assert rule == OutputRule((((0, 1),), (), ((0, 2),)))
+    three = {"a": torch.zeros(3), "b": [torch.zeros(7), torch.zeros(6)]}
+    four = {"a": torch.zeros(4), "b": [torch.zeros(7), torch.zeros(8)]}
+    rule = learn_output_rule([ROWS], three, 3, [(ROWS, 4, four)])
+    assert rule == OutputRule((((0, 1, ROWS),), (), ((0, 2, ROWS),)))
 
 
 def _outputs(tree: Any, follows: Any, pool: Pool, mode: Any = "clone") -> Outputs:
@@ -71,7 +69,7 @@ def _outputs(tree: Any, follows: Any, pool: Pool, mode: Any = "clone") -> Output
 def test_who_owns_what_is_handed_out(pool: Pool, mode: str) -> None:
     """Every dimension that follows the batch is cut, by its factor; copies are the caller's, a cache is itself."""
     tensor = torch.arange(32.0).reshape(4, 8)
-    rule = OutputRule((((0, 1), (1, 2)) if mode != "foreign" else (),))
+    rule = OutputRule((((0, 1, ROWS), (1, 2, ROWS)) if mode != "foreign" else (),))
     outputs = Outputs(tensor, rule, [mode != "foreign"], "static" if mode == "static" else "clone", pool)
     taken, expected = outputs.taker(3)(), tensor if mode == "foreign" else tensor[:3, :6]
     assert torch.equal(taken, expected)
@@ -90,14 +88,14 @@ TREES: list[Any] = [
 def test_structure_is_the_callables(pool: Pool, tree: Any) -> None:
     """What is handed out has the types, keys and constants of what the callable returned."""
     count = sum(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(tree))
-    taken = _outputs(tree, (((0, 1),),) * count, pool).taker(4)()
+    taken = _outputs(tree, (((0, 1, ROWS),),) * count, pool).taker(4)()
     assert type(taken) is type(tree)
     assert repr(taken) == repr(tree)
 
 
 def test_view_is_stale_after_a_replay(pool: Pool) -> None:
     """A handle is good until the pool's next generation."""
-    view = _outputs(torch.ones(4), (((0, 1),),), pool, "view").taker(2)()
+    view = _outputs(torch.ones(4), (((0, 1, ROWS),),), pool, "view").taker(2)()
     assert torch.equal(view.get(), torch.ones(2))
     pool.generation += 1
     with pytest.raises(StaleOutputError, match="read it before the next call, or use outputs='clone'"):

@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 from tallies import Tally
 
-from graphdispatch.call.dims import GridSignature
 from graphdispatch.call.signature import Signature
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.serve.hit import HitPath
 
 LOG: Counter[str] = Counter()
-_MATCH = {kind: kind.match for kind in (Signature, GridSignature)}
+_MATCH = Signature.match
 
 
 def both(signature: Signature, values: Sequence[Any]) -> int:
     """Python's answer, after the core's was compared with it."""
-    rows = _MATCH[type(signature)](signature, values)
+    rows = _MATCH(signature, values)
     if signature.native is not None:
         found = signature.native.match(values)
         LOG["equal" if found == rows else f"stricter in {os.environ['PYTEST_CURRENT_TEST']}"] += 1
@@ -36,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put both in the place of one, as code of the package: no capture is to look into it."""
     both.__code__ = both.__code__.replace(co_filename=Signature.match.__code__.co_filename)
     HitPath.serve, ReplayPlan.run = HitPath.serve_in_python, ReplayPlan.run_in_python
-    Signature.match = GridSignature.match = both
+    Signature.match = both
     config.pluginmanager.register(Tally("matches of the core beside Python's", LOG))
 
 

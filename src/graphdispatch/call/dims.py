@@ -1,22 +1,19 @@
-"""Several dynamic dimensions: how the user declares them, and what calls that have them look like."""
+"""Several dynamic dimensions, as the user declares them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ..axes import Axis
 from ..errors import ConfigError, check_count, shown
-from ..extents import HIDDEN, LONGEST, MOST_AXES, Extents, axes_of
+from ..extents import LONGEST, MOST_AXES, axes_of
 from ..sizes import check_sizes
-from .inputs import NO_MATCH, InputSpec
 from .padding import Pad, as_pad
-from .rules import ArgumentRules
-from .signature import Signature
-from .spec import Leaf, is_tensor
+from .spec import Leaf
 
-__all__ = ["Dim", "Grid", "GridSignature", "is_hidden", "read_grid", "rules_of"]
+__all__ = ["Dim", "Grid", "read_grid"]
 
 _SHORTEST, _LONGEST = 16, 512
 
@@ -111,14 +108,6 @@ class Grid(NamedTuple):
             rule = rule.get(leaf, rule.get(argument))
         return None if rule is None else as_pad(argument, rule)
 
-    def signature(
-        self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
-    ) -> Signature:
-        """The signature of a call."""
-        pairs = zip(leaves, values, strict=True)
-        has_axes = any(is_tensor(value) and self.axes_of(leaf, value) for leaf, value in pairs)
-        return (GridSignature if has_axes else Signature)(leaves, values, rules, device)
-
     def points(self, rows: Sequence[int]) -> list[tuple[int, ...]]:
         """All combinations of the sizes, with ``rows`` for the first dimension."""
         points: list[tuple[int, ...]] = [(size,) for size in rows]
@@ -197,65 +186,3 @@ def _check_pads(grid: Grid) -> None:
                 raise ConfigError(f"pad of Dim({dim.name!r}) names {name!r}, which has no such dimension in dynamic")
         for name in grid.places if dim.pad is not None else ():
             grid.rule_of(axis, name, name)
-
-
-class GridSignature(Signature):
-    """What a call with several dynamic dimensions must look like. Its number has the extents of all of them."""
-
-    def __init__(
-        self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
-    ) -> None:
-        assert rules.grid is not None
-        self.axes = rules.grid.axes
-        self._places: dict[Axis, list[tuple[int, int]]] = {axis: [] for axis in self.axes}
-        self._grid = rules.grid
-        self._masks: tuple[tuple[int, int], ...] = ()
-        super().__init__(leaves, values, rules, device)
-
-    def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
-        for dim, axis in rules.axes_of(leaf, tensor):
-            self._places[axis].append((position, dim))
-        super()._add_tensor(position, leaf, tensor, rules)
-        if not self.inputs or self.inputs[-1].position != position:
-            return
-        spec = self.inputs[-1]
-        given = [self._grid.rule_of(axis, leaf.path, leaf.argument) for _, axis in spec.axes]
-        pads = tuple(spec.pad if rule is None else rule for rule in given)
-        is_given = spec.is_pad_given or any(rule is not None and rule.kind != "leave" for rule in given)
-        self.inputs[-1] = self._forms[position] = replace(spec, pads=pads, is_pad_given=is_given)
-
-    def _known_extents(self) -> int:
-        """A dimension that no argument of the call has is as short as can be."""
-        return Extents.pack(self.axes, [0 if self._places[axis] else 1 for axis in self.axes])
-
-    def rows_of_example(self, values: Sequence[Any]) -> int:
-        """Two along the first dimension, and all along the others."""
-        first, *lengths = Extents.of(self.axes, self.match(values)).lengths
-        return Extents.pack(self.axes, [2 if first else 0, *lengths])
-
-    def match(self, values: Sequence[Any]) -> int:
-        """The extents of a call that fits, as one number, else ``NO_MATCH``."""
-        if self._matched(values) < 0:
-            return NO_MATCH
-        number = self._known_extents()
-        for axis, places in self._places.items():
-            lengths = {values[position].shape[dim] for position, dim in places}
-            if len(lengths) > 1:
-                return NO_MATCH
-            number |= min(lengths.pop(), LONGEST) << axis.shift if lengths else 0
-        return number | HIDDEN if any(is_hidden(values[place], dim) for place, dim in self._masks) else int(number)
-
-    def watch(self, masks: Sequence[tuple[int, int]]) -> None:
-        """Look from now on, at each call, for rows that these masks (place and dimension) hide: in such a row what is
-        real would depend on padding. Python does it, since the values are looked at."""
-        self._masks, self.native = tuple(masks), None
-
-
-def is_hidden(mask: torch.Tensor, dim: int, fill: complex = 0) -> bool:
-    """Whether a mask holds what its padding holds all along a dimension, somewhere. Reads values back to the host."""
-    return not bool(mask.ne(fill).any(dim).all())
-
-
-def rules_of(spec: InputSpec) -> Sequence[tuple[int, Axis, Pad]]:
-    """The dynamic dimensions of an argument, each with its axis and its pad rule."""
-    return [(dim, axis, pad) for (dim, axis), pad in zip(spec.axes, spec.pads, strict=True)]

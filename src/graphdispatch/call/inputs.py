@@ -4,14 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..axes import ROWS, Axis
+from ..axes import Axis
 from .padding import Pad
 
-__all__ = ["FIXED", "NO_MATCH", "InputSpec"]
+__all__ = ["NO_MATCH", "InputSpec"]
 
 NO_MATCH = -1
-FIXED = -2
-"""The rows of a tensor without a batch dimension."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,7 @@ class InputSpec:
     """One tensor argument.
 
     ``position`` is its place among the call's values; ``shape`` has 0 where it follows the batch; ``order`` lists the
-    dimensions from the slowest to the fastest in memory; ``dim`` is the batch dimension or None, the first of several.
+    dimensions from the slowest to the fastest in memory.
     """
 
     name: str
@@ -28,23 +26,16 @@ class InputSpec:
     order: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    dim: int | None
-    pad: Pad
+    spans: tuple[tuple[int, Axis], ...] = ()
+    """The dimensions that follow the batch, each with its axis."""
+    pads: tuple[Pad, ...] = ()
+    """The pad rule along each of ``spans``."""
     is_dense: bool = True
     """Whether the caller's tensors leave no gaps in memory; the buffer never does, so that eager may compute a tensor
     with gaps by another kernel."""
     is_pad_given: bool = False
     """Whether the user gave a rule of what padding rows hold; then nothing else is ever put there. Rows that are left
     as they are may hold anything that came before."""
-    axes: tuple[tuple[int, Axis], ...] = ()
-    """The dimensions that follow the batch, each with its axis; empty where the rows are the only axis."""
-    pads: tuple[Pad, ...] = ()
-    """The pad rule along each of ``axes``."""
-
-    @property
-    def spans(self) -> tuple[tuple[int, Axis], ...]:
-        """The dimensions that follow the batch, each with its axis."""
-        return self.axes or (() if self.dim is None else ((self.dim, ROWS),))
 
     def sized(self, rows: int) -> tuple[int, ...]:
         """The shape with ``rows`` rows."""
@@ -66,10 +57,15 @@ class InputSpec:
             tensor = tensor.index_select(dim, index)
         return tensor
 
-    def rows(self, shape: torch.Size) -> int:
-        """The rows of a shape that fits; ``FIXED`` without a batch dimension or with several, and ``NO_MATCH`` if it
-        does not fit."""
+    def extents(self, shape: torch.Size) -> tuple[int, int] | None:
+        """What a shape says of the number of its batch, and the bits in which that stands; None if it does not fit."""
         spans = dict(self.spans)
         if len(shape) != len(self.shape) or any(n != self.shape[d] for d, n in enumerate(shape) if d not in spans):
-            return NO_MATCH
-        return FIXED if self.dim is None or self.axes else shape[self.dim]
+            return None
+        number = known = 0
+        for dim, axis in self.spans:
+            extent = axis.put(shape[dim])
+            if (number ^ extent) & known & axis.bits:
+                return None
+            number, known = number | extent, known | axis.bits
+        return number, known

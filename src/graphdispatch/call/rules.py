@@ -57,6 +57,16 @@ class ArgumentRules(NamedTuple):
         dim = self.dim_of(leaf, tensor)
         return () if dim is None else ((dim, ROWS),)
 
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The dynamic dimensions of a batch."""
+        return self.grid.axes if self.grid is not None else (ROWS,)
+
+    def pad_of(self, leaf: Leaf, axis: Axis) -> Pad | None:
+        """The user's pad rule of an argument along one axis, if there is one."""
+        along = self.grid.rule_of(axis, leaf.path, leaf.argument) if self.grid is not None else None
+        return along or self.pad.get(leaf.path, self.pad.get(leaf.argument))
+
     def is_static(self, leaf: Leaf) -> bool:
         """Whether the user declared an argument static."""
         return leaf.path in self.static or leaf.argument in self.static

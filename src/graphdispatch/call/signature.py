@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..axes import ROWS
+from ..extents import HIDDEN, lengths_of, pack
 from ..native.bound import CORE
 from ..reasons import Reason
-from .inputs import FIXED, NO_MATCH, InputSpec
+from .inputs import NO_MATCH, InputSpec
 from .padding import Pad
 from .rules import ArgumentRules
 from .spec import Leaf, describe, is_tensor
@@ -26,6 +28,7 @@ __all__ = [
     "Signature",
     "device_of",
     "has_odd",
+    "is_hidden",
     "no_tensors",
     "refusal",
 ]
@@ -69,8 +72,9 @@ class _TensorCheck(NamedTuple):
     kind: type
     dtype: torch.dtype
     device: torch.device
-    shapes: dict[torch.Size, int]
-    """Shapes that fit, with their rows; filled as they come, so that a hit compares a shape by one lookup."""
+    shapes: dict[torch.Size, tuple[int, int]]
+    """Shapes that fit, with what they say of the batch (see ``InputSpec.extents``); filled as they come, so that a hit
+    compares a shape by one lookup."""
     contiguous: bool
 
 
@@ -86,6 +90,8 @@ class Signature:
         self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
     ) -> None:
         self.device = device
+        self.axes = rules.axes
+        """The dynamic dimensions of a batch, each with its place in the number that stands for the batch."""
         self._inference, self._autocast = _is_inference(), _autocast_dtype(device.type)
         self._device_type = device.type
         self.inputs: list[InputSpec] = []
@@ -94,7 +100,7 @@ class Signature:
         self._addresses: list[tuple[int, int]] = []
         self._constants: list[tuple[int, type[Any], Any, Any]] = []
         self._objects: list[tuple[int, Any]] = []
-        self.rows = NO_MATCH
+        self._masks: tuple[tuple[int, int], ...] = ()
         self.native: Any = None
         """What matches a call in the core; None where Python does."""
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
@@ -106,6 +112,11 @@ class Signature:
                 self._constants.append((position, type(value), value, value))
             else:
                 self._objects.append((position, value))
+        found = {axis for form in self._forms.values() for _, axis in form.spans}
+        self.has_rows = bool(found)
+        """Whether any argument has a batch dimension."""
+        self._known = pack(self.axes, [0 if axis in found else 1 for axis in self.axes])
+        """What stands in the number of each call: a dimension that none of its arguments has is as short as can be."""
         if CORE is not None and all(one[1] in _CORE_CONSTANTS for one in self._constants):
             self.native = self._native(values)
 
@@ -113,15 +124,11 @@ class Signature:
         spans = dict(rules.axes_of(leaf, tensor))
         shape = tuple(0 if d in spans else extent for d, extent in enumerate(tensor.shape))
         order, dense = _memory_order(tensor)
-        dim = next(iter(spans), None)
-        if dim is not None and self.rows == NO_MATCH:
-            self.rows = tensor.shape[dim]
-        axes = tuple(spans.items()) if rules.grid is not None else ()
-        given = rules.pad.get(leaf.path, rules.pad.get(leaf.argument))
-        pad, is_given = given or Pad.zero(), given is not None and given.kind != "leave"
-        spec = InputSpec(
-            leaf.path, position, shape, order, tensor.dtype, tensor.device, dim, pad, dense, is_given, axes
-        )
+        given = [rules.pad_of(leaf, axis) for axis in spans.values()]
+        pads = tuple(pad or Pad.zero() for pad in given)
+        is_given = any(pad is not None and pad.kind != "leave" for pad in given)
+        about = leaf.path, position, shape, order, tensor.dtype, tensor.device
+        spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given)
         self._forms[position] = spec
         self._checks.append(
             _TensorCheck(position, type(tensor), tensor.dtype, tensor.device, {}, tensor.is_contiguous())
@@ -145,24 +152,21 @@ class Signature:
         assert CORE is not None
         return CORE.Signature(
             len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others,
-            self._known_extents(),
+            self._known,
         )  # fmt: skip
 
-    def _known_extents(self) -> int:
-        """What stands in the number of each call, whatever its tensors say."""
-        return 0
-
     def rows_of_example(self, values: Sequence[Any]) -> int:
-        """The rows of what is kept of a call, so that further sizes can be captured from it: two."""
-        return 2
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether any argument has a batch dimension."""
-        return self.rows != NO_MATCH
+        """What is kept of a call, so that further sizes can be captured from it: two rows, and all along other
+        dimensions."""
+        rows, *lengths = lengths_of(self.axes, self.match(values))
+        return pack(self.axes, [2 if rows else 0, *lengths])
 
     def match(self, values: Sequence[Any]) -> int:
-        """The rows of a call that fits (1 if it has no batch dimension), else ``NO_MATCH``."""
+        """The rows of a call that fits (1 if it has no batch dimension), else ``NO_MATCH``.
+
+        Where there are several dynamic dimensions it is the number of all extents; with ``HIDDEN`` if a mask hides a
+        whole row.
+        """
         if _is_inference() is not self._inference or (
             (self._autocast is not None or torch.is_autocast_enabled(self._device_type))
             and _autocast_dtype(self._device_type) is not self._autocast
@@ -174,50 +178,54 @@ class Signature:
                 type(given) is not kind or (_EXACT[kind](given) if kind in _EXACT else given) != exact
             ):
                 return NO_MATCH
-        rows = FIXED
+        rows, known = self._known, 0
         try:
             for position, kind, dtype, device, shapes, contiguous in self._checks:
                 tensor = values[position]
                 if type(tensor) is not kind or tensor.dtype is not dtype or tensor.device != device:
                     return NO_MATCH
-                count = shapes.get(tensor.shape)
-                if count is None:
-                    count = self._learn(position, tensor.shape, shapes)
-                if count != rows and count != FIXED:
-                    if count == NO_MATCH or rows != FIXED:
-                        return NO_MATCH
-                    rows = count
+                found = shapes.get(tensor.shape) or self._learn(position, tensor.shape, shapes)
+                if found is None or (rows ^ found[0]) & known & found[1]:
+                    return NO_MATCH
+                rows, known = rows | found[0], known | found[1]
                 if not (contiguous and tensor.is_contiguous()):
                     form = self._forms[position]
                     if _memory_order(tensor) != (form.order, form.is_dense):
                         return NO_MATCH
         except RuntimeError:  # a sparse tensor has no strides to compare
             return NO_MATCH
-        if self._addresses or self._objects:
-            return self._match_rest(values, rows)
-        return rows if rows != FIXED else 1
+        if not self._has_rest(values):
+            return NO_MATCH
+        if self._masks and any(is_hidden(values[place], dim) for place, dim in self._masks):
+            rows |= HIDDEN
+        return rows if known else 1
 
-    _matched = match
+    def watch(self, masks: Sequence[tuple[int, int]]) -> None:
+        """Look from now on, at each call, for rows that these masks (place and dimension) hide: in such a row what is
+        real would depend on padding. Python does it, since the values are looked at."""
+        self._masks, self.native = tuple(masks), None
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether a call fits, be the thread in inference mode or not: a replay gives the same values in both."""
         with torch.inference_mode(self._inference):
             return self.match(values) >= 0
 
-    def _match_rest(self, values: Sequence[Any], rows: int) -> int:
+    def _has_rest(self, values: Sequence[Any]) -> bool:
+        """Whether static tensors lie where they did, and other objects are the same."""
         for position, address in self._addresses:
             if values[position].data_ptr() != address:
-                return NO_MATCH
-        for position, held in self._objects:
-            if values[position] is not held:
-                return NO_MATCH
-        return rows if rows != FIXED else 1
+                return False
+        return all(values[position] is held for position, held in self._objects)
 
-    def _learn(self, position: int, shape: torch.Size, shapes: dict[torch.Size, int]) -> int:
+    def _learn(
+        self, position: int, shape: torch.Size, shapes: dict[torch.Size, tuple[int, int]]
+    ) -> tuple[int, int] | None:
         if len(shapes) >= _MOST_SHAPES:
             shapes.clear()
-        count = shapes[shape] = self._forms[position].rows(shape)
-        return count
+        found = self._forms[position].extents(shape)
+        if found is not None:
+            shapes[shape] = found
+        return found
 
 
 class ForeignSignature(Signature):
@@ -226,8 +234,9 @@ class ForeignSignature(Signature):
     def __init__(self, addresses: tuple[int, ...] | None) -> None:
         self.addresses = addresses
         """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
+        self.axes = (ROWS,)
         self.inputs = []
-        self.rows = NO_MATCH
+        self.has_rows = False
         self.native = None
         self._inference = False
 
@@ -264,8 +273,8 @@ def refusal(
     extents: dict[str, dict[str, int]] = {}
     for leaf, tensor in tensors:
         for dim, axis in rules.axes_of(leaf, tensor):
-            what = f"lengths along {axis.name!r}" if rules.grid is not None else "numbers of rows"
-            extents.setdefault(what, {})[leaf.path if rules.grid is None else f"{leaf.path}[{dim}]"] = tensor.shape[dim]
+            what = "numbers of rows" if axis is ROWS else f"lengths along {axis.name!r}"
+            extents.setdefault(what, {})[leaf.path if axis is ROWS else f"{leaf.path}[{dim}]"] = tensor.shape[dim]
     for what, found in extents.items():
         if len(set(found.values())) > 1:
             return Refusal(Reason.ROWS_DISAGREE, f"arguments have different {what}: {found}")
@@ -279,6 +288,11 @@ def refusal(
                 "pass tensors and constants, or name it in static= if it is the same each time",
             )
     return None
+
+
+def is_hidden(mask: torch.Tensor, dim: int, fill: complex = 0) -> bool:
+    """Whether a mask holds what its padding holds all along a dimension, somewhere. Reads values back to the host."""
+    return not bool(mask.ne(fill).any(dim).all())
 
 
 def device_of(

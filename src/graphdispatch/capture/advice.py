@@ -57,8 +57,8 @@ def _nearest_break(request: CaptureRequest, error: Exception) -> str:
 def _missing_entries(request: CaptureRequest) -> str:
     """Which tensors seem to follow the batch though ``dynamic`` does not name them."""
     specs, rows = request.inputs.specs, request.rows
-    found = {s.name: s.shape.index(rows) for s in specs if s.dim is None and rows > 1 and rows in s.shape}
-    if not found or all(spec.dim is None for spec in specs):
+    found = {s.name: s.shape.index(rows) for s in specs if not s.spans and rows > 1 and rows in s.shape}
+    if not found or not any(spec.spans for spec in specs):
         return ""
     entries = ", ".join(f"{name!r}: {dim}" for name, dim in found.items())
     return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..axes import ROWS
+from ..axes import Axis
 from ..backends.operators import storage_key
 from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, GraphDispatchError, ReplayError, VerificationError
+from ..extents import pack
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
-from ..memory.outputs import OutputRule, Outputs, check_values, fixed_rule, learn_output_rule
+from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
 from ..memory.program import Labels, Program
-from ..memory.proof import RowProof
+from ..memory.proof import Compared, RowProof
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["CaptureAttempt"]
 
 _SMALL_BYTES = 1 << 20
+_FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
 
 @dataclass
@@ -207,7 +209,7 @@ class CaptureAttempt:
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
             bare=request.inputs.positions if guard.missing else (),
-            compared=request.inputs.new_compared([peer.compared for peer in request.peers]),
+            compared=Compared(request.inputs.axes, [peer.compared for peer in request.peers]),
             program=self._find_program(),
             uses_rng=warm_run.uses_rng,
             signature=request.signature,
@@ -223,8 +225,7 @@ class CaptureAttempt:
 
     def _find_program(self) -> Program:
         """The operators of the run on the static inputs, shared with a graph of another size that has the same."""
-        axes = self.request.grid.axes if self.request.grid is not None else (ROWS,)
-        run = self.warm_run
+        axes, run = self.request.inputs.axes, self.warm_run
         flags = {"limits_values": run.limits_values, "groups_rows": run.groups_rows}
         made = Program(run.operators, self.request.size, axes, **flags)
         return next((peer.program for peer in self.request.peers if peer.program.is_like(made)), made)
@@ -246,42 +247,41 @@ class CaptureAttempt:
         return guard
 
     def _find_output_rule(self, output: Any) -> OutputRule:
-        """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch.
+        """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: that of an earlier size
+        if there is one, else found by a run for each axis, with another extent along that axis alone.
 
-        A padded capture has run at two numbers of rows already. Otherwise the rule of an earlier size is taken, and
-        only the first size of a signature costs another run. Raises ``CaptureError`` if the outputs cannot be cut to
-        the real rows, or follow the batch differently than in other sizes.
+        Raises ``CaptureError`` if the outputs cannot be cut to the real rows, or follow the batch differently than in
+        other sizes.
         """
-        request = self.request
-        if request.grid is not None:
-            rule = request.grid.output_rule(output, self)
-        elif request.is_padded:
-            rule = learn_output_rule(self.eager.opened, request.rows, output, request.size)
-        elif request.rule is not None:
-            rule = request.rule
-        elif all(spec.dim is None for spec in request.inputs.specs):
-            rule = fixed_rule(output)
-        else:
-            probed, rows = self._run_with_other_rows()
-            rule = learn_output_rule(output, request.size, probed, rows)
-        if request.rule is not None and rule != request.rule:
-            raise CaptureError(
-                f"outputs follow the batch differently than in other sizes: {rule} instead of {request.rule}",
-                Reason.OUTPUT_ROWS_UNKNOWN,
-            )
+        request, rule = self.request, self.request.rule
+        axes, eager = request.inputs.axes, self.eager.opened
+        if rule is None:
+            used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
+            others = [(axis, *self._run_apart_along(axis, output)) for axis in axes if axis in used]
+            rule = learn_output_rule(axes, eager, request.rows, others)
+        rule.check(axes, eager, request.rows, output, request.size)
         return rule
 
-    def _run_with_other_rows(self) -> tuple[Any, int]:
-        """The outputs for another number of rows, and that number: one row less, or one more if it does not take so
-        few, as a normalisation over the batch."""
-        size = self.request.size
-        if size > 1:
+    def _run_apart_along(self, axis: Axis, output: Any) -> tuple[int, Any]:
+        """A batch with another extent along one axis, and its outputs: that of the graph, whose ``output`` is known if
+        it differs along this axis alone. Else one less; or one more than one, or than two where the call does not take
+        one, as a normalisation over the batch."""
+        own, full = axis.of(self.request.rows), axis.of(self.request.size)
+        if own != full:
+            number = self._with_extent(axis, full)
+            return number, output if number == self.request.size else self.run_with(number)
+        if own > 1:
             try:
-                return self.run_with(size - 1), size - 1
+                return self._with_extent(axis, own - 1), self.run_with(self._with_extent(axis, own - 1))
             except CaptureError as error:
-                if size > 2 or error.__cause__ is None:
+                if own > _FEWEST or error.__cause__ is None:
                     raise
-        return self.run_with(size + 1), size + 1
+        return self._with_extent(axis, own + 1), self.run_with(self._with_extent(axis, own + 1))
+
+    def _with_extent(self, axis: Axis, extent: int) -> int:
+        """The number of the batch with another extent along one axis."""
+        axes = self.request.inputs.axes
+        return pack(axes, [extent if one is axis else one.of(self.request.rows) for one in axes])
 
     def run_with(self, rows: int) -> Any:
         """The outputs for another number of rows. Fake tensors would stay in whatever caches the model keeps.
@@ -326,7 +326,7 @@ class CaptureAttempt:
         ``proves`` find out whether rows are independent, if that is not known."""
         request = self.request
         self.start_over(f"comparing the replay of {request.rows} rows with eager")
-        prover = self._make_prover(entry)
+        prover = RowProver(self.request, self.eager, entry, self)
         load_s = seconds_of(request, self.load)
         proves = proves and prover.is_wanted
         alike = request.inputs.alike(request.size) if proves else {}
@@ -355,12 +355,8 @@ class CaptureAttempt:
         self.load()
         alike = self.request.inputs.alike(self.request.size)
         self._replay(entry)
-        proof = self._make_prover(entry).prove(alike)
+        proof = RowProver(self.request, self.eager, entry, self).prove(alike)
         return None if proof.independent else proof
-
-    def _make_prover(self, entry: CUDAGraphEntry) -> RowProver:
-        grid = self.request.grid
-        return (grid.prover if grid else RowProver)(self.request, self.eager, entry, self)
 
     def note_compared(self, entry: CUDAGraphEntry, rows: int) -> None:
         """Note that so many rows were compared with eager. If code ran for them that the entry's guard does not know,

@@ -23,7 +23,7 @@ import torch
 
 from ..backends.operators import is_expanded, is_strided, map_leaves, storage_key, tensors_in
 from ..call.spec import is_tensor
-from ..extents import Extents
+from ..extents import lengths_of, pack
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from .eager_run import check_draws, uncached_casts, undo_run
@@ -57,7 +57,7 @@ def difference_apart(
     Raises what ends a capture: no memory left, or an error of the device itself.
     """
     request = attempt.request
-    found = _hiding(attempt, entry, tensors, takes_integers=request.grid is None)
+    found = _hiding(attempt, entry, tensors, takes_integers=len(request.inputs.axes) == 1)
     names = [f"output {index}" for index in range(len(attempt.eager.outputs))]
     names += [f"state of shape {tuple(region.target.shape)}" for region in state]
     for chosen in (found, [tensor for tensor in found if not _is_integer(tensor)]):
@@ -173,14 +173,12 @@ def writes_more_with_fewer_rows(attempt: "CaptureAttempt", rows: int) -> tuple[b
     Costs two eager runs. Raises as ``difference_apart`` does.
     """
     request = attempt.request
-    pads = [pad for spec in request.inputs.specs if spec.spans for pad in spec.pads or [spec.pad]]
+    pads = [pad for spec in request.inputs.specs if spec.spans for pad in spec.pads]
     if request.options.padding_writes == "allow" or all(pad.follows_data for pad in pads):
         return False, None
-    if request.grid is None:
-        fewer = rows - 1
-    else:
-        fewer = Extents.pack(request.grid.axes, [max(axis.of(rows) - 1, 1) for axis in request.grid.axes])
-    if fewer in (0, rows):
+    axes = request.inputs.axes
+    fewer = pack(axes, [max(extent - 1, 1) for extent in lengths_of(axes, rows)])
+    if fewer == rows:
         return True, None
     specs, limit = request.inputs.specs, request.options.state_limit_bytes
     cut = [spec.repeated(value, fewer, 1) for spec, value in zip(specs, request.arguments(), strict=True)]

@@ -16,8 +16,7 @@ Note [what padding rows may hold]
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ import torch
 
 from ..axes import Axis
 from ..call.inputs import InputSpec
-from .request import CaptureRequest
 
 __all__ = [
     "BY_RULE",
@@ -38,9 +36,6 @@ __all__ = [
     "large",
     "may_replace",
     "of_kind",
-    "other_rows",
-    "rows_for",
-    "signed_rows",
     "small",
     "takes_any_value",
     "telling_places",
@@ -52,10 +47,10 @@ _WIDEST = 20  # powers of two
 
 
 class Padding(NamedTuple):
-    """Other padding: what it is, in words, and for each argument (by index) its rows, or None for those of its rule.
+    """Other padding: what it is, in words, and for each argument (by index) the whole of it, of which the padding along
+    ``axes`` (empty: all) is taken; or None for the padding of its rule.
 
-    ``real``: what the arguments hold instead of their values; empty for their values. Where there are several dynamic
-    dimensions, ``rows`` are whole arguments, of which the padding along ``axes`` (empty: all) is taken.
+    ``real``: what the arguments hold instead of their values; empty for their values.
     """
 
     name: str
@@ -75,7 +70,7 @@ def takes_any_value(spec: InputSpec) -> bool:
 def may_replace(specs: Sequence[InputSpec], index: int, padding_writes: str) -> bool:
     """Whether padding of an argument may hold something else than what its rule says: values of the batch at least."""
     spec = specs[index]
-    if spec.dim is None or spec.is_pad_given:
+    if not spec.spans or spec.is_pad_given:
         return False
     is_told = padding_writes == "refuse" or any(other.is_pad_given for other in specs)
     return is_told or takes_any_value(spec)
@@ -158,47 +153,6 @@ def is_discrete(spec: InputSpec, value: torch.Tensor) -> bool:
 def holds_flags(value: torch.Tensor) -> bool:
     """Whether a tensor holds nothing but zeros and ones, as masks do. Reads the result back to the host."""
     return bool(value.numel()) and bool(((value == 0) | (value == 1)).all())
-
-
-def signed_rows(
-    request: CaptureRequest, rows: int, fill: Callable[..., torch.Tensor]
-) -> Iterator[list[torch.Tensor | None]]:
-    """Padding rows of both signs, in turns where there are several."""
-    generator, count = torch.Generator().manual_seed(0), request.size - rows
-    for sign in ((torch.arange(count) % 2) * 2 - 1,) if count > 1 else (torch.ones(1), -torch.ones(1)):
-        every = range(len(request.inputs.specs))
-        yield [rows_for(request, i, count, None, partial(fill, sign), generator) for i in every]
-
-
-def other_rows(request: CaptureRequest, rows: int, *, backwards: bool) -> Padding:
-    """Rows of the batch, from its last one backwards, or those behind the first ``rows``."""
-    places = torch.arange(request.size - rows)
-    source = (request.rows - 1 - places if backwards else rows + places) % request.rows
-    every = range(len(request.inputs.specs))
-    return Padding("other real rows", [rows_for(request, i, len(places), source, None, None) for i in every])
-
-
-_Fill = Callable[[torch.Tensor, torch.Size, int, torch.Generator], torch.Tensor]
-
-
-def rows_for(
-    request: CaptureRequest,
-    index: int,
-    count: int,
-    source: torch.Tensor | None,
-    fill: _Fill | None,
-    generator: torch.Generator | None,
-) -> torch.Tensor | None:
-    """Padding rows of one argument: made by ``fill`` if it takes any value, else the real rows ``source``."""
-    specs = request.inputs.specs
-    spec, value = specs[index], request.arguments()[index].detach()
-    if spec.dim is None or spec.is_pad_given:
-        return None
-    if fill is not None and generator is not None and takes_any_value(spec):
-        return fill(value, torch.Size(spec.sized(count)), spec.dim, generator)
-    if source is None or not may_replace(specs, index, request.options.padding_writes):
-        return None
-    return value.index_select(spec.dim, source.to(value.device))
 
 
 def large(

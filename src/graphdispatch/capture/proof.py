@@ -2,18 +2,27 @@
 
 A replay runs the same kernels on the same shapes. So if rows are independent, the real rows have the same bits whatever
 the padding rows hold. The proof replays a graph on the same real rows with other padding, and compares bits.
+
+Note [what keeps its padding]
+    Along a further dimension an argument may say which elements are padding: a mask of zeros and ones. Other values in
+    its padding would make real elements of it. So where the proof fails, it is tried again with the padding of such
+    arguments left as their rule says, which is what every replay has there. The other arguments must not matter then.
+    A row that its mask hides altogether may still attend to padding, as to all else. Where masks that hide all show
+    this, each call is looked at, and runs eagerly if it has such a row: unless the user gave the mask a pad rule.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..axes import ROWS, Axis
+from ..axes import Axis
 from ..backends.operators import bits_equal, storage_key
 from ..call.signature import PLAIN_TENSORS
 from ..errors import CaptureError
+from ..extents import lengths_of, pack
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
@@ -25,13 +34,11 @@ from .padding import (
     Padding,
     edge,
     far,
+    holds_flags,
     is_discrete,
     large,
     may_replace,
     of_kind,
-    other_rows,
-    rows_for,
-    signed_rows,
     small,
     takes_any_value,
     telling_places,
@@ -49,6 +56,8 @@ __all__ = ["RowProver", "differing"]
 
 
 _FEW = 2
+_OTHER_ROWS = "other real rows"
+_Fill = Callable[[torch.Tensor, torch.Size, int], torch.Tensor]
 
 
 class _Value(NamedTuple):
@@ -68,13 +77,12 @@ class _DependentRowsError(Exception):
 
 
 class RowProver:
-    """Replays a graph, just compared with eager, with other padding. A full batch is cut in half for it.
+    """Replays a graph, just compared with eager, with other padding: along all dimensions at once. If that changes real
+    elements, once more with the padding of masks left alone, and along each dimension by itself.
 
-    The ``attempt`` puts everything back to where the eager run began, loads the first so many rows and a padding, and
-    replays.
+    A dimension that the batch fills is cut in half. The ``attempt`` puts everything back to where the eager run began,
+    loads the first so many rows and a padding, and replays.
     """
-
-    _along: Sequence[Axis] = ()
 
     def __init__(
         self,
@@ -83,11 +91,17 @@ class RowProver:
         entry: CUDAGraphEntry,
         attempt: "CaptureAttempt",
     ) -> None:
-        self.rows = self._real_rows(request)
+        self._axes = request.inputs.axes
+        lengths = zip(lengths_of(self._axes, request.rows), lengths_of(self._axes, request.size), strict=True)
+        self.rows = pack(self._axes, [own if own != full else (full + 1) // 2 for own, full in lengths])
         self._request = request
         self._eager = eager
         self._entry = entry
         self._attempt = attempt
+        self._along: Sequence[Axis] = ()
+        """The axes along which padding is replaced; empty: all."""
+        self._kept: Collection[int] = ()
+        """The arguments (by index) whose padding is left as their rule says: see Note [what keeps its padding]."""
         self._is_deterministic: bool | None = False if entry.program.groups_rows else None
         self._is_limited = entry.program.limits_values
         self._needs_more_rows = False
@@ -95,55 +109,22 @@ class RowProver:
         # Nothing tells which state the first half of a full batch writes. If padding must write none, it is all of it.
         may_write = self.rows != request.rows and request.options.padding_writes == "allow"
         self._state, self._unseen = ([], written) if may_write else (written, [])
-        specs = request.inputs.specs
         # The second half of a full batch is padding like any other, unless a pad rule says what padding is.
-        is_told = entry.written is not None or any(spec.is_pad_given for spec in specs)
-        self._is_cut = self.rows != request.rows and is_told
-        self._base = BY_RULE if request.is_padded or is_told else self._others(backwards=False)
-
-    def _real_rows(self, request: CaptureRequest) -> int:
-        return request.rows if request.is_padded else (request.size + 1) // 2
-
-    def _takes_any_value(self, index: int) -> bool:
-        return takes_any_value(self._request.inputs.specs[index])
-
-    def _others(self, *, backwards: bool) -> Padding:
-        return other_rows(self._request, self.rows, backwards=backwards)
-
-    def _signed(self, fill: Callable[..., torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
-        return signed_rows(self._request, self.rows, fill)
-
-    def _wild(self) -> Iterator[Padding]:
-        """Padding of numbers that no batch held."""
-        yield from (Padding("large numbers", numbers, axes=self._along) for numbers in self._signed(large))
-        yield Padding("random numbers of all magnitudes", self._random(), axes=self._along)
-
-    def _far_apart(self) -> list[Padding]:
-        """The padding of the rules, and such as few means or extremes take for the same."""
-        others = self._others(backwards=True).rows
-        made = [others] if self._is_limited else self._signed(large)
-        mixed = ([b if a is None else a for a, b in zip(rows, others, strict=True)] for rows in made)
-        return [BY_RULE, *(Padding("large numbers", rows, axes=self._along) for rows in mixed)]
-
-    def _random(self) -> list[torch.Tensor | None]:
-        request, generator = self._request, torch.Generator().manual_seed(0)
-        count = request.size - self.rows
-        shuffled = torch.randint(request.rows, (count,), generator=generator)
-        every = range(len(request.inputs.specs))
-        return [rows_for(request, i, count, shuffled, wide, generator) for i in every]
+        is_told = entry.written is not None or any(spec.is_pad_given for spec in request.inputs.specs)
+        self._is_cut = self.rows != request.rows and (is_told or request.is_padded)
+        self._base = BY_RULE if request.is_padded or is_told else Padding(_OTHER_ROWS, request.arguments())
 
     @property
     def is_wanted(self) -> bool:
         """Whether there can be padding, and earlier batches have not shown all that batches can."""
-        proof, specs = self._entry.proof, self._request.inputs.specs
-        has_padding = self.rows != self._request.size and any(spec.dim is not None for spec in specs)
-        return has_padding and (proof is None or (self._request.is_padded and not proof.is_complete))
+        proof, request = self._entry.proof, self._request
+        has_padding = self.rows != request.size and request.inputs.has_rows
+        return has_padding and (proof is None or (request.is_padded and not proof.is_complete))
 
     @property
     def is_ample(self) -> bool:
         """Whether there are two real rows and two of padding at least, along each dimension: enough for other sizes."""
-        grid, size = self._request.grid, self._request.size
-        pairs = ((axis.of(self.rows), axis.of(size)) for axis in (grid.axes if grid is not None else (ROWS,)))
+        pairs = zip(lengths_of(self._axes, self.rows), lengths_of(self._axes, self._request.size), strict=True)
         return all(_FEW <= real <= full - _FEW for real, full in pairs)
 
     def prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
@@ -151,13 +132,63 @@ class RowProver:
 
         ``alike`` are the arguments whose rows were all alike in that replay, padding rows among them.
         """
+        whole = self._prove_along((), alike)
+        if whole.independent or len(self._axes) == 1:
+            return whole
+        alone = {axis: self._prove_along((axis,), alike) for axis in self._axes}
+        bound = tuple(axis for axis, proof in alone.items() if not proof.independent)
+        found = next((proof for proof in alone.values() if not proof.independent), whole)
+        names = " and ".join(repr(axis.name) for axis in bound or self._axes)
+        return replace(found, bound=bound or self._axes, perturbation=f"{found.perturbation} along {names}")
+
+    def _prove_along(self, axes: Sequence[Axis], alike: Mapping[int, torch.Tensor]) -> RowProof:
+        """The proof of padding along these axes, with as few masks left alone as it takes."""
+        first = None
+        for kept in self._choices():
+            if first is not None or axes:  # the graph's own replay is no base then
+                self._base, self._is_cut = BY_RULE, True
+            self._along, self._kept, self._is_limited = axes, kept, self._entry.program.limits_values
+            proof = self._prove(alike)
+            if proof.independent:
+                self._prove_hidden(kept)
+                return replace(proof, kept=tuple(kept))
+            first = first or proof
+        assert first is not None
+        return first
+
+    def _choices(self) -> Iterator[Collection[int]]:
+        """Which arguments keep their padding: none, then each mask, then all of them. A mask is an argument along a
+        further dimension that holds nothing but zeros and ones."""
+        yield ()
+        pairs = list(zip(self._request.inputs.specs, self._request.arguments(), strict=True))
+        along = [i for i, (spec, _) in enumerate(pairs) if any(axis is not self._axes[0] for _, axis in spec.spans)]
+        masks = [i for i in along if not pairs[i][0].is_pad_given and holds_flags(pairs[i][1])]
+        for kept in [(mask,) for mask in masks] + ([tuple(masks)] if len(masks) > 1 else []):
+            others = {axis for i, (spec, _) in enumerate(pairs) if i not in kept for _, axis in spec.spans}
+            if others >= {axis for i in kept for _, axis in pairs[i][0].spans}:
+                yield kept
+
+    def _prove_hidden(self, kept: Collection[int]) -> None:
+        """Once more with masks that hide all that is real. If padding matters then, have each call looked at."""
+        if not kept:
+            return
+        request, specs = self._request, self._request.inputs.specs
+        arguments = enumerate(request.arguments())
+        self._base = Padding("", [], [torch.zeros_like(v) if i in kept else v for i, v in arguments], self._along)
+        if not self._takes(self._base):
+            return
+        base = self._read()
+        for rows in (self._elements(backwards=True), *self._signed(large)):
+            if not self._takes(self._base._replace(rows=rows)) or differing(base, self._read()):
+                request.signature.watch([(specs[i].position, specs[i].spans[-1][0]) for i in kept])
+                return
+
+    def _prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
         with torch.no_grad():
-            base = self._read()
             try:
                 if self._is_cut:
                     self._replay(BY_RULE)
-                    base = self._read()
-                others = self._others(backwards=True)
+                base, others = self._read(), Padding(_OTHER_ROWS, self._elements(backwards=True), axes=self._along)
                 if self._is_other(others):
                     self._replay(others)
                     self._compare(others.name, base, self._read())
@@ -169,6 +200,63 @@ class RowProver:
         untested, assumed = self._untested(alike)
         repeats = self._is_deterministic is not False
         return RowProof(True, repeats, untested=untested, assumed=assumed, limited=self._is_limited)
+
+    def _wild(self) -> Iterator[Padding]:
+        """Padding of numbers that no batch held."""
+        yield from (Padding("large numbers", numbers, axes=self._along) for numbers in self._signed(large))
+        generator = torch.Generator().manual_seed(0)
+        rows = self._elements(generator)
+        numbers = self._filled(rows, lambda value, shape, dim: wide(value, shape, dim, generator))
+        yield Padding("random numbers of all magnitudes", numbers, axes=self._along)
+
+    def _far_apart(self) -> list[Padding]:
+        """The padding of the rules, and such as few means or extremes take for the same."""
+        others = self._elements(backwards=True)
+        made = [others] if self._is_limited else self._signed(large)
+        mixed = ([b if a is None else a for a, b in zip(rows, others, strict=True)] for rows in made)
+        return [BY_RULE, *(Padding("large numbers", rows, axes=self._along) for rows in mixed)]
+
+    def _signed(self, fill: Callable[..., torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
+        """Numbers of both signs in turns; where there is only one place of padding, first of one sign, then of the
+        other."""
+        pairs = zip(lengths_of(self._axes, self.rows), lengths_of(self._axes, self._request.size), strict=True)
+        for first in (1, -1) if any(full - real == 1 for real, full in pairs) else (1,):
+            generator = torch.Generator().manual_seed(0)
+
+            def made(value: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+                signs = first * (1 - 2 * (torch.arange(shape[dim]) % 2))  # noqa: B023 (used within the turn)
+                return fill(signs, value, shape, dim, generator)  # noqa: B023
+
+            yield self._filled([], made)
+
+    def _filled(self, rows: Sequence[torch.Tensor | None], fill: _Fill) -> list[torch.Tensor | None]:
+        """``rows``, but made by ``fill`` for arguments whose padding may hold any value."""
+        request = self._request
+        filled = list(rows) or [None] * len(request.inputs.specs)
+        for index, (spec, value) in enumerate(zip(request.inputs.specs, request.arguments(), strict=True)):
+            if spec.spans and self._takes_any_value(index):
+                filled[index] = fill(value.detach(), torch.Size(spec.sized(request.size)), spec.spans[-1][0])
+        return filled
+
+    def _elements(
+        self, generator: torch.Generator | None = None, *, backwards: bool = False
+    ) -> list[torch.Tensor | None]:
+        """Each argument with elements of the batch in its padding: from the last one backwards, or any. All arguments
+        take the same ones, since they may belong together."""
+        request = self._request
+        index: dict[Axis, torch.Tensor] = {}
+        for axis in self._axes:
+            own, real, full = axis.of(request.rows), axis.of(self.rows), axis.of(request.size)
+            rest = (own - 1 - torch.arange(full - real)) % own
+            chosen = rest if backwards else torch.randint(own, (full - real,), generator=generator)
+            index[axis] = torch.cat([torch.arange(real), chosen])
+        rows: list[torch.Tensor | None] = []
+        for place, (spec, value) in enumerate(zip(request.inputs.specs, request.arguments(), strict=True)):
+            whole = value.detach()
+            for dim, axis in spec.spans:
+                whole = whole.index_select(dim, index[axis].to(value.device))
+            rows.append(whole if self._may_replace(place) else None)
+        return rows
 
     def _takes_all(self, base: Sequence[_Value]) -> bool:
         """Compare with numbers that no batch held; false as soon as the callable fails for some."""
@@ -202,14 +290,6 @@ class RowProver:
             reason = Reason.PADDING_WRITES_STATE if writes else Reason.VERIFICATION_FAILED
             what = str(error) if writes else f"the call raises {type(error).__name__}: {error}"
             raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
-
-    def _replay_anew(self) -> RowProof | None:
-        """Replay with the padding of the rules; what that shows already if it cannot be."""
-        try:
-            self._replay(BY_RULE)
-        except _DependentRowsError as found:
-            return found.proof
-        return None
 
     def _prove_for_other_rows(self) -> None:
         """Once more with other real rows, which hide less: those of each kind before the padding of the rules, and
@@ -268,31 +348,30 @@ class RowProver:
         numbers = "the largest or smallest numbers of the batch" if self._is_limited else "large numbers of one sign"
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
             # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
-            further = [near] if any(pad.kind == "leave" for spec in specs for pad in (spec.pad, *spec.pads)) else []
+            further = [near] if any(pad.kind == "leave" for spec in specs for pad in spec.pads) else []
             kinds = [one_sign, *([other_sign] if self._is_limited else further)]
             yield f"{numbers} (in the real rows, too)", one_sign, map(self._padding_made, kinds)
 
     @property
     def _takes_any(self) -> list[int]:
         specs = enumerate(self._request.inputs.specs)
-        return [i for i, spec in specs if spec.dim is not None and self._takes_any_value(i)]
+        return [i for i, spec in specs if spec.spans and self._takes_any_value(i)]
 
     def _made(self, make: Make, rows: int) -> list[torch.Tensor | None]:
         parts = zip(self._request.inputs.specs, self._request.arguments(), strict=True)
         return [make(i, spec, value, rows) for i, (spec, value) in enumerate(parts)]
 
     def _padding_made(self, make: Make) -> list[torch.Tensor | None]:
-        made = enumerate(self._made(make, self._padding_rows))
+        made = enumerate(self._made(make, self._request.size))
         return [rows if self._may_replace(index) else None for index, rows in made]
 
     def _may_replace(self, index: int) -> bool:
         """Whether padding of this argument may hold something else than what its rule says."""
-        return may_replace(self._request.inputs.specs, index, self._request.options.padding_writes)
+        specs, padding_writes = self._request.inputs.specs, self._request.options.padding_writes
+        return index not in self._kept and may_replace(specs, index, padding_writes)
 
-    @property
-    def _padding_rows(self) -> int:
-        """How many rows a padding of the proof has."""
-        return self._request.size - self.rows
+    def _takes_any_value(self, index: int) -> bool:
+        return index not in self._kept and takes_any_value(self._request.inputs.specs[index])
 
     def _compare(self, name: str, base: Sequence[_Value], got: Sequence[_Value]) -> None:
         for a, b in differing(base, got):
@@ -342,7 +421,7 @@ class RowProver:
         """Of which arguments this batch could not tell; and of these, the ones that were the same for long, with their
         row."""
         request, specs = self._request, self._request.inputs.specs
-        fixed = {i for i, spec in enumerate(specs) if spec.dim is not None and not self._takes_any_value(i)}
+        fixed = {i for i, spec in enumerate(specs) if spec.spans and not self._takes_any_value(i)}
         fixed = {i for i in fixed if i in alike or (specs[i].is_pad_given and not request.is_padded)}
         lasting = request.inputs.constants({i: alike[i] for i in fixed if i in alike})
         names = (specs[i].name for i in sorted(fixed - lasting))

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,6 @@ from ..state.objects import CONSTANTS
 if TYPE_CHECKING:
     from ..decide.decision import SizeTable
     from .autobreak import AutoBreaks
-    from .grid import GridCapture
 
 __all__ = ["CaptureRequest", "CaptureResult", "automatic_breaks", "failed_result"]
 
@@ -84,15 +82,6 @@ class CaptureRequest:
         kept = (value for place, value in enumerate(self.values) if place not in copied)
         return [self.call.fn, *(value for value in kept if not issubclass(type(value), CONSTANTS))]
 
-    @cached_property
-    def grid(self) -> "GridCapture | None":
-        """What is different where the batch has several dynamic dimensions."""
-        if not any(spec.axes for spec in self.inputs.specs):
-            return None
-        from .grid import GridCapture  # here, since most callables have one
-
-        return GridCapture(self)
-
     @property
     def is_padded(self) -> bool:
         """Whether the graph has more rows than the batch."""
@@ -102,7 +91,7 @@ class CaptureRequest:
         """The real rows of an output or argument, if the caller padded the batch and said how many are real: of what
         has as many rows as the descriptor has tokens. Else all of it."""
         rows, padded = self.told_rows, self.descriptor.num_tokens
-        is_padded_by_caller = rows is not None and all(spec.dim is None for spec in self.inputs.specs)
+        is_padded_by_caller = rows is not None and not self.inputs.has_rows
         if is_padded_by_caller and value.dim() and value.shape[0] == padded:
             return value[:rows]
         return value
@@ -111,7 +100,7 @@ class CaptureRequest:
         """Whether a comparison could show that the code takes another branch for so many rows: not with an argument of
         zeros, which any factor leaves zeros."""
         parts = zip(self.inputs.specs, self.arguments(), strict=True)
-        floats = (value for spec, value in parts if spec.dim is not None and spec.dtype.is_floating_point)
+        floats = (value for spec, value in parts if spec.spans and spec.dtype.is_floating_point)
         return all(value.dtype.itemsize == 1 or bool((value.isfinite() & (value != 0)).any()) for value in floats)
 
     def arguments(self) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..axes import ROWS
 from ..backends.operators import bits_equal, storage_key
 from ..errors import CaptureError, VerificationError
 from ..memory.entry import CUDAGraphEntry
@@ -71,9 +70,8 @@ def _check_order(
     padding lies between; a batch whose rows are nearly alike hides that within the tolerance. So the cut must be at
     least as near to eager as the other order is.
     """
-    for dim, factor, *axis in entry.outputs.rule.follows[index]:
-        along = axis[0] if axis else ROWS
-        rows, size = along.of(request.rows), along.of(request.size)
+    for dim, factor, axis in entry.outputs.rule.follows[index]:
+        rows, size = axis.of(request.rows), axis.of(request.size)
         if factor == 1 or rows == size:
             continue
         others = tuple(one for one in entry.outputs.rule.follows[index] if one[0] != dim)

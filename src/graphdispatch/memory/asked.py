@@ -105,8 +105,8 @@ def _rows_of(spec: InputSpec, tensor: Any, rows: int) -> int:
         raise GuardError(
             f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
         )
-    if spec.dim is not None and rows < 0 and tensor.dim() == len(spec.shape):
-        rows = tensor.shape[spec.dim]
+    if spec.spans and rows < 0 and tensor.dim() == len(spec.shape):
+        rows = tensor.shape[spec.spans[0][0]]
     wanted = spec.sized(max(rows, 0))
     if tensor.shape != wanted or tensor.dtype is not spec.dtype or tensor.device != spec.device:
         raise GuardError(

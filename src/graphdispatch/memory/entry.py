@@ -191,7 +191,7 @@ class CUDAGraphEntry(NotCopied):
         self.program.proof = RowProof(True)
         self.program.is_stretched = True
         self.told = None
-        self.compared.trust(self.size)
+        self.compared.trust()
 
     def depends_on_padding(self, rows: int) -> bool:
         """Whether a batch would be padded although rows are known to depend on padding.

@@ -2,6 +2,11 @@
 
 One buffer for each argument, as large as the largest size needs; every size is a contiguous view of its beginning.
 All graphs of one signature share them, which is why a pool's lock is held from the copy to the replay.
+
+Note [one layout]
+    Where rows are the only dynamic dimension, and the slowest of every argument, a row lies at one address for all
+    sizes: padding that was put there stays, and is put anew only where a longer batch has been. In any other layout
+    another size lays other elements at an address, and padding is put anew unless the latest batch was as long.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +15,16 @@ from typing import Any
 
 import torch
 
-from ..axes import Axis
+from ..axes import ROWS, Axis
 from ..backends.operators import bits_equal
 from ..call.inputs import InputSpec
+from ..extents import lengths_of, pack
 from ..forking import renew_in_child
-from .proof import Compared
 
-__all__ = ["StaticInputs", "inputs_for"]
+__all__ = ["StaticInputs"]
 
 _CONSTANT_AFTER = 16
-_MOST_FILLS = 4096
+_MOST_PREPARED = 4096  # batches and sizes whose copies and padding are kept prepared
 
 
 class StaticInputs:
@@ -28,19 +33,17 @@ class StaticInputs:
 
     __slots__ = ("__dict__", "__weakref__", "_clean_from")
 
-    _one = 1
-    """The batch of one row."""
-
-    def __init__(self, specs: Sequence[InputSpec], capacity: int) -> None:
+    def __init__(self, specs: Sequence[InputSpec], capacity: int, axes: Sequence[Axis] = (ROWS,)) -> None:
         self.specs = tuple(specs)
         self.capacity = capacity
+        self.axes = tuple(axes)
         self.positions = tuple(spec.position for spec in self.specs)
         """The place of each argument among a call's values."""
-        self._padded = [i for i, spec in enumerate(self.specs) if spec.dim is not None and spec.pad.kind != "leave"]
-        self.has_rows = any(spec.dim is not None for spec in self.specs)
+        self.has_rows = any(spec.spans for spec in self.specs)
         """Whether any argument follows the batch, so that missing rows are filled up."""
-        self._follows_data = any(self.specs[i].pad.follows_data for i in self._padded)
-        self._one_layout = all(spec.dim is None or spec.order[0] == spec.dim for spec in self.specs)
+        self._follows_data = any(pad.follows_data for spec in self.specs for pad in spec.pads)
+        starts = [[dim for dim, _ in spec.spans] == [spec.order[0]] for spec in self.specs if spec.spans]
+        self._one_layout = len(self.axes) == 1 and all(starts)
         self.free()
         renew_in_child(self)
 
@@ -53,10 +56,10 @@ class StaticInputs:
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._fills: dict[tuple[int, int, int], list[Callable[[], Any]]] = {}
-        # Rows from here on hold padding already, for graphs of _layout_size rows (or of any size, when the batch
-        # is the slowest dimension of every argument and so lies at one address for all sizes).
         self._clean_from = self.capacity
-        self._layout_size = 0
+        """Rows from here on hold padding already, in one layout."""
+        self._held: tuple[int, int] | None = None
+        """The batch and the size that the buffers hold, padding included, in any other layout."""
         self._flat: list[torch.Tensor] = []
         self._constants: dict[int, tuple[torch.Tensor, int]] = {}
 
@@ -66,13 +69,8 @@ class StaticInputs:
         return sum(flat.nbytes for flat in self._flat)
 
     def cells(self, rows: int) -> int:
-        """What statistics count for a batch of ``rows`` rows: these."""
-        return rows
-
-    def new_compared(self, others: Sequence[Compared]) -> Compared:
-        """What a new graph begins with of the numbers that were compared with eager; ``others`` are of graphs of the
-        same state of the callable."""
-        return Compared()
+        """What statistics count for a batch: its rows, or the product of its extents."""
+        return prod(lengths_of(self.axes, rows))
 
     def views(self, size: int) -> tuple[torch.Tensor, ...]:
         """The arguments of a graph of ``size`` rows, in the order of ``specs``: always the same tensors.
@@ -98,24 +96,28 @@ class StaticInputs:
         if not self.specs:
             return
         targets = self._targets.get((rows, size)) or self._make_targets(rows, size)
-        # Noted before the copy: of one that stops half-way, nothing shall be taken for padding.
-        if not self._one_layout and self._layout_size != size:
-            self._layout_size = size
-            self._clean_from = size
-        if rows > self._clean_from:
-            self._clean_from = rows
+        if self._one_layout:
+            is_clean = rows >= self._clean_from
+            # Noted before the copy: of one that stops half-way, nothing shall be taken for padding.
+            self._clean_from = max(self._clean_from, rows)
+        else:
+            is_clean, self._held = self._held == (rows, size), None
         if len(targets) == 1:
             targets[0].copy_(values[self.positions[0]])
         else:
             torch._foreach_copy_(targets, [values[position] for position in self.positions])
-        if rows < size and (self._follows_data or rows < self._clean_from):
+        if rows != size and (self._follows_data or not is_clean):
             self.pad(rows, size)
+        self._held = rows, size
 
     def pad(self, rows: int, size: int) -> None:
-        """Fill the rows behind ``rows`` that hold anything but padding, and those that follow the batch's own rows."""
-        for fill in self._fills.get((rows, self._clean_from, size)) or self._make_fills(rows, size):
+        """Fill what a batch leaves of the buffers, but for what holds padding already that does not follow the data."""
+        end = self._clean_from if self._one_layout else size
+        key = rows, end, size
+        for fill in self._fills.get(key) or self._make_fills(*key):
             fill()
-        self._clean_from = rows
+        if self._one_layout:
+            self._clean_from = rows
 
     def layout_for(self, rows: int, size: int) -> tuple[list[torch.Tensor], tuple[int, ...], bool, bool]:
         """What the core needs to load a batch: where its rows go, the places of the arguments, whether rows lie at one
@@ -133,9 +135,10 @@ class StaticInputs:
         Reads values back to the host.
         """
         alike: dict[int, torch.Tensor] = {}
+        one = pack(self.axes, [1] * len(self.axes))
         for index, (spec, view) in enumerate(zip(self.specs, self.views(size), strict=True)):
-            if spec.dim is not None:
-                first = spec.cut(view, self._one)
+            if spec.spans:
+                first = spec.cut(view, one)
                 every = first.expand_as(view)
                 if bits_equal(view, every) or torch.equal(view, every):  # by value too: 0.0 is no other row than -0.0
                     alike[index] = first.clone()
@@ -151,51 +154,52 @@ class StaticInputs:
         return {index for index, (_, times) in self._constants.items() if times >= _CONSTANT_AFTER}
 
     def put(self, padding: Sequence[torch.Tensor | None], rows: int, size: int, axes: Sequence[Axis] = ()) -> None:
-        """Put other padding behind the ``rows`` rows that were loaded: for each argument its rows, or None to leave
-        those of its pad rule. ``axes`` are for inputs with several dynamic dimensions."""
+        """Put other padding behind the batch that was loaded: for each argument the whole of it, of which the padding
+        along ``axes`` (empty: all) is taken, or None to leave that of its pad rules."""
         for index, given in enumerate(padding):
-            dim = self.specs[index].dim
-            if given is not None and dim is not None:
-                self.views(size)[index].narrow(dim, rows, size - rows).copy_(given)
+            for dim, axis in self.specs[index].spans if given is not None else ():
+                extent = axis.of(rows)
+                if given is not None and (not axes or axis in axes):
+                    rest = axis.of(size) - extent
+                    self.views(size)[index].narrow(dim, extent, rest).copy_(given.narrow(dim, extent, rest))
         self.mark_dirty()
 
     def mark_dirty(self) -> None:
         """Forget that any row holds padding: a graph wrote to its own inputs."""
-        self._clean_from = self.capacity
-        self._layout_size = 0
+        self._clean_from, self._held = self.capacity, None
 
     def _make_targets(self, rows: int, size: int) -> list[torch.Tensor]:
         """Where the rows of a batch go."""
+        if len(self._targets) >= _MOST_PREPARED:
+            self._targets.clear()
         with torch.inference_mode(False), torch.no_grad():
             targets = self._targets[rows, size] = [self.real(i, rows, size) for i in range(len(self.specs))]
         return targets
 
-    def _make_fills(self, rows: int, size: int) -> list[Callable[[], Any]]:
-        """What fills the rows after a batch. What depends on its rows is filled for this call alone; a fixed value
-        once, for all rows that hold anything else."""
-        fills = []
-        with torch.inference_mode(False), torch.no_grad():
-            for index in self._padded:
-                spec = self.specs[index]
-                assert spec.dim is not None
-                end = size if spec.pad.follows_data else self._clean_from
-                if end > rows:
-                    view = self.views(self.capacity if self._one_layout else size)[index]
-                    padding, real = view.narrow(spec.dim, rows, end - rows), view.narrow(spec.dim, 0, rows)
-                    fills.append(spec.pad.filler(padding, real, spec.dim))
-        if len(self._fills) >= _MOST_FILLS:
+    def _make_fills(self, rows: int, end: int, size: int) -> list[Callable[[], Any]]:
+        """What fills the padding of a batch: up to ``end`` in one layout, but all of what follows the data."""
+        if len(self._fills) >= _MOST_PREPARED:
             self._fills.clear()
-        self._fills[rows, self._clean_from, size] = fills
+        with torch.inference_mode(False), torch.no_grad():
+            places = range(len(self.specs))
+            fills = [fill for index in places for fill in self._fills_of(index, rows, end, size)]
+        self._fills[rows, end, size] = fills
         return fills
 
-
-def inputs_for(specs: Sequence[InputSpec], capacity: int) -> StaticInputs:
-    """The static buffers of a signature with these inputs, with room for ``capacity`` rows."""
-    if not any(spec.axes for spec in specs):
-        return StaticInputs(specs, capacity)
-    from .grid import GridInputs  # here, since most callables have one dynamic dimension
-
-    return GridInputs(specs, capacity)
+    def _fills_of(self, index: int, rows: int, end: int, size: int) -> list[Callable[[], Any]]:
+        """What fills the padding of one argument: that along the last dimension first, beside real elements alone; so
+        that padding along the first one is put behind whole rows."""
+        spec, fills = self.specs[index], []
+        spans = [(dim, axis, pad) for (dim, axis), pad in zip(spec.spans, spec.pads, strict=True)]
+        for place in reversed(range(len(spans))):
+            dim, axis, pad = spans[place]
+            part = self.views(self.capacity if self._one_layout else size)[index]
+            for other, before, _ in spans[:place]:
+                part = part.narrow(other, 0, before.of(rows))
+            extent, stop = axis.of(rows), axis.of(size if pad.follows_data else end)
+            if extent < stop and pad.kind != "leave":
+                fills.append(pad.filler(part.narrow(dim, extent, stop - extent), part.narrow(dim, 0, extent), dim))
+        return fills
 
 
 def _ordered_view(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..axes import ROWS
+from ..axes import Axis
 from ..backends.base import Pool
 from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
+from ..extents import extents_text
 from ..reasons import Reason
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "check_values",
     "extents_of",
     "first_rows",
-    "fixed_rule",
     "is_same_value",
     "learn_output_rule",
 ]
@@ -92,44 +92,57 @@ class OutputView:
 
 @dataclass(frozen=True)
 class OutputRule:
-    """For each tensor among the outputs, the dimensions that follow the batch: pairs (dimension, rows per row), with
-    the axis as a third where the batch has several."""
+    """For each tensor among the outputs, the dimensions that follow the batch: (dimension, rows per row, axis)."""
 
-    follows: tuple[tuple[tuple[Any, ...], ...], ...]
+    follows: tuple[tuple[tuple[int, int, Axis], ...], ...]
+
+    def check(self, axes: Sequence[Axis], tree: Any, rows: int, wider: Any, size: int) -> None:
+        """Raise ``CaptureError`` unless outputs of ``rows`` and of ``size`` differ in shape as the rule says."""
+        for index, (dims, real, full) in enumerate(zip(self.follows, _tensors(tree), _tensors(wider), strict=True)):
+            for tensor, number in ((real, rows), (full, size)):
+                expected = {**dict(enumerate(full.shape)), **extents_of(dims, number)}
+                if tuple(tensor.shape) != tuple(expected.values()):
+                    at, to = extents_text(axes, rows), extents_text(axes, size)
+                    raise CaptureError(
+                        f"output {index} has shape {tuple(real.shape)} for a batch of {at} and {tuple(full.shape)} for "
+                        f"{to}, where only dimensions {[dim for dim, *_ in dims]} follow the batch; {_REMEDY}",
+                        Reason.OUTPUT_ROWS_UNKNOWN,
+                    )
 
 
-def learn_output_rule(first: Any, first_rows: int, second: Any, second_rows: int) -> OutputRule:
-    """The rule that explains both shapes, from outputs of runs with two different numbers of rows.
+_REMEDY = (
+    "a graph can be cut only along dimensions that are a fixed multiple of the rows (of one dynamic dimension, where "
+    "there are several)"
+)
+
+
+def learn_output_rule(
+    axes: Sequence[Axis], tree: Any, rows: int, others: Sequence[tuple[Axis, int, Any]]
+) -> OutputRule:
+    """The rule that explains the shapes of outputs for ``rows``, and for ``others``: each with another extent along its
+    axis alone.
 
     Raises ``CaptureError`` if an output follows the batch in a way that cannot be cut to the real rows.
     """
+    found = [(axis, number, _tensors(other)) for axis, number, other in others]
     follows = []
-    pairs = zip(_tensors(first), _tensors(second), strict=False)
-    for index, (a, b) in enumerate(pairs):
-        if a.dim() != b.dim():
-            raise _unknown(index, a, first_rows, b, second_rows)
-        dims = []
-        for dim, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)):
-            if m == n:
-                continue
-            if m % first_rows or n % second_rows or m // first_rows != n // second_rows:
-                raise _unknown(index, a, first_rows, b, second_rows)
-            dims.append((dim, m // first_rows))
-        follows.append(tuple(dims))
+    for index, tensor in enumerate(_tensors(tree)):
+        dims: dict[int, tuple[int, int, Axis]] = {}
+        for axis, number, outputs in found:
+            other, m, n = outputs[index], axis.of(rows), axis.of(number)
+            pairs = list(enumerate(zip(tensor.shape, other.shape, strict=False)))
+            changed = {dim: (a, b) for dim, (a, b) in pairs if a != b}
+            if tensor.dim() != other.dim() or any(
+                dim in dims or a % m or b % n or a // m != b // n for dim, (a, b) in changed.items()
+            ):
+                raise CaptureError(
+                    f"output {index} has shape {tuple(tensor.shape)} for a batch of {extents_text(axes, rows)} and "
+                    f"{tuple(other.shape)} for {extents_text(axes, number)}; {_REMEDY}",
+                    Reason.OUTPUT_ROWS_UNKNOWN,
+                )
+            dims |= {dim: (dim, a // m, axis) for dim, (a, _) in changed.items()}
+        follows.append(tuple(dims[dim] for dim in sorted(dims)))
     return OutputRule(tuple(follows))
-
-
-def fixed_rule(output: Any) -> OutputRule:
-    """The rule of outputs that do not follow the batch."""
-    return OutputRule(((),) * len(_tensors(output)))
-
-
-def _unknown(index: int, a: torch.Tensor, m: int, b: torch.Tensor, n: int) -> CaptureError:
-    return CaptureError(
-        f"output {index} has shape {tuple(a.shape)} for {m} rows and {tuple(b.shape)} for {n}; "
-        "a graph can be cut only along dimensions that are a fixed multiple of the rows",
-        Reason.OUTPUT_ROWS_UNKNOWN,
-    )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -229,16 +242,16 @@ class Outputs:
         return sum(tensor.nbytes for _, tensor in self._tensors)
 
 
-def first_rows(tensor: torch.Tensor, dims: tuple[tuple[Any, ...], ...], rows: int) -> torch.Tensor:
+def first_rows(tensor: torch.Tensor, dims: tuple[tuple[int, int, Axis], ...], rows: int) -> torch.Tensor:
     """An output cut to its first rows; ``dims`` are the dimensions that follow the batch, as in ``OutputRule``."""
     for dim, extent in extents_of(dims, rows).items():
         tensor = tensor.narrow(dim, 0, extent)
     return tensor
 
 
-def extents_of(dims: tuple[tuple[Any, ...], ...], rows: int) -> dict[int, int]:
+def extents_of(dims: tuple[tuple[int, int, Axis], ...], rows: int) -> dict[int, int]:
     """The extent of each of these dimensions for ``rows`` rows."""
-    return {dim: factor * (axis[0] if axis else ROWS).of(rows) for dim, factor, *axis in dims}
+    return {dim: factor * axis.of(rows) for dim, factor, axis in dims}
 
 
 _only: Callable[[list[torch.Tensor]], Any] = itemgetter(0)

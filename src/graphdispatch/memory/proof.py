@@ -2,17 +2,19 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from ..axes import Axis
+from ..axes import ROWS, Axis
+from ..extents import lengths_of, pack
 from ..reasons import Reason
 
 __all__ = ["MOST_COMPARED", "Compared", "RowProof"]
 
 MOST_COMPARED = 64
-"""The largest size of which each number of rows is compared with eager by itself."""
+"""The largest size of which each number of rows, or each length, is compared with eager by itself."""
 
 
 @dataclass(frozen=True)
@@ -76,25 +78,75 @@ class RowProof:
         return f"padding was not tested for {', '.join(self.untested)}" if self.untested else "rows are independent"
 
 
-class Compared(set[int]):
-    """The numbers of rows that were compared with eager: another one may take another branch of the Python code."""
+class Compared:
+    """Which batches were compared with eager: another one may take another branch of the Python code.
 
-    def note(self, rows: int, size: int) -> None:
-        """Note that a batch of ``rows`` rows was compared with a graph of ``size``."""
-        self.add(rows)
+    Kept are their extents along each axis. They count for all graphs as long along the axis, as long as the same
+    code runs for each. Where there are several axes, a batch is covered if each of its extents was
+    compared, and if it lies between two batches of as many rows that were compared: none of its other extents is
+    shorter than in the one, or longer than in the other. So code is found that branches on several extents at once, by
+    their product or by which of them is larger.
+
+    Above ``MOST_COMPARED`` along an axis it is enough that a shorter extent was compared: code that takes another
+    branch below some number is found so.
+    """
+
+    def __init__(self, axes: Sequence[Axis] = (ROWS,), others: Sequence["Compared"] = ()) -> None:
+        """``others`` are those of graphs of other sizes, in the same state of the callable."""
+        self.axes = tuple(axes)
+        self._extents: dict[tuple[Axis, int], set[int]] = others[0]._extents if others else {}
+        """By axis and the graph's extent along it, the extents that were compared."""
+        self._others: dict[int, list[tuple[int, ...]]] = {}
+        """By number of rows, the other extents of the batches that were compared with this graph."""
+        self._is_trusted = False
 
     def part(self) -> None:
         """Share what is noted from here on with no other graph, since other code ran."""
+        self._extents = {key: set(known) for key, known in self._extents.items()}
+
+    def trust(self) -> None:
+        """Take all batches for compared."""
+        self._is_trusted = True
+
+    def note(self, rows: int, size: int) -> None:
+        """Note that a batch was compared with the graph of ``size``."""
+        for axis in self.axes:
+            self._known(axis, size).add(axis.of(rows))
+        first, *others = lengths_of(self.axes, rows)
+        same = self._others.setdefault(first, [])
+        if tuple(others) not in same:
+            same.append(tuple(others))
 
     def covers(self, rows: int, size: int) -> bool:
-        """Whether a batch of ``rows`` rows may be padded to ``size``, as far as comparisons go. Above ``MOST_COMPARED``
-        rows it is enough that fewer were compared: code that takes another branch below some number is found so."""
-        return rows in self or (size > MOST_COMPARED and rows > min(self, default=rows))
-
-    def trust(self, size: int) -> None:
-        """Take all numbers for compared."""
-        self.update(range(min(size, MOST_COMPARED + 1)))
+        """Whether a batch may be padded to ``size``, as far as comparisons go."""
+        return self._is_trusted or (
+            all(self._has(axis, axis.of(rows), size) for axis in self.axes) and self._is_between(rows, size)
+        )
 
     def missing(self, rows: int, size: int) -> Iterable[int]:
-        """Which numbers between ``rows`` and ``size`` may have to be compared."""
-        return range(rows + 1, size)
+        """What may have to be compared: for each number of rows from that of ``rows`` on the shortest and the longest
+        batches; then a full one with each other extent in turn."""
+        least, full = lengths_of(self.axes, rows), lengths_of(self.axes, size)
+        ends = ((low, high) for low, high in zip(least[1:], full[1:], strict=True))
+        for lengths in product(range(least[0], full[0] + 1), *ends):
+            yield pack(self.axes, lengths)
+        for place in range(1, len(full)):
+            for extent in range(least[place], full[place]):
+                yield pack(self.axes, [*full[:place], extent, *full[place + 1 :]])
+
+    def _known(self, axis: Axis, size: int) -> set[int]:
+        """The extents along an axis that were compared with graphs as long as this one."""
+        return self._extents.setdefault((axis, axis.of(size)), set())
+
+    def _has(self, axis: Axis, extent: int, size: int) -> bool:
+        known, full = self._known(axis, size), axis.of(size)
+        return extent == full or extent in known or (full > MOST_COMPARED and extent > min(known, default=extent))
+
+    def _is_between(self, rows: int, size: int) -> bool:
+        """Whether a batch lies between two that were compared. The graph's own extents need no comparison."""
+        (first, *now), (most, *full) = lengths_of(self.axes, rows), lengths_of(self.axes, size)
+        if most > MOST_COMPARED and first not in self._others and first > min(self._others, default=first):
+            first = min(self._others)
+        same = [*self._others.get(first, ()), *([tuple(full)] if first == most else [])]
+        has_less = any(all(a <= b for a, b in zip(other, now, strict=True)) for other in same)
+        return has_less and any(all(a >= b for a, b in zip(other, now, strict=True)) for other in same)

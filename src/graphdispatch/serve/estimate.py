@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import CaptureError, ConfigError
 from ..memory.accounting import EntryMemory, MemoryReport
 from ..memory.cache import GraphCache
-from ..memory.inputs import inputs_for
+from ..memory.inputs import StaticInputs
 from .graphs import GraphSet
 from .group import GraphGroup
 
@@ -84,7 +84,7 @@ def _trial(graphs: GraphSet, group: GraphGroup) -> tuple[GraphSet, GraphGroup]:
     """An empty set of the same callable and options, with a pool, a cache and statistics of its own, and ``group``
     without its graphs in it."""
     trial = GraphSet(graphs.fn, graphs.options, GraphCache(maxsize), backend=graphs.backend)
-    inputs = inputs_for(group.signature.inputs, group.inputs.capacity)
+    inputs = StaticInputs(group.signature.inputs, group.inputs.capacity, group.inputs.axes)
     return trial, trial.add_group(group.key, group.route, group.call, group.signature, inputs)
 
 

@@ -21,7 +21,7 @@ from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.backoff import Quarantine
 from ..memory.cache import GraphCache, StateKey, Victim
 from ..memory.entry import CUDAGraphEntry
-from ..memory.inputs import StaticInputs, inputs_for
+from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView
 from ..memory.replay import next_use
 from ..memory.windows import storages_of
@@ -115,8 +115,7 @@ class GraphSet:
             self.pool = self.backend.make_pool()
         rules.check_names(self.fn, call)
         why_not = refusal(call.leaves, leaves, rules, self.backend.device)
-        make = Signature if rules.grid is None else rules.grid.signature
-        return why_not if why_not is not None else make(call.leaves, leaves, rules, self.backend.device)
+        return why_not if why_not is not None else Signature(call.leaves, leaves, rules, self.backend.device)
 
     def _adopt(
         self, key: Hashable, route: Route, entry: CUDAGraphEntry, call: FlatCall, leaves: list[Any]
@@ -149,7 +148,7 @@ class GraphSet:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
         every = (group.inputs for group in self.groups.values())
         fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
-        return next(fitting, None) or inputs_for(signature.inputs, capacity)
+        return next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
 
     def warm_up(self, group: GraphGroup, values: Sequence[Any], size: int) -> None:
         """Run one size without capturing, and put everything back."""

@@ -376,7 +376,7 @@ class GraphGroup:
         """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them."""
         sized = list(values)
         for spec in self.inputs.specs:
-            if spec.dim is not None:
+            if spec.spans:
                 sized[spec.position] = _with_order(spec.repeated(values[spec.position], rows, shift), spec.order)
         return sized
 

@@ -68,7 +68,7 @@ def stretched(
     proof, specs, may_write = entry.proof, group.inputs.specs, server.graphs.options.padding_writes
     if rows == entry.size or entry.program.is_stretched or proof is None or proof.untested:
         return None
-    kept = {i for i, spec in enumerate(specs) if spec.dim is not None and not may_replace(specs, i, may_write)}
+    kept = {i for i, spec in enumerate(specs) if spec.spans and not may_replace(specs, i, may_write)}
     entry.program.is_stretched = proof.is_complete and cells_of(rows) > 1  # one row has no other to show more
     if not kept and not proof.kept:
         return None
@@ -88,7 +88,7 @@ def varied(group: GraphGroup, leaves: Sequence[Any], rows: int) -> list[Any]:
     for spec in group.inputs.specs:
         if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
             factor = 0.75 + torch.rand(spec.sized(rows), generator=generator) / 2
-            value = batch[spec.position] if spec.dim is not None else batch[spec.position].clone()
+            value = batch[spec.position] if spec.spans else batch[spec.position].clone()
             factor = factor.to(spec.device, spec.dtype)
             batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
     return batch

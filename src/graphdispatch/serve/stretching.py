@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ..capture.padding import Make, edge, far, is_discrete, of_kind, small, telling_places, uniform
 from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
-from ..extents import Extents
 from ..memory.entry import CUDAGraphEntry
 from ..memory.proof import RowProof
 from .group import GraphGroup
@@ -43,8 +42,6 @@ def stretch(
     assert proof is not None
     for axis in {axis for spec in group.inputs.specs for _, axis in spec.spans}:  # padding along each
         rows -= int(1 < axis.of(rows) == axis.of(entry.size)) << axis.shift
-    if isinstance(entry.size, Extents):
-        rows = Extents.of(entry.size.axes, rows)
     try:
         kinds = list(_kinds(group, values, rows, proof, kept))
     except Exception as error:
