@@ -17,9 +17,9 @@ from ..reasons import Reason
 from ..showing import html_table
 from .estimate import MemoryEstimate, estimate_memory
 from .group import GraphGroup, Route
+from .other_batches import stretched, varied
 from .progress import progress_bar
 from .server import Server
-from .settling import stretched, varied
 
 __all__ = [
     "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_size", "captured_sizes",

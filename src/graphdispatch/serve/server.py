@@ -34,7 +34,7 @@ from .graphs import GraphSet
 from .group import GraphGroup, Route, Spelling
 from .health import FIRST_CALLS, Health
 from .hit import HitPath
-from .settling import compare, settle
+from .other_batches import compare, settle
 
 __all__ = ["Choice", "Server"]
 
