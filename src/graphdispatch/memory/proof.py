@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -79,13 +78,10 @@ class RowProof:
 
 
 class Compared:
-    """Which batches were compared with eager: another one may take another branch of the Python code.
+    """Which extents were compared with eager along each axis: another one may take another branch of the Python code.
 
-    Kept are their extents along each axis. They count for all graphs as long along the axis, as long as the same
-    code runs for each. Where there are several axes, a batch is covered if each of its extents was
-    compared, and if it lies between two batches of as many rows that were compared: none of its other extents is
-    shorter than in the one, or longer than in the other. So code is found that branches on several extents at once, by
-    their product or by which of them is larger.
+    They count for all graphs as long along the axis, as long as the same code runs for each. Code that branches on a
+    combination of extents, each of which was compared in other combinations, is not found.
 
     Above ``MOST_COMPARED`` along an axis it is enough that a shorter extent was compared: code that takes another
     branch below some number is found so.
@@ -94,10 +90,10 @@ class Compared:
     def __init__(self, axes: Sequence[Axis] = (ROWS,), others: Sequence["Compared"] = ()) -> None:
         """``others`` are those of graphs of other sizes, in the same state of the callable."""
         self.axes = tuple(axes)
-        self._extents: dict[tuple[Axis, int], set[int]] = others[0]._extents if others else {}
+        self._extents: dict[tuple[Axis, int], set[int]] = {}
         """By axis and the graph's extent along it, the extents that were compared."""
-        self._others: dict[int, list[tuple[int, ...]]] = {}
-        """By number of rows, the other extents of the batches that were compared with this graph."""
+        if others and len(self.axes) > 1:  # else no other graph is as long
+            self._extents = others[0]._extents
         self._is_trusted = False
 
     def part(self) -> None:
@@ -112,25 +108,15 @@ class Compared:
         """Note that a batch was compared with the graph of ``size``."""
         for axis in self.axes:
             self._known(axis, size).add(axis.of(rows))
-        first, *others = lengths_of(self.axes, rows)
-        same = self._others.setdefault(first, [])
-        if tuple(others) not in same:
-            same.append(tuple(others))
 
     def covers(self, rows: int, size: int) -> bool:
         """Whether a batch may be padded to ``size``, as far as comparisons go."""
-        return self._is_trusted or (
-            all(self._has(axis, axis.of(rows), size) for axis in self.axes) and self._is_between(rows, size)
-        )
+        return self._is_trusted or all(self._has(axis, axis.of(rows), size) for axis in self.axes)
 
     def missing(self, rows: int, size: int) -> Iterable[int]:
-        """What may have to be compared: for each number of rows from that of ``rows`` on the shortest and the longest
-        batches; then a full one with each other extent in turn."""
+        """What may have to be compared: each extent from that of ``rows`` on, with full ones along the other axes."""
         least, full = lengths_of(self.axes, rows), lengths_of(self.axes, size)
-        ends = ((low, high) for low, high in zip(least[1:], full[1:], strict=True))
-        for lengths in product(range(least[0], full[0] + 1), *ends):
-            yield pack(self.axes, lengths)
-        for place in range(1, len(full)):
+        for place in range(len(full)):
             for extent in range(least[place], full[place]):
                 yield pack(self.axes, [*full[:place], extent, *full[place + 1 :]])
 
@@ -141,12 +127,3 @@ class Compared:
     def _has(self, axis: Axis, extent: int, size: int) -> bool:
         known, full = self._known(axis, size), axis.of(size)
         return extent == full or extent in known or (full > MOST_COMPARED and extent > min(known, default=extent))
-
-    def _is_between(self, rows: int, size: int) -> bool:
-        """Whether a batch lies between two that were compared. The graph's own extents need no comparison."""
-        (first, *now), (most, *full) = lengths_of(self.axes, rows), lengths_of(self.axes, size)
-        if most > MOST_COMPARED and first not in self._others and first > min(self._others, default=first):
-            first = min(self._others)
-        same = [*self._others.get(first, ()), *([tuple(full)] if first == most else [])]
-        has_less = any(all(a <= b for a, b in zip(other, now, strict=True)) for other in same)
-        return has_less and any(all(a >= b for a, b in zip(other, now, strict=True)) for other in same)
