@@ -14,7 +14,7 @@ import sys
 import threading
 from functools import cache
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -23,11 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..reasons import Reason
+from .compiled import CompiledRegion, reveal_compiled
 from .operators import tensors_in, user_line
 from .tracing import UntracedMode
-
-if TYPE_CHECKING:
-    from .compiled import CompiledRegion
 
 __all__ = ["COMPILER", "OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
 
@@ -129,8 +127,6 @@ class OperatorMode(UntracedMode):
         super().__init__()  # type: ignore[no-untyped-call]
         compiler = sys.modules.get(COMPILER)
         if compiler is not None:
-            from .compiled import reveal_compiled
-
             reveal_compiled(compiler, OperatorMode)
 
     @classmethod
@@ -187,7 +183,7 @@ class OperatorMode(UntracedMode):
         """Say that no graph can hold what runs. Raises the error, unless the run must go on."""
         raise error
 
-    def watch_region(self, region: "CompiledRegion", args: tuple[Any, ...]) -> Any:
+    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Show the call of a compiled graph to ``watch``."""
         with torch._C.DisableTorchFunction():
             return self.watch(cast(OpOverload, region), args, {})

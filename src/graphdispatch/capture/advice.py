@@ -1,14 +1,16 @@
-"""What a user can do about a capture that failed, as far as the failed run shows. Loaded only after a failure."""
+"""What a user can do about a capture that failed, as far as the failed run shows."""
 
 from collections.abc import Iterator
 from traceback import walk_tb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..errors import CaptureError
 from ..reasons import Reason
-from .request import CaptureRequest
+
+if TYPE_CHECKING:
+    from .request import CaptureRequest
 
 __all__ = ["advice", "modules_within"]
 
@@ -20,7 +22,7 @@ _OF_A_MISSING_ENTRY = (
 )
 
 
-def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
+def advice(request: "CaptureRequest", error: Exception, reason: Reason) -> str:
     """A remedy, to be added to a refusal; empty if there is none to give."""
     if reason is Reason.CAPTURE_UNSAFE:
         return _nearest_break(request, error)
@@ -39,7 +41,7 @@ def modules_within(error: BaseException) -> Iterator[nn.Module]:
             yield module
 
 
-def _nearest_break(request: CaptureRequest, error: Exception) -> str:
+def _nearest_break(request: "CaptureRequest", error: Exception) -> str:
     """The smallest module around what no graph can hold, under its name in the served one."""
     fn: Any = request.call.fn
     within = list(modules_within(error))
@@ -54,7 +56,7 @@ def _nearest_break(request: CaptureRequest, error: Exception) -> str:
     return f"; or break there: eager_break({model}.get_submodule({name!r})){mode}" if name else ""
 
 
-def _missing_entries(request: CaptureRequest) -> str:
+def _missing_entries(request: "CaptureRequest") -> str:
     """Which tensors seem to follow the batch though ``dynamic`` does not name them."""
     specs, rows = request.inputs.specs, request.rows
     found = {s.name: s.shape.index(rows) for s in specs if not s.spans and rows > 1 and rows in s.shape}
@@ -64,7 +66,7 @@ def _missing_entries(request: CaptureRequest) -> str:
     return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"
 
 
-def _same_tensors(request: CaptureRequest) -> str:
+def _same_tensors(request: "CaptureRequest") -> str:
     """Which arguments are one tensor: the callable may tell that, and a graph gets copies."""
     groups: dict[int, list[str]] = {}
     for spec in request.inputs.specs:

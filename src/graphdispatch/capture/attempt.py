@@ -24,8 +24,8 @@ from ..state.guards import StateGuard, WorkspaceGuard
 from .eager_run import EagerRun, check_may_capture, uncached_casts, undo_run
 from .effects import EffectRecorder, redo, retry_once, undo
 from .gain import may_be_timed, measure_gain, seconds_of
-from .padding import BY_RULE, Padding
-from .proof import RowProver
+from .probes import BY_RULE, Padding
+from .prover import RowProver
 from .recording import Recording, record
 from .request import CaptureRequest
 from .verify import check_aliases, check_padding_writes, check_replay

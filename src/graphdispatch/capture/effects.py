@@ -11,13 +11,14 @@ Note [exactly once]
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import Backend
+from ..backends.compiled import CompiledRegion, PythonCalls
 from ..backends.insight import OperatorMode, python_kernel, run_kernel
 from ..backends.operators import (
     OperatorKind,
@@ -35,22 +36,19 @@ from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
 from ..memory.program import Labels, Operator
 from ..reasons import Reason
-
-if TYPE_CHECKING:
-    from ..backends.compiled import CompiledRegion
-    from .regions import Region
+from .regions import Region, indexed_region, save_exposed
 
 __all__ = ["EffectRecorder", "redo", "retry_once", "undo"]
 
 
-def undo(regions: "list[Region]") -> None:
+def undo(regions: list[Region]) -> None:
     """Put back what all regions held before the run that made them."""
     with torch.no_grad():
         for region in reversed(regions):
             region.write(region.before)
 
 
-def redo(regions: "list[Region]") -> None:
+def redo(regions: list[Region]) -> None:
     """Write again what all regions held after the run that made them."""
     with torch.no_grad():
         for region in regions:
@@ -156,10 +154,8 @@ class EffectRecorder(OperatorMode):
             self._note_made(tensor)
         return result
 
-    def watch_region(self, region: "CompiledRegion", args: tuple[Any, ...]) -> Any:
+    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Save what compiled code overwrites. Python inside it would not be frozen, so no graph may hold that."""
-        from ..backends.compiled import PythonCalls  # here, since few callables are compiled
-
         before = torch.get_rng_state()
         with PythonCalls(python_kernel) as inside:
             result = super().watch_region(region, args)
@@ -272,8 +268,6 @@ class EffectRecorder(OperatorMode):
         view = (storage_key(tensor), *view_key(tensor))
         if storage_key(tensor) in self._made or tensor.numel() == 0 or view in self._saved_views:
             return
-        from .regions import Region, indexed_region  # here, since few calls write
-
         region = indexed_region(func, args) if tensor is args[0] else None
         size = tensor.nbytes if region is None else region.before.nbytes
         if self._saved + size > self._limit:
@@ -290,16 +284,12 @@ class EffectRecorder(OperatorMode):
 
     def _save_exposed(self, name: str, value: Any) -> None:
         if name or self.exposed:
-            from .regions import save_exposed  # here, since few calls do so
-
             self._saved += save_exposed(self, name, value, self._saved_views, self._made, self._limit - self._saved)
 
     def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A generator of the model's own is state, and saved here. Whoever runs the call puts the default one back."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
-                from .regions import Region
-
                 self._generators[id(value)] = value
                 state = value.get_state()
                 self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))

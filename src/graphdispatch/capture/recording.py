@@ -1,9 +1,9 @@
 """Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..backends.base import Graph
 from ..backends.operators import storage_key, tensors_in
@@ -11,11 +11,9 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
 from .eager_run import EagerRun, uncached_casts
+from .piecewise import Breaking, EagerPart, PiecewiseGraph
 from .request import CaptureRequest
 from .watch import CaptureWatch
-
-if TYPE_CHECKING:
-    from .piecewise import EagerPart
 
 __all__ = ["Recording", "record"]
 
@@ -68,7 +66,7 @@ def _record_once(
     try:
         with (
             request.backend.begin_capture(request.pool) as capture,
-            _breaking(request, capture, watch, parts) if is_piecewise else nullcontext(),
+            Breaking(request, capture, watch, parts) if is_piecewise else nullcontext(),
             watch.within(capture),
         ):
             with eager.trace:  # here, since the end of a capture runs much Python that reads nothing
@@ -82,8 +80,6 @@ def _record_once(
         parts.append(capture.graph)
         graph = capture.graph
         if is_piecewise:
-            from .piecewise import PiecewiseGraph  # here, since most callables are captured as one graph
-
             graph = PiecewiseGraph(parts, watch.crossing, request.pool, request.clock, watch.operators)
             if request.auto_breaks:
                 request.auto_breaks.check_share(graph.eager_share)
@@ -97,10 +93,3 @@ def _record_once(
         raise CaptureError(
             f"{type(error).__name__} after {watch.latest}: {error}", request.backend.classify_error(error)
         ) from error
-
-
-def _breaking(*of: Any) -> AbstractContextManager[None]:
-    """What ends a graph at each break; loaded in PIECEWISE mode alone."""
-    from .breaking import Breaking
-
-    return Breaking(*of)

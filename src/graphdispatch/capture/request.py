@@ -22,10 +22,11 @@ from ..memory.outputs import OutputRule
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
+from .advice import advice
+from .autobreak import AutoBreaks
 
 if TYPE_CHECKING:
     from ..decide.decision import SizeTable
-    from .autobreak import AutoBreaks
 
 __all__ = ["CaptureRequest", "CaptureResult", "automatic_breaks", "failed_result"]
 
@@ -55,7 +56,7 @@ class CaptureRequest:
     """The sizes that there are."""
     peers: Sequence[CUDAGraphEntry] = ()
     """The graphs of other sizes of the same signature, in the present state of the callable."""
-    auto_breaks: "AutoBreaks | None" = None
+    auto_breaks: AutoBreaks | None = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     reach: set[int] = field(default_factory=set)
     """The addresses of the storages that the callable reaches: see Note [windows] in ``memory/windows.py``."""
@@ -139,12 +140,10 @@ class CaptureResult:
         return self.answer
 
 
-def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> "AutoBreaks | None":
-    """Where a callable breaks by itself, if the options want that; loaded only then."""
+def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> AutoBreaks | None:
+    """Where a callable breaks by itself, if the options want that."""
     if options.breaks != "auto":
         return None
-    from .autobreak import AutoBreaks
-
     return AutoBreaks(fn, options.max_breaks, options.max_eager_share)
 
 
@@ -161,8 +160,6 @@ def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage:
         reason = Reason.REPLAY_FAILED
     detail = str(error) if isinstance(error, GraphDispatchError) else f"{type(error).__name__}: {error}"
     detail = f"{detail} (while {stage})" if stage else detail
-    from .advice import advice  # here, since few captures fail
-
     detail += advice(request, error, reason)
     _log.debug("no graph for %s: %s", request.key, detail)
     return CaptureResult(answer, None, reason, detail, error)

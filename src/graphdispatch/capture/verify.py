@@ -6,7 +6,7 @@ element, also of one that is small because its terms cancel. What is typical mus
 constants such as the value of masked logits, or they would hide errors in all other elements.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,10 +16,8 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..reasons import Reason
 from .eager_run import EagerRun
+from .regions import Region, first_uncovered, first_uncovered_within
 from .request import CaptureRequest
-
-if TYPE_CHECKING:
-    from .regions import Region
 
 __all__ = [
     "Tolerance",
@@ -99,7 +97,7 @@ def _compare(
         )
 
 
-def check_padding_writes(request: CaptureRequest, eager: EagerRun, padded: "list[Region]") -> None:
+def check_padding_writes(request: CaptureRequest, eager: EagerRun, padded: list[Region]) -> None:
     """Raise ``CaptureError`` if the padded run, which writes ``padded``, writes what the eager run leaves alone."""
     uncovered = find_padding_writes(request, eager.effects.regions, padded)
     if uncovered is not None:
@@ -110,7 +108,7 @@ def check_padding_writes(request: CaptureRequest, eager: EagerRun, padded: "list
         )
 
 
-def find_padding_writes(request: CaptureRequest, real: "list[Region]", padded: "list[Region]") -> "Region | None":
+def find_padding_writes(request: CaptureRequest, real: list[Region], padded: list[Region]) -> Region | None:
     """What a padded run writes, of ``padded``, and a run on the ``real`` rows alone leaves as it is; None for nothing.
 
     Writes to arguments with rows do not count. What lies there may be in use later, even if today's padding happens to
@@ -124,8 +122,6 @@ def find_padding_writes(request: CaptureRequest, real: "list[Region]", padded: "
     if request.options.padding_writes == "allow":
         written = {storage_key(region.target) for region in real}
         return next((one for one in outside if not one.is_generator and storage_key(one.target) not in written), None)
-    from .regions import first_uncovered, first_uncovered_within  # here, since few calls write
-
     uncovered = first_uncovered(outside, real)
     for spec, view, argument in zip(
         request.inputs.specs, request.inputs.views(request.size), request.arguments(), strict=True

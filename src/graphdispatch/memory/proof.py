@@ -18,7 +18,7 @@ MOST_COMPARED = 64
 
 @dataclass(frozen=True)
 class RowProof:
-    """Whether a graph's real rows are the same whatever its padding rows hold; ``capture/proof.py`` finds out."""
+    """Whether a graph's real rows are the same whatever its padding rows hold; ``capture/prover.py`` finds out."""
 
     independent: bool
     deterministic: bool = True

@@ -11,8 +11,9 @@ from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
-from ..capture.capturer import capture_entry, verify_entry, warm_up
+from ..capture.pipeline import capture_entry, verify_entry
 from ..capture.request import CaptureRequest, CaptureResult, automatic_breaks
+from ..capture.warm_up import warm_up
 from ..config import CUDAGraphOptions
 from ..descriptors import size_text
 from ..errors import BackendError, GraphDispatchError

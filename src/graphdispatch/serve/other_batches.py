@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..capture.padding import Make, edge, far, is_discrete, may_replace, of_kind, small, telling_places, uniform
+from ..capture.probes import Make, edge, far, is_discrete, may_replace, of_kind, small, telling_places, uniform
 from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
 from ..extents import lengths_of, pack

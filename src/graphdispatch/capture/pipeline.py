@@ -9,11 +9,8 @@
 ``verify_entry`` does the same without the capture, for the next, different batch: a value that the capture froze agrees
 with eager on the first batch only. If anything fails after the eager run, the caller still has eager's answer.
 
-While torch's profiler is on, each capture, comparison and warm-up is a range of it: ``capture``, ``verify`` or
-``warm-up``.
+While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
-
-from contextvars import copy_context
 
 from ..backends.profiling import profiler_range
 from ..call.rules import graph_name
@@ -27,7 +24,7 @@ from .eager_run import EagerRun, load_static_inputs, run_eagerly
 from .known_run import is_known, run_known
 from .request import CaptureRequest, CaptureResult, failed_result
 
-__all__ = ["capture_entry", "verify_entry", "warm_up"]
+__all__ = ["capture_entry", "verify_entry"]
 
 
 _UNLIKE = "the call did something that calls of other sizes did not do; the next one is watched"
@@ -110,20 +107,3 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
             return failed_result(request, eager.answer, error, attempt.stage)
         finally:
             attempt.restore()
-
-
-def warm_up(request: CaptureRequest) -> None:
-    """Run the call on the static inputs and put everything back; for warming all sizes before capturing any.
-
-    Python state that the first run alone changes (a table that the callable makes when it is first called) stays. State
-    that every run changes is put back. An error of the callable is only logged here: ``capture_entry`` reports it.
-    """
-    window = WINDOWS.capturing(request.reach, request.pool)
-    with window as is_alone, request.pool.lock, request.backend.watched():
-        if not is_alone:
-            return
-        request.pool.order_after_last_use()
-        from .warming import run_twice  # here, since few callables are warmed
-
-        with profiler_range("warm-up", graph_name(request.call.fn, request.key)):
-            copy_context().run(run_twice, request)  # nobody could unset a context variable

@@ -28,7 +28,7 @@ from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
 from ..reasons import Reason
 from .eager_run import EagerRun
-from .padding import (
+from .probes import (
     BY_RULE,
     Make,
     Padding,
@@ -46,6 +46,7 @@ from .padding import (
     wide,
 )
 from .request import CaptureRequest
+from .state_probes import difference_apart, writes_more_with_fewer_rows
 from .verify import difference, tolerance_for
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ class RowProver:
         self._base = batch_base
 
     def _prove_for_other_batches(self) -> None:
-        """Once more with other values of tensors of zeros, and with fewer rows; ``capture/dormant.py`` says why."""
+        """Once more with other values of tensors of zeros, and with fewer rows; ``capture/state_probes.py`` says why."""
         run, earlier, reason = self._attempt.warm_run, self._entry.proof, Reason.VERIFICATION_FAILED
         views, specs = self._request.inputs.views(self._request.size), self._request.inputs.specs
         rows = {storage_key(view) for spec, view in zip(specs, views, strict=True) if spec.spans}
@@ -318,13 +319,9 @@ class RowProver:
         hiding, name, what = list(filter(_may_hide, tensors)), BY_RULE.name, None
         is_indexed = any(region.indices and storage_key(region.target) not in rows for region in run.regions)
         if hiding:
-            from .dormant import difference_apart  # here, since most tensors hold something else than zeros
-
             name, paddings = "large numbers", self._far_apart()
             what = difference_apart(self._attempt, self._entry, hiding, self._state, self.rows, paddings)
         if what is None and is_indexed and (earlier is None or "state" in earlier.untested):
-            from .dormant import writes_more_with_fewer_rows  # here, since few calls write by indices
-
             name, reason = BY_RULE.name, Reason.PADDING_WRITES_STATE
             self._needs_more_rows, what = writes_more_with_fewer_rows(self._attempt, self.rows)
         if what is not None:

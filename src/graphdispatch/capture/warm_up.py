@@ -1,21 +1,40 @@
 """Runs a call before its capture, and puts everything back."""
 
 import logging
+from contextvars import copy_context
 
 from ..backends.insight import reveal_operators
+from ..backends.profiling import profiler_range
+from ..call.rules import graph_name
 from ..call.spec import FlatCall
+from ..memory.windows import WINDOWS
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .eager_run import undo_run
 from .effects import EffectRecorder
 from .request import CaptureRequest
 
-__all__ = ["run_twice"]
+__all__ = ["warm_up"]
 
 _log = logging.getLogger("graphdispatch")
 
 
-def run_twice(request: CaptureRequest) -> None:
+def warm_up(request: CaptureRequest) -> None:
+    """Run the call on the static inputs and put everything back; for warming all sizes before capturing any.
+
+    Python state that the first run alone changes (a table that the callable makes when it is first called) stays. State
+    that every run changes is put back. An error of the callable is only logged here: ``capture_entry`` reports it.
+    """
+    window = WINDOWS.capturing(request.reach, request.pool)
+    with window as is_alone, request.pool.lock, request.backend.watched():
+        if not is_alone:
+            return
+        request.pool.order_after_last_use()
+        with profiler_range("warm-up", graph_name(request.call.fn, request.key)):
+            copy_context().run(_run_twice, request)  # nobody could unset a context variable
+
+
+def _run_twice(request: CaptureRequest) -> None:
     """Run the call on the static inputs, and once more if that changes Python state; put that back unless the second
     run shows that only a first one changes it."""
     first = _run_once(request)

@@ -28,7 +28,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from .eager_run import check_draws, uncached_casts, undo_run
 from .effects import EffectRecorder
-from .padding import Padding
+from .probes import Padding
 from .request import CaptureRequest
 from .verify import difference, find_padding_writes, tolerance_for
 
