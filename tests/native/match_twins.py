@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tallies import Tally
 
+from graphdispatch.backends.profiling import is_profiled
 from graphdispatch.call.signature import Signature
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.serve.hit import HitPath
@@ -31,10 +32,16 @@ def both(signature: Signature, values: Sequence[Any]) -> int:
     return rows
 
 
+def serve(server: HitPath, *call: Any) -> Any:
+    """Serve a call in Python, as where there is no native core."""
+    return (server.serve_in_range if is_profiled() else server.serve_in_python)(*call)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Put both in the place of one, as code of the package: no capture is to look into it."""
     both.__code__ = both.__code__.replace(co_filename=Signature.match.__code__.co_filename)
-    HitPath.serve, ReplayPlan.run = HitPath.serve_in_python, ReplayPlan.run_in_python
+    serve.__code__ = serve.__code__.replace(co_filename=HitPath.serve_in_python.__code__.co_filename)
+    HitPath.serve, ReplayPlan.run = serve, ReplayPlan.run_in_python  # type: ignore[method-assign]
     Signature.match = both
     config.pluginmanager.register(Tally("matches of the core beside Python's", LOG))
 

@@ -310,7 +310,7 @@ class RowProver:
         self._base = batch_base
 
     def _prove_for_other_batches(self) -> None:
-        """Once more with other values of tensors of zeros, and with fewer rows; ``capture/state_probes.py`` says why."""
+        """Once more with other values of tensors of zeros, and with fewer rows; see ``capture/state_probes.py``."""
         run, earlier, reason = self._attempt.warm_run, self._entry.proof, Reason.VERIFICATION_FAILED
         views, specs = self._request.inputs.views(self._request.size), self._request.inputs.specs
         rows = {storage_key(view) for spec, view in zip(specs, views, strict=True) if spec.spans}
