@@ -116,12 +116,12 @@ def _read(
     dynamic = arguments[0]
     try:
         if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
-            from .sizes import grid_config  # here, since most callables have one dynamic dimension
+            from .options import grid_config  # here, since most callables have one dynamic dimension
 
             return grid_config(fn, arguments, sizes, settings)
         return roomy_config(*sizes, settings), make_rules(fn, *arguments)
     except ConfigError as error:
-        from .sizes import in_short_names
+        from .options import in_short_names
 
         raise in_short_names(error) from None
 
@@ -213,7 +213,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         self._uniform_decode = uniform_decode
         make: Callable[..., Route] = Route
         if rules.grid is not None:
-            from .sizes import grid_route as make
+            from .options import grid_route as make
         self._decode = self._mixed = make(0, SizeTable.of(config.resolve(), config.mode.decode_mode()), rules)
         if uniform_decode is not None:
             table = SizeTable.of(config.resolve(mixed=True), config.mode.mixed_mode())
@@ -347,7 +347,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         Raises:
             ConfigError: The sizes cannot be; nothing has changed then.
         """
-        from .sizes import other_sizes
+        from .options import other_sizes
 
         with self._server.lock:
             routes = {route: route is not self._decode for route in self._routes}

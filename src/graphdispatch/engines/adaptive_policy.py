@@ -9,12 +9,12 @@ from operator import itemgetter
 from typing import ClassVar, NamedTuple
 
 from ..copying import Unlocked
+from ..decide.memo import Memo
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import DispatchMode
 from ..sizes import check_sizes
-from .memo import Memo
 from .policies import DispatchPolicy, check_limits
 
 __all__ = ["AdaptiveDispatchPolicy", "Estimate", "bucket_of"]

@@ -7,14 +7,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ..copying import Unlocked
+from ..decide.decision import Decision
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
-from .decision import Decision
-from .engine import EngineSettings, get_cudagraph_sizes, mode_of, sorted_sizes
+from .config import EngineSettings, get_cudagraph_sizes, mode_of, sorted_sizes
+from .key_table import CostModel, KeyTable
 from .keysets import KeySet
-from .table import CostModel, KeyTable
 
 __all__ = ["CudagraphKeyDispatcher"]
 

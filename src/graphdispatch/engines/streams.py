@@ -10,15 +10,15 @@ from ..backends import Backend, get_backend
 from ..backends.tracing import untraced
 from ..config import CUDAGraphOptions
 from ..decide.decision import Decision
-from ..decide.policies import DispatchPolicy
 from ..descriptors import DispatchKey
 from ..errors import BackendError, ConfigError, check_count, check_type, shown
 from ..forking import make_lock
 from ..memory.entry import CUDAGraphEntry
-from ..memory.foreign import Replayable
 from ..modes import DispatchMode
 from ..reasons import Reason
 from .dispatcher import Chosen, CudagraphDispatcher
+from .external_graphs import Replayable
+from .policies import DispatchPolicy
 from .registered import Registered, checked_example
 from .workers import StreamResult, StreamWorker, first_registered
 

@@ -9,15 +9,15 @@ import torch
 
 from ..decide.decision import Decision
 from ..decide.memo import Memo
-from ..decide.table import KeyTable
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError, check_type, shown
 from ..memory.entry import CUDAGraphEntry
-from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.server import Server
+from .external_graphs import Replayable
+from .key_table import KeyTable
 
 __all__ = [
     "GRAPH_MODES",

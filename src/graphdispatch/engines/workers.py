@@ -29,18 +29,18 @@ from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied
 from ..decide.decision import Decision, SizeTable
-from ..decide.policies import DispatchPolicy
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import CaptureError, ConfigError, check_type, shown
 from ..forking import make_lock, renew_in_child
 from ..memory.cache import GraphCache, Victim
 from ..memory.entry import CUDAGraphEntry
-from ..memory.foreign import Replayable, entry_around
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.server import Server
 from ..stats import EvictionReason
+from .external_graphs import Replayable, entry_around
+from .policies import DispatchPolicy
 from .registered import GRAPH_MODES, Registered, RegisteredGraphs, Slot, check_key
 
 __all__ = ["Leaving", "StreamResult", "StreamWorker", "Worker", "first_registered"]

@@ -7,7 +7,7 @@ from ..descriptors import BatchDescriptor
 from ..modes import CUDAGraphMode
 
 if TYPE_CHECKING:
-    from .keys import CudagraphKeyDispatcher
+    from .key_dispatcher import CudagraphKeyDispatcher
 
 __all__ = ["KeySet"]
 

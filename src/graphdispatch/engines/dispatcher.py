@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from ..backends.tracing import untraced
 from ..copying import MadeAnew
 from ..decide.decision import Decision
-from ..decide.latency import LatencyMeter
-from ..decide.policies import DefaultDispatchPolicy, DispatchPolicy
 from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
-from ..memory.foreign import Replayable
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
+from .external_graphs import Replayable
+from .latency import LatencyMeter
+from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered import Registered, attempt, check_key, checked_example
 from .stats import DispatchStats
 from .workers import Worker, first_registered
