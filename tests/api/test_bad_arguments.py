@@ -111,20 +111,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "composite accepts": (composite, lambda c: c.add_dispatcher("b", dispatcher(), accepts=3), "accepts"),
     "composite seconds": (composite, lambda c: gd.CompositeDispatcher(backoff_s="a"), "backoff_s"),
     "composite clock": (composite, lambda c: gd.CompositeDispatcher(clock=3), "clock"),
-    "composite on_evict": (composite, lambda c: gd.CompositeDispatcher(on_evict=3), "on_evict"),
     "composite name taken": (composite, lambda c: c.add_dispatcher("a", dispatcher()), "name 'a' is taken"),
     "composite itself": (composite, lambda c: c.add_dispatcher("b", c), "dispatcher must be another dispatcher"),
     "composite no member": (composite, lambda c: c.remove_dispatcher("x"), r"name must be one of \['a'\], got 'x'"),
-    "composite budget": (
-        composite,
-        lambda c: gd.CompositeDispatcher(memory_budget_bytes=0),
-        "memory_budget_bytes must be at least 1",
-    ),
     "composite no backoff": (composite, lambda c: gd.CompositeDispatcher(backoff_s=0.0), "backoff_s must be positive"),
     "composite empty": (composite, lambda c: gd.CompositeDispatcher().dispatch(KEY), "no member accepts"),
-    "composite next_on": (
-        composite, lambda c: gd.CompositeDispatcher(next_on=("E",)), "next_on must be types of errors",
-    ),
     "streams none": (streams, lambda s: gd.StreamDispatcher(double, 0), "num_streams must be an integer >= 1, got 0"),
     "streams selection": (
         streams, lambda s: gd.StreamDispatcher(double, selection="x"), "selection must be 'least_busy'",

@@ -10,7 +10,6 @@ from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
-from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
@@ -406,20 +405,6 @@ class CudagraphDispatcher(MadeAnew):
     def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
         """All registered graphs with their keys."""
         return [(found.key, found.entry) for worker in self.workers for found in worker.graphs.values()]
-
-    @property
-    def caches(self) -> list[GraphCache]:
-        """Where the graphs are kept, for a budget that several dispatchers share."""
-        return [worker.cache for worker in self.workers]
-
-    def discard(self, entry: CUDAGraphEntry) -> None:
-        """Forget one graph, whatever its key.
-
-        Args:
-            entry: Its entry. It is released if it was captured here; else its owner releases it.
-        """
-        for worker in self.workers:
-            worker.discard(entry)
 
     def clear_cache(self) -> None:
         """Forget all graphs; registered ones stay their owners'. The statistics stay."""

@@ -205,10 +205,6 @@ class Worker(NotCopied):
         """Forget the graphs that were released, or that had to go for others."""
         self.drop(*(found for found in self.graphs.values() if not self._is_kept(found)))
 
-    def discard(self, entry: CUDAGraphEntry) -> None:
-        """Forget an entry, whatever its keys."""
-        self.drop(*(found for found in self.graphs.values() if found.entry is entry))
-
     def clear(self) -> None:
         """Forget all graphs."""
         self.drop(*self.graphs.values())
