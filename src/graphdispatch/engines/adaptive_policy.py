@@ -1,12 +1,10 @@
 """``AdaptiveDispatchPolicy``: learns from measured latencies which mode serves which size best."""
 
-from bisect import bisect_left, insort
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from math import hypot, inf, log, sqrt
-from operator import itemgetter
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from math import hypot, inf, sqrt
+from typing import ClassVar
 
 from ..copying import Unlocked
 from ..decide.memo import Memo
@@ -17,7 +15,7 @@ from ..modes import DispatchMode
 from ..sizes import check_sizes
 from .policies import DispatchPolicy, check_limits
 
-__all__ = ["AdaptiveDispatchPolicy", "Estimate", "bucket_of"]
+__all__ = ["AdaptiveDispatchPolicy", "bucket_of"]
 
 _EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 _DEFAULT_ORDER = (_FULL, _PIECEWISE, _EAGER)
@@ -25,40 +23,13 @@ _DEFAULT_ORDER = (_FULL, _PIECEWISE, _EAGER)
 # Spreads and errors are relative to the mean, since timing noise grows with what is timed.
 _PRIOR_SPREAD = 0.2  # assumed before anything was measured,
 _PRIOR_WEIGHT = 3  # as if that many latencies had shown it
-_LEAST_SPREAD = 0.01
-_CLIP = 4.0  # a latency counts as at most this many spreads from the mean, so that one stall changes little
-# Changes are detected by CUSUM.
-_SLACK = 1.0  # deviations of fewer spreads than this are noise,
-_ALARM = 12.0  # and a sum of the rest above this is a change,
-_LATEST = 4  # after which only so many latencies count
-# An estimate is less sure the older it is and the further away the size that it was measured at.
-_AGE_ERROR2 = 0.08**2 / 1000  # by which the squared error grows with each record of any kind,
-_OTHER_SIZE_ERROR = 0.05  # the error of an estimate from another size,
-_DISTANCE_ERROR = 0.3  # and what it grows by for each factor of e between the sizes
-_REACH = log(2.1)  # sizes further apart say nothing about each other
-_CONFIDENCE = 1.0  # standard errors by which a mode must be faster to take another's position,
-_LEAST_GAIN = 0.01  # and the share of the cost that it must save at least
+_LEAST_SPREAD = 0.05
+_CLIP = 4.0  # a latency counts as at most this many spreads from the mean, so that one stall changes little;
+_CHANGE = 3  # so many in a row beyond that, on one side, are a change of the cost
+_REACH = 2  # a size that was not measured is judged by the nearest one that differs by at most this factor
+_LEAST_GAIN = 0.01  # the share of the cost that a mode must save to take another's position
 _REVIEW_EVERY = 8  # latencies of a bucket
-_UNKNOWN_COST = 2.0  # the assumed cost of a mode that was never measured, as a multiple of the best
-_CHECKS = 0.5  # the part of the budget that may be spent on modes known to be slower
-_LOST_AFTER = 256  # records after which a trial without a latency is given up
 _LEAST_MS = 1e-6
-
-
-class Estimate(NamedTuple):
-    """A mean cost in milliseconds, and its standard error as a share of the mean."""
-
-    mean: float
-    error: float
-
-    def beats(self, other: "Estimate", confidence: float) -> bool:
-        """Whether this cost is lower than ``other`` by more than ``confidence`` standard errors of their ratio."""
-        return log(other.mean / self.mean) > max(_LEAST_GAIN, confidence * hypot(self.error, other.error))
-
-    @property
-    def lowest(self) -> float:
-        """The lowest mean that two standard errors allow."""
-        return self.mean * (1 - 2 * self.error)
 
 
 def bucket_of(tokens: int) -> int:
@@ -73,114 +44,62 @@ def bucket_of(tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Cost:
-    """What one mode costs at one size: the mean of its latencies, their spread, and when the latest came."""
+    """What one mode costs at one size: the running mean of its latencies, their spread, and the latest record."""
 
-    size: int
     mean: float = 0.0
-    spread2: float = _PRIOR_SPREAD**2
+    spread: float = _PRIOR_SPREAD
     count: int = 0
-    latest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_LATEST))
-    above: float = 0.0
-    below: float = 0.0
-    near: list[tuple[float, "_Cost"]] = field(default_factory=list, repr=False)
-    """The costs of the same mode from which this size can be estimated, the nearest (its own) first, each with the
-    squared error that its distance adds."""
+    latest: int = 0
+    latest_ms: float = 0.0
+    beyond: int = 0
+    """How many of the latest latencies were beyond the clip: above it, or below it as a negative number."""
+    beyond_since: int = 0
 
     def add(self, latency: float, now: int, window: int) -> bool:
-        """Take in one latency, the record number ``now``; about the latest ``window`` of them count.
-
-        True if it is the first, or the one by which a change is detected: then only the latest few count.
-        """
-        if not self.count:
-            self.latest.clear()
-        self.latest.append((now, latency))
-        if not self.count:
-            self.mean, self.count = latency, 1
-            return True
-        spread = max(_LEAST_SPREAD, sqrt(self.spread2))
-        deviation = min(max((latency / self.mean - 1) / spread, -_CLIP), _CLIP)
-        self.above = max(0.0, self.above + deviation - _SLACK)
-        self.below = max(0.0, self.below - deviation - _SLACK)
-        if max(self.above, self.below) > _ALARM:
-            self.mean = sum(value for _, value in self.latest) / len(self.latest)
-            self.count = min(len(self.latest), window)
-            self.above = self.below = 0.0
-            return True
-        change = deviation * spread
+        """Take in one latency, the record number ``now``; about the latest ``window`` count. Whether it is a change."""
+        self.latest, self.latest_ms = now, latency
+        limit = _CLIP * self.spread
+        change = latency / self.mean - 1 if self.count else 0.0
+        side = (change > limit) - (change < -limit)
+        if side * self.beyond <= 0:
+            self.beyond, self.beyond_since = 0, now
+        self.beyond += side
+        is_change = abs(self.beyond) == _CHANGE
+        if is_change or not self.count:
+            self.mean, self.count, self.beyond = latency, 1, 0
+            return is_change
+        change = min(max(change, -limit), limit)
         self.count = min(self.count + 1, window)
         self.mean = max(_LEAST_MS, self.mean * (1 + change / self.count))
-        self.spread2 += (change * change - self.spread2) / (self.count + _PRIOR_WEIGHT)
+        spread2 = self.spread**2 + (change**2 - self.spread**2) / (self.count + _PRIOR_WEIGHT)
+        self.spread = max(_LEAST_SPREAD, sqrt(spread2))
         return False
 
-    def estimate(self, now: int, spread2: float) -> Estimate | None:
-        """The surest estimate at this size, from here or a size near by, as if costs grew with the root of the size;
-        ``spread2`` is the least that is assumed. None if no such size was measured."""
-        best, least = self, inf
-        for distance2, cost in self.near:
-            if distance2 >= least:
-                break
-            if cost.count:
-                age2 = (now - cost.latest[-1][0]) * _AGE_ERROR2
-                error2 = max(cost.spread2, spread2) / cost.count + age2 + distance2
-                if error2 < least:
-                    best, least = cost, error2
-        return Estimate(best.mean * sqrt(self.size / best.size), sqrt(least)) if least < inf else None
-
-
-def _cost_of(costs: dict[int, _Cost], size: int) -> _Cost:
-    """The cost of ``size`` among those of a mode; made, and linked with those near by, at its first use."""
-    if size not in costs:
-        made = costs[size] = _Cost(size)
-        for other in costs.values():
-            apart = abs(log(size / other.size))
-            if apart <= _REACH:
-                distance2 = (_OTHER_SIZE_ERROR + _DISTANCE_ERROR * apart) ** 2 if apart else 0.0
-                for one, its in {made: other, other: made}.items():
-                    insort(one.near, (distance2, its), key=itemgetter(0))
-    return costs[size]
-
-
-class _Trial(NamedTuple):
-    """A mode that is to be tried once: what that is expected to cost, and the record at which it counts as lost."""
-
-    mode: DispatchMode
-    price_ms: float
-    lost_at: int
+    def beats(self, other: "_Cost") -> bool:
+        """Whether this cost is lower than ``other`` by more than the error of the two means."""
+        error = hypot(self.spread / sqrt(self.count), other.spread / sqrt(other.count))
+        return self.mean * (1 + max(_LEAST_GAIN, error)) < other.mean
 
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
     """Batches that share one decision: the same kind, the same graph, about the same number of tokens.
 
-    ``order`` is replaced whole, so that readers need no lock.
+    ``order`` is replaced whole, so that readers need no lock. ``trial`` is the mode that was granted one run, and
+    ``usual_ms`` what the preferred mode cost then. Each bucket pays for its own trials, so that none waits for another.
     """
 
     tokens: int
     is_prefill: bool
+    sizes: dict[DispatchMode, int]
     costs: dict[DispatchMode, _Cost]
     order: Sequence[DispatchMode] = _DEFAULT_ORDER
     available: Collection[DispatchMode] = _DEFAULT_ORDER
     records: int = 0
-    trial: _Trial | None = None
-
-    def rank(self, found: dict[DispatchMode, Estimate]) -> None:
-        """Change the order where the estimates clearly contradict it.
-
-        Before its first latency a bucket simply takes the order of the estimates. A kind of graph without an estimate
-        follows the best kind that has one. If none has one, graphs come before eager.
-        """
-        confidence = _CONFIDENCE if self.records else 0.0
-        known: list[DispatchMode] = []
-        for mode in self.order:
-            if mode in found:
-                index = len(known)
-                while index and found[mode].beats(found[known[index - 1]], confidence):
-                    index -= 1
-                known.insert(index, mode)
-        graphs = [mode for mode in known if mode is not _EAGER]
-        index = known.index(graphs[0]) + 1 if graphs else 0
-        unknown = [mode for mode in (_FULL, _PIECEWISE) if mode not in found]
-        self.order = (*known[:index], *unknown, *known[index:], *(() if _EAGER in found else (_EAGER,)))
+    trial: DispatchMode | None = None
+    usual_ms: float = 0.0
+    spent_ms: float = 0.0
+    explored_ms: float = 0.0
 
 
 class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
@@ -188,20 +107,20 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
 
     Feed it with ``record``; a dispatcher does so by itself. Latencies may come late and out of order. A graph costs
     what its capture size costs, and an eager step what its own tokens cost, so a batch of 260 may run eagerly if the
-    graph of 512 is slower. A size that was not measured is judged by the sizes near by. The preferred mode changes only
-    if the difference is larger than its error. Now and then the policy tries another mode, since it may be faster or
-    become so. Equal histories give equal decisions.
+    graph of 512 is slower. A size that was not measured is judged by the nearest one that was, if that differs by at
+    most a factor of two. The preferred mode changes only if the difference is larger than its error. Now and then the
+    policy tries another mode, since it may be faster or become so. Equal histories give equal decisions.
 
     Memory grows with the number of sizes, not with time. Thread-safe: ``record`` takes a lock, a decision takes one
-    only for a number of tokens that it has not seen before.
+    only while nothing was recorded for such batches.
 
     Args:
-        history_size: About so many of the latest latencies of each kind, size and mode count; after a change, only
-            those since.
+        history_size: About so many of the latest latencies of each kind, size and mode count; after a change, which
+            three latencies in a row show, only those since.
         sizes: The capture sizes, strictly increasing. None: keys arrive padded.
         min_tokens_for_graph: Below this number of tokens no graph is used and nothing is learnt.
         max_tokens_for_graph: Above this number of tokens no graph is used and nothing is learnt.
-        exploration: The share of the recorded time that all trials together cost at most, roughly; from 0 to 1.
+        exploration: The share of the time of batches of one size that trials cost at most, roughly; from 0 to 1.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -231,11 +150,10 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             (is_prefill, mode): {} for is_prefill in (False, True) for mode in _DEFAULT_ORDER
         }
         self._buckets: dict[tuple[bool, int, int], _Bucket] = {}
-        self._outside = _Bucket(0, False, {}, order=(_EAGER,))
+        self._outside = _Bucket(0, False, {}, {}, order=(_EAGER,))
         self._bucket_of = Memo[tuple[int, bool], _Bucket](self._find_bucket)
         self._trials: dict[_Bucket, DispatchMode] = {}
         self._records = 0
-        self._spent_ms = self._explored_ms = 0.0
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
         """Whether there is a graph, and it is preferred to eager for ``key`` or due for a trial.
@@ -249,7 +167,7 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         if not graph_available:
             return False
         bucket = self._bucket_of[key.num_tokens, key.is_prefill]
-        return bucket.order[0] is not _EAGER or bucket in self._trials
+        return self._order(bucket)[0] is not _EAGER or bucket in self._trials
 
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
         """The preferred mode for ``key``, or now and then one on trial.
@@ -268,7 +186,7 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             trial = self._trials.pop(bucket, None)
             if trial is not None and trial in available_modes:
                 return trial
-        for mode in bucket.order:
+        for mode in self._order(bucket):
             if mode in available_modes:
                 return mode
         return _EAGER
@@ -294,39 +212,34 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         bucket = self._bucket_of[key.num_tokens, key.is_prefill]
         with self._lock:
             self._records += 1
-            self._spent_ms += latency
             if bucket is self._outside:
                 return
-            cost = bucket.costs[mode]
-            is_news = cost.add(max(latency, _LEAST_MS), self._records, self.history_size)
-            if is_news:
-                if len(cost.latest) > 1:  # a change, and not the first latency
-                    self._forget(mode, cost.latest[0][0])
-                # Other buckets may depend on this cost: the next batch of each has it ranked again.
-                self._bucket_of.clear()
-            is_trial = bucket.trial is not None and bucket.trial.mode is mode
-            if is_trial:
-                # What it really cost more than the preferred mode takes the place of what was expected.
-                best = next((bucket.costs[m] for m in bucket.order if m in bucket.available and m is not mode), None)
-                self._end_trial(bucket, latency - best.mean if best is not None and best.count else 0.0)
-            if is_news or is_trial or bucket.records < _REVIEW_EVERY or bucket.records % _REVIEW_EVERY == 0:
-                found = self._estimates(bucket)
-                bucket.rank(found)
-                self._grant(bucket, found)
+            latency = max(latency, _LEAST_MS)
+            cost, was_trial = bucket.costs[mode], bucket.trial is mode
+            is_change = cost.add(latency, self._records, self.history_size)
+            if is_change:
+                self._forget(mode, cost.beyond_since)
+            if was_trial:
+                bucket.explored_ms += max(0.0, latency - bucket.usual_ms)
+                bucket.trial = None
             bucket.records += 1
+            bucket.spent_ms += latency
+            if is_change or was_trial or bucket.records < _REVIEW_EVERY or bucket.records % _REVIEW_EVERY == 0:
+                self._rank(bucket)
+                self._grant(bucket)
 
-    def estimates(self, key: DispatchKey) -> dict[DispatchMode, Estimate]:
+    def estimates(self, key: DispatchKey) -> dict[DispatchMode, float]:
         """What a batch is expected to cost in each mode that was measured at its size or at one near by.
 
         Args:
             key: The key of the batch.
 
         Returns:
-            By mode, the mean in milliseconds and its standard error as a share of the mean.
+            By mode, the mean in milliseconds.
         """
         bucket = self._bucket_of[key.num_tokens, key.is_prefill]
         with self._lock:
-            return self._estimates(bucket)
+            return {mode: cost.mean for mode, cost in self._measured(bucket).items()}
 
     @property
     def min_tokens_for_graph(self) -> int:
@@ -355,51 +268,67 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             bucket = self._buckets.get((is_prefill, graph, end))
             if bucket is None:
                 sizes = {_FULL: graph, _PIECEWISE: graph, _EAGER: end}
-                costs = {mode: _cost_of(self._costs[is_prefill, mode], size) for mode, size in sizes.items()}
-                bucket = self._buckets[is_prefill, graph, end] = _Bucket(min(end, high), is_prefill, costs)
-            bucket.rank(self._estimates(bucket))
+                costs = {mode: self._costs[is_prefill, mode].setdefault(size, _Cost()) for mode, size in sizes.items()}
+                bucket = self._buckets[is_prefill, graph, end] = _Bucket(min(end, high), is_prefill, sizes, costs)
             return bucket
 
-    def _estimates(self, bucket: _Bucket) -> dict[DispatchMode, Estimate]:
-        """The surest estimate for each mode, of those at the bucket's own size and at the sizes near by."""
-        # Noise is mostly the machine's: a mode that was seldom measured is assumed to spread like the others.
-        spread2 = max((cost.spread2 for cost in bucket.costs.values() if cost.count), default=0.0)
+    def _order(self, bucket: _Bucket) -> Sequence[DispatchMode]:
+        """The modes for a bucket, the preferred first; while it has no record of its own, as those near by are now."""
+        if not bucket.records:
+            with self._lock:
+                self._rank(bucket)
+        return bucket.order
+
+    def _measured(self, bucket: _Bucket) -> dict[DispatchMode, _Cost]:
+        """What each mode costs: as measured at the bucket's own size, or else at the nearest within reach."""
         found = {}
-        for mode, own in bucket.costs.items():
-            estimate = own.estimate(self._records, spread2)
-            if estimate is not None:
-                found[mode] = estimate
+        for mode, cost in bucket.costs.items():
+            if not cost.count:
+                size = bucket.sizes[mode]
+                others = self._costs[bucket.is_prefill, mode].items()
+                near = [(max(size / s, s / size), s, other) for s, other in others if other.count]
+                distance, _, cost = min(near, default=(inf, 0, cost))
+                if distance > _REACH:
+                    continue
+            found[mode] = cost
         return found
+
+    def _rank(self, bucket: _Bucket) -> None:
+        """Change the order of a bucket where what was measured clearly contradicts it.
+
+        A kind of graph that was not measured is taken to cost what the other one does.
+        """
+        costs = self._measured(bucket)
+        known = [costs[mode] for mode in (_FULL, _PIECEWISE) if mode in costs]
+        if known:
+            costs = {_FULL: known[0], _PIECEWISE: known[-1]} | costs
+        order: list[DispatchMode] = []
+        for mode in bucket.order:
+            place = len(order)
+            while place and mode in costs and order[place - 1] in costs and costs[mode].beats(costs[order[place - 1]]):
+                place -= 1
+            order.insert(place, mode)
+        bucket.order = order
 
     def _forget(self, mode: DispatchMode, since: int) -> None:
         """Forget what ``mode`` cost at sizes without a latency after record ``since``, when it changed at one size."""
         for is_prefill in (False, True):
             for cost in self._costs[is_prefill, mode].values():
-                if cost.count and cost.latest[-1][0] < since:
+                if cost.latest < since:
                     cost.count = 0
 
-    def _end_trial(self, bucket: _Bucket, cost_ms: float) -> None:
-        """Replace what a trial was expected to cost by what it did."""
-        if bucket.trial is not None:
-            self._explored_ms = max(0.0, self._explored_ms - bucket.trial.price_ms + cost_ms)
-            bucket.trial = None
-
-    def _grant(self, bucket: _Bucket, found: dict[DispatchMode, Estimate]) -> None:
-        """Have the most promising other mode tried by the next batch of ``bucket``, if the budget allows it."""
-        order = [mode for mode in bucket.order if mode in bucket.available]
-        is_waiting = bucket.trial is not None and self._records < bucket.trial.lost_at
-        if is_waiting or len(order) < 2 or order[0] not in found or not self.exploration:
+    def _grant(self, bucket: _Bucket) -> None:
+        """Have the next batch of a bucket try the mode that was not tried for the longest, if the budget allows it."""
+        order, costs = [mode for mode in bucket.order if mode in bucket.available], self._measured(bucket)
+        if len(order) < 2 or order[0] not in costs or not self.exploration:
             return
-        self._end_trial(bucket, 0.0)
-        best = found[order[0]]
-        unknown = Estimate(_UNKNOWN_COST * best.mean, 1.0)
-        mode = min(order[1:], key=lambda mode: found.get(mode, unknown).lowest)
-        tried = found.get(mode, unknown)
-        share = self.exploration * (1.0 if tried.lowest < best.mean else _CHECKS)
-        price = max(0.0, tried.mean - best.mean)
-        if self._explored_ms + price <= share * self._spent_ms:
-            self._explored_ms += price
-            bucket.trial = _Trial(mode, price, self._records + _LOST_AFTER)
+        mode = min(order[1:], key=lambda mode: bucket.costs[mode].latest)
+        usual_ms = costs[order[0]].mean
+        price = usual_ms
+        if mode in costs:
+            price = max(0.0, min(costs[mode].mean, costs[mode].latest_ms) - usual_ms)
+        if bucket.explored_ms + price <= self.exploration * bucket.spent_ms:
+            bucket.trial, bucket.usual_ms = mode, usual_ms
             self._trials[bucket] = mode
 
     def _thresholds(self) -> tuple[int, int]:
