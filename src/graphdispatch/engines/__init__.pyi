@@ -2,7 +2,7 @@
 
 from ..api.adaptive_wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
 from ..api.manager import CUDAGraphManager as CUDAGraphManager
-from ..api.registry import CUDAGraphRegistry as CUDAGraphRegistry
+from ..api.manager import CUDAGraphRegistry as CUDAGraphRegistry
 from ..api.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
 from ..call.context import cudagraph_context as cudagraph_context
 from ..config import CUDAGraphConfig as CUDAGraphConfig
