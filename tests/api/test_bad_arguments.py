@@ -117,14 +117,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "composite no backoff": (composite, lambda c: gd.CompositeDispatcher(backoff_s=0.0), "backoff_s must be positive"),
     "composite empty": (composite, lambda c: gd.CompositeDispatcher().dispatch(KEY), "no member accepts"),
     "streams none": (streams, lambda s: gd.StreamDispatcher(double, 0), "num_streams must be an integer >= 1, got 0"),
-    "streams selection": (
-        streams, lambda s: gd.StreamDispatcher(double, selection="x"), "selection must be 'least_busy'",
-    ),
     "streams writes": (
         streams, lambda s: gd.StreamDispatcher(double, shared_writes="x"), "shared_writes must be 'refuse'",
     ),
     "streams room": (streams, lambda s: gd.StreamDispatcher(double, max_cached_graphs=0), "max_cached_graphs must be"),
-    "streams worker": (streams, lambda s: s.has_graph(KEY, worker=1), "worker must be an integer from 0 to 0, got 1"),
+    "streams worker": (streams, lambda s: s.capture(KEY, (X,), workers=[1]), "worker must be an integer from 0 to 0"),
     "dispatcher runner": (
         dispatcher, lambda d: gd.CudagraphDispatcher(None), "eager_runner must be callable, got None",
     ),

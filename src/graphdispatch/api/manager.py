@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..backends.tracing import untraced
-from ..call.signature import Refusal
 from ..config import CUDAGraphConfig, parse_mode
 from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, GuardError, ReplayError, check_callable, check_count, shown
@@ -17,7 +16,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.prewarm import capture_size, common_sizes, compare_numbers, sizes_of_groups
+from ..serve.prewarm import capture_example, capture_size, common_sizes, sizes_of_groups
 from ..serve.server import Choice
 from .keyed_graphs import KeyedGraphs
 from .lifecycle import Lifecycle
@@ -117,26 +116,14 @@ class CUDAGraphRegistry(Lifecycle):
         one = graphs.find(capture_fn)
         graphs.drop(size, seq_len, but=one)
         route = graphs.route(one, size, seq_len, mode, batch_dims(inputs, batch_size, dynamic))
-        with torch.no_grad(), one.server.lock:
-            found = one.server.find(route, (), dict(inputs))
-            if isinstance(found, Refusal):
-                raise CaptureError(
-                    f"no graph for batch_size={batch_size}, seq_len={seq_len}: {found.detail}", found.reason
-                )
-            group, leaves, _ = found
-            one.server.graphs.warm_up(group, group.resized(leaves, size), size)
-            result = one.server.graphs.capture(group, leaves, batch_size, size, keep_effects=False)
-            if result.entry is not None and batch_size < size:
-                result = compare_numbers(one.server, group, leaves, batch_size, result)
-        if result.entry is None:
-            raise CaptureError(
-                f"no graph for batch_size={batch_size}, seq_len={seq_len}: {result.detail}", result.reason
-            ) from result.error
+        name = f"batch_size={batch_size}, seq_len={seq_len}"
+        result = capture_example(one.server, route, ((), dict(inputs)), batch_size, size, name)
         try:
             check_output_shapes(result.answer, output_shapes)
         except ConfigError:
             self.remove(size, seq_len)
             raise
+        assert result.entry is not None
         return result.entry
 
     def get(self, batch_size: int, seq_len: int) -> CUDAGraphEntry | None:

@@ -37,6 +37,6 @@ from .ranks import RankConsensus as RankConsensus
 from .ranks import RankVote as RankVote
 from .stats import DispatchStats as DispatchStats
 from .streams import StreamDispatcher as StreamDispatcher
+from .streams import StreamResult as StreamResult
 from .support import AttentionSupport as AttentionSupport
 from .support import resolve_cudagraph_mode as resolve_cudagraph_mode
-from .workers import StreamResult as StreamResult
