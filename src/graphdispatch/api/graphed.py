@@ -14,7 +14,8 @@ from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
 from ..call.rules import ArgumentRules, callable_name, make_rules
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
-from ..decide.decision import Decision, SizeTable
+from ..decide.decision import Decision
+from ..decide.size_table import SizeTable
 from ..errors import ConfigError, check_callable
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry

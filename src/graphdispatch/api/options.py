@@ -7,10 +7,8 @@ from ..call.dims import Grid, read_grid
 from ..call.padding import as_pad
 from ..call.rules import ArgumentRules, make_rules
 from ..config import CUDAGraphConfig, resized, roomy_config
-from ..decide.decision import SizeTable
-from ..decide.grid import GridTable
+from ..decide.size_table import SizeTable
 from ..errors import ConfigError
-from ..serve.grid import GridRoute
 from ..serve.group import Route
 
 __all__ = ["grid_config", "grid_route", "in_short_names", "other_sizes"]
@@ -55,7 +53,7 @@ def in_short_names(error: ConfigError) -> ConfigError:
 def grid_route(key: int, table: SizeTable, rules: ArgumentRules, **more: Any) -> Route:
     """A route for calls with several dynamic dimensions; ``table`` has the sizes of the first one."""
     assert rules.grid is not None
-    return GridRoute(key, _table(table, rules.grid), rules, **more)
+    return Route(key, _table(table, rules.grid), rules, **more)
 
 
 def other_sizes(
@@ -77,9 +75,9 @@ def other_sizes(
     return config, rules._replace(grid=grid), {route: _table(table, grid) for route, table in tables.items()}
 
 
-def _table(first: SizeTable, grid: Grid) -> GridTable:
+def _table(first: SizeTable, grid: Grid) -> SizeTable:
     points = (grid.chosen or grid.points(first.sizes)) if first.sizes else ()
-    return GridTable(grid.axes, points, first.mode, pad_batches=first.pads)
+    return SizeTable(points, first.mode, axes=grid.axes, pad_batches=first.pads)
 
 
 def _are_points(sizes: Any) -> bool:

@@ -13,7 +13,7 @@ from ..call.context import current_context, told_rows
 from ..call.rules import ArgumentRules
 from ..call.spec import parameter_names
 from ..config import CUDAGraphOptions, parse_mode
-from ..decide.decision import SizeTable
+from ..decide.size_table import SizeTable
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_type, shown
 from ..memory.cache import make_cache

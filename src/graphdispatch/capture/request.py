@@ -25,7 +25,7 @@ from ..reasons import Reason
 from ..state.objects import CONSTANTS
 
 if TYPE_CHECKING:
-    from ..decide.decision import SizeTable
+    from ..decide.size_table import SizeTable
     from .autobreak import AutoBreaks
     from .grid import GridCapture
 

@@ -24,8 +24,9 @@ from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphOptions
 from ..copying import MadeAnew, NotCopied
-from ..decide.decision import Decision, SizeTable
+from ..decide.decision import Decision
 from ..decide.memo import Memo
+from ..decide.size_table import SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
 from ..forking import make_lock
