@@ -1,8 +1,8 @@
 """The names for engines; ``__init__.py`` reads them from here."""
 
-from ..api.adaptive_wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
 from ..api.manager import CUDAGraphManager as CUDAGraphManager
 from ..api.manager import CUDAGraphRegistry as CUDAGraphRegistry
+from ..api.wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
 from ..api.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
 from ..call.context import cudagraph_context as cudagraph_context
 from ..config import CUDAGraphConfig as CUDAGraphConfig
@@ -25,7 +25,9 @@ from ..stats import Gain as Gain
 from ..testing.mock import MockCUDAGraph as MockCUDAGraph
 from .adaptive_policy import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
 from .composite import CompositeDispatcher as CompositeDispatcher
+from .config import AttentionSupport as AttentionSupport
 from .config import get_cudagraph_sizes as get_cudagraph_sizes
+from .config import resolve_cudagraph_mode as resolve_cudagraph_mode
 from .dispatcher import CudagraphDispatcher as CudagraphDispatcher
 from .key_dispatcher import CudagraphKeyDispatcher as CudagraphKeyDispatcher
 from .policies import DefaultDispatchPolicy as DefaultDispatchPolicy
@@ -38,5 +40,3 @@ from .ranks import RankVote as RankVote
 from .stats import DispatchStats as DispatchStats
 from .streams import StreamDispatcher as StreamDispatcher
 from .streams import StreamResult as StreamResult
-from .support import AttentionSupport as AttentionSupport
-from .support import resolve_cudagraph_mode as resolve_cudagraph_mode
