@@ -15,7 +15,6 @@ from graphdispatch.engines import (
     CUDAGraphEntry,
     CUDAGraphRegistry,
     DispatchKey,
-    DispatchStats,
     StreamDispatcher,
 )
 from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
@@ -75,7 +74,7 @@ def test_the_higher_priority_serves(clock: Clock) -> None:
     first = member("a", KEY)
     composite = pair(clock, first, member("b", KEY))
     composite.add_dispatcher("third", member("c", KEY))
-    assert [status.name for status in composite.members] == ["first", "second", "third"]
+    assert composite.members == ("first", "second", "third")
     assert composite.dispatch(KEY) == "a graph"
     composite.remove_dispatcher("first")
     assert composite.dispatch(KEY) == "b graph"
@@ -126,12 +125,12 @@ def test_a_failing_member_is_quarantined_and_re_armed(clock: Clock) -> None:
     first.register_graph(KEY, scripted("a again"))
     clock.now += 1.9
     assert composite.dispatch(KEY) == "b graph"
-    assert composite.members[0].quarantined_s == pytest.approx(0.1)
-    assert "scripted failure" in composite.members[0].detail
+    assert composite.failures["first"].retry_at == pytest.approx(clock.now + 0.1)
+    assert "scripted failure" in composite.failures["first"].detail
     assert "first (quarantined)" in repr(composite)
     clock.now += 0.2
     assert composite.dispatch(KEY) == "a again"
-    assert composite.members[0].failures == 0
+    assert composite.failures == {}
 
 
 def test_the_back_off_grows_to_its_limit(clock: Clock) -> None:
@@ -142,7 +141,7 @@ def test_the_back_off_grows_to_its_limit(clock: Clock) -> None:
     for _ in range(4):
         first.register_graph(KEY, scripted("a", fail_replay_at=1))
         assert composite.dispatch(KEY) == "b graph"
-        waits.append(composite.members[0].quarantined_s)
+        waits.append(composite.failures["first"].retry_at - clock.now)
         clock.now += waits[-1]
     assert waits == [2.0, 4.0, 8.0, 8.0]
     first.register_graph(KEY, scripted("a", fail_replay_at=1))
@@ -162,31 +161,19 @@ def test_errors_of_a_runner_pass_through(clock: Clock, error: Exception) -> None
         composite.dispatch(KEY)
     assert caught.value is error
     assert (runs(first), runs(second)) == (1, 0)
-    assert composite.members[0].failures == 0
+    assert composite.failures == {}
 
 
-class Foreign:
-    """A member of another make, which fails as it is told."""
+class Failing(CudagraphDispatcher):
+    """A member whose graphs fail as it is told."""
 
     def __init__(self, error: Exception) -> None:
-        self.stats = DispatchStats()
-        self.runner = Runner("foreign")
-        self.entries: tuple[tuple[DispatchKey, CUDAGraphEntry], ...] = ()
+        super().__init__(Runner("failing"))
         self._error = error
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Fail."""
         raise self._error
-
-    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        """Run eagerly."""
-        return self.runner(*args)
-
-    def run_eagerly(
-        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
-    ) -> Any:
-        """Run eagerly."""
-        return self.runner(*args)
 
 
 def half_way() -> ReplayError:
@@ -201,13 +188,13 @@ def test_a_call_that_may_have_had_effects_stays_where_it_is(clock: Clock, error:
     """Only a ``ReplayError`` without effects moves a call on: after any other nothing else runs."""
     second = member("b", KEY)
     composite = CompositeDispatcher(clock=clock)
-    first = Foreign(error)
+    first = Failing(error)
     composite.add_dispatcher("first", first)
     composite.add_dispatcher("second", second)
     with pytest.raises(type(error)) as caught:
         composite.dispatch(KEY)
     assert caught.value is error
-    assert second.stats.total == first.runner.runs == 0
+    assert second.stats.total == runs(first) == 0
 
 
 def test_composites_nest(clock: Clock) -> None:
@@ -242,18 +229,6 @@ def captured(size: int) -> tuple[CUDAGraphRegistry, CUDAGraphEntry]:
     return registry, registry.capture(size, 0, lambda x: x * 2, inputs={"x": torch.ones(size, 64)})
 
 
-def test_memory_is_counted_once() -> None:
-    """Graphs, pools and static inputs that two members share count once."""
-    _, entry = captured(4)
-    composite = CompositeDispatcher()
-    for name in ("a", "b"):
-        one = member(name)
-        one.register_graph(OTHER, entry)
-        composite.add_dispatcher(name, one)
-    assert composite.memory_bytes == entry.nbytes + entry.pool.nbytes + entry.inputs.nbytes
-    assert composite.has_graph(OTHER)
-
-
 def chain(first: CudagraphDispatcher) -> CompositeDispatcher:
     """A composite that goes on to a scripted graph for ``KEY``."""
     second = CudagraphDispatcher(lambda x: x * 2)
@@ -271,7 +246,7 @@ def test_a_graph_that_its_owner_released_is_no_failure() -> None:
     composite = chain(first)
     gone.release()
     assert composite.dispatch(KEY, torch.ones(2, 64)) == "second"
-    assert composite.members[0].failures == 0
+    assert composite.failures == {}
     assert composite.skips["first"] == {Reason.NOT_CAPTURED: 1}
     assert not first.has_graph(KEY)
 
@@ -299,4 +274,4 @@ def test_a_graph_released_under_a_waiting_call_is_no_failure(monkeypatch: pytest
         gone.release()
     call.join(30.0)
     assert answers == ["second"]
-    assert composite.members[0].failures == 0
+    assert composite.failures == {}

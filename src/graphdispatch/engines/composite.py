@@ -7,84 +7,30 @@ passes through, and nothing of it runs twice.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from ..backends.tracing import untraced
 from ..copying import MadeAnew
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, ReplayError, check_callable, check_type, shown
 from ..forking import make_lock
-from ..memory.accounting import bytes_of
-from ..memory.backoff import Backoff, Quarantine
+from ..memory.backoff import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
+from .dispatcher import CudagraphDispatcher
 from .stats import DispatchStats
 
-__all__ = ["CompositeDispatcher", "GraphMember", "MemberStatus"]
-
-
-class GraphMember(Protocol):
-    """What a composite needs of a member; every dispatcher of this package has it."""
-
-    @property
-    def stats(self) -> DispatchStats:
-        """The member's counters."""
-
-    @property
-    def entries(self) -> Sequence[tuple[DispatchKey, CUDAGraphEntry]]:
-        """The member's graphs with their keys."""
-
-    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it, if one can. Never runs the runner.
-
-        Args:
-            key: What the batch is.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-
-        Returns:
-            Whether a graph served it, the outputs, and the reason. With ``VERIFIED_NOW`` the member wants the call
-                through its ``dispatch``.
-
-        Raises:
-            ReplayError: There is a graph and it cannot be replayed.
-        """
-
-    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        """Serve a call by a graph or the runner."""
-
-    def run_eagerly(
-        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
-    ) -> Any:
-        """Run the eager runner and count the call with ``reason``; the decision took ``spent`` nanoseconds."""
-
-
-class MemberStatus(NamedTuple):
-    """The state of one member of a composite.
-
-    Attributes:
-        name: Its name.
-        priority: Its priority.
-        failures: Failures in a row.
-        quarantined_s: Seconds until its graphs are tried again; 0 if they are.
-        detail: The last failure, in words.
-    """
-
-    name: str
-    priority: int
-    failures: int
-    quarantined_s: float
-    detail: str
+__all__ = ["CompositeDispatcher"]
 
 
 @dataclass(frozen=True, eq=False)
 class _Member:
     name: str
     priority: int
-    dispatcher: GraphMember
+    dispatcher: "CudagraphDispatcher | CompositeDispatcher"
     accepts: Callable[[DispatchKey], bool]
     skips: Counter[Reason] = field(default_factory=Counter)
 
@@ -98,8 +44,7 @@ class CompositeDispatcher(MadeAnew):
     call and passes through unchanged, that of a runner too: what it wrote until then is not undone, so that another
     runner would do a part of the step twice. A graph that its owner released is no failure.
 
-    ``stats`` sums up all members. ``memory_bytes`` counts the memory of all their graphs, shared memory once.
-    Thread-safe.
+    ``stats`` sums up all members. Thread-safe.
 
     Args:
         backoff_s: Seconds of the first quarantine.
@@ -134,7 +79,7 @@ class CompositeDispatcher(MadeAnew):
     def add_dispatcher(
         self,
         name: str,
-        dispatcher: GraphMember,
+        dispatcher: "CudagraphDispatcher | CompositeDispatcher",
         priority: int = 0,
         *,
         accepts: Callable[[DispatchKey], bool] | None = None,
@@ -154,11 +99,11 @@ class CompositeDispatcher(MadeAnew):
             check_type(what, value, kind, f"of type {kind.__name__}")
         if accepts is not None:
             check_callable("accepts", accepts, "a function of a key, or None")
-        if not hasattr(type(dispatcher), "attempt") or dispatcher is self:
+        if not isinstance(dispatcher, (CudagraphDispatcher, CompositeDispatcher)) or dispatcher is self:
             raise ConfigError(f"dispatcher must be another dispatcher, got {shown(dispatcher)}")
         with self._lock:
             if any(other.name == name for other in self._members):
-                raise ConfigError(f"name {name!r} is taken; names are {[m.name for m in self._members]}")
+                raise ConfigError(f"name {name!r} is taken; names are {list(self.members)}")
             members = [*self._members, _Member(name, priority, dispatcher, accepts or _accept_all)]
             self._members = tuple(sorted(members, key=lambda m: -m.priority))
 
@@ -221,7 +166,7 @@ class CompositeDispatcher(MadeAnew):
         for member in self._members:
             if member.accepts(key):
                 return member.dispatcher.run_eagerly(key, reason, args, kwargs, spent)
-        raise ConfigError(f"no member accepts {key}; members are {[m.name for m in self._members]}")
+        raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
 
     @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
@@ -243,7 +188,7 @@ class CompositeDispatcher(MadeAnew):
         Args:
             key: The key.
         """
-        return any(key == other for other, _ in self.entries)
+        return any(member.dispatcher.has_graph(key) for member in self._members)
 
     def rearm(self, name: str) -> None:
         """Try a member's graphs again now, without waiting for its quarantine to end.
@@ -274,26 +219,20 @@ class CompositeDispatcher(MadeAnew):
             return {member.name: dict(member.skips) for member in self._members}
 
     @property
-    def members(self) -> tuple[MemberStatus, ...]:
-        """How the members stand, in the order in which they are tried."""
-        return tuple(self._status(member) for member in self._members)
+    def members(self) -> tuple[str, ...]:
+        """The names of the members, in the order in which they are tried."""
+        return tuple(member.name for member in self._members)
 
-    def _status(self, member: _Member) -> MemberStatus:
-        failure = self._failures.get(member)
-        if failure is None:
-            return MemberStatus(member.name, member.priority, 0, 0.0, "")
-        wait = max(failure.retry_at - self._clock(), 0.0)
-        return MemberStatus(member.name, member.priority, failure.times, wait, failure.detail)
+    @property
+    def failures(self) -> dict[str, Failure]:
+        """By member in quarantine, its failures in a row, when its graphs are tried again, and the latest failure."""
+        found = {member.name: self._failures.get(member) for member in self._members}
+        return {name: failure for name, failure in found.items() if failure is not None}
 
     @property
     def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
         """The graphs of all members with their keys."""
         return [pair for member in self._members for pair in member.dispatcher.entries]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all members' graphs, pools and static inputs, each counted once."""
-        return bytes_of({entry for _, entry in self.entries})
 
     def __repr__(self) -> str:
         names = [m.name + (" (quarantined)" if self._is_quarantined(m) else "") for m in self._members]
@@ -301,7 +240,7 @@ class CompositeDispatcher(MadeAnew):
 
     def _try_graphs(
         self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, Any, Reason, GraphMember | None]:
+    ) -> "tuple[bool, Any, Reason, CudagraphDispatcher | CompositeDispatcher | None]":
         """Ask one member after the other: whether a graph served, its outputs, the first member's reason, and the
         member that wants to compare its graph first."""
         first: Reason | None = None
@@ -344,7 +283,7 @@ class CompositeDispatcher(MadeAnew):
         for member in self._members:
             if member.name == name:
                 return member
-        raise ConfigError(f"name must be one of {[m.name for m in self._members]}, got {shown(name)}")
+        raise ConfigError(f"name must be one of {list(self.members)}, got {shown(name)}")
 
 
 def _accept_all(key: DispatchKey) -> bool:
