@@ -209,10 +209,11 @@ class Worker(NotCopied):
         self,
         key: DispatchKey,
         graph: Replayable | CUDAGraphEntry,
-        input_ptrs: Sequence[int] | None,
-        outputs: Any,
-        mode: DispatchMode,
-        idempotent: bool,
+        input_ptrs: Sequence[int] | None = None,
+        *,
+        outputs: Any = None,
+        mode: DispatchMode = DispatchMode.CUDAGRAPH,
+        idempotent: bool = False,
     ) -> Registered:
         """What ``CudagraphDispatcher.register_graph`` was given, checked and ready for ``publish``."""
         check_key(key)
@@ -433,7 +434,8 @@ class CudagraphDispatcher(MadeAnew):
             ConfigError: An argument is wrong, or the graph was released.
         """
         worker = self.workers[0]
-        worker.let_go(worker.publish(worker.wrap(key, graph, input_ptrs, outputs, mode, idempotent)))
+        found = worker.wrap(key, graph, input_ptrs, outputs=outputs, mode=mode, idempotent=idempotent)
+        worker.let_go(worker.publish(found))
 
     def has_graph(self, key: DispatchKey) -> bool:
         """Whether a graph of any mode is registered for a key now.

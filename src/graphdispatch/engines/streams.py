@@ -26,7 +26,6 @@ from ..descriptors import DispatchKey
 from ..errors import BackendError, ConfigError, check_count, check_type, shown
 from ..forking import make_lock, renew_in_child
 from ..memory.entry import CUDAGraphEntry
-from ..modes import DispatchMode
 from ..reasons import Reason
 from .dispatcher import Chosen, CudagraphDispatcher, Registered, Worker, checked_example
 from .external_graphs import Replayable
@@ -251,21 +250,17 @@ class StreamDispatcher(CudagraphDispatcher):
         graph: Replayable | CUDAGraphEntry,
         input_ptrs: Sequence[int] | None = None,
         *,
-        outputs: Any = None,
-        mode: DispatchMode = DispatchMode.CUDAGRAPH,
-        idempotent: bool = False,
         worker: int | None = None,
+        **options: Any,
     ) -> None:
-        """Serve ``key`` on one worker by ``graph``; see ``CudagraphDispatcher.register_graph``.
+        """Serve ``key`` on one worker by ``graph``.
 
         Args:
             key: The key.
             graph: A ``CUDAGraphEntry``, or any object with ``replay()``; it stays its owner's.
             input_ptrs: The addresses of the tensors that a graph other than an entry reads.
-            outputs: What a replay returns. None: ``graph.outputs``.
-            mode: ``CUDAGRAPH`` or ``PIECEWISE``.
-            idempotent: Whether a step may be run again, eagerly, after a graph other than an entry failed.
             worker: The index of the worker. None: one that has no graph for the key, with the fewest graphs.
+            **options: ``outputs``, ``mode`` and ``idempotent``, as ``CudagraphDispatcher.register_graph`` takes them.
 
         Raises:
             ConfigError: An argument is wrong, or an entry shares a pool, or memory that is written, with a graph of
@@ -275,7 +270,7 @@ class StreamDispatcher(CudagraphDispatcher):
             chosen = self._worker(worker) if worker is not None else self._emptiest(key)
             if isinstance(graph, CUDAGraphEntry):
                 self._check_apart(graph, chosen)
-            leaving = chosen.publish(chosen.wrap(key, graph, input_ptrs, outputs, mode, idempotent))
+            leaving = chosen.publish(chosen.wrap(key, graph, input_ptrs, **options))
         chosen.let_go(leaving)
 
     @untraced
@@ -363,25 +358,6 @@ class StreamDispatcher(CudagraphDispatcher):
         done = StreamResult(self.backend)
         done.fill(lambda: self._run(key, chosen, spent, args, kwargs))
         return done
-
-    @untraced
-    def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
-        """How ``dispatch`` would run this call, on which worker, and why. Nothing is run or counted.
-
-        Args:
-            key: What the batch is.
-            *args: The positional arguments.
-            **kwargs: The keyword arguments.
-
-        Returns:
-            One line for people.
-        """
-        worker, found, decision = self._choose(key, args, kwargs)
-        return (
-            decision.explain()
-            if found is None
-            else f"{decision.explain()}, on worker {cast(StreamWorker, worker).index}"
-        )
 
     @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
