@@ -1,20 +1,71 @@
-"""Sizes of ``graphed`` for several dynamic dimensions, and sizes that are changed later."""
+"""What the arguments of ``graphed`` say: options, sizes, and rules for one dynamic dimension or several."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from ..call.dims import Grid, read_grid
 from ..call.padding import as_pad
 from ..call.rules import ArgumentRules, make_rules
-from ..config import CUDAGraphConfig, resized, roomy_config
+from ..config import CUDAGraphConfig, CUDAGraphOptions, resized, roomy_config
 from ..decide.size_table import SizeTable
-from ..errors import ConfigError
+from ..errors import ConfigError, check_callable
+from ..modes import CUDAGraphMode
 from ..serve.group import Route
 
-__all__ = ["grid_config", "grid_route", "in_short_names", "other_sizes"]
+__all__ = ["make_table", "other_sizes", "read_kind", "read_options", "read_rules", "read_sizes"]
 
 
-def grid_config(
+def read_options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
+    """The options with ``outputs``. Raises ``ConfigError`` where the two contradict each other."""
+    chosen = CUDAGraphOptions.or_default(options, "options")
+    if chosen.inputs != "copy":
+        raise ConfigError(
+            f"options.inputs must be 'copy' for graphed, got {chosen.inputs!r}; name the tensors whose address never "
+            "changes in static=, or use CUDAGraphWrapper"
+        )
+    if outputs is None or outputs == chosen.outputs:
+        return chosen
+    if chosen.outputs != CUDAGraphOptions().outputs:
+        raise ConfigError(f"outputs={outputs!r} contradicts options.outputs={chosen.outputs!r}; give one of them")
+    return chosen.replace(outputs=outputs)
+
+
+def read_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphConfig) -> Callable[..., bool] | None:
+    """``uniform_decode``, if the mode of ``config`` needs it. Raises ``ConfigError`` for what cannot be called."""
+    if config.mode.separate_routine() and uniform_decode is None:
+        raise ConfigError(
+            f"uniform_decode must be a function in mode {config.mode.name}, got None; "
+            "it is given a call's arguments and tells uniform decode batches from others"
+        )
+    if uniform_decode is not None:
+        check_callable("uniform_decode", uniform_decode, "a function of a call's arguments")
+    return uniform_decode if config.mode.separate_routine() else None
+
+
+def read_sizes(sizes: Any) -> Any:
+    """``sizes``, or the plan that was saved to a path."""
+    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and sizes.endswith(".json")):
+        return sizes
+    from ..plan.plan import Plan  # here, since serving must not load planning
+
+    return Plan.load(sizes)
+
+
+def read_rules(
+    fn: Callable[..., Any], arguments: tuple[Any, Any, Any], sizes: tuple[Any, int | None], settings: Mapping[str, Any]
+) -> tuple[CUDAGraphConfig, ArgumentRules]:
+    """The configuration and the rules that follow from the arguments of ``graphed``."""
+    dynamic = arguments[0]
+    try:
+        if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
+            return _grid_config(fn, arguments, sizes, settings)
+        return roomy_config(*sizes, settings), make_rules(fn, *arguments)
+    except ConfigError as error:
+        raise _in_short_names(error) from None
+
+
+def _grid_config(
     fn: Callable[..., Any],
     arguments: tuple[Mapping[str, Any], Mapping[str, Any], Iterable[str]],
     sizes: tuple[Any, int | None],
@@ -40,20 +91,23 @@ def grid_config(
         return config, rules._replace(pad={**rules.pad, **pads})
     rules = rules._replace(grid=grid, pad={name: as_pad(name, rule) for name, rule in pad.items()})
     if config.options.max_cached_graphs is None:
-        most = max(config.max_cached_graphs, len(_table(SizeTable.of(config.resolve(), config.mode), grid).sizes))
+        most = max(config.max_cached_graphs, len(make_table(config, rules, config.mode).sizes))
         config = config.replace(options=config.options.replace(max_cached_graphs=most))
     return config, rules
 
 
-def in_short_names(error: ConfigError) -> ConfigError:
+def _in_short_names(error: ConfigError) -> ConfigError:
     """The error in the words of ``graphed``, whose arguments ``sizes`` and ``max_size`` have longer names elsewhere."""
     return type(error)(str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size"))
 
 
-def grid_route(key: int, table: SizeTable, rules: ArgumentRules, **more: Any) -> Route:
-    """A route for calls with several dynamic dimensions; ``table`` has the sizes of the first one."""
-    assert rules.grid is not None
-    return Route(key, _table(table, rules.grid), rules, **more)
+def make_table(config: CUDAGraphConfig, rules: ArgumentRules, mode: CUDAGraphMode, *, mixed: bool = False) -> SizeTable:
+    """The sizes of a configuration for one runtime mode; with several dynamic dimensions, combinations of them."""
+    table = SizeTable.of(config.resolve(mixed=mixed), mode)
+    if rules.grid is None:
+        return table
+    points = (rules.grid.chosen or rules.grid.points(table.sizes)) if table.sizes else ()
+    return SizeTable(points, mode, axes=rules.grid.axes, pad_batches=table.pads)
 
 
 def other_sizes(
@@ -67,17 +121,11 @@ def other_sizes(
     try:
         config = resized(config, sorted({point[0] for point in points}) if points else sizes)
     except ConfigError as error:
-        raise in_short_names(error) from None
-    tables = {route: SizeTable.of(config.resolve(mixed=mixed), route.table.mode) for route, mixed in routes.items()}
-    if rules.grid is None:
-        return config, rules, tables
-    grid = rules.grid._replace(chosen=points)
-    return config, rules._replace(grid=grid), {route: _table(table, grid) for route, table in tables.items()}
-
-
-def _table(first: SizeTable, grid: Grid) -> SizeTable:
-    points = (grid.chosen or grid.points(first.sizes)) if first.sizes else ()
-    return SizeTable(points, first.mode, axes=grid.axes, pad_batches=first.pads)
+        raise _in_short_names(error) from None
+    if rules.grid is not None:
+        rules = rules._replace(grid=rules.grid._replace(chosen=points))
+    tables = {route: make_table(config, rules, route.table.mode, mixed=mixed) for route, mixed in routes.items()}
+    return config, rules, tables
 
 
 def _are_points(sizes: Any) -> bool:
