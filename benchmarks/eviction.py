@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from graphdispatch.demo.trace import generate_trace
 from graphdispatch.engines import named_sizes
+from graphdispatch.engines.external_graphs import entry_around
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
-from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from graphdispatch.backends import Graph
 from graphdispatch.engines import CUDAGraphEntry
+from graphdispatch.engines.external_graphs import entry_around
 from graphdispatch.memory.cache import GraphCache, Victim
-from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from .api.stats import DispatchStats
+from .engines.stats import DispatchStats
 from .errors import ConfigError, shown
 from .memory.accounting import MemoryReport, memory_report
 from .stats import CUDAGraphStats

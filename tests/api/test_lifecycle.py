@@ -43,7 +43,7 @@ class Served:
         elif kind == "manager":
             front = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, options=AT_ONCE))
             self.serve = lambda x: front.execute_or_capture(SIZE, 1, model, {"input": x})
-            captures = (front.capture_graph, front.registry.capture)
+            captures = (front.capture_graph, front.capture)
             self.ahead = [lambda one=one: one(SIZE, 1, model, inputs={"input": x}) for one in captures]
         else:
             front = (gd.CUDAGraphWrapper if kind == "wrapper" else gd.AdaptiveCUDAGraphWrapper)(model)

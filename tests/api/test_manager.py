@@ -73,7 +73,7 @@ def test_a_size_is_captured_when_it_was_seen_often_enough() -> None:
     assert manager.stats.captures == 1
     assert manager.stats.reasons[Reason.FIRST_SIGHTING] == 2
     manager.reset()
-    assert (manager.registry.num_graphs, manager.stats.calls) == (0, 0)
+    assert (manager.num_graphs, manager.stats.calls) == (0, 0)
     run(manager, double, 4)
     assert manager.stats.reasons == {Reason.FIRST_SIGHTING: 1}
 
@@ -113,7 +113,7 @@ def test_all_modes_are_served() -> None:
     host = eager_break(lambda x: x + float(x.sum() * 0))
     run(manager, double, times=4)
     run(manager, lambda x: host(x) * 2, times=4, seq_len=7)
-    entries = [manager.registry.get(4, length) for length in (1, 7)]
+    entries = [manager.get(4, length) for length in (1, 7)]
     assert [entry is not None and entry.mode for entry in entries] == [FULL, CUDAGraphMode.PIECEWISE]
     assert manager.stats.hits == 4
 
@@ -138,7 +138,7 @@ def test_another_callable_or_dtype_has_a_graph_of_its_own() -> None:
     x = torch.arange(12).reshape(4, 3)
     for _ in range(4):
         assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), x * 2)
-    assert (manager.stats.captures, manager.registry.num_graphs) == (3, 3)
+    assert (manager.stats.captures, manager.num_graphs) == (3, 3)
 
 
 def test_callables_that_alternate_both_keep_their_graphs() -> None:
@@ -158,9 +158,9 @@ def test_callables_share_the_room_there_is() -> None:
     fns = [lambda x, n=n: x * n for n in range(3)]
     for i in range(60):
         manager.execute_or_capture(4, 1, fns[i % 3], {"x": torch.randn(4, 3)})
-    assert manager.registry.num_graphs == 1
+    assert manager.num_graphs == 1
     assert (manager.stats.captures, manager.stats.hits) == (1, 17)
-    manager.registry.check_integrity()
+    manager.check_integrity()
 
 
 def test_callables_that_come_once_are_not_kept() -> None:
@@ -171,8 +171,8 @@ def test_callables_that_come_once_are_not_kept() -> None:
         weight = torch.randn(3)
         run(manager, lambda x, weight=weight: x * weight)
     run(manager, double)
-    assert (manager.stats.captures, manager.registry.num_graphs) == (1, 1)
-    assert len(manager.registry._callables) == 1 + 8
+    assert (manager.stats.captures, manager.num_graphs) == (1, 1)
+    assert len(manager._graphs.callables) == 1 + 8
     assert manager.stats.hits == 1
 
 

@@ -252,7 +252,7 @@ def test_other_sizes_later() -> None:
     assert step.sizes == ((4, 8), (4, 16))
     step.prewarm(torch.randn(2, 3), sizes=[(4, 8)])  # type: ignore[list-item]
     assert step.captured_sizes == ((4, 8),)
-    with pytest.raises(ConfigError, match=r"sizes must be among \(\(4, 8\), \(4, 16\)\), got \(4, 9\)"):
+    with pytest.raises(ConfigError, match=r"sizes must be among the capture sizes .*, got \(4, 9\)"):
         step.prewarm(torch.randn(2, 3), sizes=[(4, 9)])  # type: ignore[list-item]
 
 

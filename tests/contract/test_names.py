@@ -73,7 +73,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     "module",
     [
         *("", ".engines", ".plan", ".errors", ".testing", ".cli"),
-        *(".config", ".sizes", ".stats", ".decide.decision", ".decide.policies"),
+        *(".config", ".sizes", ".stats", ".decide.decision", ".engines.policies"),
     ],
 )
 def test_deciding_and_configuring_need_no_torch(module: str) -> None:

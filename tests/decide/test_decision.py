@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, Decision, Reason
-from graphdispatch.decide.decision import SizeTable
+from graphdispatch.axes import Extents, axes_of
+from graphdispatch.decide.size_table import SizeTable
 from graphdispatch.engines import BatchDescriptor
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
@@ -27,11 +28,28 @@ def test_a_batch_goes_to_the_smallest_size_that_holds_it(chosen: tuple[int, ...]
     assert decision.rows == rows
 
 
+lengths = st.tuples(st.integers(1, 9), st.integers(1, 9))
+
+
+@given(st.sets(lengths, min_size=1, max_size=6), lengths)
+def test_a_batch_of_two_lengths_goes_to_the_smallest_pair(chosen: set[tuple[int, int]], batch: tuple[int, int]) -> None:
+    """Of the pairs with room for both lengths, one with the smallest product; the descriptor has it."""
+    axes = axes_of(("rows", "tokens"))
+    decision = SizeTable(chosen, FULL, axes=axes).decide(Extents.pack(axes, batch))
+    fitting = sorted((a * b, (a, b)) for a, b in chosen if a >= batch[0] and b >= batch[1])
+    assert decision.mode is (FULL if fitting else NONE)
+    if fitting:
+        (cells, pair), size = fitting[0], decision.size
+        assert isinstance(size, Extents)
+        assert (size.lengths, decision.descriptor) == (pair, BatchDescriptor(cells, pair[0], pair[1] == 1))
+
+
 @given(sizes)
 def test_served_rows_are_a_partition(chosen: tuple[int, ...]) -> None:
     """Every number of rows up to the largest is served by one size."""
     made = table(chosen)
-    assert [rows for size in chosen for rows in made.served_by(size)] == list(range(1, made.largest + 1))
+    served = [rows for size in chosen for rows in range(made.min_batch_of(size), size + 1)]
+    assert served == list(range(1, made.largest + 1))
 
 
 @pytest.mark.parametrize(("rows", "reason"), [(4, Reason.EXACT), (3, Reason.PADDED)])

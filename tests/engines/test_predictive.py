@@ -92,7 +92,7 @@ def test_a_manager_has_the_graph_before_the_batch() -> None:
     for seq_len in (1, 7):
         x = torch.randn(2, 3)
         assert torch.equal(manager.execute_or_capture(2, seq_len, double, {"x": x}), x * 2)
-        assert manager.registry.has(2, seq_len)
+        assert manager.has(2, seq_len)
     assert manager.stats.hits == 2
     with pytest.raises(gd.ConfigError, match=r"size must be one of \(1, 2, 4, 8\), got 3"):
         manager.capture_size(3)

@@ -14,8 +14,8 @@ from graphdispatch.engines import (
     DispatchKey,
     EntryState,
 )
+from graphdispatch.engines.external_graphs import entry_around
 from graphdispatch.errors import GuardError, ReplayError
-from graphdispatch.memory.foreign import entry_around
 from graphdispatch.testing import MockCUDAGraph
 
 

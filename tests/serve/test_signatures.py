@@ -115,7 +115,7 @@ def test_a_manager_remembers_so_many_lengths() -> None:
     x = torch.randn(4, 3)
     with torch.no_grad():
         manager.execute_or_capture(4, 1, twice, {"x": x})
-        latest = manager.registry.latest()
+        latest = manager._graphs.latest
         latest.server.max_groups = latest.routes._most = 16
         for seq_len in range(1, 60):
             manager.execute_or_capture(4, seq_len, twice, {"x": x})
@@ -130,12 +130,12 @@ def test_a_server_that_was_forgotten_captures_no_more() -> None:
     x = torch.randn(4, 3)
     with torch.no_grad():
         manager.execute_or_capture(4, 1, twice, {"x": x})
-        latest = manager.registry.latest()
+        latest = manager._graphs.latest
         route = next(iter(latest.routes.values()))
         manager.sleep()
         assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)
     assert latest.server.decision.reason is Reason.ASLEEP
-    assert (manager.registry.num_graphs, manager.registry.memory_bytes) == (0, 0)
+    assert (manager.num_graphs, manager.memory_bytes) == (0, 0)
 
 
 def test_nothing_is_prewarmed_while_asleep() -> None:

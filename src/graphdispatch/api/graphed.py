@@ -6,30 +6,29 @@ the mode separates them; the server does the rest.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
-from ..call.rules import ArgumentRules, callable_name, make_rules
-from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
-from ..decide.decision import Decision, SizeTable
-from ..errors import ConfigError, check_callable
+from ..call.rules import ArgumentRules, callable_name
+from ..capture.piecewise import BreakFigures, break_figures
+from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
+from ..decide.decision import Decision
+from ..errors import ConfigError
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
 from ..reasons import Reason
+from ..serve.estimate import MemoryEstimate
 from ..serve.graphs import GraphSet
 from ..serve.group import Route
+from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
 from ..serve.server import Server
 from .lifecycle import Lifecycle
-
-if TYPE_CHECKING:
-    from ..capture.piecewise import BreakFigures
-    from ..serve.estimate import MemoryEstimate
-    from ..serve.prewarm import PrewarmReport
+from .options import make_table, other_sizes, read_kind, read_options, read_rules, read_sizes
 
 __all__ = ["Graphed", "graphed"]
 
@@ -104,35 +103,16 @@ def graphed(
     Raises:
         ConfigError: An argument cannot be; raised here where that can be known, and else at the first call.
     """
-    settings = {"mode": parse_mode(mode), "backend": backend, "strict": strict, "options": _options(options, outputs)}
-    config, rules = _read(fn, (dynamic, {} if pad is None else pad, static), (_loaded(sizes), max_size), settings)
-    return _made(fn, config, rules, _checked_kind(uniform_decode, config))
-
-
-def _read(
-    fn: Callable[..., Any], arguments: Any, sizes: tuple[Any, int | None], settings: Mapping[str, Any]
-) -> tuple[CUDAGraphConfig, ArgumentRules]:
-    """The configuration and the rules that follow from the arguments of ``graphed``."""
-    dynamic = arguments[0]
-    try:
-        if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
-            from .sizes import grid_config  # here, since most callables have one dynamic dimension
-
-            return grid_config(fn, arguments, sizes, settings)
-        return roomy_config(*sizes, settings), make_rules(fn, *arguments)
-    except ConfigError as error:
-        from .sizes import in_short_names
-
-        raise in_short_names(error) from None
-
-
-def _loaded(sizes: Any) -> Any:
-    """``sizes``, or the plan that was saved to a path."""
-    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and sizes.endswith(".json")):
-        return sizes
-    from ..plan.plan import Plan  # here, since serving must not load planning
-
-    return Plan.load(sizes)
+    settings = {
+        "mode": parse_mode(mode),
+        "backend": backend,
+        "strict": strict,
+        "options": read_options(options, outputs),
+    }
+    config, rules = read_rules(
+        fn, (dynamic, {} if pad is None else pad, static), (read_sizes(sizes), max_size), settings
+    )
+    return _made(fn, config, rules, read_kind(uniform_decode, config))
 
 
 def _made(
@@ -151,33 +131,6 @@ def _made(
         judges_gain=config.options.verify and not config.strict,
     )
     return Graphed(server, config, rules, uniform_decode)
-
-
-def _options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
-    """The options with ``outputs``. Raises ``ConfigError`` where the two contradict each other."""
-    chosen = CUDAGraphOptions.or_default(options, "options")
-    if chosen.inputs != "copy":
-        raise ConfigError(
-            f"options.inputs must be 'copy' for graphed, got {chosen.inputs!r}; name the tensors whose address never "
-            "changes in static=, or use CUDAGraphWrapper"
-        )
-    if outputs is None or outputs == chosen.outputs:
-        return chosen
-    if chosen.outputs != CUDAGraphOptions().outputs:
-        raise ConfigError(f"outputs={outputs!r} contradicts options.outputs={chosen.outputs!r}; give one of them")
-    return chosen.replace(outputs=outputs)
-
-
-def _checked_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphConfig) -> Callable[..., bool] | None:
-    """``uniform_decode``, if the mode of ``config`` needs it. Raises ``ConfigError`` for what cannot be called."""
-    if config.mode.separate_routine() and uniform_decode is None:
-        raise ConfigError(
-            f"uniform_decode must be a function in mode {config.mode.name}, got None; "
-            "it is given a call's arguments and tells uniform decode batches from others"
-        )
-    if uniform_decode is not None:
-        check_callable("uniform_decode", uniform_decode, "a function of a call's arguments")
-    return uniform_decode if config.mode.separate_routine() else None
 
 
 class Graphed(Lifecycle, Generic[P, R]):
@@ -211,13 +164,10 @@ class Graphed(Lifecycle, Generic[P, R]):
         self._graphs = server.graphs
         self._config = config
         self._uniform_decode = uniform_decode
-        make: Callable[..., Route] = Route
-        if rules.grid is not None:
-            from .sizes import grid_route as make
-        self._decode = self._mixed = make(0, SizeTable.of(config.resolve(), config.mode.decode_mode()), rules)
+        self._decode = self._mixed = Route(0, make_table(config, rules, config.mode.decode_mode()), rules)
         if uniform_decode is not None:
-            table = SizeTable.of(config.resolve(mixed=True), config.mode.mixed_mode())
-            self._mixed = make(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
+            table = make_table(config, rules, config.mode.mixed_mode(), mixed=True)
+            self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
         self._rules = rules
         self.stats = server.stats
 
@@ -265,7 +215,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         max_bytes: int | None = None,
         compare: Literal["ends", "all"] = "ends",
         **kwargs: Any,
-    ) -> "PrewarmReport":
+    ) -> PrewarmReport:
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
@@ -292,8 +242,6 @@ class Graphed(Lifecycle, Generic[P, R]):
             ConfigError: A size cannot be, or nothing may be captured now.
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
-        from ..serve.prewarm import CaptureBatch, Limits
-
         with torch.no_grad(), self._server.lock:
             batch = CaptureBatch(
                 self._server, self._config, Limits(max_seconds, max_bytes), progress=progress, compare=compare
@@ -301,7 +249,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             return batch.run(self._routes, args, kwargs, sizes)
 
     @untraced
-    def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> "MemoryEstimate":
+    def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:
         """What graphs of ``sizes`` (default: all) will hold, from an example call, before they are captured.
 
         The two largest are captured on trial and thrown away; the call leaves no effect.
@@ -315,8 +263,6 @@ class Graphed(Lifecycle, Generic[P, R]):
             ConfigError: The example or a size cannot be.
             CaptureError: There can be no graph.
         """
-        from ..serve.prewarm import estimate
-
         with torch.no_grad(), self._server.lock:
             return estimate(self._server, self._routes[0], args, kwargs, sizes)
 
@@ -347,8 +293,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         Raises:
             ConfigError: The sizes cannot be; nothing has changed then.
         """
-        from .sizes import other_sizes
-
         with self._server.lock:
             routes = {route: route is not self._decode for route in self._routes}
             self._config, self._rules, tables = other_sizes(self._config, self._rules, sizes, routes)
@@ -374,8 +318,6 @@ class Graphed(Lifecycle, Generic[P, R]):
             ConfigError: The size is too large.
             FallbackError: It cannot be captured, and the callable is ``strict``.
         """
-        from ..serve.prewarm import capture_size
-
         with torch.no_grad(), self._server.lock:
             return capture_size(self._server, self._routes, self._routes[0].table.number_of(size))
 
@@ -392,16 +334,12 @@ class Graphed(Lifecycle, Generic[P, R]):
     @property
     def captured_sizes(self) -> tuple[int, ...]:
         """The sizes that have a graph for every signature seen so far, increasing."""
-        from ..serve.prewarm import captured_sizes
-
         with self._server.lock:
             return tuple(getattr(size, "lengths", size) for size in captured_sizes(self._routes))
 
     @property
-    def breaks(self) -> "list[BreakFigures]":
+    def breaks(self) -> list[BreakFigures]:
         """Where PIECEWISE graphs break, how often, and which share of their time that takes; the longest first."""
-        from ..capture.piecewise import break_figures
-
         return break_figures(self.entries)
 
     @property

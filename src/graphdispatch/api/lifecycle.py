@@ -11,7 +11,7 @@ from ..serve.health import Health
 
 if TYPE_CHECKING:
     from ..report import GraphTable, Report
-    from .registry import CUDAGraphRegistry
+    from .keyed_graphs import KeyedGraphs
 
 __all__ = ["Lifecycle"]
 
@@ -20,7 +20,7 @@ class Lifecycle(MadeAnew):
     """Graphs that can be invalidated, put to sleep and woken, frozen and unfrozen. Thread-safe."""
 
     __slots__ = ()
-    _graphs: "GraphSet | CUDAGraphRegistry"
+    _graphs: "GraphSet | KeyedGraphs"
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; calls capture anew.

@@ -1,6 +1,6 @@
-"""``CUDAGraphManager``: captures and replays by (batch size, sequence length), padding each batch to the next size.
+"""``CUDAGraphRegistry`` keeps graphs by (batch size, sequence length); ``CUDAGraphManager`` serves batches by them.
 
-The front end for engines that work with batch size and sequence length rather than with descriptors.
+The front ends for engines that work with batch size and sequence length rather than with descriptors.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,24 +9,177 @@ from typing import Any
 import torch
 
 from ..backends.tracing import untraced
-from ..call.arrays import as_arrays, as_tensors
 from ..config import CUDAGraphConfig, parse_mode
 from ..decide.decision import Decision
-from ..errors import ConfigError, GuardError, ReplayError, check_callable, shown
+from ..errors import CaptureError, ConfigError, GuardError, ReplayError, check_callable, check_count, shown
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.prewarm import capture_size, common_sizes, sizes_of_groups
+from ..serve.prewarm import capture_example, capture_size, common_sizes, sizes_of_groups
 from ..serve.server import Choice
+from .keyed_graphs import KeyedGraphs
 from .lifecycle import Lifecycle
-from .registry import CUDAGraphRegistry, Shapes, batch_dims, check_input_shapes, check_output_shapes
+from .named_inputs import (
+    Shapes,
+    as_arrays,
+    as_tensors,
+    batch_dims,
+    check_input_shapes,
+    check_output_shapes,
+    make_example,
+)
 
-__all__ = ["CUDAGraphManager"]
+__all__ = ["CUDAGraphManager", "CUDAGraphRegistry"]
 
 
-class CUDAGraphManager(Lifecycle):
-    """Captures and replays functions of named tensors by (batch size, sequence length). Thread-safe.
+class CUDAGraphRegistry(Lifecycle):
+    """Graphs by (batch size, sequence length); all share one pool, one cache and one set of statistics.
+
+    A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every
+    input's dimension 0 is the batch unless ``dynamic`` says which inputs have one and where. Shapes may be omitted
+    where ``inputs=`` shows them. A key has one graph; a manager, which captures what comes often, has one for each
+    callable. Of the callables without a graph, the eight that were used last are remembered. Thread-safe.
+
+    Args:
+        config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
+
+    Raises:
+        ConfigError: ``config`` is no configuration.
+        BackendError: Its backend is unknown or has no device here.
+    """
+
+    _graphs: KeyedGraphs
+
+    def __init__(self, config: CUDAGraphConfig | None = None) -> None:
+        self.config = CUDAGraphConfig.or_default(config, "config")
+        self._graphs = KeyedGraphs(self.config)
+        self.stats = self._graphs.stats
+        """Captures, replays, hits, misses and reasons over all graphs."""
+
+    @untraced
+    def capture(
+        self,
+        batch_size: int,
+        seq_len: int,
+        capture_fn: Callable[..., Any],
+        input_shapes: Shapes | None = None,
+        output_shapes: Shapes | None = None,
+        *,
+        inputs: Mapping[str, torch.Tensor] | None = None,
+        dynamic: Mapping[str, int] | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        size: int | None = None,
+        mode: CUDAGraphMode = CUDAGraphMode.FULL,
+    ) -> CUDAGraphEntry:
+        """Capture a function for ``batch_size`` rows, replacing an older graph of the key.
+
+        The example that it is captured and checked with is ``inputs``, or zeros of ``input_shapes``. What the runs
+        write is put back.
+
+        Args:
+            batch_size: The number of rows of the example.
+            seq_len: The tokens of each row.
+            capture_fn: What is captured; it takes its inputs as keyword arguments.
+            input_shapes: The shape of each input. It may be omitted where ``inputs`` shows them.
+            output_shapes: The expected shape of each output: by key for a mapping, else in order. None: not checked.
+            inputs: The example, by name. None: zeros.
+            dynamic: The batch dimension of each input that has one. None: dimension 0 of every input.
+            dtypes: The dtypes of those zeros. None: float32.
+            size: The rows of the graph, of which the example fills ``batch_size``; the key is then ``(size, seq_len)``.
+                None: ``batch_size``.
+            mode: ``FULL`` or ``PIECEWISE``.
+
+        Returns:
+            The entry of the graph.
+
+        Raises:
+            ConfigError: Arguments contradict each other.
+            CaptureError: There can be no graph, or the registry is frozen or sleeps.
+        """
+        check_callable("capture_fn", capture_fn)
+        graphs = self._graphs
+        if graphs.is_frozen:
+            raise CaptureError(f"no capture: {Reason.FROZEN.text}", Reason.FROZEN)
+        if graphs.is_asleep:
+            raise CaptureError(f"no capture: {Reason.ASLEEP.text}", Reason.ASLEEP)
+        check_count("batch_size", batch_size)
+        if inputs is None:
+            inputs = make_example(input_shapes, dtypes, graphs.device)
+        else:
+            check_input_shapes(inputs, input_shapes)
+        size = batch_size if size is None else size
+        check_count("size", size, batch_size)
+        check_count("seq_len", seq_len, 0)
+        if mode not in graphs.tables:
+            raise ConfigError(f"mode must be CUDAGraphMode.FULL or PIECEWISE, got {shown(mode)}")
+        one = graphs.find(capture_fn)
+        graphs.drop(size, seq_len, but=one)
+        route = graphs.route(one, size, seq_len, mode, batch_dims(inputs, batch_size, dynamic))
+        name = f"batch_size={batch_size}, seq_len={seq_len}"
+        result = capture_example(one.server, route, ((), dict(inputs)), batch_size, size, name)
+        try:
+            check_output_shapes(result.answer, output_shapes)
+        except ConfigError:
+            self.remove(size, seq_len)
+            raise
+        assert result.entry is not None
+        return result.entry
+
+    def get(self, batch_size: int, seq_len: int) -> CUDAGraphEntry | None:
+        """The entry of exactly this key; if several callables have one, the one that was used last.
+
+        Args:
+            batch_size: The rows of the graph.
+            seq_len: The tokens of each row.
+
+        Returns:
+            The entry, or None.
+        """
+        found = self._graphs.holder(batch_size, seq_len)
+        return found.entry if found is not None else None
+
+    def has(self, batch_size: int, seq_len: int) -> bool:
+        """Whether there is a graph for exactly this key now.
+
+        Args:
+            batch_size: The rows of the graph.
+            seq_len: The tokens of each row.
+        """
+        return self.get(batch_size, seq_len) is not None
+
+    def remove(self, batch_size: int, seq_len: int) -> bool:
+        """Release the graphs of a key.
+
+        Args:
+            batch_size: The rows of the graph.
+            seq_len: The tokens of each row.
+
+        Returns:
+            Whether there was a graph.
+        """
+        return self._graphs.drop(batch_size, seq_len)
+
+    def clear(self) -> None:
+        """Release all graphs. The statistics stay."""
+        self._graphs.clear()
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there are now."""
+        return len(self._graphs.cache)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held by the pool, the graphs, and their static inputs and output buffers."""
+        return self.memory_report().total
+
+    def __repr__(self) -> str:
+        return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
+
+
+class CUDAGraphManager(CUDAGraphRegistry):
+    """A registry that decides which batches graphs serve, pads them, and captures what comes often. Thread-safe.
 
     ``execute_or_capture`` is the whole job in one call. A size is captured when it comes the second time
     (``capture_after=1`` in its options: the first). ``replay_graph`` compares a batch first where that is due. A batch
@@ -46,12 +199,9 @@ class CUDAGraphManager(Lifecycle):
     """
 
     def __init__(self, config: CUDAGraphConfig | None = None) -> None:
-        self.config = CUDAGraphConfig.or_default(config, "config")
+        super().__init__(config)
         self._mode = self.config.mode
         self._sizes = self.config.replace(mode=CUDAGraphMode.FULL)
-        self.registry = self._graphs = CUDAGraphRegistry(self.config)
-        self.stats = self.registry.stats
-        """What happened so far."""
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -96,13 +246,13 @@ class CUDAGraphManager(Lifecycle):
             seq_len: The tokens of each row.
         """
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        if not mode.has_graphs() or self.registry.is_asleep:
+        if not mode.has_graphs() or self._graphs.is_asleep:
             return False
         size = self._sizes.get_padded_batch_size(batch_size)
-        latest = self.registry.latest()
-        groups = self.registry.groups_of(latest, size, seq_len) if latest is not None else []
+        latest = self._graphs.latest
+        groups = latest.groups_of(size, seq_len) if latest is not None else []
         if latest is None or not groups:
-            cache = self.registry.cache
+            cache = self._graphs.cache
             return cache.admission.capture_after == 1 and not cache.is_full
         server = latest.server
         with server.lock:
@@ -150,13 +300,13 @@ class CUDAGraphManager(Lifecycle):
                 f"batch_size={batch_size}, seq_len={seq_len} is served by no graph in mode {self._mode.name} with at "
                 f"most {self._sizes.resolve().largest} rows and {self.config.max_seq_len} tokens"
             )
-        return self.registry.capture(
+        return self.capture(
             batch_size,
             seq_len,
             capture_fn,
             input_shapes,
             output_shapes,
-            inputs=inputs,
+            inputs=inputs if inputs is None else as_tensors(inputs, self._graphs.device)[0],
             dynamic=dynamic,
             dtypes=dtypes,
             size=self._sizes.get_padded_batch_size(batch_size),
@@ -184,7 +334,7 @@ class CUDAGraphManager(Lifecycle):
             GuardError: The inputs do not fit. Nothing was copied.
         """
         size = self._sizes.get_padded_batch_size(batch_size)
-        found = self.registry.holder(size, seq_len)
+        found = self._graphs.holder(size, seq_len)
         if found is None:
             raise ReplayError(f"no graph serves batch_size={batch_size}, seq_len={seq_len}; capture_graph() it first")
         server, group, entry = found
@@ -193,7 +343,7 @@ class CUDAGraphManager(Lifecycle):
             raise ReplayError(f"no graph may replay now: {closed.text}")
         if not entry.is_current():
             raise ReplayError("weights or captured variables moved since the capture; capture_graph() again")
-        inputs, are_arrays = as_tensors(inputs, self.registry.device)
+        inputs, are_arrays = as_tensors(inputs, self._graphs.device)
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
@@ -242,31 +392,31 @@ class CUDAGraphManager(Lifecycle):
             FallbackError: The configuration is ``strict`` and the batch would run eagerly.
         """
         check_callable("execute_fn", execute_fn)
-        inputs, are_arrays = as_tensors(inputs, self.registry.device)
+        inputs, are_arrays = as_tensors(inputs, self._graphs.device)
         check_input_shapes(inputs, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        may_serve = mode.has_graphs() and not self.registry.is_asleep
+        may_serve = mode.has_graphs() and not self._graphs.is_asleep
         reason = None if may_serve else self._eager_reason(batch_size, seq_len)
-        one = self.registry.find(execute_fn)
+        one = self._graphs.find(execute_fn)
         if reason is not None:
             result = one.server.run_eagerly(Decision.eager(reason, batch_size), (), dict(inputs))
         else:
             size = self._sizes.get_padded_batch_size(batch_size)
             dims = batch_dims(inputs, batch_size, dynamic)
-            result = one.server.serve(self.registry.route(one, size, seq_len, mode, dims), (), dict(inputs))
+            result = one.server.serve(self._graphs.route(one, size, seq_len, mode, dims), (), dict(inputs))
         if output_shapes:
             check_output_shapes(result.get() if isinstance(result, OutputView) else result, output_shapes)
         return as_arrays(result) if are_arrays else result
 
     def keep_examples(self) -> None:
         """Keep two rows of one batch of each signature from now on, as examples for ``capture_size``."""
-        self.registry.keep_examples()
+        self._graphs.keep_examples()
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
         """The batch sizes that have a graph for every signature seen so far (function, sequence length, shapes)."""
         found: list[set[int]] = []
-        for server, routes in self.registry.by_sizes():
+        for server, routes in self._graphs.by_sizes():
             with server.lock:
                 found += sizes_of_groups(routes)
         return common_sizes(found)
@@ -289,7 +439,7 @@ class CUDAGraphManager(Lifecycle):
         """
         if size not in self._sizes.resolve().sizes:
             raise ConfigError(f"size must be one of {self._sizes.resolve().sizes}, got {shown(size)}")
-        for server, routes in self.registry.by_sizes():
+        for server, routes in self._graphs.by_sizes():
             with torch.no_grad(), server.lock:
                 if routes and self.is_enabled:
                     capture_size(server, routes, size)
@@ -297,18 +447,18 @@ class CUDAGraphManager(Lifecycle):
 
     def reset(self) -> None:
         """Release all graphs and forget what was seen and counted."""
-        self.registry.clear()
+        self.clear()
         self.stats.reset()
 
     def __repr__(self) -> str:
-        return f"<CUDAGraphManager {self._mode.name}: {self.registry.num_graphs} graphs, {self.stats!r}>"
+        return f"<CUDAGraphManager {self._mode.name}: {self.num_graphs} graphs, {self.stats!r}>"
 
     def _eager_reason(self, batch_size: int, seq_len: int) -> Reason:
         """Why no graph may serve this batch, whatever is captured. Raises ``ConfigError`` for no integers."""
         is_within = self._sizes.should_use_cudagraph(batch_size, seq_len)
         if not self.is_enabled:
             return Reason.DISABLED
-        if self.registry.is_asleep:
+        if self._graphs.is_asleep:
             return Reason.ASLEEP
         if batch_size < 1:
             return Reason.NO_ROWS

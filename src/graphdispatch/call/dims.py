@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..axes import Axis
+from ..axes import LONGEST, MOST_AXES, Axis, axes_of
 from ..errors import ConfigError, check_count, shown
-from ..extents import LONGEST, MOST_AXES, axes_of
 from ..sizes import check_sizes
 from .padding import Pad, as_pad
 from .spec import Leaf

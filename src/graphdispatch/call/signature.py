@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..axes import ROWS
-from ..extents import HIDDEN, lengths_of, pack
+from ..axes import HIDDEN, ROWS, lengths_of, pack
 from ..native.bound import CORE
 from ..reasons import Reason
 from .inputs import NO_MATCH, InputSpec

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..axes import Axis
+from ..axes import Axis, pack
 from ..backends.operators import storage_key
 from ..call.spec import is_tensor
 from ..errors import CaptureError, DeviceLostError, GraphDispatchError, ReplayError, VerificationError
-from ..extents import pack
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
 from ..memory.program import Labels, Program

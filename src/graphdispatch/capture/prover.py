@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..axes import Axis
+from ..axes import Axis, lengths_of, pack
 from ..backends.operators import bits_equal, storage_key
 from ..call.signature import PLAIN_TENSORS
 from ..errors import CaptureError
-from ..extents import lengths_of, pack
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof

@@ -26,7 +26,7 @@ from .advice import advice
 from .autobreak import AutoBreaks
 
 if TYPE_CHECKING:
-    from ..decide.decision import SizeTable
+    from ..decide.size_table import SizeTable
 
 __all__ = ["CaptureRequest", "CaptureResult", "automatic_breaks", "failed_result"]
 

@@ -1,24 +1,12 @@
 """The names for engines; ``__init__.py`` reads them from here."""
 
-from ..api.adaptive_wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
-from ..api.composite import CompositeDispatcher as CompositeDispatcher
-from ..api.dispatcher import CudagraphDispatcher as CudagraphDispatcher
 from ..api.manager import CUDAGraphManager as CUDAGraphManager
-from ..api.registry import CUDAGraphRegistry as CUDAGraphRegistry
-from ..api.stats import DispatchStats as DispatchStats
-from ..api.streams import StreamDispatcher as StreamDispatcher
-from ..api.workers import StreamResult as StreamResult
+from ..api.manager import CUDAGraphRegistry as CUDAGraphRegistry
+from ..api.wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
 from ..api.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
 from ..call.context import cudagraph_context as cudagraph_context
 from ..config import CUDAGraphConfig as CUDAGraphConfig
 from ..config import CUDAGraphOptions as CUDAGraphOptions
-from ..decide.adaptive import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
-from ..decide.engine import get_cudagraph_sizes as get_cudagraph_sizes
-from ..decide.keys import CudagraphKeyDispatcher as CudagraphKeyDispatcher
-from ..decide.policies import DefaultDispatchPolicy as DefaultDispatchPolicy
-from ..decide.policies import DispatchPolicy as DispatchPolicy
-from ..decide.support import AttentionSupport as AttentionSupport
-from ..decide.support import resolve_cudagraph_mode as resolve_cudagraph_mode
 from ..descriptors import BatchDescriptor as BatchDescriptor
 from ..descriptors import DispatchKey as DispatchKey
 from ..descriptors import create_dispatch_key as create_dispatch_key
@@ -35,8 +23,20 @@ from ..stats import CUDAGraphStats as CUDAGraphStats
 from ..stats import EvictionReason as EvictionReason
 from ..stats import Gain as Gain
 from ..testing.mock import MockCUDAGraph as MockCUDAGraph
+from .adaptive_policy import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
+from .composite import CompositeDispatcher as CompositeDispatcher
+from .config import AttentionSupport as AttentionSupport
+from .config import get_cudagraph_sizes as get_cudagraph_sizes
+from .config import resolve_cudagraph_mode as resolve_cudagraph_mode
+from .dispatcher import CudagraphDispatcher as CudagraphDispatcher
+from .key_dispatcher import CudagraphKeyDispatcher as CudagraphKeyDispatcher
+from .policies import DefaultDispatchPolicy as DefaultDispatchPolicy
+from .policies import DispatchPolicy as DispatchPolicy
 from .prediction import Prewarmer as Prewarmer
 from .prediction import SizePredictor as SizePredictor
 from .ranks import Agreement as Agreement
 from .ranks import RankConsensus as RankConsensus
 from .ranks import RankVote as RankVote
+from .stats import DispatchStats as DispatchStats
+from .streams import StreamDispatcher as StreamDispatcher
+from .streams import StreamResult as StreamResult

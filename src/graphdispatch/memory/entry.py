@@ -8,18 +8,21 @@ from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
-from ..backends.operators import bits_equal
+from ..backends.operators import bits_equal, is_strided
 from ..backends.tracing import untraced
+from ..call.inputs import InputSpec
 from ..call.rules import graph_name
 from ..call.signature import ForeignSignature, Signature
 from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor, size_text
-from ..errors import ReplayError
+from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
+from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs
@@ -37,6 +40,7 @@ __all__ = ["MOST_ALIKE", "CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 MOST_ALIKE = 8
 """Calls with the first batch that a graph serves before it is compared on one made of it."""
 _MOST_PLANS = 8192
+_BY_FRONT_END = "serve the batch through the wrapper, manager or dispatcher that has the graph"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -321,9 +325,32 @@ class CUDAGraphEntry(NotCopied):
             ReplayError: The graph was released, weights or captured variables have moved, or the batch is not proven:
                 its padding is one that no comparison tested, or ``verify_every`` wants it compared.
         """
-        from .asked import replay  # here, as below
+        self._refuse_unserved()
+        if inputs is None:
+            return self.plan(self.size).run(None, self.stats)
+        values, rows = self.check(inputs)
+        batch = f"{rows} rows in a graph of {self.size}"
+        if self.proof is not None and self.depends_on_padding(rows):
+            raise ReplayError(f"{batch}: {self.proof.text}")
+        is_as_proven = rows == self.size or self.proof is None or self.proof.holds_for(values)
+        if not (self.may_pad(rows) and is_as_proven):
+            raise ReplayError(f"{batch}: {Reason.PADDING_UNPROVEN.text}; or {_BY_FRONT_END}, which compares it")
+        return self.serve_timed(values, rows, self.stats)
 
-        return replay(self, inputs)
+    def _refuse_unserved(self) -> None:
+        """Raise ``ReplayError`` if no batch may be replayed now, whatever it holds."""
+        if self.backend.is_watched():
+            raise ReplayError(Reason.INSIDE_CAPTURE.text)
+        if not self.fits_modes():
+            raise ReplayError(Reason.MODE_ACTIVE.text)
+        if forward_ad._current_level >= 0:
+            raise ReplayError(f"forward-mode differentiation is under way: {Reason.NEEDS_GRADIENTS.text}")
+        if not self.is_current():
+            raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
+        if self.replay_count >= self.verify_at:
+            raise ReplayError(
+                f"the graph for {self.key} must be compared with eager now (verify_every); {_BY_FRONT_END}"
+            )
 
     def check(self, inputs: Mapping[str, Any]) -> tuple[Sequence[Any], int]:
         """The flat values of a call and its number of rows, for ``serve``.
@@ -338,9 +365,51 @@ class CUDAGraphEntry(NotCopied):
         Raises:
             GuardError: An input does not fit.
         """
-        from .asked import check_inputs  # here, since front ends compare calls by their signatures
+        values, rows = self._named_values(inputs), -1
+        for spec in self.inputs.specs:
+            rows = _rows_of(spec, values[spec.position], rows)
+        if rows < 0:
+            rows = self.size
+        if not 1 <= rows <= self.size:
+            raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {rows}")
+        clash = self.plan(rows).clash(values)
+        if clash is not None:
+            raise GuardError(f"{clash}; pass copies")
+        if self.carries(values):
+            raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
+        if self.told is not None and not self.told.knows(values):
+            raise GuardError(f"{self.told.text}, and capture with a call like this one")
+        if self.signature is not None and not self.signature.fits(values):
+            raise GuardError(
+                "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "
+                "the memory layout of an input; capture again for such calls"
+            )
+        return values, rows
 
-        return check_inputs(self, inputs)
+    def _named_values(self, inputs: Mapping[str, Any]) -> list[Any]:
+        """The flat values of a call by name. Raises ``GuardError`` for names that are not those of the capture."""
+        if not isinstance(inputs, Mapping):
+            raise GuardError(f"inputs must be a mapping from name to tensor, got a {type(inputs).__name__}")
+        places = {spec.name: spec.position for spec in self.inputs.specs}
+        further = {leaf.path: place for place, leaf in enumerate(self.call.leaves)} if self.call is not None else {}
+        if not places.keys() <= set(inputs) <= {*places, *further}:
+            raise GuardError(f"inputs must be named {list(places)}, got {list(inputs)}")
+        values = list(self.example)
+        for name, value in inputs.items():
+            values[places[name] if name in places else further[name]] = value
+        return values
+
+    def mismatch(self, values: Sequence[Any]) -> str:
+        """What is wrong with a call whose values do not fit, as a sentence.
+
+        Args:
+            values: The flat values of the call.
+        """
+        try:
+            self.check({spec.name: values[spec.position] for spec in self.inputs.specs})
+        except GuardError as error:
+            return str(error)
+        return "a constant, a static tensor or the spelling of the call is not that of the captured one"
 
     def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
         """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known.
@@ -434,6 +503,26 @@ class CUDAGraphEntry(NotCopied):
             f"<CUDAGraphEntry {self.mode.name} {self.size} rows, {self.state.value}, "
             f"{self.replay_count} replays, {self.nbytes} bytes>"
         )
+
+
+def _rows_of(spec: InputSpec, tensor: Any, rows: int) -> int:
+    """The rows of a call, as far as an input tells (-1: not yet). Raises ``GuardError`` if it does not fit."""
+    if not is_tensor(tensor) or not is_strided(tensor):
+        got = tensor.layout if is_tensor(tensor) else type(tensor).__name__
+        raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise GuardError(
+            f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
+        )
+    if spec.spans and rows < 0 and tensor.dim() == len(spec.shape):
+        rows = sum(axis.put(tensor.shape[dim]) for dim, axis in spec.spans)
+    wanted = spec.sized(max(rows, 0))
+    if tensor.shape != wanted or tensor.dtype is not spec.dtype or tensor.device != spec.device:
+        raise GuardError(
+            f"input {spec.name!r} must have shape {wanted}, {spec.dtype} on {spec.device}, "
+            f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
+        )
+    return rows
 
 
 GraphEntry = CUDAGraphEntry

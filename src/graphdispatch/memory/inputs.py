@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from ..axes import ROWS, Axis
+from ..axes import ROWS, Axis, lengths_of, pack
 from ..backends.operators import bits_equal
 from ..call.inputs import InputSpec
-from ..extents import lengths_of, pack
 from ..forking import renew_in_child
 
 __all__ = ["StaticInputs"]

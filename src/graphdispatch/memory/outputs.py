@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..axes import Axis
+from ..axes import Axis, extents_text
 from ..backends.base import Pool
 from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
-from ..extents import extents_text
 from ..reasons import Reason
 
 __all__ = [

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..axes import ROWS, Axis
-from ..extents import lengths_of, pack
+from ..axes import ROWS, Axis, lengths_of, pack
 from ..reasons import Reason
 
 __all__ = ["MOST_COMPARED", "Compared", "RowProof"]

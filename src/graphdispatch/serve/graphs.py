@@ -126,9 +126,7 @@ class GraphSet:
         if entry.signature.match(leaves) < 0:
             if isinstance(entry.signature, ForeignSignature):
                 return Refusal(Reason.ADDRESS_CHANGED, "")
-            from ..memory.asked import mismatch
-
-            return Refusal(Reason.ARGUMENTS_CHANGED, mismatch(entry, leaves))
+            return Refusal(Reason.ARGUMENTS_CHANGED, entry.mismatch(leaves))
         group = self.add_group(key, route, call, entry.signature, entry.inputs)
         group.keep(entry)
         return group, leaves

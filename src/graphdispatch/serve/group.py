@@ -10,10 +10,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from ..axes import Extents
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal, Signature
 from ..call.spec import CallSpec, FlatCall
-from ..decide.decision import Decision, SizeTable
+from ..decide.decision import Decision
+from ..decide.size_table import SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
 from ..memory.backoff import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
@@ -90,11 +92,11 @@ class Route:
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
-        return self.descriptor or BatchDescriptor(size)
+        return self.descriptor or descriptor_of(size)
 
     def name_of(self, size: int) -> Hashable:
-        """The front end's name for the graph of ``size``: the ``key`` of its entry."""
-        return self.descriptor or size
+        """The front end's name for the graph of ``size``, the ``key`` of its entry: a descriptor, rows, or lengths."""
+        return self.descriptor or (size.lengths if isinstance(size, Extents) else size)
 
     def forget_calls(self) -> None:
         """Forget the forms of calls, with their groups, and what was refused."""

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..axes import lengths_of, pack
 from ..capture.probes import Make, edge, far, is_discrete, may_replace, of_kind, small, telling_places, uniform
 from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
-from ..extents import lengths_of, pack
 from ..memory.entry import CUDAGraphEntry
 from ..memory.proof import RowProof
 from .group import GraphGroup

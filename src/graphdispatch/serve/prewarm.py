@@ -6,6 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..capture.request import CaptureResult
@@ -22,8 +24,8 @@ from .progress import progress_bar
 from .server import Server
 
 __all__ = [
-    "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_size", "captured_sizes",
-    "common_sizes", "compare_numbers", "estimate", "sizes_of_groups",
+    "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_example", "capture_size",
+    "captured_sizes", "common_sizes", "compare_numbers", "estimate", "sizes_of_groups",
 ]  # fmt: skip
 
 
@@ -273,6 +275,26 @@ def _compare(
     elif is_second:
         result = server.graphs.verify(group, other, entry.size, entry, keep_effects=False)
     return captured if result.entry is not None else result
+
+
+def capture_example(
+    server: Server, route: Route, call: tuple[tuple[Any, ...], dict[str, Any]], rows: int, size: int, name: str
+) -> CaptureResult:
+    """Capture one size from a call of ``rows`` rows, and compare it on all numbers of rows that it pads. Leaves no
+    effect. Raises ``CaptureError`` if there can be no graph."""
+    with torch.no_grad(), server.lock:
+        server.graphs.refresh()
+        found = server.find(route, *call)
+        if isinstance(found, Refusal):
+            raise CaptureError(f"no graph for {name}: {found.detail}", found.reason)
+        group, leaves, _ = found
+        server.graphs.warm_up(group, group.resized(leaves, size), size)
+        result = server.graphs.capture(group, leaves, rows, size, keep_effects=False)
+        if result.entry is not None and rows < size:
+            result = compare_numbers(server, group, leaves, rows, result)
+    if result.entry is None:
+        raise CaptureError(f"no graph for {name}: {result.detail}", result.reason) from result.error
+    return result
 
 
 def compare_numbers(

@@ -2,9 +2,9 @@
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Decision, Reason
 from graphdispatch.backends import get_backend
-from graphdispatch.decide.engine import mode_of
-from graphdispatch.decide.table import KeyTable
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
+from graphdispatch.engines.config import mode_of
+from graphdispatch.engines.key_table import KeyTable
 from graphdispatch.errors import ConfigError, FallbackError
 
 __all__ = [

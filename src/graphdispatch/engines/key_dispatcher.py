@@ -3,18 +3,16 @@
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
 from ..copying import Unlocked
+from ..decide.decision import Decision
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
-from .decision import Decision
-from .engine import EngineSettings, get_cudagraph_sizes, mode_of, sorted_sizes
-from .keysets import KeySet
-from .table import CostModel, KeyTable
+from .config import EngineSettings, check_split, get_cudagraph_sizes, mode_of, sorted_sizes
+from .key_table import CostModel, KeyTable
 
 __all__ = ["CudagraphKeyDispatcher"]
 
@@ -24,9 +22,8 @@ NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMo
 class CudagraphKeyDispatcher(Unlocked):
     """Decides which mode and which graph serve a batch; the keys are the only source of truth for valid graphs.
 
-    It runs nothing and needs no torch. vLLM calls it ``CudagraphDispatcher``; here that name runs graphs.
-    ``cudagraph_keys`` is a live view of immutable tables; change it by ``add_cudagraph_key``. Thread-safe: a change
-    builds a new table and swaps it whole, under a lock that no decision takes.
+    It runs nothing and needs no torch. vLLM calls it ``CudagraphDispatcher``; here that name runs graphs. Thread-safe:
+    a change of the keys builds a new table and swaps it whole, under a lock that no decision takes.
 
     Args:
         vllm_config: An object of the shape of vLLM's ``VllmConfig``. It gives the capture sizes, the requests, the
@@ -75,7 +72,7 @@ class CudagraphKeyDispatcher(Unlocked):
         settings = EngineSettings() if vllm_config is None else EngineSettings.of(vllm_config)
         settings = settings._replace(**{name: value for name, value in given.items() if value is not None})
         capture_sizes, max_num_reqs, variants, compile_sizes, self.piecewise, mode = settings
-        self._check_split(mode)
+        check_split(mode, self.piecewise)
         most_tokens = max_num_tokens if max_num_tokens is not None else 2 * max_num_reqs
         check_count("max_num_reqs", max_num_reqs)
         check_count("max_num_tokens", most_tokens)
@@ -100,13 +97,9 @@ class CudagraphKeyDispatcher(Unlocked):
         self.table = self._build({})
 
     @property
-    def cudagraph_keys(self) -> Mapping[CUDAGraphMode, KeySet]:
-        """The sets of keys by runtime mode, PIECEWISE and FULL: a live view.
-
-        ``add_cudagraph_key`` and ``remove_cudagraph_key`` change them; ``add`` and ``discard`` of a set call these. To
-        keep what there is now, copy it: ``set(dispatcher.cudagraph_keys[mode])``.
-        """
-        return MappingProxyType({mode: KeySet(self, mode) for mode in (PIECEWISE, FULL)})
+    def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
+        """The keys by runtime mode, PIECEWISE and FULL, as they are now; ``add_cudagraph_key`` makes others."""
+        return self.table.keys
 
     @property
     def keys_initialized(self) -> bool:
@@ -164,7 +157,7 @@ class CudagraphKeyDispatcher(Unlocked):
         """
         cudagraph_mode = mode_of(cudagraph_mode)
         check_count("uniform_decode_query_len", uniform_decode_query_len)
-        self._check_split(cudagraph_mode)
+        check_split(cudagraph_mode, self.piecewise)
         added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
         with self._lock:
             keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
@@ -243,13 +236,6 @@ class CudagraphKeyDispatcher(Unlocked):
         mode = "not initialised" if table.mode is None else table.mode.name
         counts = ", ".join(f"{len(keys)} {runtime.name}" for runtime, keys in table.keys.items())
         return f"<CudagraphKeyDispatcher {mode}, {counts} keys>"
-
-    def _check_split(self, mode: CUDAGraphMode) -> None:
-        if mode.has_piecewise_cudagraphs() and not self.piecewise:
-            raise ConfigError(
-                f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {mode.name}; "
-                "split the model, or use FULL or FULL_DECODE_ONLY"
-            )
 
     def _keys_of(self, mode: CUDAGraphMode, query_len: int) -> dict[CUDAGraphMode, set[BatchDescriptor]]:
         keys: dict[CUDAGraphMode, set[BatchDescriptor]] = {}

@@ -48,7 +48,7 @@ def test_a_graph_captured_from_arrays_is_replayed_with_arrays() -> None:
     assert torch.equal(mixed, torch.from_numpy(x) * 2)
     halves = served.execute_or_capture(4, 1, lambda x: (x, x.bfloat16()), {"x": x})
     assert [type(one) for one in halves] == [np.ndarray, torch.Tensor]
-    assert served.registry.num_graphs == 1
+    assert served.num_graphs == 1
 
 
 def test_an_array_is_not_copied() -> None:

@@ -87,9 +87,9 @@ def gate(workers: StreamDispatcher) -> threading.Event:
 
 def test_two_workers_overlap(workers: StreamDispatcher) -> None:
     """Both steps are in the middle of their graphs at one time: each waits there for the other, in its own memory."""
-    entries = [workers.get_entry(KEY, worker=index) for index in (0, 1)]
-    assert [found and found.pool for found in entries] == [worker.pool for worker in workers.workers]
-    assert not set.intersection(*({*found.input_addresses} for found in entries if found))
+    entries = [entry for _, entry in workers.entries]
+    assert [found.pool for found in entries] == [worker.pool for worker in workers.workers]
+    assert not set.intersection(*({*found.input_addresses} for found in entries))
     HOOKS.append(threading.Barrier(2))
     first, second = workers.submit(KEY, batch(1.0)), workers.submit(KEY, batch(5.0))
     assert torch.equal(first.result(), batch(4.0))
@@ -117,19 +117,6 @@ def test_the_least_busy_worker_is_chosen(workers: StreamDispatcher, gate: thread
     workers.synchronize()
     assert [worker.busy for worker in workers.workers] == [0, 0]
     assert "2 workers, 2 graphs" in repr(workers)
-
-
-def test_a_sticky_thread_keeps_its_worker() -> None:
-    """With ``selection="sticky"`` all steps of a thread go to one worker, in order."""
-    HOOKS.clear()
-    sticky = StreamDispatcher(model, 2, selection="sticky", backend=get_backend("cpu"), options=TRUST)
-    sticky.capture(KEY, (batch(0.0),))
-    mine = [sticky.submit(KEY, batch(1.0)).worker for _ in range(4)]
-    with ThreadPoolExecutor(1) as pool:
-        theirs = list(pool.map(lambda _: sticky.submit(KEY, batch(1.0)).worker, range(4), timeout=TIMEOUT_S))
-    sticky.close()
-    assert len(set(mine)) == len(set(theirs)) == 1
-    assert mine != theirs
 
 
 def test_a_worker_waits_for_the_callers_stream(workers: StreamDispatcher) -> None:
@@ -251,7 +238,7 @@ def test_the_older_graphs_of_a_worker_are_released() -> None:
     HOOKS.clear()
     dispatcher = StreamDispatcher(model, 2, max_cached_graphs=1, backend=get_backend("cpu"), options=TRUST)
     dispatcher.capture(KEY, (batch(0.0),))
-    old = dispatcher.get_entry(KEY, worker=0)
+    old = dispatcher.get_entry(KEY)
     dispatcher.capture(OTHER, (batch(0.0, 4),))
     assert "evicted" in repr(old)
     assert dispatcher.num_graphs == 2

@@ -11,10 +11,10 @@ from ..call.signature import ForeignSignature
 from ..call.spec import is_tensor
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ReplayError
+from ..memory.entry import CUDAGraphEntry
+from ..memory.inputs import StaticInputs
+from ..memory.outputs import OutputRule, Outputs
 from ..modes import CUDAGraphMode, EntryState
-from .entry import CUDAGraphEntry
-from .inputs import StaticInputs
-from .outputs import OutputRule, Outputs
 
 __all__ = ["ForeignPool", "Replayable", "entry_around"]
 

@@ -19,12 +19,12 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from ..copying import MadeAnew
+from ..decide.decision import Decision
+from ..decide.memo import Memo
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, FallbackError, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from .decision import Decision
-from .memo import Memo
 
 __all__ = ["RUNTIME_MODES", "CostModel", "KeyTable", "query_len_of", "request_limit"]
 

@@ -1,28 +1,37 @@
-"""``StreamDispatcher``: a dispatcher over several streams, whose graphs run at the same time."""
+"""``StreamDispatcher``: a dispatcher over several streams, whose graphs run at the same time.
 
-import threading
+Note [a step on a worker's stream]
+    Everything that touches a worker's pool runs on the worker's queue: loading, replay, handing out, and captures and
+    comparisons too. A thread that held the pool's lock while it waited for the queue would wait for work that needs
+    that lock. The worker first waits for what the caller's stream was given before the call, and the caller's stream
+    waits for the worker before it sees the outputs. Failures stay in the step's ``StreamResult``: a worker never fails.
+"""
+
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from time import perf_counter_ns
 from typing import Any, Literal, cast
 
+from torch.utils._pytree import tree_leaves
+
 from ..backends import Backend, get_backend
+from ..backends.base import Event, Stream
 from ..backends.tracing import untraced
+from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
+from ..copying import NotCopied
 from ..decide.decision import Decision
-from ..decide.policies import DispatchPolicy
 from ..descriptors import DispatchKey
 from ..errors import BackendError, ConfigError, check_count, check_type, shown
-from ..forking import make_lock
+from ..forking import make_lock, renew_in_child
 from ..memory.entry import CUDAGraphEntry
-from ..memory.foreign import Replayable
-from ..modes import DispatchMode
 from ..reasons import Reason
-from .dispatcher import Chosen, CudagraphDispatcher
-from .registered import Registered, checked_example
-from .workers import StreamResult, StreamWorker, first_registered
+from .dispatcher import Chosen, CudagraphDispatcher, Registered, Worker, checked_example
+from .external_graphs import Replayable
+from .policies import DispatchPolicy
 
-__all__ = ["StreamDispatcher"]
+__all__ = ["StreamDispatcher", "StreamResult", "StreamWorker"]
 
 _NOT_HONOURED = (
     *("capture_after", "capture_window", "capture_share", "max_signatures"),
@@ -30,20 +39,163 @@ _NOT_HONOURED = (
 )
 
 
+class StreamResult(NotCopied):
+    """The handle on a submitted call.
+
+    Attributes:
+        worker: The index of the worker that runs it; None for a call that ran at once.
+    """
+
+    def __init__(self, backend: Backend, worker: int | None = None) -> None:
+        self.worker = worker
+        self._backend = backend
+        self._done: Event | None = None
+        self._is_filled = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has finished the step. Never blocks."""
+        return self._is_filled and (self._done is None or self._done.query())
+
+    @untraced
+    def result(self) -> Any:
+        """The outputs, which are the caller's; raises what the step raised.
+
+        Orders the calling thread's current stream after the worker. Blocks the host only where the stream has no queue.
+        """
+        if self._done is not None:
+            self._done.wait()
+            if not self._is_filled:
+                self._done.synchronize()
+            _hold(self._value, self._backend.current_stream())
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def mark(self, done: Event) -> None:
+        """Mark the end of the step in the worker's order.
+
+        Args:
+            done: The event that follows the step.
+        """
+        self._done = done
+
+    def fill(self, step: Callable[[], Any]) -> None:
+        """Run the step and keep what it returns or raises. Called once, by whoever runs the step.
+
+        Args:
+            step: The step.
+        """
+        try:
+            self._value = step()
+        except BaseException as error:  # whatever it is, it belongs to whoever asks for the result
+            self._error = error
+        self._is_filled = True
+
+    def __repr__(self) -> str:
+        where = "eager" if self.worker is None else f"worker {self.worker}"
+        return f"<StreamResult {where}, {'done' if self.is_done else 'under way'}>"
+
+
+class StreamWorker(Worker):
+    """A worker with a stream and a pool of its own; made by ``StreamDispatcher``. Thread-safe.
+
+    ``pool`` is for captures that are registered on this worker alone, for example
+    ``CUDAGraphWrapper(fn, backend=dispatcher.backend, pool=worker.pool)``.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        backend: Backend,
+        eager_runner: Callable[..., Any],
+        max_cached_graphs: int,
+        options: CUDAGraphOptions,
+    ) -> None:
+        self.index = index
+        self.backend = backend
+        self.stream = backend.make_stream()
+        self.pool = backend.make_pool()
+        super().__init__(eager_runner, max_cached_graphs, options, backend=backend, pool=self.pool)
+        self.steps = 0
+        """Steps that were given to this worker."""
+        self.is_closed = False
+        """Whether it takes no more steps."""
+        self._counts = make_lock()
+        self._marks: deque[Event] = deque()
+        self._claims = 0
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        """Take no more steps, so that they run eagerly: see Note [after a fork] in ``forking.py``."""
+        self.is_closed = True
+        self._claims = 0
+        self._marks.clear()
+
+    @property
+    def busy(self) -> int:
+        """Steps that are not finished."""
+        with self._counts:
+            while self._marks and self._marks[0].query():
+                self._marks.popleft()
+            return len(self._marks) + self._claims
+
+    def launch(self, step: Callable[[], Any], arguments: Any) -> StreamResult:
+        """Put a step on the worker's queue: see Note [a step on a worker's stream]. Raises ``BackendError`` after
+        ``close``."""
+        outcome = StreamResult(self.backend, self.index)
+        arrived = self.backend.make_event()
+        arrived.record()
+        _hold(arguments, self.stream)
+
+        def after_caller() -> Any:
+            # Inside the step, so that a failure of the caller's stream is this step's and not the worker's.
+            arrived.wait()
+            return step()
+
+        with self._counts:
+            self._claims += 1
+        done = self.backend.make_event()
+        try:
+            self.stream.submit(lambda: outcome.fill(after_caller))
+            done.record(self.stream)
+            outcome.mark(done)
+        finally:
+            with self._counts:
+                self._claims -= 1
+                self._marks.append(done)
+                self.steps += 1
+        return outcome
+
+    def close(self) -> None:
+        """Finish all steps, and release the graphs captured here, the pool and the stream. Idempotent."""
+        self.is_closed = True
+        self.stream.synchronize()
+        self.clear()
+        self.stream.close()
+        self.pool.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<StreamWorker {self.index}: {len(self.graphs)} graphs, {self.busy} steps under way, {self.steps} in all>"
+        )
+
+
 class StreamDispatcher(CudagraphDispatcher):
     """A ``CudagraphDispatcher`` over several workers, each with a stream of its own, whose graphs run at the same time.
 
-    ``submit`` starts a call and returns at once; ``dispatch`` waits (on CUDA: lets the caller's stream wait) for its
-    outputs. Calls overlap if they come from several streams or threads, or were all submitted before the first
-    ``result``. Graphs of two workers must not share memory that one of them writes. Thread-safe.
+    A call goes to the worker with the fewest unfinished steps among those that have a graph for its key. ``submit``
+    starts a call and returns at once; ``dispatch`` waits (on CUDA: lets the caller's stream wait) for its outputs.
+    Calls overlap if they come from several streams or threads, or were all submitted before the first ``result``.
+    Graphs of two workers must not share memory that one of them writes. Thread-safe.
 
     Args:
         eager_runner: Called as ``eager_runner(*args, **kwargs)`` wherever no graph serves; its answer is the reference.
         num_streams: The number of workers.
         policy: Decides whether and how to use graphs. None: ``DefaultDispatchPolicy()``.
         max_cached_graphs: The most graphs that each worker keeps; the least recently used goes.
-        selection: ``"least_busy"`` sends a call to the worker with the fewest unfinished steps among those that have a
-            graph for its key; ``"sticky"`` to the worker that the calling thread got first, where that one has a graph.
         shared_writes: ``"refuse"`` raises ``ConfigError`` for memory that two workers would write, as far as it can be
             seen (entries of this library); ``"allow"`` declares that steps under way at once write different rows of
             it.
@@ -65,15 +217,12 @@ class StreamDispatcher(CudagraphDispatcher):
         *,
         policy: DispatchPolicy | None = None,
         max_cached_graphs: int = 64,
-        selection: Literal["least_busy", "sticky"] = "least_busy",
         shared_writes: Literal["refuse", "allow"] = "refuse",
         eager: Literal["caller", "worker"] = "caller",
         backend: Backend | None = None,
         options: CUDAGraphOptions | None = None,
     ) -> None:
         check_count("num_streams", num_streams)
-        if selection not in ("least_busy", "sticky"):
-            raise ConfigError(f"selection must be 'least_busy' or 'sticky', got {shown(selection)}")
         if shared_writes not in ("refuse", "allow"):
             raise ConfigError(f"shared_writes must be 'refuse' or 'allow', got {shown(shared_writes)}")
         if eager not in ("caller", "worker"):
@@ -83,10 +232,8 @@ class StreamDispatcher(CudagraphDispatcher):
         self.options.refuse(_NOT_HONOURED, "StreamDispatcher", "it keeps max_cached_graphs= graphs for each worker")
         self._num_streams = num_streams
         super().__init__(eager_runner, policy, max_cached_graphs)
-        self._selection = selection
         self._allows_shared_writes = shared_writes == "allow"
         self._eager_moves = eager == "worker"
-        self._own = threading.local()
         self._turns = count(1)
         self._last_turns = [0] * num_streams
         self._lock = make_lock()
@@ -103,21 +250,17 @@ class StreamDispatcher(CudagraphDispatcher):
         graph: Replayable | CUDAGraphEntry,
         input_ptrs: Sequence[int] | None = None,
         *,
-        outputs: Any = None,
-        mode: DispatchMode = DispatchMode.CUDAGRAPH,
-        idempotent: bool = False,
         worker: int | None = None,
+        **options: Any,
     ) -> None:
-        """Serve ``key`` on one worker by ``graph``; see ``CudagraphDispatcher.register_graph``.
+        """Serve ``key`` on one worker by ``graph``.
 
         Args:
             key: The key.
             graph: A ``CUDAGraphEntry``, or any object with ``replay()``; it stays its owner's.
             input_ptrs: The addresses of the tensors that a graph other than an entry reads.
-            outputs: What a replay returns. None: ``graph.outputs``.
-            mode: ``CUDAGRAPH`` or ``PIECEWISE``.
-            idempotent: Whether a step may be run again, eagerly, after a graph other than an entry failed.
             worker: The index of the worker. None: one that has no graph for the key, with the fewest graphs.
+            **options: ``outputs``, ``mode`` and ``idempotent``, as ``CudagraphDispatcher.register_graph`` takes them.
 
         Raises:
             ConfigError: An argument is wrong, or an entry shares a pool, or memory that is written, with a graph of
@@ -127,7 +270,7 @@ class StreamDispatcher(CudagraphDispatcher):
             chosen = self._worker(worker) if worker is not None else self._emptiest(key)
             if isinstance(graph, CUDAGraphEntry):
                 self._check_apart(graph, chosen)
-            leaving = chosen.publish(chosen.wrap(key, graph, input_ptrs, outputs, mode, idempotent))
+            leaving = chosen.publish(chosen.wrap(key, graph, input_ptrs, **options))
         chosen.let_go(leaving)
 
     @untraced
@@ -175,44 +318,6 @@ class StreamDispatcher(CudagraphDispatcher):
         for (worker, _), gone in zip(made, leaving, strict=True):
             worker.let_go(gone)
 
-    def has_graph(self, key: DispatchKey, worker: int | None = None) -> bool:
-        """Whether a graph of any mode is registered for a key.
-
-        Args:
-            key: The key.
-            worker: The index of the worker. None: any.
-        """
-        return self.get_graph(key, worker) is not None
-
-    def get_graph(self, key: DispatchKey, worker: int | None = None) -> Replayable | CUDAGraphEntry | None:
-        """The graph of a key, as it was given.
-
-        Args:
-            key: The key.
-            worker: The index of the worker. None: the first one that has it.
-
-        Returns:
-            The graph, or None.
-        """
-        found = first_registered(self._among(worker), key)
-        return found.graph if found is not None else None
-
-    def get_entry(
-        self, key: DispatchKey, mode: DispatchMode = DispatchMode.CUDAGRAPH, worker: int | None = None
-    ) -> CUDAGraphEntry | None:
-        """The entry of a key.
-
-        Args:
-            key: The key.
-            mode: The mode that it was registered in.
-            worker: The index of the worker. None: the first one that has it.
-
-        Returns:
-            The entry, or None.
-        """
-        found = first_registered(self._among(worker), key, (mode,))
-        return found.entry if found is not None else None
-
     @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run one call, and make the caller's stream wait for its outputs. What the runner raises passes through.
@@ -255,25 +360,6 @@ class StreamDispatcher(CudagraphDispatcher):
         return done
 
     @untraced
-    def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
-        """How ``dispatch`` would run this call, on which worker, and why. Nothing is run or counted.
-
-        Args:
-            key: What the batch is.
-            *args: The positional arguments.
-            **kwargs: The keyword arguments.
-
-        Returns:
-            One line for people.
-        """
-        worker, found, decision = self._choose(key, args, kwargs)
-        return (
-            decision.explain()
-            if found is None
-            else f"{decision.explain()}, on worker {cast(StreamWorker, worker).index}"
-        )
-
-    @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Serve a call by a graph and count it, if one can; see ``CudagraphDispatcher.attempt``.
 
@@ -314,9 +400,6 @@ class StreamDispatcher(CudagraphDispatcher):
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.workers):
             raise ConfigError(f"worker must be an integer from 0 to {len(self.workers) - 1}, got {shown(index)}")
         return self.workers[index]
-
-    def _among(self, worker: int | None) -> Sequence[StreamWorker]:
-        return self.workers if worker is None else (self._worker(worker),)
 
     def _emptiest(self, key: DispatchKey) -> StreamWorker:
         def order(worker: StreamWorker) -> tuple[bool, int, int]:
@@ -370,8 +453,6 @@ class StreamDispatcher(CudagraphDispatcher):
         """Give a step to its worker; None if that was closed since it was chosen."""
         worker = cast(StreamWorker, chosen.worker)
         self._last_turns[worker.index] = next(self._turns)
-        if getattr(self._own, "worker", None) is None:
-            self._own.worker = worker.index
         try:
             return worker.launch(run, (args, kwargs))
         except BackendError:
@@ -380,11 +461,22 @@ class StreamDispatcher(CudagraphDispatcher):
             raise
 
     def _in_order(self) -> list[StreamWorker]:
-        """The workers, the one to be preferred first; of equally busy ones, that which waits longest for a step."""
-        own = getattr(self._own, "worker", None) if self._selection == "sticky" else None
+        """The workers, the least busy one first; of equally busy ones, that which waits longest for a step."""
         turns = self._last_turns
-        return sorted(self.workers, key=lambda worker: (worker.index != own, worker.busy, turns[worker.index]))
+        return sorted(self.workers, key=lambda worker: (worker.busy, turns[worker.index]))
 
 
 def _writes_to(one: CUDAGraphEntry, other: CUDAGraphEntry) -> bool:
     return one.written is not None and any(one.written.overlaps(tensor) for tensor in other.held)
+
+
+def _hold(tree: Any, stream: Stream) -> None:
+    """Keep the memory of the tensors in ``tree`` from being used again before ``stream`` is done with it.
+
+    A caching allocator knows only the stream that a tensor was made on.
+    """
+    native = getattr(stream, "native", None)
+    if native is not None:
+        for leaf in tree_leaves(tree):
+            if is_tensor(leaf) and leaf.is_cuda:
+                leaf.record_stream(native)

@@ -23,7 +23,6 @@ from graphdispatch.engines import (
     DispatchMode,
     DispatchPolicy,
     EntryState,
-    StreamDispatcher,
 )
 from graphdispatch.errors import ConfigError
 from graphdispatch.testing import MockCUDAGraph
@@ -369,15 +368,6 @@ def test_the_line_names_the_policy_a_disabled_mode_and_a_capture(four: CUDAGraph
         assert dispatcher.explain(decode(4), X4).startswith("eager, 4 rows: another capture is recording")
     dispatcher.disable_mode(FULL)
     assert dispatcher.explain(decode(4), X4).startswith("eager, 4 rows: graphs are switched off")
-
-
-def test_the_line_names_the_worker(four: CUDAGraphEntry) -> None:
-    """A worker serves a smaller batch by a registered graph, too, and says where."""
-    workers = StreamDispatcher(double, num_streams=2)
-    workers.register_graph(decode(4), four, worker=1)
-    assert workers.explain(decode(3), X3) == "FULL graph, 3 -> 4 rows, 25.0 % padding, on worker 1"
-    assert workers.explain(decode(9)).startswith("eager, 9 rows: the batch is larger")
-    workers.close()
 
 
 SEQ_LENS = st.sampled_from([0, 0, 16, 64])

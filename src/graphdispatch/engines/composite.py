@@ -2,97 +2,35 @@
 
 A call goes to the first member, by priority, whose graph can serve it; without one, the runner of the first member
 runs. The composite tries the graphs of all members first and enters a runner once, after that: an error that it raises
-passes through, and nothing of it runs twice, unless the user named such errors in ``next_on``.
+passes through, and nothing of it runs twice.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from ..backends.tracing import untraced
 from ..copying import MadeAnew
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, ReplayError, check_callable, check_type, shown
 from ..forking import make_lock
-from ..memory.accounting import bytes_of
-from ..memory.backoff import Backoff, Quarantine
-from ..memory.cache import GraphCache, MemoryBudget
+from ..memory.backoff import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
+from .dispatcher import CudagraphDispatcher
 from .stats import DispatchStats
 
-__all__ = ["CompositeDispatcher", "GraphMember", "MemberStatus"]
-
-
-class GraphMember(Protocol):
-    """What a composite needs of a member; every dispatcher of this package has it."""
-
-    @property
-    def stats(self) -> DispatchStats:
-        """The member's counters."""
-
-    @property
-    def entries(self) -> Sequence[tuple[DispatchKey, CUDAGraphEntry]]:
-        """The member's graphs with their keys."""
-
-    @property
-    def caches(self) -> Sequence[GraphCache]:
-        """Where the member keeps its graphs."""
-
-    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it, if one can. Never runs the runner.
-
-        Args:
-            key: What the batch is.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-
-        Returns:
-            Whether a graph served it, the outputs, and the reason. With ``VERIFIED_NOW`` the member wants the call
-                through its ``dispatch``.
-
-        Raises:
-            ReplayError: There is a graph and it cannot be replayed.
-        """
-
-    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        """Serve a call by a graph or the runner."""
-
-    def run_eagerly(
-        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
-    ) -> Any:
-        """Run the eager runner and count the call with ``reason``; the decision took ``spent`` nanoseconds."""
-
-    def discard(self, entry: CUDAGraphEntry) -> None:
-        """Forget a graph."""
-
-
-class MemberStatus(NamedTuple):
-    """The state of one member of a composite.
-
-    Attributes:
-        name: Its name.
-        priority: Its priority.
-        failures: Failures in a row.
-        quarantined_s: Seconds until its graphs are tried again; 0 if they are.
-        detail: The last failure, in words.
-    """
-
-    name: str
-    priority: int
-    failures: int
-    quarantined_s: float
-    detail: str
+__all__ = ["CompositeDispatcher"]
 
 
 @dataclass(frozen=True, eq=False)
 class _Member:
     name: str
     priority: int
-    dispatcher: GraphMember
+    dispatcher: "CudagraphDispatcher | CompositeDispatcher"
     accepts: Callable[[DispatchKey], bool]
     skips: Counter[Reason] = field(default_factory=Counter)
 
@@ -106,20 +44,12 @@ class CompositeDispatcher(MadeAnew):
     call and passes through unchanged, that of a runner too: what it wrote until then is not undone, so that another
     runner would do a part of the step twice. A graph that its owner released is no failure.
 
-    ``stats`` sums up all members. ``memory_bytes`` counts the memory of all their graphs, shared memory once.
-    Thread-safe.
+    ``stats`` sums up all members. Thread-safe.
 
     Args:
-        memory_budget_bytes: The most bytes of all members' graphs. When ``register_graph`` or ``enforce_budget`` finds
-            more, the least recently used graphs go, whosever they are. None: no limit.
         backoff_s: Seconds of the first quarantine.
         max_backoff_s: Seconds of the longest quarantine.
         clock: Gives seconds that never decrease.
-        on_evict: Called as ``on_evict(name, entry)`` with an evicted entry, for an owner that keeps it in a cache of
-            its own. None: the entry is released.
-        next_on: Errors of runners after which the next member's runner is tried: those that a runner raises before it
-            writes anything (a backend that is missing, a shape that it does not take). If the last runner raises one,
-            it passes through. Such a runner is counted in ``skips`` as ``Reason.CALL_RAISED``.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -128,29 +58,17 @@ class CompositeDispatcher(MadeAnew):
     def __init__(
         self,
         *,
-        memory_budget_bytes: int | None = None,
         backoff_s: float = 1.0,
         max_backoff_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
-        on_evict: Callable[[str, CUDAGraphEntry], None] | None = None,
-        next_on: type[Exception] | Sequence[type[Exception]] = (),
     ) -> None:
         for what, value in (("backoff_s", backoff_s), ("max_backoff_s", max_backoff_s)):
             check_type(what, value, (int, float), "a number of seconds")
         check_callable("clock", clock, "a function that gives seconds")
-        if on_evict is not None:
-            check_callable("on_evict", on_evict, "a function of a name and an entry, or None")
         if not 0 < backoff_s <= max_backoff_s:
             raise ConfigError(f"backoff_s must be positive and at most max_backoff_s={max_backoff_s}, got {backoff_s}")
-        errors = tuple(next_on) if isinstance(next_on, Sequence) else (next_on,)
-        if not all(isinstance(error, type) and issubclass(error, Exception) for error in errors):
-            raise ConfigError(f"next_on must be types of errors, as (RuntimeError,), got {shown(next_on)}")
-        self._next_on = errors
-        self.memory_budget_bytes = MemoryBudget(memory_budget_bytes).memory_budget_bytes
-        """The most bytes that the graphs of all members may hold; None: no limit."""
         self._failures: Quarantine[_Member] = Quarantine(Backoff(backoff_s, 2.0, max_backoff_s))
         self._clock = clock
-        self._on_evict = on_evict
         self._members: tuple[_Member, ...] = ()
         self._lock = make_lock()
 
@@ -161,7 +79,7 @@ class CompositeDispatcher(MadeAnew):
     def add_dispatcher(
         self,
         name: str,
-        dispatcher: GraphMember,
+        dispatcher: "CudagraphDispatcher | CompositeDispatcher",
         priority: int = 0,
         *,
         accepts: Callable[[DispatchKey], bool] | None = None,
@@ -181,11 +99,11 @@ class CompositeDispatcher(MadeAnew):
             check_type(what, value, kind, f"of type {kind.__name__}")
         if accepts is not None:
             check_callable("accepts", accepts, "a function of a key, or None")
-        if not hasattr(type(dispatcher), "attempt") or dispatcher is self:
+        if not isinstance(dispatcher, (CudagraphDispatcher, CompositeDispatcher)) or dispatcher is self:
             raise ConfigError(f"dispatcher must be another dispatcher, got {shown(dispatcher)}")
         with self._lock:
             if any(other.name == name for other in self._members):
-                raise ConfigError(f"name {name!r} is taken; names are {[m.name for m in self._members]}")
+                raise ConfigError(f"name {name!r} is taken; names are {list(self.members)}")
             members = [*self._members, _Member(name, priority, dispatcher, accepts or _accept_all)]
             self._members = tuple(sorted(members, key=lambda m: -m.priority))
 
@@ -222,18 +140,15 @@ class CompositeDispatcher(MadeAnew):
         served, result, reason, comparing = self._try_graphs(key, args, kwargs)
         if served:
             return result
-        if comparing is None:
-            return self.run_eagerly(key, reason, args, kwargs, perf_counter_ns() - start)
-        members = sorted(self._members, key=lambda member: member.dispatcher is not comparing)
-        return self._run_one(members, key, lambda member: member.dispatch(key, *args, **kwargs))
+        if comparing is not None:
+            return comparing.dispatch(key, *args, **kwargs)
+        return self.run_eagerly(key, reason, args, kwargs, perf_counter_ns() - start)
 
     @untraced
     def run_eagerly(
         self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
     ) -> Any:
         """Run a call eagerly by the first member that accepts its key, and count it.
-
-        An error of ``next_on`` passes the call on to the next member that accepts the key, if there is one.
 
         Args:
             key: What the batch is.
@@ -248,7 +163,10 @@ class CompositeDispatcher(MadeAnew):
         Raises:
             ConfigError: No member accepts the key.
         """
-        return self._run_one(self._members, key, lambda member: member.run_eagerly(key, reason, args, kwargs, spent))
+        for member in self._members:
+            if member.accepts(key):
+                return member.dispatcher.run_eagerly(key, reason, args, kwargs, spent)
+        raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
 
     @untraced
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
@@ -270,62 +188,7 @@ class CompositeDispatcher(MadeAnew):
         Args:
             key: The key.
         """
-        return any(key == other for other, _ in self.entries)
-
-    def register_graph(self, name: str, key: DispatchKey, graph: Any, **options: Any) -> int:
-        """Register a graph with a member, as its own ``register_graph`` does, within the memory budget.
-
-        Args:
-            name: The name of the member.
-            key: The key that the graph serves.
-            graph: The graph; it is not evicted for the budget here.
-            **options: Further arguments of the member's ``register_graph``.
-
-        Returns:
-            The bytes freed for it.
-
-        Raises:
-            ConfigError: No member has this name, or the member refuses an argument.
-        """
-        member = self._member(name).dispatcher
-        register = getattr(member, "register_graph", None)
-        if register is None:
-            raise ConfigError(f"member {name!r} takes no graphs: {member!r}")
-        register(key, graph, **options)
-        return self.enforce_budget(keep=graph)
-
-    def enforce_budget(self, keep: Any = None) -> int:
-        """Evict graphs until the budget holds.
-
-        Graphs that free nothing (somebody else's memory) and those with a replay in flight stay, so that the budget may
-        still be exceeded afterwards.
-
-        Args:
-            keep: The entry of a graph that stays, too.
-
-        Returns:
-            The bytes that this freed.
-        """
-        before = self.memory_bytes
-        kept = [entry for _, entry in self.entries if entry is keep]
-        budget = MemoryBudget(self.memory_budget_bytes)
-        caches = self.caches  # held: a budget keeps no cache alive
-        for cache in caches:
-            budget.join(cache)
-        for victim in budget.enforce(kept):
-            owner = next((m for m in self._members if victim.owner in m.dispatcher.caches), None)
-            if owner is not None:
-                owner.dispatcher.discard(victim.entry)
-            if self._on_evict is None or owner is None:
-                victim.entry.release()
-            else:
-                self._on_evict(owner.name, victim.entry)
-        return max(before - self.memory_bytes, 0)
-
-    @property
-    def caches(self) -> list[GraphCache]:
-        """Where the members keep their graphs."""
-        return [cache for member in self._members for cache in member.dispatcher.caches]
+        return any(member.dispatcher.has_graph(key) for member in self._members)
 
     def rearm(self, name: str) -> None:
         """Try a member's graphs again now, without waiting for its quarantine to end.
@@ -356,56 +219,28 @@ class CompositeDispatcher(MadeAnew):
             return {member.name: dict(member.skips) for member in self._members}
 
     @property
-    def members(self) -> tuple[MemberStatus, ...]:
-        """How the members stand, in the order in which they are tried."""
-        return tuple(self._status(member) for member in self._members)
+    def members(self) -> tuple[str, ...]:
+        """The names of the members, in the order in which they are tried."""
+        return tuple(member.name for member in self._members)
 
-    def _status(self, member: _Member) -> MemberStatus:
-        failure = self._failures.get(member)
-        if failure is None:
-            return MemberStatus(member.name, member.priority, 0, 0.0, "")
-        wait = max(failure.retry_at - self._clock(), 0.0)
-        return MemberStatus(member.name, member.priority, failure.times, wait, failure.detail)
+    @property
+    def failures(self) -> dict[str, Failure]:
+        """By member in quarantine, its failures in a row, when its graphs are tried again, and the latest failure."""
+        found = {member.name: self._failures.get(member) for member in self._members}
+        return {name: failure for name, failure in found.items() if failure is not None}
 
     @property
     def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
         """The graphs of all members with their keys."""
         return [pair for member in self._members for pair in member.dispatcher.entries]
 
-    def discard(self, entry: CUDAGraphEntry) -> None:
-        """Let every member forget a graph.
-
-        Args:
-            entry: Its entry.
-        """
-        for member in self._members:
-            member.dispatcher.discard(entry)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all members' graphs, pools and static inputs, each counted once."""
-        return bytes_of({entry for _, entry in self.entries})
-
     def __repr__(self) -> str:
         names = [m.name + (" (quarantined)" if self._is_quarantined(m) else "") for m in self._members]
         return f"<CompositeDispatcher {', '.join(names) or 'empty'}: {self.stats!r}>"
 
-    def _run_one(self, members: Sequence[_Member], key: DispatchKey, run: Callable[[GraphMember], Any]) -> Any:
-        """``run`` with the first member that takes the key; with the next one after an error of ``next_on``."""
-        takers = [member for member in members if member.accepts(key)]
-        for place, member in enumerate(takers, 1):
-            try:
-                return run(member.dispatcher)
-            except self._next_on as error:
-                if place == len(takers) or (isinstance(error, ReplayError) and error.had_effects):
-                    raise
-                with self._lock:
-                    member.skips[Reason.CALL_RAISED] += 1
-        raise ConfigError(f"no member accepts {key}; members are {[m.name for m in self._members]}")
-
     def _try_graphs(
         self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, Any, Reason, GraphMember | None]:
+    ) -> "tuple[bool, Any, Reason, CudagraphDispatcher | CompositeDispatcher | None]":
         """Ask one member after the other: whether a graph served, its outputs, the first member's reason, and the
         member that wants to compare its graph first."""
         first: Reason | None = None
@@ -448,7 +283,7 @@ class CompositeDispatcher(MadeAnew):
         for member in self._members:
             if member.name == name:
                 return member
-        raise ConfigError(f"name must be one of {[m.name for m in self._members]}, got {shown(name)}")
+        raise ConfigError(f"name must be one of {list(self.members)}, got {shown(name)}")
 
 
 def _accept_all(key: DispatchKey) -> bool:

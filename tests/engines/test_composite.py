@@ -1,4 +1,4 @@
-"""Composite dispatch: priorities, fallback chain, quarantine on an injected clock, one view and one budget."""
+"""Composite dispatch: priorities, fallback chain, quarantine on an injected clock, and one view."""
 
 import threading
 from typing import Any
@@ -15,7 +15,6 @@ from graphdispatch.engines import (
     CUDAGraphEntry,
     CUDAGraphRegistry,
     DispatchKey,
-    DispatchStats,
     StreamDispatcher,
 )
 from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
@@ -75,7 +74,7 @@ def test_the_higher_priority_serves(clock: Clock) -> None:
     first = member("a", KEY)
     composite = pair(clock, first, member("b", KEY))
     composite.add_dispatcher("third", member("c", KEY))
-    assert [status.name for status in composite.members] == ["first", "second", "third"]
+    assert composite.members == ("first", "second", "third")
     assert composite.dispatch(KEY) == "a graph"
     composite.remove_dispatcher("first")
     assert composite.dispatch(KEY) == "b graph"
@@ -123,30 +122,31 @@ def test_a_failing_member_is_quarantined_and_re_armed(clock: Clock) -> None:
     assert (runs(first), runs(second)) == (0, 0)
     assert composite.skips["first"] == {Reason.REPLAY_FAILED: 1}
     assert not first.has_graph(KEY)
-    composite.register_graph("first", KEY, scripted("a again"))
+    first.register_graph(KEY, scripted("a again"))
     clock.now += 1.9
     assert composite.dispatch(KEY) == "b graph"
-    assert composite.members[0].quarantined_s == pytest.approx(0.1)
-    assert "scripted failure" in composite.members[0].detail
+    assert composite.failures["first"].retry_at == pytest.approx(clock.now + 0.1)
+    assert "scripted failure" in composite.failures["first"].detail
     assert "first (quarantined)" in repr(composite)
     clock.now += 0.2
     assert composite.dispatch(KEY) == "a again"
-    assert composite.members[0].failures == 0
+    assert composite.failures == {}
 
 
 def test_the_back_off_grows_to_its_limit(clock: Clock) -> None:
     """Each further failure doubles the rest, up to ``max_backoff_s``; ``rearm`` ends it."""
-    composite = pair(clock, member("a"), member("b", KEY))
+    first = member("a")
+    composite = pair(clock, first, member("b", KEY))
     waits = []
     for _ in range(4):
-        composite.register_graph("first", KEY, scripted("a", fail_replay_at=1))
+        first.register_graph(KEY, scripted("a", fail_replay_at=1))
         assert composite.dispatch(KEY) == "b graph"
-        waits.append(composite.members[0].quarantined_s)
+        waits.append(composite.failures["first"].retry_at - clock.now)
         clock.now += waits[-1]
     assert waits == [2.0, 4.0, 8.0, 8.0]
-    composite.register_graph("first", KEY, scripted("a", fail_replay_at=1))
+    first.register_graph(KEY, scripted("a", fail_replay_at=1))
     composite.dispatch(KEY)
-    composite.register_graph("first", KEY, scripted("a again"))
+    first.register_graph(KEY, scripted("a again"))
     assert composite.dispatch(KEY) == "b graph"
     composite.rearm("first")
     assert composite.dispatch(KEY) == "a again"
@@ -161,35 +161,19 @@ def test_errors_of_a_runner_pass_through(clock: Clock, error: Exception) -> None
         composite.dispatch(KEY)
     assert caught.value is error
     assert (runs(first), runs(second)) == (1, 0)
-    assert composite.members[0].failures == 0
+    assert composite.failures == {}
 
 
-class Foreign:
-    """A member of another make, which fails as it is told."""
+class Failing(CudagraphDispatcher):
+    """A member whose graphs fail as it is told."""
 
     def __init__(self, error: Exception) -> None:
-        self.stats = DispatchStats()
-        self.runner = Runner("foreign")
-        self.entries: tuple[tuple[DispatchKey, CUDAGraphEntry], ...] = ()
-        self.caches = ()
+        super().__init__(Runner("failing"))
         self._error = error
 
     def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
         """Fail."""
         raise self._error
-
-    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        """Run eagerly."""
-        return self.runner(*args)
-
-    def run_eagerly(
-        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
-    ) -> Any:
-        """Run eagerly."""
-        return self.runner(*args)
-
-    def discard(self, entry: CUDAGraphEntry) -> None:
-        """There is nothing to forget."""
 
 
 def half_way() -> ReplayError:
@@ -204,13 +188,13 @@ def test_a_call_that_may_have_had_effects_stays_where_it_is(clock: Clock, error:
     """Only a ``ReplayError`` without effects moves a call on: after any other nothing else runs."""
     second = member("b", KEY)
     composite = CompositeDispatcher(clock=clock)
-    first = Foreign(error)
+    first = Failing(error)
     composite.add_dispatcher("first", first)
     composite.add_dispatcher("second", second)
     with pytest.raises(type(error)) as caught:
         composite.dispatch(KEY)
     assert caught.value is error
-    assert second.stats.total == first.runner.runs == 0
+    assert second.stats.total == runs(first) == 0
 
 
 def test_composites_nest(clock: Clock) -> None:
@@ -245,93 +229,6 @@ def captured(size: int) -> tuple[CUDAGraphRegistry, CUDAGraphEntry]:
     return registry, registry.capture(size, 0, lambda x: x * 2, inputs={"x": torch.ones(size, 64)})
 
 
-def test_memory_is_counted_once() -> None:
-    """Graphs, pools and static inputs that two members share count once."""
-    _, entry = captured(4)
-    composite = CompositeDispatcher()
-    for name in ("a", "b"):
-        composite.add_dispatcher(name, member(name))
-        composite.register_graph(name, OTHER, entry)
-    assert composite.memory_bytes == entry.nbytes + entry.pool.nbytes + entry.inputs.nbytes
-    assert composite.has_graph(OTHER)
-
-
-def test_the_budget_evicts_the_least_recently_used_of_all_members() -> None:
-    """Over the budget the graph that was used longest ago goes, whosever it is, and its bytes are really freed."""
-    kept = [captured(4) for _ in range(3)]
-    entries = [entry for _, entry in kept]
-    each = entries[0].nbytes + entries[0].pool.nbytes + entries[0].inputs.nbytes
-    composite = CompositeDispatcher(memory_budget_bytes=2 * each)
-    for name in ("a", "b"):
-        composite.add_dispatcher(name, member(name), accepts=lambda key: True)
-    assert composite.register_graph("a", KEY, entries[0]) == 0
-    assert composite.register_graph("b", OTHER, entries[1]) == 0
-    entries[0].replay({"x": torch.ones(4, 64)})
-    assert composite.register_graph("a", PREFILL, entries[2]) == each
-    assert "evicted" in repr(entries[1])
-    assert not composite.has_graph(OTHER)
-    assert composite.memory_bytes == 2 * each
-
-
-def test_an_owner_may_evict_itself() -> None:
-    """With ``on_evict`` the entry is handed over and not released."""
-    told: list[tuple[str, CUDAGraphEntry]] = []
-    composite = CompositeDispatcher(memory_budget_bytes=1, on_evict=lambda *one: told.append(one))
-    composite.add_dispatcher("a", member("a"))
-    _, old = captured(4)
-    _, new = captured(4)
-    composite.register_graph("a", KEY, old)
-    composite.register_graph("a", OTHER, new)
-    assert told == [("a", old)]
-    assert "evicted" not in repr(old)
-
-
-def test_the_budget_sees_members_as_they_are_now() -> None:
-    """Those of an inner composite that came later, and a dispatcher that is a member twice and stays one once."""
-    inner, outer = CompositeDispatcher(), CompositeDispatcher(memory_budget_bytes=1)
-    outer.add_dispatcher("inner", inner)
-    late = member("late")
-    for name in ("late", "again"):
-        inner.add_dispatcher(name, late)
-    inner.remove_dispatcher("again")
-    _, entry = captured(4)
-    late.register_graph(KEY, entry)
-    assert outer.enforce_budget() > 0
-    assert not late.has_graph(KEY)
-
-
-def test_an_error_that_is_named_goes_on_to_the_next_runner() -> None:
-    """A chain in the full sense, for errors that a runner raises before it writes anything; the skip is counted."""
-    composite = CompositeDispatcher(next_on=(BackendError, NotImplementedError))
-    composite.add_dispatcher("first", member("first", error=NotImplementedError("no such kernel")), priority=2)
-    composite.add_dispatcher("second", member("second", error=BackendError("no device")), priority=1)
-    composite.add_dispatcher("third", member("third"))
-    assert composite.dispatch(KEY) == "third eager"
-    assert composite.skips["second"][Reason.CALL_RAISED] == 1
-    composite.remove_dispatcher("third")
-    with pytest.raises(BackendError, match="no device"):  # of the last one
-        composite.dispatch(KEY)
-    composite.add_dispatcher("broken", member("broken", error=ValueError("bad batch")), priority=3)
-    with pytest.raises(ValueError, match="bad batch"):  # nobody named it, and what it wrote is not undone
-        composite.dispatch(KEY)
-
-
-def test_a_comparison_whose_runner_raises_goes_on_too() -> None:
-    """The member that compares its graph runs its runner first; the next member serves where that raises."""
-
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("no such kernel")
-
-    first = CudagraphDispatcher(broken)
-    entry = CUDAGraphRegistry().capture(2, 1, lambda x: x * 2, {"x": (2, 3)})
-    first.register_graph(KEY, entry)
-    composite = CompositeDispatcher(next_on=NotImplementedError)
-    composite.add_dispatcher("first", first, priority=1)
-    composite.add_dispatcher("second", CudagraphDispatcher(lambda x: x * 3))
-    x = torch.randn(2, 3)
-    assert torch.equal(composite.dispatch(KEY, x=x), x * 3)
-
-
 def chain(first: CudagraphDispatcher) -> CompositeDispatcher:
     """A composite that goes on to a scripted graph for ``KEY``."""
     second = CudagraphDispatcher(lambda x: x * 2)
@@ -349,7 +246,7 @@ def test_a_graph_that_its_owner_released_is_no_failure() -> None:
     composite = chain(first)
     gone.release()
     assert composite.dispatch(KEY, torch.ones(2, 64)) == "second"
-    assert composite.members[0].failures == 0
+    assert composite.failures == {}
     assert composite.skips["first"] == {Reason.NOT_CAPTURED: 1}
     assert not first.has_graph(KEY)
 
@@ -377,4 +274,4 @@ def test_a_graph_released_under_a_waiting_call_is_no_failure(monkeypatch: pytest
         gone.release()
     call.join(30.0)
     assert answers == ["second"]
-    assert composite.members[0].failures == 0
+    assert composite.failures == {}

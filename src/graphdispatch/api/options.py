@@ -1,0 +1,144 @@
+"""What the arguments of ``graphed`` say: options, sizes, and rules for one dynamic dimension or several."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from ..call.dims import Grid, read_grid
+from ..call.padding import as_pad
+from ..call.rules import ArgumentRules, make_rules
+from ..config import CUDAGraphConfig, CUDAGraphOptions, resized, roomy_config
+from ..decide.size_table import SizeTable
+from ..errors import ConfigError, check_callable
+from ..modes import CUDAGraphMode
+from ..serve.group import Route
+
+__all__ = ["make_table", "other_sizes", "read_kind", "read_options", "read_rules", "read_sizes"]
+
+
+def read_options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
+    """The options with ``outputs``. Raises ``ConfigError`` where the two contradict each other."""
+    chosen = CUDAGraphOptions.or_default(options, "options")
+    if chosen.inputs != "copy":
+        raise ConfigError(
+            f"options.inputs must be 'copy' for graphed, got {chosen.inputs!r}; name the tensors whose address never "
+            "changes in static=, or use CUDAGraphWrapper"
+        )
+    if outputs is None or outputs == chosen.outputs:
+        return chosen
+    if chosen.outputs != CUDAGraphOptions().outputs:
+        raise ConfigError(f"outputs={outputs!r} contradicts options.outputs={chosen.outputs!r}; give one of them")
+    return chosen.replace(outputs=outputs)
+
+
+def read_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphConfig) -> Callable[..., bool] | None:
+    """``uniform_decode``, if the mode of ``config`` needs it. Raises ``ConfigError`` for what cannot be called."""
+    if config.mode.separate_routine() and uniform_decode is None:
+        raise ConfigError(
+            f"uniform_decode must be a function in mode {config.mode.name}, got None; "
+            "it is given a call's arguments and tells uniform decode batches from others"
+        )
+    if uniform_decode is not None:
+        check_callable("uniform_decode", uniform_decode, "a function of a call's arguments")
+    return uniform_decode if config.mode.separate_routine() else None
+
+
+def read_sizes(sizes: Any) -> Any:
+    """``sizes``, or the plan that was saved to a path."""
+    if not isinstance(sizes, PathLike) and not (isinstance(sizes, str) and sizes.endswith(".json")):
+        return sizes
+    from ..plan.plan import Plan  # here, since serving must not load planning
+
+    return Plan.load(sizes)
+
+
+def read_rules(
+    fn: Callable[..., Any], arguments: tuple[Any, Any, Any], sizes: tuple[Any, int | None], settings: Mapping[str, Any]
+) -> tuple[CUDAGraphConfig, ArgumentRules]:
+    """The configuration and the rules that follow from the arguments of ``graphed``."""
+    dynamic = arguments[0]
+    try:
+        if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
+            return _grid_config(fn, arguments, sizes, settings)
+        return roomy_config(*sizes, settings), make_rules(fn, *arguments)
+    except ConfigError as error:
+        raise _in_short_names(error) from None
+
+
+def _grid_config(
+    fn: Callable[..., Any],
+    arguments: tuple[Mapping[str, Any], Mapping[str, Any], Iterable[str]],
+    sizes: tuple[Any, int | None],
+    settings: Mapping[str, Any],
+) -> tuple[CUDAGraphConfig, ArgumentRules]:
+    """The configuration and the rules from ``(dynamic, pad, static)`` and ``(sizes, max_size)``.
+
+    A single dimension, one of each argument, is what its number would be. Raises ``ConfigError``.
+    """
+    dynamic, pad, static = arguments
+    grid = read_grid(dynamic)
+    rules = make_rules(fn, grid.first, pad, static)
+    chosen, max_size = sizes
+    if _are_points(chosen):
+        grid = grid._replace(chosen=tuple(grid.checked_points(chosen)))
+        chosen, max_size = sorted({point[0] for point in grid.chosen}), None
+    else:
+        chosen, max_size = _of_first(grid, chosen, max_size)
+    config = roomy_config(chosen, max_size, settings)
+    if len(grid.axes) == 1 and all(len(places) == 1 for places in grid.places.values()):
+        given = {name: grid.rule_of(grid.axes[0], name, name) for name in grid.places}
+        pads = {name: rule for name, rule in given.items() if rule is not None}
+        return config, rules._replace(pad={**rules.pad, **pads})
+    rules = rules._replace(grid=grid, pad={name: as_pad(name, rule) for name, rule in pad.items()})
+    if config.options.max_cached_graphs is None:
+        most = max(config.max_cached_graphs, len(make_table(config, rules, config.mode).sizes))
+        config = config.replace(options=config.options.replace(max_cached_graphs=most))
+    return config, rules
+
+
+def _in_short_names(error: ConfigError) -> ConfigError:
+    """The error in the words of ``graphed``, whose arguments ``sizes`` and ``max_size`` have longer names elsewhere."""
+    return type(error)(str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size"))
+
+
+def make_table(config: CUDAGraphConfig, rules: ArgumentRules, mode: CUDAGraphMode, *, mixed: bool = False) -> SizeTable:
+    """The sizes of a configuration for one runtime mode; with several dynamic dimensions, combinations of them."""
+    table = SizeTable.of(config.resolve(mixed=mixed), mode)
+    if rules.grid is None:
+        return table
+    points = (rules.grid.chosen or rules.grid.points(table.sizes)) if table.sizes else ()
+    return SizeTable(points, mode, axes=rules.grid.axes, pad_batches=table.pads)
+
+
+def other_sizes(
+    config: CUDAGraphConfig, rules: ArgumentRules, sizes: Any, routes: Mapping[Route, bool]
+) -> tuple[CUDAGraphConfig, ArgumentRules, Mapping[Route, SizeTable]]:
+    """What changes when calls are padded to other sizes: combinations of them, or sizes of the first dimension.
+
+    ``routes`` tells of each whether its calls are mixed ones. Raises ``ConfigError``.
+    """
+    points = tuple(rules.grid.checked_points(sizes)) if rules.grid is not None and _are_points(sizes) else ()
+    try:
+        config = resized(config, sorted({point[0] for point in points}) if points else sizes)
+    except ConfigError as error:
+        raise _in_short_names(error) from None
+    if rules.grid is not None:
+        rules = rules._replace(grid=rules.grid._replace(chosen=points))
+    tables = {route: make_table(config, rules, route.table.mode, mixed=mixed) for route, mixed in routes.items()}
+    return config, rules, tables
+
+
+def _are_points(sizes: Any) -> bool:
+    """Whether sizes are given as combinations: a plan for several dimensions, or tuples."""
+    sizes = getattr(sizes, "sizes", sizes)
+    return isinstance(sizes, Sequence) and any(isinstance(one, (tuple, list)) for one in sizes)
+
+
+def _of_first(grid: Grid, sizes: Any, max_size: int | None) -> tuple[Any, int | None]:
+    """The sizes of the first dimension, from its ``Dim`` or from the options of ``graphed``."""
+    first = grid.dims[0]
+    if first.sizes is None and first.max_size is None:
+        return sizes, max_size
+    if not (isinstance(sizes, str) and sizes == "auto" and max_size is None):
+        raise ConfigError(f"sizes and max_size are those of Dim({first.name!r}) already; give them once")
+    return ("auto", first.max_size) if first.sizes is None else (first.sizes, None)
