@@ -329,7 +329,7 @@ def test_what_a_call_wrote_to_its_argument_before_it_raised_stays(raises_in: str
 
     model, mode = (with_state, "FULL") if raises_in == "graph with state" else (with_break, "PIECEWISE")
     served = graphed(model, dynamic={"x": 0, "ids": 0}, sizes=(4,), mode=mode, options=AT_ONCE)
-    for number in range(3):
+    for number in range(4):
         served(torch.randn(rows, 3), torch.full((rows,), number))
     assert served.last_decision.reason in (Reason.EXACT, Reason.PADDED)
     x, ids = torch.randn(rows, 3), torch.full((rows,), 1 if raises_in == "break" else 5)

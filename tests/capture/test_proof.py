@@ -246,6 +246,18 @@ def test_small_numbers_in_each_early_batch(name: str, how: str, ahead: bool) -> 
         assert torch.allclose(step(x), fn(x)), step.last_decision
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
+def test_what_one_batch_hides_the_next_one_shows(kind: torch.dtype) -> None:
+    """Numbers that may become indices come from batches. So padded ones are served after two that proved, at least."""
+    step = gd.graphed(lambda x: x + x.long().amin(), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for number in range(8):
+        x = torch.randint(2, 9, (3, 3)).to(kind)
+        if number < 2:
+            x[:, 0] = 0  # as padding is
+        assert torch.equal(step(x), x + x.long().amin()), (number, step.last_decision)
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float32])
 @pytest.mark.parametrize("how", ["default", "rule"])
 def test_each_early_mask_hides_something(kind: torch.dtype, how: str) -> None:

@@ -48,8 +48,11 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
     )
 
 
-def run_known(request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool = False) -> tuple[Any, EagerRun | None]:
-    """The answer of a plain run; and what a watched run would have told, or None if it did something else.
+def run_known(
+    request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool = False
+) -> tuple[Any, float, EagerRun | None]:
+    """The answer of a plain run and how long it took; and what a watched run would have told, or None if it did
+    something else.
 
     An error of the callable passes through. With ``captures``, which needs all Python state as it was, the ``entry`` is
     one of another size.
@@ -70,10 +73,12 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool 
     versions = _versions(tensors)
     copies = [value.clone() if value.is_inference() else value._version for value in arguments]
     sys.setprofile(note)
+    started = request.clock()
     try:
         answer = request.call(request.values)
     finally:
         sys.setprofile(None)
+    seconds = request.clock() - started
     is_pure = (
         not new_code
         and (versions is not None and versions == _versions(tensors))
@@ -81,14 +86,14 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool 
         and torch.equal(rng, request.backend.rng_state())
     )
     if not is_pure or walk.overflow is not None or walk.change() is not None or walk.drew() is not None:
-        return answer, None
+        return answer, seconds, None
     open_outputs = opener(walk)
     opened = open_outputs(answer)
     outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
     effects = EffectRecorder(request.options.state_limit_bytes)
     trace = CodeTrace(walk, within=FlatCall.__call__.__code__)
     run = EagerRun(answer, arguments, opened, open_outputs, effects, outputs, {}, rng, rng, False, trace, None, None)
-    return answer, run
+    return answer, seconds, run
 
 
 def _is_unwritten(value: torch.Tensor, before: torch.Tensor | int) -> bool:

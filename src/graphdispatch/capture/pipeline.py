@@ -79,11 +79,12 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
         candidates = request.peers if known is None else [known]
         alike = next((entry for entry in candidates if is_known(request, entry)), None)
         eager: EagerRun | CaptureResult
+        seconds = 0.0
         if alike is not None:
-            answer, run = run_known(request, alike, captures=known is None)
+            answer, seconds, run = run_known(request, alike, captures=known is None)
             alike.is_known = run is not None
             done = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
-            eager = run or CaptureResult(answer, known, *done)
+            eager = run or CaptureResult(answer, known, *done, answer_s=seconds)
         else:
             in_place = known is None and not request.keep_effects and not request.is_padded
             failed = load_static_inputs(request) if in_place else None
@@ -95,12 +96,12 @@ def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> Cap
         attempt = CaptureAttempt(request, eager)
         try:
             if known is None:
-                return CaptureResult(eager.answer, attempt.capture(), Reason.CAPTURED_NOW)
+                return CaptureResult(eager.answer, attempt.capture(), Reason.CAPTURED_NOW, answer_s=seconds)
             eager.draws |= known.uses_rng  # as the replay will, whatever branch eager took
             attempt.verify(known)
             if known.proof is not None and known.depends_on_padding(request.rows):
                 return CaptureResult(eager.answer, known, known.proof.reason, known.proof.text)
-            return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW)
+            return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW, answer_s=seconds)
         except Exception as error:
             if known is not None:
                 known.state = EntryState.FAILED

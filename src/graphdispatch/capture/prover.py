@@ -14,6 +14,7 @@ Note [what keeps its padding]
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import dropwhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -100,11 +101,13 @@ class RowProver:
         self._attempt = attempt
         self._along: Sequence[Axis] = ()
         """The axes along which padding is replaced; empty: all."""
-        self._kept: Collection[int] = ()
+        self._kept: tuple[int, ...] = ()
         """The arguments (by index) whose padding is left as their rule says: see Note [what keeps its padding]."""
         self._is_deterministic: bool | None = False if entry.program.groups_rows else None
         self._is_limited = entry.program.limits_values
         self._needs_more_rows = False
+        self._earlier = entry.proof if entry.proof is not None and entry.proof.is_whole else None
+        """What earlier batches have shown; then only what takes its numbers from the batch is tried once more."""
         written = list(self._written_state())
         # Nothing tells which state the first half of a full batch writes. If padding must write none, it is all of it.
         may_write = self.rows != request.rows and request.options.padding_writes == "allow"
@@ -144,7 +147,10 @@ class RowProver:
     def _prove_along(self, axes: Sequence[Axis], alike: Mapping[int, torch.Tensor]) -> RowProof:
         """The proof of padding along these axes, with as few masks left alone as it takes."""
         first = None
-        for kept in self._choices():
+        choices = self._choices()
+        if self._earlier is not None:
+            choices = dropwhile(self._earlier.kept.__ne__, choices)
+        for kept in choices:
             if first is not None or axes:  # the graph's own replay is no base then
                 self._base, self._is_cut = BY_RULE, True
             self._along, self._kept, self._is_limited = axes, kept, self._entry.program.limits_values
@@ -156,7 +162,7 @@ class RowProver:
         assert first is not None
         return first
 
-    def _choices(self) -> Iterator[Collection[int]]:
+    def _choices(self) -> Iterator[tuple[int, ...]]:
         """Which arguments keep their padding: none, then each mask, then all of them. A mask is an argument along a
         further dimension that holds nothing but zeros and ones."""
         yield ()
@@ -170,7 +176,7 @@ class RowProver:
 
     def _prove_hidden(self, kept: Collection[int]) -> None:
         """Once more with masks that hide all that is real. If padding matters then, have each call looked at."""
-        if not kept:
+        if not kept or self._earlier is not None:
             return
         request, specs = self._request, self._request.inputs.specs
         arguments = enumerate(request.arguments())
@@ -188,18 +194,28 @@ class RowProver:
             try:
                 if self._is_cut:
                     self._replay(BY_RULE)
-                base, others = self._read(), Padding(_OTHER_ROWS, self._elements(backwards=True), axes=self._along)
-                if self._is_other(others):
-                    self._replay(others)
-                    self._compare(others.name, base, self._read())
-                self._is_limited = self._is_limited or not self._takes_all(base)
+                if self._earlier is None:
+                    self._prove_for_other_padding()
+                else:
+                    self._is_limited = self._earlier.limited
                 self._prove_for_other_rows()
-                self._prove_for_other_batches()
+                if self._earlier is None:
+                    self._prove_for_other_batches()
             except _DependentRowsError as found:
                 return found.proof
         untested, assumed = self._untested(alike)
-        repeats = self._is_deterministic is not False
-        return RowProof(True, repeats, untested=untested, assumed=assumed, limited=self._is_limited)
+        repeats, limited = self._is_deterministic is not False, self._is_limited
+        parts = zip(self._request.inputs.specs, self._request.arguments(), strict=True)
+        batches = int(limited or any(spec.spans and is_discrete(spec, value) for spec, value in parts))
+        return RowProof(True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches)
+
+    def _prove_for_other_padding(self) -> None:
+        """Replay the real rows with other rows of the batch, and with numbers that no batch held, in the padding."""
+        base, others = self._read(), Padding(_OTHER_ROWS, self._elements(backwards=True), axes=self._along)
+        if self._is_other(others):
+            self._replay(others)
+            self._compare(others.name, base, self._read())
+        self._is_limited = self._is_limited or not self._takes_all(base)
 
     def _wild(self) -> Iterator[Padding]:
         """Padding of numbers that no batch held."""
@@ -336,7 +352,7 @@ class RowProver:
             # What another row writes is other state.
             behind = [make] if self._state or self._unseen else [make, other]
             yield "one row of the batch (in place of the real rows, too)", make, map(self._padding_made, behind)
-        takes = self._takes_any
+        takes = self._takes_any if self._earlier is None or self._is_limited else []
         near: Make = partial(of_kind, takes, small)
         if takes and not self._is_limited:
             yield "large numbers (and small ones in the real rows)", near, self._signed(large)

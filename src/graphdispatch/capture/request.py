@@ -133,6 +133,8 @@ class CaptureResult:
     reason: Reason
     detail: str = ""
     error: BaseException | None = None
+    answer_s: float = 0.0
+    """The seconds of the run that gave the answer, if it was a plain one: they are no part of a graph's price."""
 
     def take_answer(self) -> Any:
         """The answer. Drops the error, whose traceback would keep the frames of this call and its batch alive."""

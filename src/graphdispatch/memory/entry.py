@@ -178,7 +178,7 @@ class CUDAGraphEntry(NotCopied):
         if rows == self.size:
             return True
         proof = self.proof
-        if proof is None or proof.untested or not proof.allows(rows, self.size):
+        if proof is None or proof.untested or proof.needs_batches or not proof.allows(rows, self.size):
             return False
         return self.compared.covers(rows, self.size)
 

@@ -81,7 +81,8 @@ def stretched(
     if rows == entry.size or entry.program.is_stretched or proof is None or proof.untested:
         return None
     kept = {i for i, spec in enumerate(specs) if spec.spans and not may_replace(specs, i, may_write)}
-    entry.program.is_stretched = proof.is_complete and group.inputs.cells(rows) > 1  # one row has no other to show more
+    # One row has no other to show more.
+    entry.program.is_stretched = proof.is_complete and group.inputs.cells(rows) > 1
     if not kept and not proof.kept:
         return None
     return _stretch(server, group, values, rows, entry, kept)

@@ -5,12 +5,13 @@ from collections.abc import Callable, Hashable, Iterable
 from time import perf_counter
 from typing import TypeVar
 
+from ..capture.request import CaptureResult
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 
 __all__ = ["TimeShare"]
 
-T = TypeVar("T")
+T = TypeVar("T", bound=CaptureResult | None)
 _FIRST = 2  # of each kind of work, which need no share
 
 
@@ -18,7 +19,8 @@ class TimeShare:
     """Says whether there is time for work on graphs that a call would pay for: a capture, or a comparison.
 
     All of it may take at most ``share`` of the time that eager would take for the calls served so far: eager calls and
-    replays, each as long as an eager call on average. Work counts beyond the eager call that it answers, and is
+    replays, each as long as an eager call on average. Work counts beyond the eager run that answers its call, which
+    takes as long as one on average unless the work says how long it took: the first of a shape takes longer. It is
     expected to take as long as the latest of its kind. The first two of each kind are done whatever they take, and do
     not count, so that the first graphs come soon.
 
@@ -56,11 +58,13 @@ class TimeShare:
 
     def pay(self, kind: Hashable, work: Callable[[], T]) -> T:
         """``work()``, which counts as work of this kind."""
-        started = self.clock()
+        started, done = self.clock(), None
         try:
-            return work()
+            done = work()
+            return done
         finally:
-            self._latest_s[kind] = max(self.clock() - started - self._usual_s, 0.0)
+            answer_s = max(done.answer_s if done is not None else 0.0, self._usual_s)
+            self._latest_s[kind] = max(self.clock() - started - answer_s, 0.0)
             self._done[kind] += 1
             if self._done[kind] > _FIRST:
                 self._spent_s += self._latest_s[kind]
