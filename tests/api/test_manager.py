@@ -230,12 +230,8 @@ def test_a_graph_is_captured_and_replayed_by_hand() -> None:
     ("inputs", "named"),
     [
         ({"y": torch.ones(4, 3)}, r"inputs must be named \['x'\], got \['y'\]"),
-        ({}, r"inputs must be named \['x'\], got \[\]"),
         ({"x": torch.ones(3, 3)}, "inputs must have batch_size=4 rows, got 3"),
-        ({"x": torch.ones(4, 3, dtype=torch.float64)}, "got .*float64"),
         ({"x": torch.ones(4, 1)}, r"must have shape \(4, 3\)"),
-        ({"x": torch.ones(4, 3).to_sparse()}, "must be a strided tensor, got torch.sparse_coo"),
-        ({"x": [[1.0] * 3] * 4}, "must be a strided tensor, got list"),
     ],
 )
 def test_replaying_refuses_inputs_that_do_not_fit(inputs: dict[str, Any], named: str) -> None:
