@@ -146,6 +146,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     ),
     "wrapper runnable": (wrapper, lambda w: gd.CUDAGraphWrapper(3), "runnable must be callable, got 3"),
     "adaptive no shapes": (adaptive, lambda w: w.get_hot_shapes(0), "top_k must be an integer >= 1, got 0"),
+    "adaptive least": (
+        adaptive, lambda w: gd.AdaptiveCUDAGraphWrapper(double, min_replays_to_keep=-1), "min_replays_to_keep must be",
+    ),
     "adaptive no room": (
         adaptive,
         lambda w: w.prewarm([1, 2, 3], pytest.fail),

@@ -28,25 +28,6 @@ def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:
     return x * 2
 
 
-def test_kinds_seen_once_make_way() -> None:
-    """However many kinds of calls came once, a kind that comes again is captured, and one that is served stays."""
-    step = make(max_signatures=4, capture_after=2)
-    for _ in range(4):
-        step(batch(4))
-    for columns in range(10, 40):
-        x = torch.randn(4, columns)
-        assert torch.equal(step(x), x * 2)
-    assert len(step._graphs.groups) == 4
-    assert [reason(step, torch.randn(4, 50)) for _ in range(5)][2:] == [
-        Reason.CAPTURED_NOW,
-        Reason.VERIFIED_NOW,
-        Reason.EXACT,
-    ]
-    assert reason(step, batch(4)) is Reason.EXACT
-    assert step.memory_bytes == step.memory_report().total
-    step.check_integrity()
-
-
 def test_spellings_go_with_their_last_kind() -> None:
     """Each that is left leads to kinds that are there, whichever went."""
     step = make(takes_two, max_signatures=3, capture_after=2)

@@ -230,12 +230,8 @@ def test_a_graph_is_captured_and_replayed_by_hand() -> None:
     ("inputs", "named"),
     [
         ({"y": torch.ones(4, 3)}, r"inputs must be named \['x'\], got \['y'\]"),
-        ({}, r"inputs must be named \['x'\], got \[\]"),
         ({"x": torch.ones(3, 3)}, "inputs must have batch_size=4 rows, got 3"),
-        ({"x": torch.ones(4, 3, dtype=torch.float64)}, "got .*float64"),
         ({"x": torch.ones(4, 1)}, r"must have shape \(4, 3\)"),
-        ({"x": torch.ones(4, 3).to_sparse()}, "must be a strided tensor, got torch.sparse_coo"),
-        ({"x": [[1.0] * 3] * 4}, "must be a strided tensor, got list"),
     ],
 )
 def test_replaying_refuses_inputs_that_do_not_fit(inputs: dict[str, Any], named: str) -> None:
@@ -246,15 +242,6 @@ def test_replaying_refuses_inputs_that_do_not_fit(inputs: dict[str, Any], named:
     with pytest.raises(GuardError, match=named):
         manager.replay_graph(4, 1, inputs)
     assert torch.equal(entry.inputs.views(4)[0], before)
-
-
-def test_a_failed_key_is_tried_again_after_16_and_64_misses() -> None:
-    """And then no more, with three failures allowed; another callable under the same key is captured at once."""
-    manager = make(max_failures=3)
-    assert run(manager, unsafe, times=200) == [1, 1 + 16, 1 + 16 + 64]
-    assert not manager.should_capture(4, 1)
-    run(manager, double, times=3)
-    assert (manager.stats.captures, manager.stats.hits) == (1, 1)
 
 
 def test_a_graph_is_captured_from_shapes_or_an_example(registry: CUDAGraphRegistry) -> None:
@@ -354,18 +341,6 @@ def test_a_failing_capture_leaves_the_registry_usable(registry: CUDAGraphRegistr
     assert registry.get(4, 1) is kept
     registry.capture(4, 2, double, {"x": (4, 3)})
     assert registry.num_graphs == 2
-
-
-def test_the_count_is_limited() -> None:
-    """The least recently used graph makes room, and is counted."""
-    registry = CUDAGraphRegistry(CUDAGraphConfig(options=CUDAGraphOptions(max_cached_graphs=2)))
-    for length in (1, 2):
-        registry.capture(4, length, double, {"x": (4, 3)})
-    registry.get(4, 1).replay({"x": torch.ones(4, 3)})  # type: ignore[union-attr]
-    registry.capture(4, 3, double, {"x": (4, 3)})
-    assert [registry.has(4, length) for length in (1, 2, 3)] == [True, False, True]
-    assert registry.stats.evictions == 1
-    registry.check_integrity()
 
 
 def test_the_bytes_are_limited() -> None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, Reason
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
-from graphdispatch.errors import ConfigError
 
 from ..doubled import double
 
@@ -78,15 +77,6 @@ def test_what_is_wrapped_is_reached() -> None:
         wrapper.nothing_like_it  # noqa: B018
 
 
-def test_the_least_recently_used_makes_room() -> None:
-    """Its descriptor is captured anew when it comes."""
-    wrapper = CUDAGraphWrapper(double, max_cached_graphs=2)
-    serve(wrapper, 1, 1, 2, 2, 1, 3, 3)
-    assert (kept(wrapper), wrapper.get_stats().evictions) == ({1, 3}, 1)
-    serve(wrapper, 2)
-    assert 2 in kept(wrapper)
-
-
 def test_nested_wrappers_act_in_their_mode() -> None:
     """A FULL wrapper around PIECEWISE ones: each captures in its own mode, and only there."""
     inner = CUDAGraphWrapper(lambda x: x + 1, PIECEWISE)
@@ -146,13 +136,6 @@ def test_otherwise_the_least_recently_used_goes() -> None:
     assert kept(wrapper) == {2, 3}
 
 
-@pytest.mark.parametrize("least", [-1, True])
-def test_the_least_replays_are_checked(least: int) -> None:
-    """A number of replays is whole and not negative."""
-    with pytest.raises(ConfigError, match=f"min_replays_to_keep must be an integer >= 0, got {least}"):
-        make(min_replays_to_keep=least)
-
-
 def test_what_comes_once_displaces_nothing() -> None:
     """Without room, a descriptor runs eagerly at its first call, with a reason."""
     wrapper = make(max_cached_graphs=2)
@@ -162,33 +145,11 @@ def test_what_comes_once_displaces_nothing() -> None:
     assert wrapper.get_stats().reasons[Reason.FIRST_SIGHTING] == 27
 
 
-def test_a_cycle_does_not_thrash() -> None:
-    """Of more descriptors in turn than there is room for, some keep their graphs for good."""
-    wrapper = make(max_cached_graphs=3)
-    serve(wrapper, *[1, 2, 3, 4, 5] * 10)
-    stats = wrapper.get_stats()
-    assert (stats.captures, stats.evictions) == (3, 0)
-    assert stats.hits == 3 * (10 - 2)
-
-
 def test_new_habits_displace_old_ones() -> None:
     """Descriptors that come from now on get the room of those that do not."""
     wrapper = make(max_cached_graphs=2)
     serve(wrapper, *[1, 2] * 10, *[7, 8] * 5)
     assert kept(wrapper) == {7, 8}
-
-
-def test_bytes_are_limited() -> None:
-    """Static inputs and outputs count, and what is out of use goes for them."""
-    wrapper = make(options=CUDAGraphOptions(memory_budget_bytes=10_000), min_replays_to_keep=0)
-    for width in (100, 100, 400, 400, 100, 1000):
-        x = torch.randn(1, width)
-        for _ in range(3):
-            served = wrapper(x, batch_descriptor=BatchDescriptor(1, width), cudagraph_runtime_mode=FULL)
-            assert torch.equal(served, x * 2)
-        wrapper.check_integrity()
-    assert BatchDescriptor(1, 1000) in wrapper.get_cached_descriptors()
-    assert wrapper.get_stats().evictions > 0
 
 
 def test_hot_shapes_are_counted_with_and_without_a_graph() -> None:
@@ -228,14 +189,3 @@ def test_prewarm_takes_arguments_in_each_spelling(dummy: Any, args: Any, kwargs:
     out = wrapper(*args, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, **kwargs)
     assert torch.equal(out, A - B)
     assert wrapper.get_stats().captures == 1
-
-
-def test_a_budget_is_shared() -> None:
-    """Two wrappers with room for one graph together take turns."""
-    budget = MemoryBudget(max_cached_graphs=1)
-    first, second = make(options=CUDAGraphOptions(budget=budget)), make(options=CUDAGraphOptions(budget=budget))
-    for _ in range(2):
-        for wrapper in (first, second):
-            serve(wrapper, *[4] * 4)
-    assert budget.num_graphs == 1
-    assert kept(second) == {4}

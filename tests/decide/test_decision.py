@@ -106,3 +106,45 @@ def test_a_decision_explains_itself(decision: Decision, line: str) -> None:
 def test_above_the_largest_size_names_it() -> None:
     """Whoever reads why a batch was eager learns the limit."""
     assert "(largest: 4)" in table((2, 4)).decide(5).explain()
+
+
+def test_a_call_without_rows_has_the_decision_of_its_table() -> None:
+    """That of the only graph, with the descriptor given for it; else one of one row."""
+    four, given = BatchDescriptor(4), BatchDescriptor(9)
+    for made, wanted in ((SizeTable.of_one(4, FULL), four), (SizeTable.of_one(4, FULL, given), given)):
+        assert made.fixed == Decision(FULL, wanted, 4, Reason.EXACT, 4)
+    assert table((2, 4)).fixed == Decision(FULL, BatchDescriptor(1), 1, Reason.EXACT, 1)
+
+
+AXES = axes_of(("rows", "tokens"))
+PAIRS = SizeTable([(4, 16), (4, 8), (2, 8)], FULL, axes=AXES)
+
+
+def test_sizes_are_named_as_they_were_given() -> None:
+    """By rows, or by lengths; all of them where none is named."""
+    assert table((2, 4)).checked(None) == (2, 4)
+    assert table((2, 4)).checked([4]) == (4,)
+    assert PAIRS.points == ((2, 8), (4, 8), (4, 16))
+    assert PAIRS.checked(None) == PAIRS.sizes
+    assert PAIRS.checked([(4, 16), (2, 8)]) == (Extents.pack(AXES, (4, 16)), Extents.pack(AXES, (2, 8)))
+    assert PAIRS.number_of(Extents.pack(AXES, (4, 8))) == Extents.pack(AXES, (4, 8))
+
+
+def test_the_smallest_batch_that_needs_a_size() -> None:
+    """One more than the next smaller size, along each axis; also for a size that the table does not have."""
+    assert [table((2, 4)).min_batch_of(size) for size in (2, 4, 8)] == [1, 3, 5]
+    assert [PAIRS.min_batch_of(Extents.pack(AXES, size)) for size in ((4, 16), (2, 8))] == [
+        Extents.pack(AXES, (3, 9)),
+        Extents.pack(AXES, (1, 1)),
+    ]
+    assert table(()).min_batch_of(4) == 1
+
+
+def test_a_table_exceeds_another_along_some_axis() -> None:
+    """Or if it has other axes."""
+    longer = SizeTable([(2, 32)], FULL, axes=AXES)
+    assert longer.exceeds(PAIRS)
+    assert PAIRS.exceeds(longer)
+    assert PAIRS.exceeds(table((2, 4)))
+    assert not PAIRS.exceeds(SizeTable([(4, 16)], FULL, axes=AXES))
+    assert not table((2, 4)).exceeds(table((4,)))

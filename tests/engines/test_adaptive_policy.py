@@ -125,14 +125,14 @@ def test_a_mode_that_became_slow_is_dropped_and_gets_another_chance() -> None:
     assert 1 <= tried.count(GRAPH) <= 5
 
 
-def test_a_limit_within_a_bucket_parts_it() -> None:
-    """Batches on both sides of a limit share measurements, not the choice."""
-    policy = AdaptiveDispatchPolicy(sizes=(1024,), max_tokens_for_graph=1000)
+def test_limits_hold_whatever_was_measured() -> None:
+    """Outside of them the answer is eager, though batches on both sides of a limit may share measurements."""
+    policy = AdaptiveDispatchPolicy(sizes=(1024,), min_tokens_for_graph=4, max_tokens_for_graph=1000)
     for _ in range(40):
         for tokens in (1000, 1001):
             feed(policy, GRAPH, tokens, 1.0, 1)
             feed(policy, EAGER, tokens, 5.0, 1)
-    assert [chosen(policy, tokens) for tokens in (1000, 1001)] == [GRAPH, EAGER]
+    assert [chosen(policy, tokens) for tokens in (3, 1000, 1001)] == [EAGER, GRAPH, EAGER]
 
 
 def test_trials_stay_within_their_budget() -> None:
@@ -185,15 +185,6 @@ def test_thresholds_follow_the_measurements() -> None:
         feed(none, EAGER, 8, 1.0, 1)
     assert none.max_tokens_for_graph == 0
     assert "no size" in repr(none)
-
-
-def test_limits_hold_whatever_was_measured() -> None:
-    """Outside of the limits given, the answer is eager even if the graph is faster."""
-    policy = AdaptiveDispatchPolicy(min_tokens_for_graph=4, max_tokens_for_graph=16)
-    for tokens in (2, 8, 32):
-        feed(policy, GRAPH, tokens, 1.0)
-        feed(policy, EAGER, tokens, 5.0)
-    assert [chosen(policy, tokens) for tokens in (2, 8, 32)] == [EAGER, GRAPH, EAGER]
 
 
 @pytest.mark.parametrize("latency", [-1.0, float("nan"), float("inf")])

@@ -1,6 +1,7 @@
 """Attention support levels lower the configured mode, say what was lost, and stop where nothing is left."""
 
 import warnings
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,15 @@ NEVER, SINGLE, UNIFORM, ALWAYS = Support
         (Mode.FULL_DECODE_ONLY, SINGLE, 1),
         (Mode.PIECEWISE, NEVER, 4),
         (Mode.NONE, NEVER, 4),
+        (Mode.FULL, None, 1),
     ],
 )
-def test_a_mode_that_attention_supports_stays(mode: Mode, support: Support, query_len: int) -> None:
-    """No change and no warning where every batch of the mode can be served."""
+def test_a_mode_that_attention_supports_stays(mode: Mode, support: Support | None, query_len: int) -> None:
+    """No change and no warning where every batch of the mode can be served, or where there is no attention."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve_cudagraph_mode(mode, {"a": support}, uniform_decode_query_len=query_len) is mode
+        supports = {} if support is None else {"a": support}
+        assert resolve_cudagraph_mode(mode, supports, uniform_decode_query_len=query_len) is mode
 
 
 @pytest.mark.parametrize(
@@ -67,24 +70,15 @@ def test_the_least_of_all_backends_decides() -> None:
     assert found is Mode.FULL_AND_PIECEWISE
 
 
-def test_a_model_without_attention_keeps_its_mode() -> None:
-    """Nothing limits a model that names no backend."""
-    assert resolve_cudagraph_mode(Mode.FULL, {}) is Mode.FULL
-
-
-def test_full_without_any_support_is_an_error() -> None:
-    """FULL was asked for and cannot be had at all; the message says what to use."""
-    with pytest.raises(ConfigError, match="'a', which supports no full graph; use PIECEWISE"):
-        resolve_cudagraph_mode(Mode.FULL, {"a": NEVER})
-
-
-def test_piecewise_of_a_model_that_is_not_split_is_an_error() -> None:
-    """A mode with piecewise graphs needs a split model."""
-    with pytest.raises(ConfigError, match="must not need piecewise graphs"):
-        resolve_cudagraph_mode(Mode.PIECEWISE, {}, piecewise=False)
-
-
-def test_a_query_length_is_positive() -> None:
-    """Zero tokens a request is no batch."""
-    with pytest.raises(ConfigError, match="uniform_decode_query_len must be >= 1"):
-        resolve_cudagraph_mode(Mode.FULL, {}, uniform_decode_query_len=0)
+@pytest.mark.parametrize(
+    ("mode", "supports", "more", "message"),
+    [
+        (Mode.FULL, {"a": NEVER}, {}, "'a', which supports no full graph; use PIECEWISE"),
+        (Mode.PIECEWISE, {}, {"piecewise": False}, "must not need piecewise graphs"),
+        (Mode.FULL, {}, {"uniform_decode_query_len": 0}, "uniform_decode_query_len must be >= 1"),
+    ],
+)
+def test_what_cannot_be_had_is_an_error(mode: Mode, supports: dict[str, Support], more: Any, message: str) -> None:
+    """FULL without any support, pieces of a model that is not split, and a batch without tokens."""
+    with pytest.raises(ConfigError, match=message):
+        resolve_cudagraph_mode(mode, supports, **more)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from itertools import product
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -430,39 +429,13 @@ def test_a_copy_decides_by_its_own_table(copied: Callable[[Any], Any]) -> None:
     assert (other.decide(3, 2).size, first.decide(3, 2).size) == (3, 8)
 
 
-def test_readers_see_whole_tables_while_keys_change() -> None:
-    """Decisions under swaps are each that of one of the two tables; the writer sees its own, and loses no key."""
-    dispatcher, done, key = plan(), Event(), desc(12, True, reqs=12)
-    whole = {dispatcher.decide(11, 11, query_len=1)}
-    dispatcher.add_cudagraph_key(FULL, key)
-    whole.add(dispatcher.decide(11, 11, query_len=1))
-
-    def read() -> set[Any]:
-        return {dispatcher.decide(11, 11, query_len=1) for _ in range(500)}
-
-    def swap() -> int:
-        swaps = 0
-        while not done.is_set():
-            dispatcher.remove_cudagraph_key(FULL, key)
-            assert dispatcher.decide(11, 11, query_len=1).size == 16
-            dispatcher.add_cudagraph_key(FULL, key)
-            assert dispatcher.decide(11, 11, query_len=1).size == 12
-            swaps += 2
-        return swaps
-
-    added, interval = [desc(size) for size in range(30, 60)], sys.getswitchinterval()
+def test_threads_that_add_keys_lose_none() -> None:
+    """Each swap is made of the table before it; ``test_swaps.py`` shows what decisions see meanwhile."""
+    dispatcher, added, interval = plan(), [desc(size) for size in range(30, 130)], sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with ThreadPoolExecutor(13) as pool:
-            writer = pool.submit(swap)
-            list(pool.map(lambda one: dispatcher.add_cudagraph_key(PIECEWISE, one), added))
-            readers = [pool.submit(read) for _ in range(8)]
-            seen = set().union(*(reader.result(timeout=120) for reader in readers))
-            done.set()
-            assert writer.result(timeout=120) > 0
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda one: dispatcher.add_cudagraph_key(PIECEWISE, one), added, timeout=120))
     finally:
-        done.set()
         sys.setswitchinterval(interval)
-    assert len(whole) == 2
-    assert seen <= whole
-    assert set(added) <= set(dispatcher.cudagraph_keys[PIECEWISE])
+    assert set(added) <= dispatcher.cudagraph_keys[PIECEWISE]

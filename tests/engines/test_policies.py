@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.engines import DefaultDispatchPolicy, DispatchKey, DispatchMode, DispatchPolicy
+from graphdispatch.engines import DefaultDispatchPolicy, DispatchKey, DispatchMode
 from graphdispatch.errors import ConfigError
 
 EAGER, FULL, PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
@@ -41,20 +41,6 @@ def test_the_limits_are_inclusive(tokens: int, chosen: DispatchMode) -> None:
     assert policy.select_mode(key(tokens), (FULL, EAGER)) is chosen
 
 
-def test_without_a_graph_none_is_used() -> None:
-    """What is not there is not wanted, whatever the limits say."""
-    policy = DefaultDispatchPolicy()
-    assert policy.should_use_graph(key(8), True)
-    assert not policy.should_use_graph(key(8), False)
-
-
-def test_the_default_limits_are_1_and_8192() -> None:
-    """The defaults serve every batch up to 8192 tokens."""
-    policy = DefaultDispatchPolicy()
-    assert (policy.min_tokens_for_graph, policy.max_tokens_for_graph) == (1, 8192)
-    assert not policy.prefer_piecewise
-
-
 @pytest.mark.parametrize(
     ("limits", "named"),
     [
@@ -66,14 +52,3 @@ def test_limits_out_of_order_are_refused(limits: dict[str, Any], named: str) -> 
     """The message names the limit, what it must be and what it is."""
     with pytest.raises(ConfigError, match=named):
         DefaultDispatchPolicy(**limits)
-
-
-def test_a_policy_must_decide_both_questions() -> None:
-    """A subclass that leaves one of them open cannot be made."""
-
-    class Half(DispatchPolicy):
-        def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-            return graph_available
-
-    with pytest.raises(TypeError, match="select_mode"):
-        Half()  # type: ignore[abstract]

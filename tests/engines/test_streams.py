@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 import pytest
 import torch
@@ -146,23 +145,16 @@ def test_a_failing_callers_stream_fails_the_step_alone(workers: StreamDispatcher
         assert torch.equal(workers.dispatch(KEY, batch(1.0)), batch(4.0))
 
 
-def test_eager_calls_run_on_workers_if_the_caller_says_so() -> None:
-    """Two of them overlap then, and each is counted once; a call that is being captured stays where it is."""
+def test_a_call_without_a_graph_runs_here_and_now() -> None:
+    """Before there is one, and after ``close``, which may be called twice."""
     HOOKS.clear()
-    with closing(StreamDispatcher(model, 2, backend=get_backend("cpu"))) as dispatcher:
-        assert dispatcher.submit(KEY, batch(1.0)).worker is None
-    dispatcher = StreamDispatcher(model, 2, eager="worker", backend=get_backend("cpu"))
-    HOOKS.append(threading.Barrier(2))
-    queued = [dispatcher.submit(KEY, batch(value)) for value in (1.0, 5.0)]
-    assert [one.result()[0, 0].item() for one in queued] == [4.0, 12.0]
-    assert {one.worker for one in queued} == {0, 1}
-    HOOKS.clear()
-    with dispatcher.backend.watched():
-        assert dispatcher.submit(KEY, batch(1.0)).worker is None
-    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 3}
+    dispatcher = StreamDispatcher(model, 2, backend=get_backend("cpu"))
     for _ in range(2):
+        pending = dispatcher.submit(KEY, batch(1.0))
+        assert (pending.worker, pending.is_done) == (None, True)
+        assert torch.equal(pending.result(), batch(4.0))
         dispatcher.close()
-        assert torch.equal(dispatcher.dispatch(KEY, batch(1.0)), batch(4.0))
+    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 2}
 
 
 def test_a_graph_evicted_while_queued_runs_eagerly_once(workers: StreamDispatcher, gate: threading.Event) -> None:

@@ -46,6 +46,7 @@ def bucket_of(tokens: int) -> int:
 class _Cost:
     """What one mode costs at one size: the running mean of its latencies, their spread, and the latest record."""
 
+    size: int
     mean: float = 0.0
     spread: float = _PRIOR_SPREAD
     count: int = 0
@@ -75,6 +76,10 @@ class _Cost:
         self.spread = max(_LEAST_SPREAD, sqrt(spread2))
         return False
 
+    def distance(self, other: "_Cost") -> float:
+        """The factor by which the sizes differ."""
+        return max(self.size / other.size, other.size / self.size)
+
     def beats(self, other: "_Cost") -> bool:
         """Whether this cost is lower than ``other`` by more than the error of the two means."""
         error = hypot(self.spread / sqrt(self.count), other.spread / sqrt(other.count))
@@ -91,7 +96,6 @@ class _Bucket:
 
     tokens: int
     is_prefill: bool
-    sizes: dict[DispatchMode, int]
     costs: dict[DispatchMode, _Cost]
     order: Sequence[DispatchMode] = _DEFAULT_ORDER
     available: Collection[DispatchMode] = _DEFAULT_ORDER
@@ -150,7 +154,7 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             (is_prefill, mode): {} for is_prefill in (False, True) for mode in _DEFAULT_ORDER
         }
         self._buckets: dict[tuple[bool, int, int], _Bucket] = {}
-        self._outside = _Bucket(0, False, {}, {}, order=(_EAGER,))
+        self._outside = _Bucket(0, False, {}, order=(_EAGER,))
         self._bucket_of = Memo[tuple[int, bool], _Bucket](self._find_bucket)
         self._trials: dict[_Bucket, DispatchMode] = {}
         self._records = 0
@@ -268,13 +272,14 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             bucket = self._buckets.get((is_prefill, graph, end))
             if bucket is None:
                 sizes = {_FULL: graph, _PIECEWISE: graph, _EAGER: end}
-                costs = {mode: self._costs[is_prefill, mode].setdefault(size, _Cost()) for mode, size in sizes.items()}
-                bucket = self._buckets[is_prefill, graph, end] = _Bucket(min(end, high), is_prefill, sizes, costs)
+                known = {mode: self._costs[is_prefill, mode] for mode in sizes}
+                costs = {mode: known[mode].setdefault(size, _Cost(size)) for mode, size in sizes.items()}
+                bucket = self._buckets[is_prefill, graph, end] = _Bucket(min(end, high), is_prefill, costs)
             return bucket
 
     def _order(self, bucket: _Bucket) -> Sequence[DispatchMode]:
         """The modes for a bucket, the preferred first; while it has no record of its own, as those near by are now."""
-        if not bucket.records:
+        if bucket.costs and not bucket.records:
             with self._lock:
                 self._rank(bucket)
         return bucket.order
@@ -284,11 +289,9 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         found = {}
         for mode, cost in bucket.costs.items():
             if not cost.count:
-                size = bucket.sizes[mode]
-                others = self._costs[bucket.is_prefill, mode].items()
-                near = [(max(size / s, s / size), s, other) for s, other in others if other.count]
-                distance, _, cost = min(near, default=(inf, 0, cost))
-                if distance > _REACH:
+                others = [other for other in self._costs[bucket.is_prefill, mode].values() if other.count]
+                cost = min(others, key=cost.distance, default=cost)
+                if not cost.count or cost.distance(bucket.costs[mode]) > _REACH:
                     continue
             found[mode] = cost
         return found

@@ -112,11 +112,6 @@ class KeyTable(MadeAnew):
         # No two keys compare equal, so that every process decides alike, whatever order its sets have.
         return sorted(self._kinds[kind], key=lambda key: (key.num_tokens, request_limit(key), key.num_reqs or 0))
 
-    @property
-    def has_cost(self) -> bool:
-        """Whether there is a cost model, which may decide differently for each number of tokens."""
-        return self._cost is not None
-
     def decide(
         self,
         num_tokens: int,

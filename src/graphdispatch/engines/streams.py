@@ -119,8 +119,6 @@ class StreamWorker(Worker):
         self.stream = backend.make_stream()
         self.pool = backend.make_pool()
         super().__init__(eager_runner, max_cached_graphs, options, backend=backend, pool=self.pool)
-        self.steps = 0
-        """Steps that were given to this worker."""
         self.is_closed = False
         """Whether it takes no more steps."""
         self._counts = make_lock()
@@ -166,7 +164,6 @@ class StreamWorker(Worker):
             with self._counts:
                 self._claims -= 1
                 self._marks.append(done)
-                self.steps += 1
         return outcome
 
     def close(self) -> None:
@@ -178,9 +175,7 @@ class StreamWorker(Worker):
         self.pool.close()
 
     def __repr__(self) -> str:
-        return (
-            f"<StreamWorker {self.index}: {len(self.graphs)} graphs, {self.busy} steps under way, {self.steps} in all>"
-        )
+        return f"<StreamWorker {self.index}: {len(self.graphs)} graphs, {self.busy} steps under way>"
 
 
 class StreamDispatcher(CudagraphDispatcher):
@@ -199,8 +194,6 @@ class StreamDispatcher(CudagraphDispatcher):
         shared_writes: ``"refuse"`` raises ``ConfigError`` for memory that two workers would write, as far as it can be
             seen (entries of this library); ``"allow"`` declares that steps under way at once write different rows of
             it.
-        eager: Where calls without a graph run: on the ``"caller"``'s stream, since a runner may write state of its own,
-            and would do so on two streams at once; or on a ``"worker"``'s, which declares that it does not.
         backend: Where graphs run. None: as ``get_backend("auto")``.
         options: How graphs are captured, checked and replayed.
 
@@ -218,22 +211,18 @@ class StreamDispatcher(CudagraphDispatcher):
         policy: DispatchPolicy | None = None,
         max_cached_graphs: int = 64,
         shared_writes: Literal["refuse", "allow"] = "refuse",
-        eager: Literal["caller", "worker"] = "caller",
         backend: Backend | None = None,
         options: CUDAGraphOptions | None = None,
     ) -> None:
         check_count("num_streams", num_streams)
         if shared_writes not in ("refuse", "allow"):
             raise ConfigError(f"shared_writes must be 'refuse' or 'allow', got {shown(shared_writes)}")
-        if eager not in ("caller", "worker"):
-            raise ConfigError(f"eager must be 'caller' or 'worker', got {shown(eager)}")
         self.backend = backend or get_backend("auto")
         self.options = CUDAGraphOptions.or_default(options, "options")
         self.options.refuse(_NOT_HONOURED, "StreamDispatcher", "it keeps max_cached_graphs= graphs for each worker")
         self._num_streams = num_streams
         super().__init__(eager_runner, policy, max_cached_graphs)
         self._allows_shared_writes = shared_writes == "allow"
-        self._eager_moves = eager == "worker"
         self._turns = count(1)
         self._last_turns = [0] * num_streams
         self._lock = make_lock()
@@ -336,8 +325,9 @@ class StreamDispatcher(CudagraphDispatcher):
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
         """Start one call on a worker. Never raises what the call raises.
 
-        A call without a graph runs here and now, unless the dispatcher was made with ``eager="worker"``. The method may
-        wait while a worker that has a graph for the key captures or compares another one.
+        A call without a graph runs here and now, on the caller's stream: a runner may write state of its own, and would
+        do so on two streams at once. The method may wait while a worker that has a graph for the key captures or
+        compares another one.
 
         Args:
             key: What the batch is.
@@ -350,7 +340,7 @@ class StreamDispatcher(CudagraphDispatcher):
         start = perf_counter_ns()
         chosen = self._choose(key, args, kwargs)
         spent = perf_counter_ns() - start
-        if chosen.found is not None or (self._eager_moves and not self.backend.is_watched()):
+        if chosen.found is not None:
             launched = self._launch(chosen, lambda: self._run(key, chosen, spent, args, kwargs), args, kwargs)
             if launched is not None:
                 return launched

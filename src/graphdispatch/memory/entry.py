@@ -391,12 +391,15 @@ class CUDAGraphEntry(NotCopied):
         if not isinstance(inputs, Mapping):
             raise GuardError(f"inputs must be a mapping from name to tensor, got a {type(inputs).__name__}")
         places = {spec.name: spec.position for spec in self.inputs.specs}
-        further = {leaf.path: place for place, leaf in enumerate(self.call.leaves)} if self.call is not None else {}
-        if not places.keys() <= set(inputs) <= {*places, *further}:
-            raise GuardError(f"inputs must be named {list(places)}, got {list(inputs)}")
+        if inputs.keys() != places.keys():
+            leaves = self.call.leaves if self.call is not None else ()
+            known = {leaf.path: place for place, leaf in enumerate(leaves)} | places
+            if not places.keys() <= set(inputs) <= known.keys():
+                raise GuardError(f"inputs must be named {list(places)}, got {list(inputs)}")
+            places = known
         values = list(self.example)
         for name, value in inputs.items():
-            values[places[name] if name in places else further[name]] = value
+            values[places[name]] = value
         return values
 
     def mismatch(self, values: Sequence[Any]) -> str:

@@ -29,7 +29,7 @@ from graphdispatch.engines import (
 )
 
 READERS = 32
-_ROOMS = tuple(str(Path(graphdispatch.__file__).parent / room) for room in ("api", "decide"))
+_ROOMS = tuple(str(Path(graphdispatch.__file__).parent / room) for room in ("decide", "engines"))
 FULL = CUDAGraphMode.FULL
 
 
