@@ -15,6 +15,7 @@ import torch
 from ..axes import HIDDEN, ROWS, lengths_of, pack
 from ..native.bound import CORE
 from ..reasons import Reason
+from .caches import advice_for, is_cache
 from .inputs import NO_MATCH, InputSpec
 from .padding import Pad
 from .rules import ArgumentRules
@@ -278,7 +279,7 @@ def refusal(
         if len(set(found.values())) > 1:
             return Refusal(Reason.ROWS_DISAGREE, f"arguments have different {what}: {found}")
     for leaf, value in zip(leaves, values, strict=True):
-        if not _is_plain(value) and _is_cache(value) and (advice := _caches().advice_for([value])):
+        if not _is_plain(value) and is_cache(value) and (advice := advice_for([value])):
             return Refusal(Reason.STATE_REBOUND, f"argument {leaf.path!r}: {advice}")
         if has_odd([leaf], [value], rules):
             return Refusal(
@@ -309,18 +310,7 @@ def has_odd(leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules)
     """Whether there is an argument whose change cannot be seen: no tensor, no constant, no cache, and not declared
     static."""
     pairs = zip(leaves, values, strict=True)
-    return any(not (_is_plain(value) or rules.is_static(leaf) or _is_cache(value)) for leaf, value in pairs)
-
-
-def _is_cache(value: Any) -> bool:
-    return bool(_caches().is_cache(value))
-
-
-def _caches() -> Any:
-    """What is known of caches; loaded where an argument is an object, since few callers give one."""
-    from . import caches
-
-    return caches
+    return any(not (_is_plain(value) or rules.is_static(leaf) or is_cache(value)) for leaf, value in pairs)
 
 
 def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:

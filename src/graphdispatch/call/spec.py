@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
+from . import nests
+
 __all__ = [
     "VALUES",
     "CallSpec",
@@ -49,8 +51,6 @@ def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
     """The values of a nest of arguments, those in mappings too."""
     if all(map(_is_leaf, values)):
         return values
-    from . import nests
-
     return nests.leaves_of(list(values))
 
 
@@ -197,8 +197,6 @@ class FlatCall:
         for name, value in zip(spec.names, values, strict=True):
             paths, tree = [""], _LEAF
             if not _is_leaf(value):
-                from . import nests  # here, since most calls have none
-
                 self._flatten = partial(nests.flatten, wraps=nests.has_mappings(list(values)))
                 tree, paths = self._flatten(value)[1], nests.paths_of(value)
             self._specs.append(tree)
