@@ -3,17 +3,14 @@
 import argparse
 import asyncio
 import builtins
-import ctypes
 import dataclasses
 import decimal
 import enum
 import functools
 import importlib
 import inspect
-import io
 import logging
 import math
-import multiprocessing
 import os
 import random
 import sys
@@ -21,7 +18,6 @@ import threading
 import types
 import weakref
 from abc import ABC
-from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
@@ -446,11 +442,6 @@ read("set grew")(lambda: {1, 2}, len, lambda h: h.add("new"))
 read("set shrank")(lambda: {1, 2}, len, lambda h: h.discard(1))
 read("entry of a deque")(lambda: deque([2.0], maxlen=1), lambda h: h[0], lambda h: h.append(5.0))
 read("deque turned")(lambda: deque([2.0, 5.0]), lambda h: h[0], lambda h: h.rotate())
-read("array of Python")(lambda: array("d", [2.0]), lambda h: h[0], lambda h: h.__setitem__(0, 5.0))
-read("array of Python grew")(lambda: array("d", [2.0]), len, lambda h: h.append(5.0))
-read("memory view")(
-    lambda: Apart(b := bytearray([2]), memoryview(b)), lambda h: h[0], lambda h: h.owner.__setitem__(0, 5)
-)
 read("view of a dict")(lambda: Apart(t := {"k": 2}, t.values()), lambda h: sum(h), lambda h: h.owner.update(k=5))
 read("proxy of a dict")(
     lambda: Apart(t := {"k": 2}, types.MappingProxyType(t)), lambda h: h["k"], lambda h: h.owner.update(k=5)
@@ -497,9 +488,6 @@ read("equal arguments")(
     lambda: [argparse.Namespace(k=1) for _ in "ab"], lambda h: 2 if h[0] == h[1] else 5, lambda h: to(h[0], k=3)
 )
 read("printed arguments")(lambda: argparse.Namespace(k=1), lambda h: len(f"{h}"), put(k=10))
-read("file in memory")(lambda: io.StringIO("2.0"), lambda h: float(h.getvalue()), lambda h: (h.seek(0), h.write("5.0")))
-read("ctypes")(lambda: ctypes.c_float(2.0), lambda h: float(h.value), put(value=5.0))
-read("pointer")(lambda: ctypes.pointer(ctypes.c_int(2)), lambda h: h.contents.value, lambda h: to(h.contents, value=5))
 read("module as attribute")(lambda: Box(m=module(k=2)), lambda h: h.m.k, lambda h: to(h.m, k=5))
 run("subset of data")(lambda: torch.utils.data.Subset([2, 5], [0]), lambda h, x: x * h[0], put(indices=[1]))
 kept("equal constant")(lambda: Box(k=0.5), lambda h: h.k, put(k=float("0.5")))
@@ -1186,22 +1174,8 @@ def with_attributes(held: Any, **attributes: Any) -> Any:
     return held
 
 
-def handlers() -> Any:
-    """A logger with two handlers."""
-    logger = logging.Logger("hidden")
-    logger.handlers[:] = [logging.NullHandler()] * 2
-    return logger
-
-
 read("attribute of a thread")(Worker, lambda h: h.k, put(k=5))
 read("attribute of a class of threads")(Worker, lambda h: h.kind, put(kind=5))
-read("attribute given to a thread")(
-    lambda: with_attributes(threading.Thread(), c=Box(k=2)), lambda h: h.c.k, lambda h: to(h.c, k=5)
-)
-read("attribute given to an event")(
-    lambda: with_attributes(threading.Event(), c={"k": 2}), lambda h: h.c["k"], lambda h: h.c.update(k=5)
-)
-read("attribute asked of a condition")(threading.Condition, lambda h: getattr(h, "k", 2), put(k=5))
 read("attribute of a class of queues")(
     lambda: type("Jobs", (asyncio.Queue,), {"k": 2, "__module__": __name__})(),
     lambda h: h.k,
@@ -1210,22 +1184,8 @@ read("attribute of a class of queues")(
 read("extra of a logger")(
     lambda: logging.LoggerAdapter(logging.Logger("x"), {"k": 2}), lambda h: h.extra["k"], lambda h: h.extra.update(k=5)
 )
-read("handlers of a logger")(handlers, lambda h: len(h.handlers), lambda h: h.handlers.append(logging.NullHandler()))
-read("level of a logger")(lambda: logging.Logger("x"), lambda h: 5 if h.level else 2, lambda h: h.setLevel(10))
-read("event_read", row=True)(threading.Event, lambda h: 1 + h.is_set(), lambda h: h.set())
-read("event_read: shared value", row=True)(lambda: multiprocessing.Value("i", 2), lambda h: h.value, put(value=5))
-read("event_read: decimal context", row=True)(lambda: decimal.Context(prec=5), lambda h: h.prec, put(prec=7))
-read("threading.local", serves=False)(lambda: with_attributes(threading.local(), k=2.0), lambda h: h.k, put(k=5.0))
 
 
-def use_elsewhere(semaphore: Any) -> None:
-    """Another thread takes a semaphore."""
-    thread = threading.Thread(target=semaphore.acquire)
-    thread.start()
-    thread.join()
-
-
-kept("semaphore that the call does not touch")(lambda: threading.Semaphore(50), lambda h: h is not None, use_elsewhere)
 kept("code of the user that is not called")(lambda: odd_error(), lambda h: h is not None, lambda _: None)
 
 

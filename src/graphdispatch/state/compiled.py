@@ -3,14 +3,12 @@
 import gc
 import types
 import weakref
-from array import array
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, repeat, takewhile
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch.utils.hooks import RemovableHandle
 
 from ..native.guards import GUARD
@@ -59,7 +57,7 @@ def compile_guard(guard: "StateGuard") -> Any:
             codes=tuple((value, next(held)) for value in guard._functions),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
             tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),
-            arrays=tuple((value, data, type(value) in (array, np.ndarray)) for value, data in guard._arrays),
+            arrays=tuple(guard._arrays),
             hooks=tuple(guard._hooks),
         )
         return native if guard.has_forms() else None  # the core reads dtypes, which have no names there

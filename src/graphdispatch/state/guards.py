@@ -79,7 +79,7 @@ class StateGuard:
         if trace is not None:
             self.notes.absorb(trace)
         with torch._C.DisableTorchFunction():  # nothing of the user's is called
-            reads = StateReads(fn, trace, extra)
+            reads = StateReads((fn, *extra), trace)
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing

@@ -4,11 +4,9 @@ Each ``read_`` function gives a dict by label, a list of entries, or bytes; its 
 ``writers.py``, takes the same.
 """
 
-import ctypes
-import io
-import mmap
 import random
 import re
+import threading
 import types
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -23,7 +21,6 @@ from . import objects
 from .objects import ABSENT
 
 __all__ = [
-    "IN_MEMORY",
     "LABELS_OF_FUNCTIONS",
     "MEMBER",
     "OF_FUNCTIONS",
@@ -45,10 +42,6 @@ __all__ = [
 ]
 
 
-IN_MEMORY = (io.BytesIO, io.StringIO, mmap.mmap, ctypes.c_int.__mro__[2])
-"""Files in memory, mapped memory, and what ``ctypes`` makes: compiled objects that code writes."""
-
-
 class Holder(NamedTuple):
     """An object that can change: where it was met, how to read all that it holds, how to write that back."""
 
@@ -58,11 +51,9 @@ class Holder(NamedTuple):
     write: Callable[[Any, Any], Any]
     before: Any
 
-    def change(self, besides: Collection[str] = ()) -> str | None:
-        """How it differs from before, in words, or None; attributes named in ``besides`` do not count."""
+    def change(self) -> str | None:
+        """How it differs from before, in words, or None."""
         now, before = self.read(self.value), self.before
-        if besides:
-            now, before = ({label: held[label] for label in held if label not in besides} for held in (now, before))
         kind = type(before)
         if kind is list:
             if len(now) == len(before) and all(map(is_, now, before)):
@@ -85,7 +76,7 @@ class Holder(NamedTuple):
     def is_by_name(self) -> bool:
         """Whether what it holds are attributes."""
         read = getattr(self.read, "func", self.read)
-        return read in (read_attributes, read_slots, read_class) or getattr(read, "__name__", "") == "read_given"
+        return read in (read_attributes, read_slots, read_class)
 
     def restore(self, names: Collection[str] | None = None) -> None:
         """Put back what it held; with ``names``, of attributes those of these names alone."""
@@ -137,9 +128,15 @@ def random_holder(path: Any, generator: Any) -> Holder:
     return Holder(path, generator, lambda _: freeze(read()), lambda *_: write(saved), freeze(saved))
 
 
+_OF_THREADS = vars(threading.Thread(name="")).keys()
+"""What a thread keeps of itself; other threads write it."""
+
+
 def read_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object by name."""
-    return dict(objects.attribute_table(value) or {})
+    """The attributes of an object by name; of a thread those that its class gave it."""
+    table = dict(objects.attribute_table(value) or {})
+    is_thread = issubclass(type(value), threading.Thread)
+    return {name: held for name, held in table.items() if name not in _OF_THREADS} if is_thread else table
 
 
 def read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:

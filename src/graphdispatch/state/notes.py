@@ -25,7 +25,7 @@ _DEMO = os.path.join(_OURS, "demo") + os.sep
 
 Names = dict[int, tuple[dict[str, Any], set[str]]]
 """For each namespace, by its ``id``: the namespace, and names in it."""
-_SETS = ("names", "asked", "library_names", "break_names", "whole_types")
+_SETS = ("names", "asked", "library_names", "whole_types")
 _FLAGS = ("is_blind", "reads_environment", "reads_whole")
 
 
@@ -40,8 +40,6 @@ class CodeNotes:
         """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
         self.library_names: set[str] = set()
         """Those that code of libraries reads."""
-        self.break_names: set[str] = set()
-        """Names of attributes in code that runs inside of breaks, at each replay."""
         self.whole_types: set[type] = set()
         """Classes whose objects are read under names that are not spelled in the code."""
         self.reads_whole: str = ""

@@ -3,15 +3,19 @@
 Nothing here calls code of the user: no comparison, no attribute hook, no ``__len__`` or ``__iter__`` of a subclass.
 """
 
+import ctypes
+import decimal
 import gc
 import io
 import logging
+import mmap
 import os
 import sys
 import sysconfig
 import threading
 import types
 import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
@@ -43,6 +47,7 @@ __all__ = [
     "is_code",
     "is_followed",
     "is_kind_of_array",
+    "is_leaf",
     "is_library_code",
     "is_machine",
     "is_opaque",
@@ -79,7 +84,7 @@ CACHES = (type(lru_cache(id)),)
 GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 """The hooks that torch calls for every module."""
 
-_OPAQUE = (
+_TRUSTED = (
     types.CodeType,
     types.FrameType,
     types.TracebackType,
@@ -111,18 +116,27 @@ _TORCH_STATE = (
 """Where torch keeps classes of objects that belong to a model, besides modules. Its other objects are machinery."""
 _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
-_MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess", "logging", "decimal")
-_MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect")
+_MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
+_MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect", "logging")
+_CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
+_OPAQUE = (array, bytearray, mmap.mmap, *_CTYPES, decimal.Context, threading.local)
+"""Compiled classes whose objects code reads and writes without calling a method of theirs."""
 
 
-_NOTHING_IN = (*CONSTANTS, *_OPAQUE)
+_NOTHING_IN = (*CONSTANTS, *_TRUSTED)
 _MAY_HOLD = (*CONSTANTS, Enum, torch.Size, torch.Generator)
 
 
-def is_opaque(kind: type) -> bool:
+def is_leaf(kind: type) -> bool:
     """Whether nothing is looked for in objects of a class: constants, parts of the interpreter or of torch. A class of
     the user that inherits from a constant's or from one of torch's, or an enumeration of the user, may hold more."""
     return issubclass(kind, _NOTHING_IN) and not (issubclass(kind, _MAY_HOLD) and user_classes(kind))
+
+
+def is_opaque(kind: type) -> bool:
+    """Whether nobody can compare objects of a class, so that no graph may depend on one: iterators, memory of compiled
+    code, what each thread sees otherwise, what threads and processes share."""
+    return is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind)
 
 
 def is_followed(kind: type) -> bool:
@@ -140,8 +154,8 @@ def is_followed(kind: type) -> bool:
 
 
 def is_machine(kind: type) -> bool:
-    """Whether a class is one of the standard library's whose objects other threads use: their plain values are compared
-    where code uses them, and nobody puts them back. Attributes that the user gave them are state like any other's."""
+    """Whether a class is one of the standard library's whose objects threads and processes share: nobody puts them
+    back, since others may have changed them."""
     return kind.__module__.partition(".")[0] in _MACHINES
 
 
@@ -277,7 +291,7 @@ def is_kind_of_array(kind: type) -> bool:
 
 def is_code(value: Any) -> bool:
     """Whether a class attribute is code: a function, method, property or built-in descriptor."""
-    kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_OPAQUE)
+    kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_TRUSTED)
     return issubclass(type(value), kinds) and not issubclass(type(value), Enum)
 
 
@@ -300,12 +314,12 @@ SEEN_THROUGH = frozenset(
 class Kind(NamedTuple):
     """What a class tells of its objects."""
 
+    is_leaf: bool
+    """See ``is_leaf``; then nothing else was asked."""
     is_opaque: bool
-    """See ``is_opaque``; then nothing else was asked."""
+    """See ``is_opaque``."""
     is_followed: bool
     """See ``is_followed``."""
-    iterates: bool
-    """Whether they are generators or iterators of compiled code, whose progress cannot be compared or put back."""
     slots: dict[str, Any]
     """See ``slots_of``."""
 
@@ -314,15 +328,16 @@ class Kinds(dict[type, Kind]):
     """Classes, each asked when it is first met. Classes may change, so make another one for each look."""
 
     def __missing__(self, kind: type) -> Kind:
-        if is_opaque(kind):
+        if is_leaf(kind):
             known = Kind(True, False, False, {})
         else:
-            known = Kind(False, is_followed(kind), _iterates(kind), slots_of(kind))
+            known = Kind(False, is_opaque(kind), is_followed(kind), slots_of(kind))
         self[kind] = known
         return known
 
 
 def _iterates(kind: type) -> bool:
+    """Whether they are generators or iterators of compiled code, whose progress cannot be compared or put back."""
     if issubclass(kind, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         return True
     if issubclass(kind, io.IOBase):  # a file is outside of Python's state
@@ -334,7 +349,7 @@ def _iterates(kind: type) -> bool:
 def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects. Equal constants of one type count as the same."""
     return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_opaque(type(a)) and repr(a) == repr(b))
+        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and repr(a) == repr(b))
         for a, b in zip(before, after, strict=True)
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from . import holders, objects
+from . import objects
 from .objects import Reader
 
 __all__ = [
@@ -69,16 +69,10 @@ def readers_of(value: Any) -> list[Reader]:
     reads: list[tuple[Any, ...]] = []
     if issubclass(kind, OrderedDict) and len(value) > 1:
         reads.append((_order,))
-    elif issubclass(kind, bytearray):
-        reads.append((bytes,))
     elif issubclass(kind, objects.CACHES):
         from .rare import read_cache
 
         reads.append((read_cache, le))
-    elif issubclass(kind, holders.IN_MEMORY):
-        from .iterators import read_memory
-
-        reads.append((read_memory,))
     return [*found, *(partial(unchanged, value, read(value), read, *compare) for read, *compare in reads)]
 
 

@@ -7,11 +7,9 @@ too much now and then, and never too little.
 import copyreg
 import os
 import random
-import threading
 import types
 import weakref
-from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -26,7 +24,7 @@ from ..call.marks import is_break
 from . import objects
 from .notes import TENSOR_NAMES, CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .particulars import class_readers, in_order, readers_of, setting_readers, unchanged
+from .particulars import class_readers, in_order, readers_of, setting_readers
 
 __all__ = ["StateReads"]
 
@@ -44,12 +42,13 @@ _MOST_COMPARED = 1_000_000
 
 
 class StateReads:
-    """What the code in ``trace`` reads of what ``fn``, the traced variables and ``extra`` reach.
+    """What the code in ``trace`` reads of what the ``roots`` and the traced variables reach.
 
-    Without a trace: what tells which modules and tensors the callable reaches. Holds what it found.
+    Without a trace: what tells which modules and tensors the callable reaches. What breaks read counts only
+    ``with_breaks``. Holds what it found.
     """
 
-    def __init__(self, fn: Callable[..., Any], trace: CodeNotes | None, extra: Iterable[Any] = ()) -> None:
+    def __init__(self, roots: Iterable[Any], trace: CodeNotes | None, *, with_breaks: bool = False) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.functions: list[types.FunctionType] = []
@@ -70,10 +69,11 @@ class StateReads:
         """Tables of variables, and the names that the code looked up in vain there."""
         self.readers: list[Reader] = []
         self.arrays: list[Any] = []
-        """Arrays of numbers, of NumPy and of Python; their bytes are compared."""
+        """Arrays of NumPy; their bytes are compared."""
         self.hooks: list[dict[int, Any]] = []
         self.unguarded = ""
         self._trace = trace
+        self._with_breaks = with_breaks
         self._names = frozenset(trace.names) if trace is not None else frozenset()
         self._library_names = frozenset(trace.library_names) | self._names if trace is not None else frozenset()
         self._all = trace is not None and (trace.is_blind or bool(trace.reads_whole))
@@ -85,18 +85,17 @@ class StateReads:
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._compared = 0
-        self._pending = [fn, *extra, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())]
-        self._follow()
+        self._pending = [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())]
         if trace is not None:
             self._compare_namespaces(trace)
-            self._follow()
+        self._follow()
         self._compare_order()
         self.missing = (trace.asked if trace is not None else set()) - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
         while self._pending:
             value = self._pending.pop()
-            if id(value) not in self._seen and not self._kinds[type(value)].is_opaque:
+            if id(value) not in self._seen and not self._kinds[type(value)].is_leaf:
                 self._seen[id(value)] = value
                 self._visit(value)
 
@@ -127,19 +126,12 @@ class StateReads:
         elif issubclass(type(value), types.ModuleType):
             if self._trace is not None and id(vars(value)) not in self._trace.variables:
                 self._compare_variables(vars(value), self._names)
-        elif issubclass(type(value), np.ndarray) or kind is array:
+        elif issubclass(type(value), np.ndarray):
             self._visit_array(value)
+        elif self._kinds[kind].is_opaque:
+            self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
         elif self._kinds[kind].is_followed:
             self._visit_object(value)
-        elif objects.is_machine(kind):
-            if self._trace is not None:
-                from .foreign import read_machine
-
-                named, absent, readers = read_machine(value, self._trace, self._names)
-                self.readers += readers
-                self.absent += absent
-                self.attributes += named
-                self._pending += (table[n] for table, known in named for n in known if not n.startswith("_"))
         elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
 
@@ -170,9 +162,6 @@ class StateReads:
         kind = type(value)
         if kind is dict and "__builtins__" in value:
             return  # the variables of a module, which are followed by name
-        if self._kinds[kind].iterates:
-            self._refuse(f"the {kind.__name__} {value!r} that it may advance")
-            return
         if issubclass(type(value), CONTAINERS):
             if self._trace is not None or _matters(value):
                 self.contents.append(value)
@@ -184,13 +173,7 @@ class StateReads:
         table, slots = objects.attribute_table(value), self._kinds[kind].slots
         is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
         names = self._named(kind, self._library_names if is_library else self._names)
-        if issubclass(kind, threading.local) and self._trace is not None:
-            from .foreign import values_here
-
-            read = partial(values_here, names)
-            self.readers.append(partial(unchanged, value, read(value), read))
-            self._pending += (table or {}).values()
-        elif table is not None:
+        if table is not None:
             self.objects.append(value)
             self.homes.append(value)
             self._compare(table, names)
@@ -211,13 +194,11 @@ class StateReads:
         self._pending.append(kind)
 
     def _visit_array(self, value: Any) -> None:
-        """An array of numbers, of NumPy or of Python, or one of objects; it may be of a subclass with attributes."""
+        """An array of numbers or of objects; it may be of a subclass with attributes."""
         kind = type(value)
-        if kind in (array, np.ndarray):
+        if kind is np.ndarray:
             self.arrays.append(value)
-        self._count((len(value) if kind is array else value.nbytes // 8), value)
-        if kind is array:
-            return
+        self._count(value.nbytes // 8, value)
         self._pending += value.flat if value.dtype.hasobject else ()
         from .rare import array_readers
 
@@ -285,7 +266,7 @@ class StateReads:
             self._compare(fn.__dict__, self._names)
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
-            if not is_break(fn):
+            if self._with_breaks or not is_break(fn):
                 wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
                 self._pending += (held for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
             return

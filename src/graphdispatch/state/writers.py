@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from . import objects
-from .holders import OF_FUNCTIONS
+from .holders import OF_FUNCTIONS, read_attributes
 from .objects import ABSENT
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "write_form",
     "write_function",
     "write_names",
-    "write_numbers",
     "write_objects",
     "write_slots",
     "write_tensor",
@@ -34,7 +33,8 @@ def write_attributes(value: Any, before: dict[str, Any]) -> None:
     """Make these the attributes of an object."""
     table = objects.attribute_table(value)
     assert table is not None
-    table.clear()
+    for name in read_attributes(value):
+        del table[name]
     table.update(before)
 
 
@@ -114,12 +114,6 @@ def write_objects(array: np.ndarray[Any, Any], before: list[Any]) -> None:
     """Put objects back into an array of them."""
     for index, value in enumerate(before):
         array.flat[index] = value
-
-
-def write_numbers(numbers: Any, before: bytes) -> None:
-    """Fill an ``array.array`` from bytes."""
-    del numbers[:]
-    numbers.frombytes(before)
 
 
 def write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:

@@ -218,7 +218,7 @@ bool is_same(const char* data, Py_ssize_t size, PyObject* bytes) {
 bool arrays_match(const Guard* self) {
   for (const Array& entry : self->parts.arrays) {
     Py_buffer view;
-    if (entry.is_plain && PyObject_GetBuffer(entry.array, &view, PyBUF_SIMPLE) == 0) {
+    if (PyObject_GetBuffer(entry.array, &view, PyBUF_SIMPLE) == 0) {
       const bool same = is_same(static_cast<const char*>(view.buf), view.len, entry.bytes);
       PyBuffer_Release(&view);
       if (!same) return false;

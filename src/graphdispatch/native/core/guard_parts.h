@@ -56,7 +56,6 @@ struct Home {
 struct Array {
   PyObject* array;
   PyObject* bytes;
-  bool is_plain;  // its class does not say otherwise what its bytes are
 };
 
 struct TensorPlace {

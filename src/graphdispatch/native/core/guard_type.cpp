@@ -210,9 +210,8 @@ bool add_tensor(Guard* self, PyObject* item) {
 
 bool add_array(Guard* self, PyObject* item) {
   PyObject *array, *bytes;
-  int is_plain;
-  if (!PyArg_ParseTuple(item, "OO!p", &array, &PyBytes_Type, &bytes, &is_plain)) return false;
-  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes), is_plain != 0});
+  if (!PyArg_ParseTuple(item, "OO!", &array, &PyBytes_Type, &bytes)) return false;
+  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes)});
   return true;
 }
 
