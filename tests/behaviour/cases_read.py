@@ -775,11 +775,6 @@ def with_metaclass() -> Any:
     return meta("Own", (), {"__module__": __name__}), meta
 
 
-def abstract() -> Any:
-    """An abstract class and another one."""
-    return type("Base", (ABC,), {"__module__": __name__}), own_class()
-
-
 def choice() -> Any:
     """A member of an enumeration."""
     first = enum.Enum("Choice", {"FIRST": {"k": 2}}, module=__name__).FIRST
@@ -787,15 +782,12 @@ def choice() -> Any:
     return first
 
 
-made: list[Any] = []
 read("attribute of a class")(lambda: own_class(k=2), lambda h: h.k, put(k=5))
 read("tuple of a class")(lambda: own_class(k=(2, 3)), lambda h: h.k[0], put(k=(5, 3)))
 read("method of a class")(
     lambda: own_class(k=lambda self: 2)(), lambda h: h.k(), lambda h: to(type(h), k=lambda self: 5)
 )
 read("attribute of a metaclass")(with_metaclass, lambda h: h[0].k, lambda h: to(h[1], k=5))
-read("registered subclass")(abstract, lambda h: 5 if issubclass(h[1], h[0]) else 2, lambda h: h[0].register(h[1]))
-read("subclasses")(own_class, lambda h: 5 if h.__subclasses__() else 2, lambda h: made.append(type("Made", (h,), {})))
 read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
 read("annotations")(
     lambda: own_class(__annotations__={"k": 2}),
@@ -808,7 +800,7 @@ read("enumeration_changed: attribute")(choice, lambda h: h.number, put(number=5)
 
 def cached_isinstance() -> Any:
     """An abstract class that has answered, and an object of it, with a name that no code spells."""
-    base = abstract()[0]
+    base = type("Base", (ABC,), {"__module__": __name__})
     assert not isinstance(2.5, base)
     return base, type("Thing", (base,), {"number": 2, "__module__": __name__})()
 
@@ -1060,10 +1052,6 @@ def setting(name: str, ask: Callable[[], Any], change: Callable[[], Any], **more
     read(f"setting: {name}", **more)(ask, lambda was: 2 if ask() == was else 5, lambda _: change())
 
 
-setting("threads", lambda: torch.get_num_threads(), lambda: torch.set_num_threads(torch.get_num_threads() + 1))
-setting("numpy", lambda: np.geterr()["divide"], lambda: np.seterr(divide="raise"))
-setting("recursion", lambda: sys.getrecursionlimit(), lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1))
-setting("precision", lambda: torch.get_float32_matmul_precision(), lambda: torch.set_float32_matmul_precision("high"))
 setting("type", lambda: torch.get_default_dtype(), lambda: torch.set_default_dtype(torch.bfloat16), serves=False)
 run("default_dtype_changed", row=True, serves=False)(
     none, lambda _, x: x + torch.zeros(3), lambda _: torch.set_default_dtype(torch.float64)

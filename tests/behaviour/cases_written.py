@@ -391,16 +391,6 @@ def draw_again(generator: Any, x: Tensor) -> Tensor:
     return x + torch.rand(3, generator=generator)
 
 
-write("threads")(
-    lambda: torch.set_num_threads(1),
-    lambda _, __: torch.set_num_threads(torch.get_num_threads() % 4 + 1),
-    lambda _: torch.get_num_threads(),
-)
-write("recursion")(
-    lambda: sys.setrecursionlimit(5000),
-    lambda _, __: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
-    lambda _: sys.getrecursionlimit(),
-)
 write("default type")(lambda: torch.set_default_dtype(torch.float32), turn_type, lambda _: torch.get_default_dtype())
 write("determinism")(
     lambda: torch.use_deterministic_algorithms(True, warn_only=True), turn_determinism, lambda _: warns()

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..native.guards import GUARD
 from .objects import ABSENT, cell_value, slot_value
-from .particulars import in_order, is_set
+from .readers import in_order
 
 if TYPE_CHECKING:
     from .guards import StateGuard
@@ -25,7 +25,6 @@ END = object()
 _EMPTY: dict[Any, Any] = {}
 _KEYS, _VALUES = type(_EMPTY.keys()), type(_EMPTY.values())
 _RAW = dict, types.MappingProxyType
-_SCALARS = bool, int, str
 
 
 def compile_guard(guard: "StateGuard") -> Any:
@@ -138,8 +137,6 @@ def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any] | None:
             return args[1], args[0], None, expected
         if function is slot_value:
             return "slot", args[1], args[0], expected
-        if function is is_set and type(args[1]) in _SCALARS:
-            return "call", args[0], None, args[1]
         owner = getattr(function, "__self__", None)
         if type(owner) is ContextVar and function == owner.get and args == (ABSENT,):
             return "context", owner, None, expected

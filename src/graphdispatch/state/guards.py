@@ -27,7 +27,7 @@ from . import objects
 from .compiled import END, compile_guard
 from .notes import CodeNotes
 from .objects import equal_content, same_objects
-from .particulars import PLAIN_READERS, has_memory
+from .readers import PLAIN_READERS, has_memory
 from .reads import StateReads
 
 __all__ = ["StateGuard", "WorkspaceGuard", "wants_gradient"]

@@ -33,10 +33,12 @@ __all__ = [
     "read_cell",
     "read_class",
     "read_context",
+    "read_form",
     "read_function",
     "read_names",
     "read_slots",
     "read_tensor",
+    "setting_holders",
     "told",
     "writer",
 ]
@@ -132,6 +134,27 @@ _OF_THREADS = vars(threading.Thread(name="")).keys()
 """What a thread keeps of itself; other threads write it."""
 
 
+def setting_holders() -> list[Holder]:
+    """Of the settings of the process that operators read: the default dtype, and determinism."""
+    dtype, is_determined = torch.get_default_dtype(), _read_determinism()
+    return [
+        Holder(((), "the default dtype"), None, lambda _: torch.get_default_dtype(), _write_dtype, dtype),
+        Holder(((), "determinism"), None, _read_determinism, _write_determinism, is_determined),
+    ]
+
+
+def _write_dtype(_: Any, before: torch.dtype) -> None:
+    torch.set_default_dtype(before)
+
+
+def _read_determinism(_: Any = None) -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _write_determinism(_: Any, before: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 def read_attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object by name; of a thread those that its class gave it."""
     table = dict(objects.attribute_table(value) or {})
@@ -178,6 +201,14 @@ class _Key:
         if not isinstance(self._by, tuple):
             return "[key]"
         return f"[{self.key!r}]" if type(self.key) is str else f"[{self._by[1]}]"
+
+
+_FORM = tuple(vars(np.ndarray)[name] for name in ("dtype", "shape", "strides"))
+
+
+def read_form(array: Any) -> tuple[Any, ...]:
+    """How a NumPy array takes its memory, which code may set in place."""
+    return (*(member.__get__(array) for member in _FORM), array.flags.writeable)
 
 
 def read_cell(cell: types.CellType) -> dict[str, Any]:

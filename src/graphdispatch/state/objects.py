@@ -19,7 +19,6 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
-from enum import Enum
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -94,7 +93,6 @@ _TRUSTED = (
     types.MethodDescriptorType,
     types.ClassMethodDescriptorType,
     type(vars(Hashable)["_abc_impl"]),  # which caches what isinstance() found; registrations are compared elsewhere
-    Enum,
     OpOverload,
     OpOverloadPacket,
     torch.dtype,
@@ -124,13 +122,12 @@ _OPAQUE = (array, bytearray, mmap.mmap, *_CTYPES, decimal.Context, threading.loc
 
 
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
-_MAY_HOLD = (*CONSTANTS, Enum, torch.Size, torch.Generator)
 
 
 def is_leaf(kind: type) -> bool:
     """Whether nothing is looked for in objects of a class: constants, parts of the interpreter or of torch. A class of
-    the user that inherits from a constant's or from one of torch's, or an enumeration of the user, may hold more."""
-    return issubclass(kind, _NOTHING_IN) and not (issubclass(kind, _MAY_HOLD) and user_classes(kind))
+    the user that inherits from one of these may hold more."""
+    return issubclass(kind, _NOTHING_IN) and not user_classes(kind)
 
 
 def is_opaque(kind: type) -> bool:
@@ -292,7 +289,7 @@ def is_kind_of_array(kind: type) -> bool:
 def is_code(value: Any) -> bool:
     """Whether a class attribute is code: a function, method, property or built-in descriptor."""
     kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_TRUSTED)
-    return issubclass(type(value), kinds) and not issubclass(type(value), Enum)
+    return issubclass(type(value), kinds)
 
 
 SEEN_THROUGH = frozenset(

@@ -6,7 +6,6 @@ too much now and then, and never too little.
 
 import copyreg
 import os
-import random
 import types
 import weakref
 from collections.abc import Iterable, Mapping
@@ -24,7 +23,7 @@ from ..call.marks import is_break
 from . import objects
 from .notes import TENSOR_NAMES, CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .particulars import class_readers, in_order, readers_of, setting_readers
+from .readers import array_readers, in_order, readers_of
 
 __all__ = ["StateReads"]
 
@@ -37,7 +36,6 @@ _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code spells, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
-_GENERATORS = (random.Random, np.random.RandomState, np.random.BitGenerator)
 _MOST_COMPARED = 1_000_000
 
 
@@ -188,8 +186,8 @@ class StateReads:
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
         if self._trace is not None or kind is partial:
-            particulars = readers_of(value)
-            self.readers += particulars + self._more_readers(value)
+            particulars = readers_of(value, self._names)
+            self.readers += particulars
             self._pending += (read() for read in particulars)
         self._pending.append(kind)
 
@@ -200,8 +198,6 @@ class StateReads:
             self.arrays.append(value)
         self._count(value.nbytes // 8, value)
         self._pending += value.flat if value.dtype.hasobject else ()
-        from .rare import array_readers
-
         self.readers += array_readers(value)
         if objects.is_kind_of_array(kind):
             self.homes.append(value)
@@ -218,17 +214,9 @@ class StateReads:
         if kind in users:
             self.readers.append(partial(getattr, kind, "__mro__"))
             self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
-            self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
-            self.readers += class_readers(kind, self._names)
+            self._pending.append(type(kind))
         elif issubclass(kind, nn.Module):
             self._compare_torch(kind)
-
-    def _more_readers(self, value: Any) -> list[Reader]:
-        if not issubclass(type(value), _GENERATORS):
-            return []
-        from .rare import generator_readers
-
-        return generator_readers(value, self._names)
 
     def _compare_order(self) -> None:
         if self._ordered:
@@ -290,8 +278,6 @@ class StateReads:
         self._pending += trace.functions
         for kind in (torch.Tensor, nn.Parameter):
             self._compare_torch(kind)
-        spelled = self._names.union(*(names for _, names in trace.variables.values()))
-        self.readers += setting_readers(spelled)
         if trace.reads_environment:
             self.contents.append(vars(os.environ)["_data"])
         for table, names in trace.variables.values():

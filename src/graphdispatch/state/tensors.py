@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .objects import Reader
-from .particulars import has_memory
+from .readers import has_memory
 
 __all__ = ["TENSOR_READERS", "tensor_readers"]
 

@@ -13,7 +13,9 @@ import sys
 import threading
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from contextvars import Context
+from importlib.util import resolve_name
 from typing import Any
 
 import torch
@@ -32,13 +34,11 @@ from .walk import StateWalk
 __all__ = ["CodeTrace"]
 
 _log = logging.getLogger("graphdispatch")
-_READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py")
+_READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py", "argparse.py")
 """Modules of the standard library that read all attributes of what they are given."""
 _SETS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
-_ARGPARSE = "argparse.py"
-"""Where namespaces are compared and printed whole."""
 _IMPORT_MODULE = importlib.import_module.__code__
 
 
@@ -260,9 +260,9 @@ class CodeTrace(CodeNotes):
                 if _is_called_by_user(frame):
                     notes.reads_environment = True
                     self.walk.visit_environment()
-            if code is _IMPORT_MODULE or path.endswith(_ARGPARSE):
+            if code is _IMPORT_MODULE:
                 self._each_time.add(code)
-                self._note_library(notes, code, frame)
+                self._note_import(notes, frame)
             if is_users and path.endswith(_READ_WHOLE) and not notes.reads_whole:
                 notes.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
             return
@@ -289,14 +289,21 @@ class CodeTrace(CodeNotes):
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
 
-    def _note_library(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
-        """Code of the standard library reads for its caller: a module of any name, or all attributes of an object."""
-        if code is not _IMPORT_MODULE:
-            notes.whole_types.update(type(frame.f_locals.get(name)) for name in code.co_varnames[: code.co_argcount])
-        elif _is_called_by_user(frame):
-            from .rare import note_import
+    def _note_import(self, notes: CodeNotes, frame: types.FrameType) -> None:
+        """``importlib.import_module`` is about to run in ``frame``, maybe with a name that its caller computed."""
+        given, caller = frame.f_locals, frame.f_back
+        if caller is not None and _is_called_by_user(frame):
+            with suppress(ImportError, AttributeError):
+                name = resolve_name(given["name"], given["package"])
+                self._note_modules(notes, [name], code_reads(caller.f_code).attributes)
 
-            note_import(notes, self.walk, frame)
+    def _note_modules(self, notes: CodeNotes, names: Iterable[str], attributes: Iterable[str]) -> None:
+        """Code may use modules of these names, and in them variables under ``attributes``."""
+        for name in names:
+            module = sys.modules.get(name)
+            if objects.is_settings(module):
+                keep(notes.variables, sys.modules, [name])
+                self.walk.visit_variables(vars(module), (each for each in attributes if each in vars(module)), name)
 
     def _note_asked(self, reads: CodeReads) -> None:
         if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
@@ -317,9 +324,10 @@ class CodeTrace(CodeNotes):
         package = table.get("__package__") or ""
         keep(notes.variables, sys.modules, [name for name in reads.imports if name in sys.modules])
         if "__import__" in reads.variables or ("modules" in reads.attributes and "sys" in reads.variables):
-            from .rare import note_any_module
-
-            note_any_module(notes, self.walk, reads)
+            # It may find any module by a name that it computes: those that have an attribute that it spells count.
+            spelled = {name for name in reads.attributes if not name.startswith("__")}
+            tables = ((name, getattr(module, "__dict__", {})) for name, module in list(sys.modules.items()))
+            self._note_modules(notes, [name for name, held in tables if not spelled.isdisjoint(held)], spelled)
         imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
         if "modules" in reads.attributes:  # sys.modules[__name__]
             imported.append(table.get("__name__", ""))

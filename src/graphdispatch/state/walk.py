@@ -26,7 +26,7 @@ from . import holders, objects
 from .bulk import Bulk
 from .holders import MEMBER, Holder, told, writer
 from .objects import ABSENT, CONTAINERS
-from .particulars import SETTINGS, read_compiled, write_compiled
+from .readers import read_compiled, write_compiled
 
 __all__ = ["StateWalk"]
 
@@ -71,10 +71,7 @@ class StateWalk:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
-        for name, (get, put) in SETTINGS.items():
-            if put is not None:
-                read, write = lambda _, get=get: {"": get()}, lambda _, before, put=put: put(before[""])
-                self._hold(((), f"{name}()"), None, read, write)
+        self._holders += holders.setting_holders()
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
             self._generators.append(holders.random_holder(path, generator))
 
@@ -224,9 +221,7 @@ class StateWalk:
         elif type(value) is ContextVar:
             yield ".get()", self._hold(path, value, holders.read_context, writer("write_context"))[""]
         else:
-            from .rare import read_form
-
-            self._hold(path, value, read_form, writer("write_form"))
+            self._hold(path, value, holders.read_form, writer("write_form"))
             if objects.is_kind_of_array(type(value)):
                 held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
                 yield from ((f".{name}", inner) for name, inner in held.items())

@@ -1,7 +1,6 @@
 """What is compared of objects that keep something elsewhere than in attributes, slots and entries."""
 
-import sys
-from abc import ABCMeta, get_cache_token
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -12,19 +11,16 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from . import objects
+from . import holders, objects
 from .objects import Reader
 
 __all__ = [
     "PLAIN_READERS",
-    "SETTINGS",
-    "class_readers",
+    "array_readers",
     "has_memory",
     "in_order",
-    "is_set",
     "read_compiled",
     "readers_of",
-    "setting_readers",
     "unchanged",
     "write_compiled",
 ]
@@ -36,25 +32,9 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 }
 """Attributes that compiled classes keep outside of ``__dict__``."""
 _KEEPERS = tuple(_ATTRIBUTES)
-SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
-    "get_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "are_deterministic_algorithms_enabled": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
-    ),
-    "get_num_threads": (torch.get_num_threads, torch.set_num_threads),
-    "flash_sdp_enabled": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    "math_sdp_enabled": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    "mem_efficient_sdp_enabled": (
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-    ),
-    "get_float32_matmul_precision": (torch.get_float32_matmul_precision, None),
-    "getrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
-    "geterr": (lambda: tuple(np.geterr().items()), lambda before: np.seterr(**dict(before))),
-}
-"""Settings of the process by the name of the function that reads them: that function, and what writes them. Without
-the latter, a setting is read only where code does so: torch may warn of it."""
+_GENERATORS = (random.Random, np.random.RandomState, np.random.BitGenerator)
+_STATES = frozenset(("getstate", "get_state", "state"))
+"""Names by which code reads the state of one, and does not change it."""
 
 
 def unchanged(value: Any, before: Any, read: Callable[[Any], Any], compare: Callable[[Any, Any], Any] = eq) -> bool:
@@ -62,18 +42,25 @@ def unchanged(value: Any, before: Any, read: Callable[[Any], Any], compare: Call
     return bool(compare(before, read(value)))
 
 
-def readers_of(value: Any) -> list[Reader]:
-    """What to compare of an object, besides its attributes, slots and entries."""
+def readers_of(value: Any, names: Collection[str]) -> list[Reader]:
+    """What to compare of an object, besides its attributes, slots and entries, where code reads ``names``."""
     kind = type(value)
     found: list[Reader] = [partial(member.__get__, value) for member in _members_of(value).values()]
-    reads: list[tuple[Any, ...]] = []
     if issubclass(kind, OrderedDict) and len(value) > 1:
-        reads.append((_order,))
+        found.append(partial(unchanged, value, _order(value), _order))
     elif issubclass(kind, objects.CACHES):
-        from .rare import read_cache
+        found.append(partial(unchanged, value, _read_cache(value), _read_cache, le))
+    elif issubclass(kind, _GENERATORS) and not _STATES.isdisjoint(names):
+        found.append(holders.random_holder((), value).change)
+    return found
 
-        reads.append((read_cache, le))
-    return [*found, *(partial(unchanged, value, read(value), read, *compare) for read, *compare in reads)]
+
+def array_readers(array: Any) -> list[Reader]:
+    """What to compare of a NumPy array besides its bytes; of one of a subclass, which may hide some, these too."""
+    found: list[Reader] = [partial(unchanged, array, holders.read_form(array), holders.read_form)]
+    if type(array) is not np.ndarray and not array.dtype.hasobject:
+        found.append(partial(unchanged, array, np.ndarray.tobytes(array), np.ndarray.tobytes))
+    return found
 
 
 def read_compiled(value: Any) -> dict[str, Any]:
@@ -99,22 +86,12 @@ def write_compiled(value: Any, before: dict[str, Any]) -> None:
         member.__set__(value, before[label])
 
 
-def setting_readers(names: Collection[str]) -> list[Reader]:
-    """What to compare of the settings that code asks for under ``names``."""
-    return [partial(is_set, read, read()) for name, (read, _) in SETTINGS.items() if name in names]
-
-
-def is_set(read: Reader, before: Any) -> bool:
-    """Whether a setting is what it was."""
-    return bool(read() == before)
-
-
 def in_order(tables: list[Mapping[str, Any]], names: list[list[str]]) -> bool:
     """Whether tables whose order counts have the names that they had, in that order."""
     return list(map(list, tables)) == names
 
 
-PLAIN_READERS = (unchanged, is_set, in_order)
+PLAIN_READERS = (unchanged, in_order)
 """Readers that tell whether something is as it was; their second argument is how it was, as plain data."""
 
 
@@ -125,20 +102,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return is_own and not is_lazy(tensor) and tensor.layout is torch.strided
 
 
-def class_readers(kind: type, names: Collection[str]) -> list[Reader]:
-    """What to compare of a class of the user that code may ask for its subclasses, or whether something is one."""
-    found: list[Reader] = []
-    if "__subclasses__" in names:
-        found.append(partial(unchanged, kind, _subclasses(kind), _subclasses))
-    if issubclass(type(kind), ABCMeta):  # others may register with it; that is not kept per class
-        found.append(partial(is_set, get_cache_token, get_cache_token()))
-    return found
-
-
-def _subclasses(kind: type) -> list[int]:
-    return list(map(id, type.__subclasses__(kind)))
-
-
 def _order(table: Any) -> list[int]:
     """The order of the keys of an ``OrderedDict``, which its dict does not tell."""
     return list(map(id, OrderedDict.keys(table)))
+
+
+def _read_cache(cache: Any) -> set[Any]:
+    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
+    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
+    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
+    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
