@@ -1084,13 +1084,6 @@ run("library_replaced", row=True)(
 run("library_replaced: method", row=True)(
     lambda: nn.Tanh().eval(), lambda h, x: h(x), patch(nn.Tanh, "forward", lambda s, x: x * 7)
 )
-read("method of a tensor")(
-    lambda: torch.tensor(2.0), lambda h: h.square(), patch(Tensor, "square", lambda _: torch.tensor(10.0))
-)
-read("operator of a tensor")(
-    lambda: torch.ones(2), lambda h: h @ h, patch(Tensor, "__matmul__", lambda *_: torch.tensor(5.0))
-)
-read("attribute of all tensors")(lambda: torch.ones(3), lambda h: getattr(h, "of_all", 2), patch(Tensor, "of_all", 5))
 read("attribute of a class of torch")(
     lambda: nn.Linear(2, 2), lambda h: getattr(h, "of_all", 2), patch(nn.Linear, "of_all", 5)
 )

@@ -51,7 +51,8 @@ def readers_of(value: Any, names: Collection[str]) -> list[Reader]:
     elif issubclass(kind, objects.CACHES):
         found.append(partial(unchanged, value, _read_cache(value), _read_cache, le))
     elif issubclass(kind, _GENERATORS) and not _STATES.isdisjoint(names):
-        found.append(holders.random_holder((), value).change)
+        holder = holders.random_holder((), value)
+        found.append(partial(unchanged, value, holder.before, holder.read))
     return found
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..backends.standins import STOOD_IN
 from ..call.marks import is_break
 from . import objects
 from .notes import TENSOR_NAMES, CodeNotes
@@ -223,16 +222,13 @@ class StateReads:
             self.readers.append(partial(in_order, self._ordered, list(map(list, self._ordered))))
 
     def _compare_torch(self, kind: type) -> None:
-        """A class of torch that others patch: what it has at all, and there the names of the code and what ran."""
+        """A class of modules of torch, which others patch: what it has at all, and there the names of the code and what
+        ran."""
         assert self._trace is not None
         table, codes, names = vars(kind), self._trace.codes, self._names
         copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
-        if kind is torch.Tensor:  # whose operators no code spells
-            known = [name for name in table if name not in STOOD_IN]
-            self.readers.append(partial(len, table))
-        else:
-            self.tables.append(table)
-            known = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
+        self.tables.append(table)
+        known = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
         if known:
             self.attributes.append((table, known))
 
@@ -276,8 +272,6 @@ class StateReads:
 
     def _compare_namespaces(self, trace: CodeNotes) -> None:
         self._pending += trace.functions
-        for kind in (torch.Tensor, nn.Parameter):
-            self._compare_torch(kind)
         if trace.reads_environment:
             self.contents.append(vars(os.environ)["_data"])
         for table, names in trace.variables.values():
