@@ -4,7 +4,7 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from operator import eq, le
+from operator import attrgetter, eq, le, methodcaller
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,13 @@ from .objects import Reader
 
 __all__ = [
     "PLAIN_READERS",
+    "TENSOR_READERS",
     "array_readers",
     "has_memory",
     "in_order",
     "read_compiled",
     "readers_of",
+    "tensor_readers",
     "unchanged",
     "write_compiled",
 ]
@@ -101,6 +103,42 @@ def has_memory(tensor: torch.Tensor) -> bool:
     Of these the identity is compared, and what they hold."""
     is_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return is_own and not is_lazy(tensor) and tensor.layout is torch.strided
+
+
+def _bytes_beside(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() - tensor.nbytes
+
+
+def _grad(tensor: torch.Tensor) -> Any:
+    return tensor.grad if tensor.is_leaf else None  # of others torch warns
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # those of inference mode have none
+
+
+TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: attrgetter(name) for name in ("_backward_hooks", "grad_fn", "is_leaf", "output_nr")},
+    **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
+    **{
+        name: methodcaller(name)
+        for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_shared", "storage_offset")
+    },
+    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
+    **dict.fromkeys(("grad", "_grad"), _grad),
+    "_base": methodcaller("_is_view"),
+    "_version": _version,
+}
+"""What code can ask of a tensor besides its values and its form, by name."""
+
+
+def tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]:
+    """What to compare of a tensor besides its address and form: what code asks for under ``names``, and whether numbers
+    are conjugated."""
+    if not has_memory(tensor):
+        return [partial(getattr, tensor, "requires_grad")] if "requires_grad" in names else []
+    asked = TENSOR_READERS.keys() & ({"is_conj", *names} if tensor.dtype.is_complex else names)
+    return [partial(TENSOR_READERS[name], tensor) for name in sorted(asked)]
 
 
 def _order(table: Any) -> list[int]:

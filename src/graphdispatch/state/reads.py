@@ -20,9 +20,9 @@ from torch import nn
 
 from ..call.marks import is_break
 from . import objects
-from .notes import TENSOR_NAMES, CodeNotes
+from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .readers import array_readers, in_order, readers_of
+from .readers import array_readers, in_order, readers_of, tensor_readers
 
 __all__ = ["StateReads"]
 
@@ -108,10 +108,7 @@ class StateReads:
             if table or (self._trace is not None and self._trace.asked):
                 self.homes.append(value)
                 self._compare(table, self._names)
-            if value.dtype.is_complex or not TENSOR_NAMES.isdisjoint(self._names):
-                from .tensors import tensor_readers
-
-                self.readers += tensor_readers(value, self._names)
+            self.readers += tensor_readers(value, self._names)
         elif issubclass(type(value), nn.Module):
             self._visit_module(value)
         elif issubclass(type(value), types.FunctionType):
