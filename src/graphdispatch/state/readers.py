@@ -1,7 +1,7 @@
 """What is compared of objects that keep something elsewhere than in attributes, slots and entries."""
 
 import random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from operator import attrgetter, eq, le, methodcaller
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from . import holders, objects
+from . import objects
 from .objects import Reader
+from .snapshot import FORM, compiled_members, random_holder
 
 __all__ = [
     "PLAIN_READERS",
@@ -20,20 +21,11 @@ __all__ = [
     "array_readers",
     "has_memory",
     "in_order",
-    "read_compiled",
     "readers_of",
     "tensor_readers",
     "unchanged",
-    "write_compiled",
 ]
 
-_ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    defaultdict: ("default_factory",),
-    partial: ("func", "args", "keywords"),
-    BaseException: ("args",),
-}
-"""Attributes that compiled classes keep outside of ``__dict__``."""
-_KEEPERS = tuple(_ATTRIBUTES)
 _GENERATORS = (random.Random, np.random.RandomState, np.random.BitGenerator)
 _STATES = frozenset(("getstate", "get_state", "state"))
 """Names by which code reads the state of one, and does not change it."""
@@ -47,46 +39,23 @@ def unchanged(value: Any, before: Any, read: Callable[[Any], Any], compare: Call
 def readers_of(value: Any, names: Collection[str]) -> list[Reader]:
     """What to compare of an object, besides its attributes, slots and entries, where code reads ``names``."""
     kind = type(value)
-    found: list[Reader] = [partial(member.__get__, value) for member in _members_of(value).values()]
+    found: list[Reader] = [partial(member.__get__, value) for member in compiled_members(value).values()]
     if issubclass(kind, OrderedDict) and len(value) > 1:
         found.append(partial(unchanged, value, _order(value), _order))
     elif issubclass(kind, objects.CACHES):
         found.append(partial(unchanged, value, _read_cache(value), _read_cache, le))
     elif issubclass(kind, _GENERATORS) and not _STATES.isdisjoint(names):
-        holder = holders.random_holder((), value)
-        found.append(partial(unchanged, value, holder.before, holder.read))
+        holder = random_holder((), value)
+        found.append(partial(unchanged, value, holder.before, holder.way.read))
     return found
 
 
 def array_readers(array: Any) -> list[Reader]:
     """What to compare of a NumPy array besides its bytes; of one of a subclass, which may hide some, these too."""
-    found: list[Reader] = [partial(unchanged, array, holders.read_form(array), holders.read_form)]
+    found: list[Reader] = [partial(unchanged, array, FORM.read(array), FORM.read)]
     if type(array) is not np.ndarray and not array.dtype.hasobject:
         found.append(partial(unchanged, array, np.ndarray.tobytes(array), np.ndarray.tobytes))
     return found
-
-
-def read_compiled(value: Any) -> dict[str, Any]:
-    """The attributes that an object's compiled classes keep; empty for most."""
-    return {label: member.__get__(value) for label, member in _members_of(value).items()}
-
-
-def _members_of(value: Any) -> dict[str, Any]:
-    """Their descriptors by label, from the compiled class: a subclass may have code of its own under the name."""
-    kind = type(value)
-    if not issubclass(kind, _KEEPERS):
-        return {}
-    found = ((base, name) for base, names in _ATTRIBUTES.items() if issubclass(kind, base) for name in names)
-    return {f".{name}": vars(base)[name] for base, name in found}
-
-
-def write_compiled(value: Any, before: dict[str, Any]) -> None:
-    """Put them back."""
-    if issubclass(type(value), partial):
-        value.__setstate__((*before.values(), value.__dict__ or None))
-        return
-    for label, member in _members_of(value).items():
-        member.__set__(value, before[label])
 
 
 def in_order(tables: list[Mapping[str, Any]], names: list[list[str]]) -> bool:

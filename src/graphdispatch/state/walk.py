@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
@@ -22,11 +22,9 @@ import torch
 from torch import nn
 
 from ..call.marks import is_break
-from . import holders, objects
-from .bulk import Bulk
-from .holders import MEMBER, Holder, told, writer
+from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
-from .readers import read_compiled, write_compiled
+from .snapshot import MEMBER, Bulk, Holder, Way, told
 
 __all__ = ["StateWalk"]
 
@@ -64,16 +62,16 @@ class StateWalk:
         self._variables: dict[int, dict[str, Any]] = {}
         self._generators: list[Holder] = []
         self._bulk = Bulk()
-        self._slots: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None] = {}
+        self._slots: dict[type, Way | None] = {}
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
         for root in roots:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
-        self._holders += holders.setting_holders()
+        self._holders += snapshot.setting_holders()
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
-            self._generators.append(holders.random_holder(path, generator))
+            self._generators.append(snapshot.random_holder(path, generator))
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
@@ -101,8 +99,7 @@ class StateWalk:
         known = self._variables.get(id(table))
         if known is None:
             known = self._variables[id(table)] = {}
-            read = partial(holders.read_names, known)
-            self._holders.append(Holder(((), where), table, read, writer("write_names"), known))
+            self._holders.append(Holder(((), where), table, snapshot.way_of_variables(known), known))
         self._seen[id(table)] = table
         for name in names:
             if name not in known:
@@ -113,7 +110,7 @@ class StateWalk:
         """Note the environment variables, which code is about to use. Torch sets some of its own, so not before."""
         if id(os.environ) not in self._seen:
             self._seen[id(os.environ)] = os.environ
-            self._hold(((), "os.environ"), os.environ, dict, writer("write_environment"))
+            self._hold(((), "os.environ"), os.environ, snapshot.ENVIRONMENT)
 
     def knows(self, value: Any) -> bool:
         """Whether it met this very object."""
@@ -151,7 +148,7 @@ class StateWalk:
         failed: Exception | None = None
         for holder in (*self._holders, *self._bulk.suspects(), *(self._generators if generators else ())):
             try:
-                is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.is_by_name
+                is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.way.is_by_name
                 if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
                     holder.restore(names)
             except Exception as error:
@@ -176,9 +173,9 @@ class StateWalk:
                 return True
         return False
 
-    def _hold(self, path: Any, value: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> Any:
-        before = read(value)
-        self._holders.append(Holder(path, value, read, write, before))
+    def _hold(self, path: Any, value: Any, way: Way) -> Any:
+        before = way.read(value)
+        self._holders.append(Holder(path, value, way, before))
         return before
 
     def _edges(self, value: Any, path: Any) -> Edges:
@@ -205,7 +202,7 @@ class StateWalk:
         if issubclass(kind, types.ModuleType):
             return iter(())
         if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
-            self._generators.append(holders.random_holder(path, value))
+            self._generators.append(snapshot.random_holder(path, value))
             return iter(())
         if self._kinds[kind].is_opaque:
             return self._opaque_edges(value, path)
@@ -217,19 +214,19 @@ class StateWalk:
     def _value_edges(self, value: Any, path: Any) -> Edges:
         """What holds one value, or numbers: a cell, a context variable, an array."""
         if type(value) is types.CellType:
-            yield "", self._hold(path, value, holders.read_cell, writer("write_cell"))[""]
+            yield "", self._hold(path, value, snapshot.CELL)[""]
         elif type(value) is ContextVar:
-            yield ".get()", self._hold(path, value, holders.read_context, writer("write_context"))[""]
+            yield ".get()", self._hold(path, value, snapshot.CONTEXT)[""]
         else:
-            self._hold(path, value, holders.read_form, writer("write_form"))
+            self._hold(path, value, snapshot.FORM)
             if objects.is_kind_of_array(type(value)):
-                held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
+                held = self._hold(path, value, snapshot.ATTRIBUTES)
                 yield from ((f".{name}", inner) for name, inner in held.items())
                 yield "", type(value)
             if not value.dtype.hasobject:
-                self._hold(path, value, np.ndarray.tobytes, writer("write_array"))
+                self._hold(path, value, snapshot.NUMBERS)
             else:
-                yield from (("[...]", inner) for inner in self._hold(path, value, _objects_of, writer("write_objects")))
+                yield from (("[...]", inner) for inner in self._hold(path, value, snapshot.OBJECTS))
 
     def _container_edges(self, value: Any, path: Any) -> Edges:
         """The entries of a container of Python's own, most of which are empty."""
@@ -238,15 +235,15 @@ class StateWalk:
         entries = self._entries(value, path)
         if type(value) is not OrderedDict:
             return entries
-        attributes = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
+        attributes = self._hold(path, value, snapshot.ATTRIBUTES)
         return chain(entries, ((f".{name}", inner) for name, inner in attributes.items())) if attributes else entries
 
     def _entries(self, container: Any, path: Any) -> Edges:
-        entries = self._hold(path, container, objects.content, writer("write_container"))
+        entries = self._hold(path, container, snapshot.ENTRIES)
         if not entries:
             return iter(())
         keys = dict.keys(container) if issubclass(type(container), dict) else ()
-        return chain(holders.labelled(container, entries).items(), (("[key]", key) for key in keys))
+        return chain(snapshot.labelled(container, entries).items(), (("[key]", key) for key in keys))
 
     def _opaque_edges(self, value: Any, path: Any) -> Edges:
         """What nobody can compare. A thread's own attributes can be put back."""
@@ -265,10 +262,10 @@ class StateWalk:
             self.modules.append(value)
         table, slots = objects.attribute_table(value), self._slots_of(kind)
         if table is not None:
-            held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
+            held = self._hold(path, value, snapshot.ATTRIBUTES)
             yield from ((f".{name}" if name not in _MEMBERS else MEMBER, inner) for name, inner in held.items())
         if slots:
-            yield from self._hold(path, value, *slots).items()
+            yield from self._hold(path, value, slots).items()
         if issubclass(kind, CONTAINERS):
             yield from self._entries(value, path)
         elif issubclass(kind, (tuple, frozenset)):
@@ -278,27 +275,24 @@ class StateWalk:
                 # What a cache keeps is no state by itself, and its own table must not be written.
                 is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
                 yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
-        if read_compiled(value):
-            yield from (("", held) for held in self._hold(path, value, read_compiled, write_compiled).values())
+        if snapshot.compiled_members(value):
+            yield from (("", held) for held in self._hold(path, value, snapshot.COMPILED).values())
         yield "", kind
 
-    def _slots_of(self, kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
-        """What reads and writes the slots of a class's objects, if they have any."""
+    def _slots_of(self, kind: type) -> Way | None:
+        """The way of the slots of a class's objects, if they have any."""
         if kind not in self._slots:
             slots = self._kinds[kind].slots
-            by_label = {f".{name}": member for name, member in slots.items()}
-            read, write = partial(holders.read_slots, by_label), partial(writer("write_slots"), by_label)
-            self._slots[kind] = (read, write) if slots else None
+            self._slots[kind] = snapshot.way_of_slots(slots) if slots else None
         return self._slots[kind]
 
     def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
-            alias = tensor.data
-            self._hold(path, tensor, partial(holders.read_tensor, alias), writer("write_tensor"))
+            self._hold(path, tensor, snapshot.way_of_tensor(tensor))
         table = objects.attribute_table(tensor)
         if table is not None:
-            held = self._hold(path, tensor, holders.read_attributes, writer("write_attributes"))
+            held = self._hold(path, tensor, snapshot.ATTRIBUTES)
             yield from ((f".{name}", inner) for name, inner in held.items())
 
     def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
@@ -324,7 +318,7 @@ class StateWalk:
                 yield "", base
             else:
                 yield "", type(kind)
-                held = self._hold(path, kind, holders.read_class, writer("write_class"))
+                held = self._hold(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
                     functions = objects.functions_in(inner)
                     for fn in functions:
@@ -333,7 +327,3 @@ class StateWalk:
                             yield from self._function_edges(fn, (path, f".{name}"), with_globals=False)
                     if not functions and not issubclass(type(inner), type) and name not in ("__dict__", "__weakref__"):
                         yield f".{name}", inner
-
-
-def _objects_of(array: Any) -> list[Any]:
-    return list(array.flat)
