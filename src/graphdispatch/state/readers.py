@@ -2,7 +2,7 @@
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from operator import attrgetter, eq, le, methodcaller
 from typing import Any
@@ -16,11 +16,9 @@ from .objects import Reader
 from .snapshot import FORM, compiled_members, random_holder
 
 __all__ = [
-    "PLAIN_READERS",
     "TENSOR_READERS",
     "array_readers",
     "has_memory",
-    "in_order",
     "readers_of",
     "tensor_readers",
     "unchanged",
@@ -56,15 +54,6 @@ def array_readers(array: Any) -> list[Reader]:
     if type(array) is not np.ndarray and not array.dtype.hasobject:
         found.append(partial(unchanged, array, np.ndarray.tobytes(array), np.ndarray.tobytes))
     return found
-
-
-def in_order(tables: list[Mapping[str, Any]], names: list[list[str]]) -> bool:
-    """Whether tables whose order counts have the names that they had, in that order."""
-    return list(map(list, tables)) == names
-
-
-PLAIN_READERS = (unchanged, in_order)
-"""Readers that tell whether something is as it was; their second argument is how it was, as plain data."""
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from ..call.marks import is_break
 from . import objects
 from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .readers import array_readers, in_order, readers_of, tensor_readers
+from .readers import array_readers, readers_of, tensor_readers
 
 __all__ = ["StateReads"]
 
@@ -62,6 +62,8 @@ class StateReads:
         """Tables of attributes and variables, and the names in them that are compared."""
         self.tables: list[Mapping[str, Any]] = []
         """Tables whose keys are compared: a name that was not there may hide one of a class."""
+        self.ordered: set[int] = set()
+        """Those whose order counts, since code goes through them; by identity."""
         self.absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
         """Tables of variables, and the names that the code looked up in vain there."""
         self.readers: list[Reader] = []
@@ -77,8 +79,6 @@ class StateReads:
         self._goes_through = "__dict__" in self._names or (
             trace is not None and any("vars" in names for _, names in trace.variables.values())
         )
-        self._ordered: list[Mapping[str, Any]] = []
-        """Tables whose order counts, since code goes through them."""
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._compared = 0
@@ -86,7 +86,6 @@ class StateReads:
         if trace is not None:
             self._compare_namespaces(trace)
         self._follow()
-        self._compare_order()
         self.missing = (trace.asked if trace is not None else set()) - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
@@ -214,10 +213,6 @@ class StateReads:
         elif issubclass(kind, nn.Module):
             self._compare_torch(kind)
 
-    def _compare_order(self) -> None:
-        if self._ordered:
-            self.readers.append(partial(in_order, self._ordered, list(map(list, self._ordered))))
-
     def _compare_torch(self, kind: type) -> None:
         """A class of modules of torch, which others patch: what it has at all, and there the names of the code and what
         ran."""
@@ -273,7 +268,8 @@ class StateReads:
             self.contents.append(vars(os.environ)["_data"])
         for table, names in trace.variables.values():
             self._compare_variables(table, names)
-        self._ordered += (table for table, _ in trace.whole_tables.values())
+        self.tables += (table for table, _ in trace.whole_tables.values())
+        self.ordered |= trace.whole_tables.keys()
         for table, names in trace.absent.values():
             self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names - table.keys())))
@@ -302,7 +298,7 @@ class StateReads:
             chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen if name not in _TABLES)
         if names is _ALL and self._goes_through and len(table) > 1:
-            self._ordered.append(table)
+            self.ordered.add(id(table))
         self.tables.append(table)
         self._count(len(chosen), table)
         if chosen:

@@ -147,10 +147,6 @@ PyObject* read(Guard* self, const Reader& reader) {
     case Kind::kCell:
       value = PyCell_GET(reader.subject);
       return Py_NewRef(value ? value : self->absent);
-    case Kind::kLength: {
-      const Py_ssize_t length = PyObject_Size(reader.subject);
-      return length < 0 ? nullptr : PyLong_FromSsize_t(length);
-    }
     case Kind::kSlot:
       value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(reader.subject) + reader.offset);
       return Py_NewRef(value ? value : self->absent);

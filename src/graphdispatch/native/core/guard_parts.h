@@ -32,7 +32,7 @@ struct Sequence {
   Range entries;
 };
 
-enum class Kind { kCall, kCell, kLength, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
+enum class Kind { kCall, kCell, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
 
 struct Reader {
   Kind kind;

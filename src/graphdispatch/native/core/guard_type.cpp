@@ -146,7 +146,6 @@ bool add_reader(Guard* self, PyObject* item) {
   const std::pair<const char*, Kind> kinds[] = {
       {"call", Kind::kCall},
       {"cell", Kind::kCell},
-      {"length", Kind::kLength},
       {"reference", Kind::kReference},
       {"context", Kind::kContext},
       {"slot", Kind::kSlot},
