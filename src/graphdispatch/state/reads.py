@@ -71,22 +71,20 @@ class StateReads:
         """Arrays of NumPy; their bytes are compared."""
         self.hooks: list[dict[int, Any]] = []
         self.unguarded = ""
-        self._trace = trace
+        self._is_traced = trace is not None
+        self._notes = notes = CodeNotes() if trace is None else trace
         self._with_breaks = with_breaks
-        self._names = frozenset(trace.names) if trace is not None else frozenset()
-        self._library_names = frozenset(trace.library_names) | self._names if trace is not None else frozenset()
-        self._all = trace is not None and (trace.is_blind or bool(trace.reads_whole))
-        self._goes_through = "__dict__" in self._names or (
-            trace is not None and any("vars" in names for _, names in trace.variables.values())
-        )
+        self._names = frozenset(notes.names)
+        self._library_names = self._names | notes.library_names
+        self._all = notes.is_blind or bool(notes.reads_whole)
+        self._goes_through = "__dict__" in self._names or any("vars" in names for _, names in notes.variables.values())
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._compared = 0
         self._pending = [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())]
-        if trace is not None:
-            self._compare_namespaces(trace)
+        self._compare_namespaces(notes)
         self._follow()
-        self.missing = (trace.asked if trace is not None else set()) - _TENSOR_ATTRIBUTES
+        self.missing = notes.asked - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
         while self._pending:
@@ -104,7 +102,7 @@ class StateReads:
         elif issubclass(type(value), torch.Tensor):
             self.tensors.append(value)
             table = objects.attribute_table(value)
-            if table or (self._trace is not None and self._trace.asked):
+            if table or self._notes.asked:
                 self.homes.append(value)
                 self._compare(table, self._names)
             self.readers += tensor_readers(value, self._names)
@@ -117,7 +115,7 @@ class StateReads:
         elif issubclass(type(value), type):
             self._visit_class(value)
         elif issubclass(type(value), types.ModuleType):
-            if self._trace is not None and id(vars(value)) not in self._trace.variables:
+            if id(vars(value)) not in self._notes.variables:
                 self._compare_variables(vars(value), self._names)
         elif issubclass(type(value), np.ndarray):
             self._visit_array(value)
@@ -156,7 +154,7 @@ class StateReads:
         if kind is dict and "__builtins__" in value:
             return  # the variables of a module, which are followed by name
         if issubclass(type(value), CONTAINERS):
-            if self._trace is not None or _matters(value):
+            if self._is_traced or _matters(value):
                 self.contents.append(value)
             held = objects.content(value)
             self._count(len(held), value)
@@ -170,7 +168,7 @@ class StateReads:
             self.objects.append(value)
             self.homes.append(value)
             self._compare(table, names)
-        for name in (name for name in slots if self._trace is None or self._all or name in names):
+        for name in (name for name in slots if not self._is_traced or self._all or name in names):
             self.readers.append(partial(objects.slot_value, slots[name], value))
             self._pending.append(self.readers[-1]())
         if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
@@ -180,7 +178,7 @@ class StateReads:
             for inner in objects.referents(value):
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
-        if self._trace is not None or kind is partial:
+        if self._is_traced or kind is partial:
             particulars = readers_of(value, self._names)
             self.readers += particulars
             self._pending += (read() for read in particulars)
@@ -203,7 +201,7 @@ class StateReads:
         """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
         users = objects.user_classes(kind)
         self._pending += (base for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
-        if self._trace is None:
+        if not self._is_traced:
             return
         table = vars(kind)
         if kind in users:
@@ -216,8 +214,7 @@ class StateReads:
     def _compare_torch(self, kind: type) -> None:
         """A class of modules of torch, which others patch: what it has at all, and there the names of the code and what
         ran."""
-        assert self._trace is not None
-        table, codes, names = vars(kind), self._trace.codes, self._names
+        table, codes, names = vars(kind), self._notes.codes, self._names
         copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
         self.tables.append(table)
         known = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
@@ -231,14 +228,13 @@ class StateReads:
         """
         if not objects.is_code(member):
             return name in self._names or (self._all and not name.startswith("__"))
-        assert self._trace is not None
-        is_named = self._trace.is_blind and name in self._names
-        return is_named or any(fn.__code__ in self._trace.codes for fn in objects.functions_in(member))
+        is_named = self._notes.is_blind and name in self._names
+        return is_named or any(fn.__code__ in self._notes.codes for fn in objects.functions_in(member))
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace; not of a break."""
         cells = fn.__closure__ or ()
-        if fn.__dict__ or (self._trace is not None and self._trace.asked):
+        if fn.__dict__ or self._notes.asked:
             self._compare(fn.__dict__, self._names)
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
@@ -246,7 +242,7 @@ class StateReads:
                 wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
                 self._pending += (held for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
             return
-        if self._trace is not None and not self._all and fn.__code__ not in self._trace.codes:
+        if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
             return
         self.functions.append(fn)
         for cell in cells:
@@ -259,18 +255,18 @@ class StateReads:
         self._pending += (getattr(fn, name) for name in defaults)
         if "__wrapped__" in fn.__dict__:
             self._pending.append(fn.__dict__["__wrapped__"])
-        if self._trace is None:
+        if not self._is_traced:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
 
-    def _compare_namespaces(self, trace: CodeNotes) -> None:
-        self._pending += trace.functions
-        if trace.reads_environment:
+    def _compare_namespaces(self, notes: CodeNotes) -> None:
+        self._pending += notes.functions
+        if notes.reads_environment:
             self.contents.append(vars(os.environ)["_data"])
-        for table, names in trace.variables.values():
+        for table, names in notes.variables.values():
             self._compare_variables(table, names)
-        self.tables += (table for table, _ in trace.whole_tables.values())
-        self.ordered |= trace.whole_tables.keys()
-        for table, names in trace.absent.values():
+        self.tables += (table for table, _ in notes.whole_tables.values())
+        self.ordered |= notes.whole_tables.keys()
+        for table, names in notes.absent.values():
             self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names - table.keys())))
 
@@ -282,14 +278,13 @@ class StateReads:
 
     def _named(self, kind: type, names: frozenset[str]) -> frozenset[str]:
         """The names to compare of the objects of a class: all, if code reads them without spelling their names."""
-        is_whole = self._all or (self._trace is not None and kind in self._trace.whole_types) or _has_own_access(kind)
-        return _ALL if is_whole else names
+        return _ALL if self._all or kind in self._notes.whole_types or _has_own_access(kind) else names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
         """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""
         if table is None:
             return
-        if self._trace is None:
+        if not self._is_traced:
             kept = {name: value for name, value in table.items() if name not in _MODULE_ATTRIBUTES}
             chosen = [name for name, value in kept.items() if name in _TABLES or _matters(value)]
             self._pending += (value for name, value in kept.items() if name not in _TABLES)
@@ -310,7 +305,7 @@ class StateReads:
             self._refuse(f"a {type(value).__name__} with {number} entries, which are too many to compare at each call")
 
     def _refuse(self, what: str) -> None:
-        if self._trace is not None:
+        if self._is_traced:
             self.unguarded = self.unguarded or what
 
 
