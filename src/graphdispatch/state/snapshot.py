@@ -259,11 +259,11 @@ CELL = Way(lambda cell: {"": objects.cell_value(cell)}, _write_cell)
 
 def _write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
     """Set a context variable of the running context; one that had no value keeps the one that it got."""
-    if before[""] is not ABSENT:
-        variable.set(before[""])
+    if before[".get()"] is not ABSENT:
+        variable.set(before[".get()"])
 
 
-CONTEXT = Way(lambda variable: {"": variable.get(ABSENT)}, _write_context)
+CONTEXT = Way(lambda variable: {".get()": variable.get(ABSENT)}, _write_context)
 
 
 def way_of_variables(names: dict[str, Any]) -> Way:

@@ -31,7 +31,8 @@ __all__ = ["StateWalk"]
 _PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-_PLAIN_CONTAINERS = frozenset({*CONTAINERS, OrderedDict})
+_PLAIN_CONTAINERS = frozenset(CONTAINERS)
+_SINGLE = {types.CellType: snapshot.CELL, ContextVar: snapshot.CONTEXT}
 _SHARED = (*CONTAINERS, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
 Edges = Iterator[tuple[str, Any]]
@@ -89,7 +90,7 @@ class StateWalk:
                 return
             seen[id(value)] = value
             kind = type(value)
-            if kind in _PLAIN_CONTAINERS and not value and (kind is not OrderedDict or not value.__dict__):
+            if not value if kind in _PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
                 self._bulk.add_empty(value, path)
                 continue
             pending += [(i, (path, label)) for label, i in self._edges(value, path) if not kinds[type(i)].is_leaf]
@@ -182,7 +183,7 @@ class StateWalk:
         """What ``value`` holds, with labels; notes what of it can change."""
         kind = type(value)
         if kind in _PLAIN_CONTAINERS:
-            return self._container_edges(value, path)
+            return self._entries(value, path)
         if kind is tuple:
             return ((f"[{index}]", inner) for index, inner in enumerate(value))
         if issubclass(kind, torch.Tensor):
@@ -191,8 +192,10 @@ class StateWalk:
             return self._function_edges(value, path, with_globals=True)
         if issubclass(kind, type):
             return self._class_edges(value, path)
-        if kind is types.CellType or kind is ContextVar or issubclass(kind, np.ndarray):
-            return self._value_edges(value, path)
+        if kind in _SINGLE:
+            return iter(self._hold(path, value, _SINGLE[kind]).items())
+        if issubclass(kind, np.ndarray):
+            return self._array_edges(value, path)
         if issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
             return iter([("()", objects.referent(value))])
         if issubclass(kind, types.MethodType):
@@ -211,34 +214,26 @@ class StateWalk:
         is_ours = kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
         return iter([("", value.unwrap())] if is_ours else ())
 
-    def _value_edges(self, value: Any, path: Any) -> Edges:
-        """What holds one value, or numbers: a cell, a context variable, an array."""
-        if type(value) is types.CellType:
-            yield "", self._hold(path, value, snapshot.CELL)[""]
-        elif type(value) is ContextVar:
-            yield ".get()", self._hold(path, value, snapshot.CONTEXT)[""]
+    def _array_edges(self, array: Any, path: Any) -> Edges:
+        """What an array of objects holds, and the attributes of one of a subclass."""
+        self._hold(path, array, snapshot.FORM)
+        if objects.is_kind_of_array(type(array)):
+            yield from self._attributes(array, path)
+            yield "", type(array)
+        if not array.dtype.hasobject:
+            self._hold(path, array, snapshot.NUMBERS)
         else:
-            self._hold(path, value, snapshot.FORM)
-            if objects.is_kind_of_array(type(value)):
-                held = self._hold(path, value, snapshot.ATTRIBUTES)
-                yield from ((f".{name}", inner) for name, inner in held.items())
-                yield "", type(value)
-            if not value.dtype.hasobject:
-                self._hold(path, value, snapshot.NUMBERS)
-            else:
-                yield from (("[...]", inner) for inner in self._hold(path, value, snapshot.OBJECTS))
+            yield from (("[...]", inner) for inner in self._hold(path, array, snapshot.OBJECTS))
 
-    def _container_edges(self, value: Any, path: Any) -> Edges:
-        """The entries of a container of Python's own, most of which are empty."""
-        if type(value) is dict and "__builtins__" in value:
-            return iter(())  # the variables of a module, which are followed by name
-        entries = self._entries(value, path)
-        if type(value) is not OrderedDict:
-            return entries
-        attributes = self._hold(path, value, snapshot.ATTRIBUTES)
-        return chain(entries, ((f".{name}", inner) for name, inner in attributes.items())) if attributes else entries
+    def _attributes(self, value: Any, path: Any) -> Edges:
+        if objects.attribute_table(value) is None:
+            return iter(())
+        held = self._hold(path, value, snapshot.ATTRIBUTES)
+        return ((f".{name}" if name not in _MEMBERS else MEMBER, inner) for name, inner in held.items())
 
     def _entries(self, container: Any, path: Any) -> Edges:
+        if type(container) is dict and "__builtins__" in container:
+            return iter(())  # the variables of a module, which are followed by name
         entries = self._hold(path, container, snapshot.ENTRIES)
         if not entries:
             return iter(())
@@ -260,10 +255,8 @@ class StateWalk:
         kind = type(value)
         if issubclass(kind, nn.Module):
             self.modules.append(value)
-        table, slots = objects.attribute_table(value), self._slots_of(kind)
-        if table is not None:
-            held = self._hold(path, value, snapshot.ATTRIBUTES)
-            yield from ((f".{name}" if name not in _MEMBERS else MEMBER, inner) for name, inner in held.items())
+        yield from self._attributes(value, path)
+        slots = self._slots_of(kind)
         if slots:
             yield from self._hold(path, value, slots).items()
         if issubclass(kind, CONTAINERS):
@@ -290,10 +283,7 @@ class StateWalk:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
             self._hold(path, tensor, snapshot.way_of_tensor(tensor))
-        table = objects.attribute_table(tensor)
-        if table is not None:
-            held = self._hold(path, tensor, snapshot.ATTRIBUTES)
-            yield from ((f".{name}", inner) for name, inner in held.items())
+        return self._attributes(tensor, path)
 
     def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
         """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
