@@ -28,7 +28,7 @@ from ..reasons import Reason
 from ..serve.group import GraphGroup, Route, Routes
 from ..serve.prewarm import compare_numbers
 from ..serve.server import Server
-from ..state.callables import same_callable
+from ..state.objects import same_callable
 from ..stats import CUDAGraphStats
 
 __all__ = ["CUDAGraphRegistry", "Shapes", "batch_dims", "check_input_shapes", "check_output_shapes"]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..call.caches import advice_for
 from ..call.marks import is_break
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
@@ -122,8 +123,6 @@ class StateWalk:
         change = next(self.changes(), None)
         if change is None:
             return None
-        from ..call.caches import advice_for  # here, since few runs change anything
-
         advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
