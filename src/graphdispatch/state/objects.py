@@ -46,6 +46,7 @@ __all__ = [
     "dict_of",
     "equal_content",
     "functions_in",
+    "home_of",
     "is_code",
     "is_followed",
     "is_kind_of_array",
@@ -140,10 +141,15 @@ def is_opaque(kind: type) -> bool:
     return is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind)
 
 
+def home_of(kind: type) -> str:
+    """The name of the module of a class; empty where the class has another attribute under that name."""
+    return kind.__module__ if isinstance(kind.__module__, str) else ""
+
+
 def is_followed(kind: type) -> bool:
     """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
     and no machinery of torch or of the standard library. Modules are, and threads of a class of the user."""
-    module = kind.__module__ if isinstance(kind.__module__, str) else ""
+    module = home_of(kind)
     root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
     if root == _PACKAGE:
         return False
@@ -157,7 +163,7 @@ def is_followed(kind: type) -> bool:
 def is_machine(kind: type) -> bool:
     """Whether a class is one of the standard library's whose objects threads and processes share: nobody puts them
     back, since others may have changed them."""
-    return kind.__module__.partition(".")[0] in _MACHINES
+    return home_of(kind).partition(".")[0] in _MACHINES
 
 
 @lru_cache(maxsize=8192)
@@ -187,9 +193,9 @@ _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 
 def _is_library_class(kind: type) -> bool:
-    if kind.__module__ in sys.builtin_module_names:
+    if home_of(kind) in sys.builtin_module_names:
         return True
-    module = sys.modules.get(kind.__module__) if isinstance(kind.__module__, str) else None
+    module = sys.modules.get(home_of(kind))
     return is_library_code(getattr(module, "__file__", None) or "") or not is_followed(kind)
 
 

@@ -123,7 +123,7 @@ class StateReads:
             self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
         elif self._kinds[kind].is_followed:
             self._visit_object(value)
-        elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
+        elif objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
 
     def _visit_module(self, module: nn.Module) -> None:
@@ -143,7 +143,7 @@ class StateReads:
         if not isinstance(table.get("_parameters"), dict):
             self._pending += (*module.parameters(), *module.buffers())
         kind = type(module)
-        is_library = any(base is not nn.Module for base in kind.__mro__ if base.__module__.startswith("torch."))
+        is_library = any(base is not nn.Module for base in kind.__mro__ if objects.home_of(base).startswith("torch."))
         names = self._named(kind, self._library_names if is_library else self._names)
         self._compare(table, names | _BY_TORCH | _TABLES)
         self._pending.append(kind)

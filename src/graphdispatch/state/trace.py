@@ -209,7 +209,7 @@ class CodeTrace(CodeNotes):
             return True
         home = next((base for base in type.mro(kind) if isinstance(vars(base).get(method), _COMPILED)), None)
         # Without one it is a function that keeps data of its own there, as those of pybind11 do.
-        return home is None or (home.__module__.partition(".")[0] in _SEEN_THROUGH and home is not Context)
+        return home is None or (objects.home_of(home).partition(".")[0] in _SEEN_THROUGH and home is not Context)
 
     def unseen(self, roots: Iterable[Any]) -> str | None:
         """What the runs may have changed or read that nobody can compare or put back, in words; or None. ``roots`` are

@@ -210,7 +210,7 @@ class StateWalk:
             return self._opaque_edges(value, path)
         if self._kinds[kind].is_followed:
             return self._object_edges(value, path)
-        is_ours = kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
+        is_ours = objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
         return iter([("", value.unwrap())] if is_ours else ())
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
