@@ -106,6 +106,8 @@ class CodeTrace(CodeNotes):
         """Locks that it took or gave back, and how they were before."""
         self._plain: dict[int, types.CodeType] = {}
         """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
+        self._run_beside = set[types.CodeType]()
+        """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
         self._nested, self._each_time = (set[types.CodeType]() for _ in range(2))
         """The last is code that is read at each call: of what it is given, or by whom it is called, depends what it
         reads."""
@@ -133,7 +135,7 @@ class CodeTrace(CodeNotes):
 
     def __enter__(self) -> "CodeTrace":
         self._outer = sys.getprofile()
-        self._depth = 0
+        self._depth = self._beside = 0
         self._inside = int(self._within is None)
         self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
         for code in self._skipped:
@@ -180,6 +182,7 @@ class CodeTrace(CodeNotes):
                 self._inside -= 1
             elif self._depth and self._inside and frame.f_code in self._skipped:
                 self._depth -= 1
+                self._beside -= frame.f_code is not BREAK_CODE
         elif event == "c_call" and self._inside:
             owner = getattr(arg, "__self__", None)
             if type(owner) is str:
@@ -230,6 +233,11 @@ class CodeTrace(CodeNotes):
         elif self._inside and (code in self._skipped or code.co_filename.endswith(_COMPILER)):
             self._skipped.add(code)
             self._depth += 1
+            self._beside += code is not BREAK_CODE
+        elif self._inside and self._beside:
+            if code not in self._run_beside:
+                self._run_beside.add(code)
+                self.of_breaks.names |= code_reads(code).attributes
         elif self._inside:
             notes = self.of_breaks if self._depth else self
             is_new = code not in notes.codes
